@@ -1,0 +1,79 @@
+# Sets up .venv and runs things in it: `make help`.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP_INSTALL := $(RUN) -m pip install -qq --progress-bar off
+
+# The caller's own Python and pip settings would change what is installed, imported and asserted.
+unexport PYTHONHOME PYTHONPATH PYTHONSTARTUP PYTHONUSERBASE PYTHONOPTIMIZE PYTHONWARNINGS MYPYPATH
+unexport VIRTUAL_ENV CONDA_PREFIX PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON PIP_REQUIRE_VIRTUALENV
+export PIP_USER := 0
+export PIP_NO_INPUT := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# "3.11 venv", "3.11" where Debian's python3-venv is missing, or nothing at all.
+PROBE := $(shell "$(PYTHON)" -E -c 'import sys; print("%d.%d" % sys.version_info[:2]); import ensurepip, venv; print("venv")' 2>/dev/null)
+VERSION := $(firstword $(PROBE))
+TOO_OLD := 2.% 3.0 3.1 3.2 3.3 3.4 3.5 3.6 3.7 3.8 3.9
+NEEDS := nano_loop needs Python 3.10 or later with its venv module
+ADVICE := or name another Python: make PYTHON=python3.12 $(or $(firstword $(MAKECMDGOALS)),test)
+ifeq ($(VERSION),)
+MISSING := $(NEEDS), and "$(PYTHON)" does not run here. Install Python 3.10 or later, $(ADVICE)
+else ifneq ($(filter $(TOO_OLD),$(VERSION)),)
+MISSING := $(NEEDS), and "$(PYTHON)" is Python $(VERSION). Install Python 3.10 or later, $(ADVICE)
+else ifeq ($(filter venv,$(PROBE)),)
+MISSING := $(NEEDS), and "$(PYTHON)" has no venv or ensurepip. Install them (on Debian and Ubuntu: apt install python$(VERSION)-venv), $(ADVICE)
+endif
+
+# A stamp is written when its work is done, so that what was interrupted is done again. Its name holds Python's
+# version, so that another PYTHON means another set-up.
+PINS := $(VENV)/pins-$(VERSION)
+READY := $(VENV)/ready-$(VERSION)
+
+# Two `make` at once: the second waits here for the first one's set-up.
+LOCK := $(if $(shell command -v flock 2>/dev/null),flock Makefile)
+
+.PHONY: help demo test lint clean ready
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    run an example plain and accelerated, side by side"
+	@echo "make test    run the tests; arguments for pytest: make test ARGS='-k precision'"
+	@echo "make lint    ruff and mypy"
+	@echo "make clean   remove .venv, builds and caches"
+	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
+
+demo: ready
+	@$(RUN) examples/demo.py $(ARGS)
+
+test: ready
+	@$(RUN) -m pytest $(ARGS)
+
+lint: ready
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy --strict nano_loop
+
+# A checkout that was moved or copied, .venv and all, must not import the package from its old place.
+ready:
+	$(if $(MISSING),$(error $(MISSING)))
+	@test "$$(cat $(READY) 2>/dev/null)" = "$(CURDIR)" || rm -f $(READY)
+	@$(LOCK) $(MAKE) -s $(READY)
+
+$(PINS): requirements/default.txt
+	@echo "Setting up $(VENV) with Python $(VERSION): one to three minutes"
+	@"$(PYTHON)" -m venv --clear $(VENV)
+	@$(PIP_INSTALL) -r requirements/default.txt
+	@touch $@
+
+$(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py
+	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@broken=$$($(RUN) -m pip check) || { echo "$$broken" >&2; exit 1; }
+	@printf '%s' "$(CURDIR)" > $@
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,21 @@
+"""Makes a raw PyTorch training loop faster on CPUs, and leaves its body untouched."""
+
+from nano_loop.decorator import nano
+from nano_loop.errors import NanoConfigError, NanoError, NanoWarning, NanoWorkerError
+from nano_loop.mechanisms.autocast import disable_casts
+from nano_loop.report import SetupReport, StepResult
+from nano_loop.torch_nano import TorchNano
+from nano_loop.version import __version__
+
+__all__ = [
+    "NanoConfigError",
+    "NanoError",
+    "NanoWarning",
+    "NanoWorkerError",
+    "SetupReport",
+    "StepResult",
+    "TorchNano",
+    "__version__",
+    "disable_casts",
+    "nano",
+]

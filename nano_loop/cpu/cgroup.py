@@ -1,0 +1,101 @@
+"""What control groups leave to this process: a quota of CPU time, and a set of CPUs.
+
+A limit of any ancestor binds as well, so each is read from the process's own cgroup up to the top. Version 1,
+version 2 and both side by side are read alike: ``/proc/self/cgroup`` says which cgroup the process is in, and
+``/proc/self/mountinfo`` where its files are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from nano_loop.cpu.tree import Tree, parse_number
+
+UNIFIED = ""  # how /proc/self/cgroup names the one hierarchy of version 2: by no controller at all
+DEFAULT_PERIOD = 100_000  # microseconds; the kernel's own
+
+
+class Mount(NamedTuple):
+    """One mounted cgroup hierarchy."""
+
+    point: str
+    root: str
+    controllers: frozenset[str]
+
+
+USUAL_MOUNTS = (
+    Mount("/sys/fs/cgroup", "/", frozenset({UNIFIED})),
+    Mount("/sys/fs/cgroup/unified", "/", frozenset({UNIFIED})),
+    Mount("/sys/fs/cgroup/cpu", "/", frozenset({"cpu"})),
+    Mount("/sys/fs/cgroup/cpu,cpuacct", "/", frozenset({"cpu"})),
+    Mount("/sys/fs/cgroup/cpuset", "/", frozenset({"cpuset"})),
+)
+
+
+def read_quota(tree: Tree) -> float | None:
+    """Return the CPU time that this process may use, in CPUs, or None without a limit."""
+    quotas = [_folder_quota(tree, folder) for folder in _folders(tree, "cpu")]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def read_cpuset(tree: Tree) -> tuple[int, ...]:
+    """Return the CPUs of the nearest cgroup that names some, or an empty tuple where none does."""
+    names = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
+    for folder in _folders(tree, "cpuset"):
+        for name in names:
+            if cpus := tree.cpu_list(f"{folder}/{name}"):
+                return cpus
+    return ()
+
+
+def _folder_quota(tree: Tree, folder: str) -> float | None:
+    """Return one cgroup's own limit in CPUs; ``max`` and -1 mean none."""
+    fields = tree.text(f"{folder}/cpu.max").split()
+    if not fields:
+        fields = [tree.text(f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    quota = parse_number(fields[0])
+    period = (parse_number(fields[1]) if len(fields) > 1 else None) or DEFAULT_PERIOD
+    return quota / period if quota is not None and quota > 0 and period > 0 else None
+
+
+def _folders(tree: Tree, controller: str) -> Iterator[str]:
+    """Yield the folders of the process's cgroup and its ancestors, the nearest first."""
+    memberships = _read_memberships(tree)
+    for mount in _read_mounts(tree):
+        for name in (controller, UNIFIED):
+            if name in mount.controllers:
+                yield from _folders_upwards(mount, memberships.get(name, "/"))
+
+
+def _folders_upwards(mount: Mount, cgroup: str) -> list[str]:
+    try:
+        below = PurePosixPath(cgroup).relative_to(mount.root).parts
+    except ValueError:
+        # A container sees its own cgroup where the mount starts, while the path may still be the host's.
+        below = ()
+    return ["/".join([mount.point, *below[:depth]]) for depth in range(len(below), -1, -1)]
+
+
+def _read_memberships(tree: Tree) -> dict[str, str]:
+    """Return the process's cgroup for each controller, from lines such as ``4:cpu,cpuacct:/docker/ab12``."""
+    lines = [line.split(":", 2) for line in tree.text("/proc/self/cgroup").splitlines()]
+    fields = [line for line in lines if len(line) == 3]
+    return {controller: path for _, controllers, path in fields for controller in controllers.split(",")}
+
+
+def _read_mounts(tree: Tree) -> tuple[Mount, ...]:
+    lines = tree.text("/proc/self/mountinfo").splitlines()
+    found = tuple(mount for line in lines if (mount := _parse_mount(line)) is not None)
+    return found or USUAL_MOUNTS
+
+
+def _parse_mount(line: str) -> Mount | None:
+    """Read a line ``id parent device root point options ... - type source superoptions``."""
+    left, _, right = line.partition(" - ")
+    place, kind = left.split(), right.split()
+    if len(place) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
+        return None
+    controllers = {UNIFIED} if kind[0] == "cgroup2" else set(kind[2].split(","))
+    return Mount(place[4], place[3], frozenset(controllers))

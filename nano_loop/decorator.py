@@ -1,0 +1,123 @@
+"""nano: finds what to set up among the arguments of a call, and delegates."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from nano_loop.checks import check_loop
+from nano_loop.errors import NanoConfigError, problem
+from nano_loop.mechanisms.nested import find
+from nano_loop.mechanisms.torch_private import is_loss
+from nano_loop.parts import Parts
+from nano_loop.torch_nano import TorchNano
+
+_Auto = bool | Literal["auto"]
+
+
+def nano(
+    num_processes: Any = None,
+    use_ipex: bool = False,
+    distributed_backend: str = "subprocess",
+    process_group_backend: str | None = None,
+    precision: int | str = 32,
+    cpu_for_each_process: list[list[int]] | None = None,
+    channels_last: bool = False,
+    auto_lr: bool = True,
+    *,
+    fused_optimizer: _Auto = "auto",
+    allocator: _Auto = "auto",
+    fast_dropout: _Auto = "auto",
+    fast_attention: _Auto = "auto",
+    fast_fetch: _Auto = "auto",
+    compile: bool | dict[str, Any] = False,
+    bf16_ops: tuple[str, ...] | list[str] = (),
+    fp32_ops: tuple[str, ...] | list[str] = (),
+    gradient_compression: str | None = None,
+    timeout: float = 600.0,
+    verbose: bool | Literal["all"] = True,
+    **others: Any,
+) -> Any:
+    """Accelerate a training function: ``@nano`` or ``@nano(precision="bf16", ...)`` above ``def train(...)``.
+
+    At each call, the models, optimizers and loaders among the arguments, also in lists, tuples and dicts, are set up
+    in place, and are as they were when the call ends. Losses without parameters are left alone.
+
+    Parameters
+    ----------
+    num_processes, use_ipex, ..., verbose
+        The options of `TorchNano`.
+
+    Returns
+    -------
+    callable
+        The decorator; for ``@nano`` without options, the decorated function. A decorated function's ``report`` is the
+        `SetupReport` of its last call, None before the first.
+
+    Raises
+    ------
+    NanoConfigError
+        If options cannot be used, if the function is a class, a generator or async, or, when it is called, if there
+        is no model among its arguments.
+
+    Examples
+    --------
+    >>> import torch
+    >>> @nano(precision="auto", verbose=False)
+    ... def train(model, optimizer, batches):
+    ...     for x, y in batches:
+    ...         optimizer.zero_grad()
+    ...         torch.nn.functional.mse_loss(model(x), y).backward()
+    ...         optimizer.step()
+    >>> model = torch.nn.Linear(4, 1)
+    >>> train(model, torch.optim.SGD(model.parameters(), lr=0.1), [(torch.rand(8, 4), torch.rand(8, 1))])
+    """
+    options = {name: value for name, value in locals().items() if name != "others"} | others
+    if callable(num_processes):  # @nano without parentheses
+        return _decorated(num_processes, {**options, "num_processes": None})
+    _Loop(**options)  # a wrong option is told where it stands, and not at the first call
+    return functools.partial(_decorated, options=options)
+
+
+class _Loop(TorchNano):
+    """The run of one call of a decorated function."""
+
+    def train(self, function: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+        self._accelerate(_parts(function, call))
+        return function(*call.args, **call.kwargs)
+
+
+def _decorated(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    name = getattr(function, "__qualname__", repr(function))
+    check_loop(function, name)
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def accelerated(*args: Any, **kwargs: Any) -> Any:
+        loop = _Loop(**options)
+        try:
+            return loop.train(function, signature.bind(*args, **kwargs))
+        finally:
+            accelerated.report = loop.report  # type: ignore[attr-defined]
+
+    accelerated.report = None  # type: ignore[attr-defined]
+    return accelerated
+
+
+def _parts(function: Callable[..., Any], call: inspect.BoundArguments) -> Parts:
+    with_defaults = inspect.BoundArguments(call.signature, call.arguments.copy())
+    with_defaults.apply_defaults()
+    arguments = dict(with_defaults.arguments)
+    models = [module for module in find(nn.Module, arguments) if any(True for _ in module.parameters())]
+    models = models or [module for module in find(nn.Module, arguments) if not is_loss(module)]
+    if not models:
+        given = f"{getattr(function, '__qualname__', function)}({', '.join(arguments)}) was called without a model"
+        needed = "nano accelerates the torch.nn.Module among the arguments, also in lists, tuples and dicts"
+        raise NanoConfigError(problem(given, needed, "Pass the model as an argument"))
+    return Parts(models, list(find(Optimizer, arguments)), list(find(DataLoader, arguments)))

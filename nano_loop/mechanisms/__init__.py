@@ -1,0 +1,1 @@
+"""What the steps are built of: ways to change what torch does, each of which can be taken back."""

@@ -1,0 +1,152 @@
+"""What happens at every outermost call into a model: layers of work around it, such as autocast.
+
+A call is outermost when no other call into a set-up model is under way in its thread. Besides `model(x)` that is
+`model.encoder(x)`, `model[0](x)`, `model.forward(x)` and `model.my_loss(x)`.
+
+Nothing is hung on the model. While at least one model has layers, `torch.nn.Module.__call__` and the public methods
+of the model's own classes are replaced by functions that look the module up in a table and otherwise pass through.
+So `type(layer) is nn.Linear` holds inside the loop, and copies and pickles are plain without any help.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from nano_loop.mechanisms.replace import replaced
+
+#: A function and its arguments go in, its outputs come out.
+Call = Callable[..., Any]
+#: Is given the next call inwards and returns its own, which may change the arguments and the outputs.
+Layer = Callable[[Call], Call]
+
+
+class _Thread(threading.local):
+    """Whether this thread is inside a set-up model."""
+
+    inside = False
+
+
+# torch's own classes are entered through __call__; replacing their methods too would touch every model there is.
+_NOT_THE_USERS = frozenset({"torch", "builtins", "typing", "abc", "collections"})
+
+_thread = _Thread()
+_entries: dict[int, Entry] = {}  # by the id of a module; an entry keeps its modules alive, so ids are not reused
+
+
+class Entry:
+    """The layers around the outermost calls into one model, outside in.
+
+    Parameters
+    ----------
+    modules : list of torch.nn.Module
+        The model's modules, each of which is a way in.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self._layers: dict[str, Layer] = {}
+        self._call: Call = _innermost
+
+    def add(self, name: str, layer: Layer) -> None:
+        """Put `layer` inside the others; under a name that is taken, in the place of that one."""
+        self._layers[name] = layer
+        call: Call = _innermost
+        for each in reversed(self._layers.values()):
+            call = each(call)
+        self._call = call
+
+    def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
+        """Call `function` inside the layers; calls that it makes into models pass through."""
+        _thread.inside = True
+        try:
+            return self._call(function, *args, **kwargs)
+        finally:
+            _thread.inside = False
+
+
+class Entries:
+    """The entries of one run."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[int, Entry] = {}
+        self._undoing = ExitStack()
+
+    def add(self, model: nn.Module, name: str, layer: Layer) -> None:
+        """Put `layer` around every outermost call into `model` and its submodules, until `close`.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            The model. It is not changed.
+        name : str
+            The layer's name; a second layer of that name takes the place of the first.
+        layer : callable
+            Is given the next call inwards and returns its own.
+        """
+        if id(model) not in self._by_model:
+            self._by_model[id(model)] = self._open(list(model.modules()))
+        self._by_model[id(model)].add(name, layer)
+
+    def close(self) -> None:
+        """Take all layers of this run away, and leave those of a run around it."""
+        self._by_model.clear()
+        self._undoing.close()
+
+    def _open(self, modules: list[nn.Module]) -> Entry:
+        entry = Entry(modules)
+        before = {id(module): _entries.get(id(module)) for module in modules}
+        for owner, name in _ways_in(modules):
+            self._undoing.enter_context(replaced(owner, name, _through_entry))
+        self._undoing.callback(_restore, before)
+        _entries.update(dict.fromkeys(before, entry))
+        return entry
+
+
+def _innermost(function: Call, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _restore(before: dict[int, Entry | None]) -> None:
+    for key, entry in before.items():
+        if entry is None:
+            _entries.pop(key, None)
+        else:
+            _entries[key] = entry
+
+
+def _ways_in(modules: list[nn.Module]) -> Iterator[tuple[type, str]]:
+    """Yield the class attributes through which a loop can call into one of `modules`."""
+    yield nn.Module, "__call__"
+    for owner in {owner for module in modules for owner in type(module).__mro__}:
+        if owner.__module__.partition(".")[0] not in _NOT_THE_USERS:
+            yield from ((owner, name) for name, value in vars(owner).items() if _computes(name, value))
+
+
+def _computes(name: str, value: object) -> bool:
+    """Whether a class attribute is a method that a loop may call to compute something."""
+    if name not in ("forward", "__call__") and (name.startswith("_") or hasattr(nn.Module, name)):
+        return False
+    lazy = inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value)
+    return inspect.isfunction(value) and not lazy
+
+
+def _through_entry(original: Call) -> Call:
+    """Make the function that stands in for `original`."""
+
+    @functools.wraps(original)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _thread.inside:
+            return original(self, *args, **kwargs)
+        entry = _entries.get(id(self))
+        if entry is None:
+            return original(self, *args, **kwargs)
+        return entry(original, self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,115 @@
+"""Keeps the memory layouts of parameters, gradients and optimizer state equal.
+
+torch's fused CPU optimizers walk parameter, gradient and state as flat memory and check nothing: where their strides
+differ, each element is updated with another element's gradient, silently (pytorch#110758 is the CUDA side of it).
+A checkpoint from an NCHW run that is loaded into a channels_last model is enough.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
+    """Hold the strides of gradients and state to those of the parameters, until `undoing` is closed.
+
+    State is laid out anew now, after each ``load_state_dict``, and before a step that finds a parameter's layout
+    changed; a gradient before each fused step. ``state_dict()`` gives state in torch's default layout, so that a
+    checkpoint is safe in a plain run too.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Its state is changed; guarding it twice changes nothing.
+    undoing : contextlib.ExitStack
+        Takes the hooks away when it is closed.
+    """
+    if optimizer in _guarded:
+        return
+    _guarded.add(optimizer)
+    undoing.callback(_guarded.discard, optimizer)
+    guard = _Guard()
+    relay_state(optimizer)
+    for handle in (
+        optimizer.register_step_pre_hook(guard.before_step),
+        optimizer.register_load_state_dict_post_hook(relay_state),
+        optimizer.register_state_dict_post_hook(portable_state),
+    ):
+        undoing.callback(handle.remove)
+
+
+class _Guard:
+    """What the hook before each step remembers of one optimizer."""
+
+    def __init__(self) -> None:
+        self._strides: dict[int, tuple[int, ...]] = {}  # of each parameter, at the last step; by its id
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        moved = False
+        for group in optimizer.param_groups:
+            if not group.get("fused"):
+                continue
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                stride = parameter.stride()
+                if gradient.layout is torch.strided and gradient.stride() != stride:
+                    parameter.grad = laid_out_as(parameter, gradient)
+                if self._strides.get(id(parameter)) != stride:
+                    self._strides[id(parameter)] = stride
+                    moved = True
+        if moved:
+            relay_state(optimizer)
+
+
+def relay_state(optimizer: Optimizer) -> None:
+    """Give every tensor of the optimizer's state that has its parameter's shape its parameter's strides too."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if _is_misplaced(value, parameter):
+                state[key] = laid_out_as(parameter, value)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor fills its memory without gaps or overlap, so that another may take over its strides."""
+    return tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def laid_out_as(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Copy `value` into new memory with the strides of `like`; shape and dtype are those of `value`.
+
+    Where `like` is not dense, its strides are only approached.
+    """
+    return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def portable_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return `state_dict` with every dense tensor of its state contiguous; neither argument is changed."""
+    state = {key: _contiguous(values) for key, values in state_dict["state"].items()}
+    return {**state_dict, "state": state}
+
+
+def _contiguous(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {
+        key: value.contiguous() if isinstance(value, torch.Tensor) and value.layout is torch.strided else value
+        for key, value in values.items()
+    }
+
+
+def _is_misplaced(value: Any, parameter: torch.Tensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided is parameter.layout
+        and value.shape == parameter.shape
+        and value.stride() != parameter.stride()
+    )

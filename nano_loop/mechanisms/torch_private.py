@@ -1,0 +1,25 @@
+"""The only place where names are used that torch keeps for itself, each with the reason why.
+
+`tests/mechanisms/test_torch_private.py` tells when one of them is gone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules.loss import _Loss
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a model was given to `torch.compile` or to its own `compile()`, for which torch has no question."""
+    return isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
+
+
+def forget_compiled(model: nn.Module) -> None:
+    """Take back `model.compile()`, for which torch has no call."""
+    model._compiled_call_impl = None
+
+
+def is_loss(module: nn.Module) -> bool:
+    """Whether a module is one of torch's losses, whose common base class has no public name."""
+    return isinstance(module, _Loss)

@@ -1,0 +1,39 @@
+"""The user's objects that one call of ``setup`` hands to the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+@dataclass
+class Parts:
+    """Models, optimizers and loaders, as the user made them.
+
+    Parameters
+    ----------
+    models : list of torch.nn.Module
+        The models, which the steps change in place.
+    optimizers : list of torch.optim.Optimizer
+        The optimizers, changed in place.
+    loaders : list of torch.utils.data.DataLoader
+        The loaders, which keep their class and attributes.
+    """
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    loaders: list[DataLoader[Any]] = field(default_factory=list)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield every parameter of every model, each once."""
+        seen: set[int] = set()
+        for model in self.models:
+            for parameter in model.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter

@@ -1,0 +1,103 @@
+"""Runs the steps of one run: each applied in order at every ``setup``, all undone when the run ends."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import Machine, format_cpu_list
+from nano_loop.errors import NanoConfigError, problem
+from nano_loop.mechanisms.entry import Entries
+from nano_loop.parts import Parts
+from nano_loop.report import SetupReport, StepResult
+from nano_loop.steps import STEPS, Step
+from nano_loop.version import __version__
+
+
+class Pipeline:
+    """The steps of one run, as a context: leaving it undoes them, the last one first.
+
+    Parameters
+    ----------
+    config : NanoConfig
+        The options.
+    machine : Machine
+        What this process may use.
+    """
+
+    def __init__(self, config: NanoConfig, machine: Machine) -> None:
+        self.config = config
+        self.machine = machine
+        self.report: SetupReport | None = None
+        self._entries = Entries()
+        self._steps = [step(config, machine, self._entries) for step in STEPS]
+        self._undoing = ExitStack()
+
+    def __enter__(self) -> Pipeline:
+        self._undoing.callback(self._entries.close)
+        for step in self._steps:
+            self._undoing.callback(step.undo)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._undoing.close()
+
+    def apply(self, parts: Parts) -> None:
+        """Apply the steps to the parts of one ``setup`` call, and print what is new in the report.
+
+        Raises
+        ------
+        NanoConfigError
+            If a step does not apply that the user asked for by name.
+        """
+        results = [self._apply(step, parts) for step in self._steps if step.asked and not self._is_done(step)]
+        first = self.report is None
+        if self.report is None:
+            self.report = self._empty_report()
+        new = self.report.add(results)
+        if self.config.verbose and (first or new):
+            text = str(self.report) if first else "\n".join(map(str, new))
+            print(text, file=sys.stderr, flush=True)
+
+    def _is_done(self, step: Step) -> bool:
+        return step.once and self.report is not None
+
+    def _apply(self, step: Step, parts: Parts) -> StepResult:
+        reason = step.skip_reason(parts)
+        if reason is None:
+            return StepResult(step.name, "applied", step.apply(parts))
+        if step.required:
+            raise NanoConfigError(
+                problem(f"{step.name}=True", reason, f'Leave it out, which means "auto": {step.name}')
+            )
+        return StepResult(step.name, "skipped", reason)
+
+    def _empty_report(self) -> SetupReport:
+        return SetupReport(
+            title=_title(self.machine),
+            machine=self.machine.as_dict(),
+            options=self.config.as_dict(),
+            from_environment=self.config.from_environment,
+        )
+
+
+def _title(machine: Machine) -> str:
+    quota = "" if machine.quota is None else f" (quota {machine.quota:g})"
+    used = format_cpu_list(machine.allowed)
+    parts = [
+        f"nano_loop {__version__}",
+        f"1 process × {torch.get_num_threads()} threads",
+        f"CPUs {used} of {len(machine.logical_cpus)}{quota}",
+        ", ".join([machine.name, *_bf16_instructions(machine)]),
+    ]
+    return " · ".join(parts)
+
+
+def _bf16_instructions(machine: Machine) -> list[str]:
+    return [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in machine.instruction_sets]

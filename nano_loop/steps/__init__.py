@@ -1,0 +1,25 @@
+"""The accelerations, one a file, and the order in which they are applied."""
+
+from __future__ import annotations
+
+from nano_loop.steps.allocator import Allocator
+from nano_loop.steps.channels_last import ChannelsLast
+from nano_loop.steps.compile import Compile
+from nano_loop.steps.fast_fetch import FastFetch
+from nano_loop.steps.fused_optimizer import FusedOptimizer
+from nano_loop.steps.precision import Precision, resolve_precision
+from nano_loop.steps.step import Step
+from nano_loop.steps.threads import Threads
+
+#: Applied from the first to the last, undone from the last to the first.
+STEPS: tuple[type[Step], ...] = (
+    Allocator,  # before anything allocates: what is allocated later stays with the process
+    Threads,  # before anything is computed
+    ChannelsLast,  # parameters get their layout before optimizer state is laid out after them
+    FusedOptimizer,  # once parameters lie still: its kernels need state and gradients of the same strides
+    Precision,  # around the converted inputs, so that a conversion is done once, in fp32
+    Compile,  # what is compiled is called inside the entries that the steps above have made
+    FastFetch,  # touches loaders alone
+)
+
+__all__ = ["STEPS", "Step", "resolve_precision"]

@@ -1,0 +1,50 @@
+"""Hands the models to `torch.compile`, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import Machine
+from nano_loop.mechanisms.entry import Entries
+from nano_loop.mechanisms.torch_private import forget_compiled, is_compiled
+from nano_loop.parts import Parts
+from nano_loop.steps.step import Step
+
+
+class Compile(Step):
+    """Calls `torch.nn.Module.compile`, which leaves the object, its keys and its class as they are.
+
+    It is never on by default: on a CPU compiling a training step takes from ten seconds to a minute, and seldom
+    beats the other steps.
+    """
+
+    name = "compile"
+    required = False
+
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries) -> None:
+        super().__init__(config, machine, entries)
+        self._compiled: set[int] = set()  # the ids of models
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        return "the model is compiled already" if not self._uncompiled(parts) else None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        for model in self._uncompiled(parts):
+            if not is_compiled(model):
+                self._compile(model)
+        return "torch.compile, at the first call"
+
+    def _uncompiled(self, parts: Parts) -> list[nn.Module]:
+        """Those that the user has not compiled."""
+        return [model for model in parts.models if id(model) in self._compiled or not is_compiled(model)]
+
+    def _compile(self, model: nn.Module) -> None:
+        arguments: dict[str, Any] = self.config.compile if isinstance(self.config.compile, dict) else {}
+        self.undoing.callback(forget_compiled, model)
+        self._compiled.add(id(model))
+        model.compile(**arguments)

@@ -1,0 +1,105 @@
+"""Takes a batch out of an in-memory dataset by one indexing, in place of one a sample and a stacking.
+
+A `DataLoader` over a `TensorDataset` indexes each sample alone and stacks the samples; indexing the tensors with the
+whole batch gives the same tensors in a sixth of the time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+from nano_loop.mechanisms.replace import replaced
+from nano_loop.parts import Parts
+from nano_loop.steps.step import Step
+
+_shadows: dict[int, tuple[DataLoader[Any], DataLoader[Any]]] = {}  # a loader by its id, and what iterates for it
+
+
+class FastFetch(Step):
+    """Lets a private copy of each loader, over whole batches, do the iterating of the loader.
+
+    The copy shares the loader's samplers and generator and goes through torch's own iterator, so order, random draws
+    and `len` are the loader's. The loader keeps its class, its dataset and its `collate_fn`.
+    """
+
+    name = "fast_fetch"
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        reasons = [_refusal(loader) for loader in parts.loaders]
+        if not reasons:
+            return "there is no loader"
+        return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        self.undoing.enter_context(replaced(DataLoader, "__iter__", _through_shadow))
+        fitting = [loader for loader in parts.loaders if not _refusal(loader)]
+        for loader in fitting:
+            if id(loader) not in _shadows:
+                self.undoing.callback(_shadows.pop, id(loader), None)
+                _shadows[id(loader)] = (loader, _shadow(loader))
+        return f"{len(fitting)} of {len(parts.loaders)} loaders"
+
+
+class _WholeBatches(Dataset[Any]):
+    """The tensors of a dataset, indexed by a whole batch of positions."""
+
+    def __init__(self, dataset: TensorDataset | Subset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, positions: list[int]) -> list[torch.Tensor]:
+        dataset: Any = self.dataset
+        while isinstance(dataset, Subset):
+            positions = [dataset.indices[position] for position in positions]
+            dataset = dataset.dataset
+        index = torch.as_tensor(positions, dtype=torch.long)
+        return [tensor[index] for tensor in dataset.tensors]
+
+
+def _shadow(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Copy `loader` with whole batches for its dataset; every other attribute is the loader's own object."""
+    shadow = copy.copy(loader)
+    # A DataLoader refuses a new dataset by assignment, since its samplers would not fit; these fit.
+    vars(shadow).update(dataset=_WholeBatches(loader.dataset), collate_fn=_as_it_is)  # type: ignore[arg-type]
+    return shadow
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _through_shadow(original: Callable[[DataLoader[Any]], Iterator[Any]]) -> Callable[[DataLoader[Any]], Any]:
+    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
+        entry = _shadows.get(id(self))
+        # Whoever puts another collate_fn or another worker count on the loader in the loop gets what they ask for.
+        if entry is None or _refusal(self):
+            return original(self)
+        return original(entry[1])
+
+    return iterate
+
+
+def _refusal(loader: DataLoader[Any]) -> str | None:
+    dataset: Any = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset:
+        return f"{type(dataset).__name__} is not an in-memory TensorDataset"
+    if loader.collate_fn is not default_collate:
+        return "the loader has a collate_fn of its own"
+    if loader.num_workers:
+        return f"the loader has {loader.num_workers} workers"
+    if type(loader.batch_sampler) is not BatchSampler:
+        return "the loader has a batch sampler of its own, or none"
+    if any(tensor.layout is not torch.strided for tensor in dataset.tensors):
+        return "the dataset holds sparse tensors"
+    return None

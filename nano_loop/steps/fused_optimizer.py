@@ -1,0 +1,158 @@
+"""Switches Adam, AdamW, SGD and Adagrad to their fused CPU kernels, which update a parameter in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import Machine
+from nano_loop.mechanisms.entry import Entries
+from nano_loop.mechanisms.layout import guard_layout, is_dense
+from nano_loop.parts import Parts
+from nano_loop.steps.step import Step
+
+_HAVE_KERNELS = (AdamW, Adam, SGD, Adagrad)
+_FLAGS = ("fused", "foreach")
+
+
+class FusedOptimizer(Step):
+    """Sets ``fused`` in the live optimizer's parameter groups.
+
+    The layouts of gradients and state are guarded (see `nano_loop.mechanisms.layout`). ``state_dict()`` shows the user's own
+    flags; ``load_state_dict()``, which overwrites the flags, is followed by switching again.
+    """
+
+    name = "fused_optimizer"
+
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries) -> None:
+        super().__init__(config, machine, entries)
+        self._switches: dict[int, _Switch] = {}  # by the optimizer's id; a switch keeps its optimizer alive
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        if not parts.optimizers:
+            return "there is no optimizer"
+        reasons = self._refusals(parts)
+        return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        fused, refused = [], []
+        for optimizer, refusal in zip(parts.optimizers, self._refusals(parts), strict=True):
+            if refusal:
+                refused.append(f"not {refusal}")
+                continue
+            fused.append(type(optimizer).__name__)
+            if id(optimizer) not in self._switches:
+                self._switches[id(optimizer)] = _Switch(optimizer, _sparse_parameters(parts.models))
+                self._switch(self._switches[id(optimizer)])
+        return "; ".join([", ".join(dict.fromkeys(fused)), *dict.fromkeys(refused)])
+
+    def _refusals(self, parts: Parts) -> list[str | None]:
+        sparse = _sparse_parameters(parts.models)
+        return [
+            None if id(optimizer) in self._switches else _refusal(optimizer, sparse) for optimizer in parts.optimizers
+        ]
+
+    def _switch(self, switch: _Switch) -> None:
+        self.undoing.callback(switch.off)
+        guard_layout(switch.optimizer, self.undoing)
+        switch.on()
+        for handle in (
+            switch.optimizer.register_step_pre_hook(switch.before_step),
+            switch.optimizer.register_load_state_dict_post_hook(switch.after_load),
+            switch.optimizer.register_state_dict_post_hook(switch.users_flags),
+        ):
+            self.undoing.callback(handle.remove)
+
+
+class _Switch:
+    """The flags of one optimizer: the user's, and the ones in force."""
+
+    def __init__(self, optimizer: Optimizer, sparse: set[int]) -> None:
+        self.optimizer = optimizer
+        self._sparse = sparse
+        self._users: dict[int, dict[str, Any]] = {}  # by a group's place, for load_state_dict makes the groups anew
+
+    def on(self) -> None:
+        for place, group in enumerate(self.optimizer.param_groups):
+            if not _group_refusal(group, self._sparse):
+                self._users[place] = {flag: group.get(flag) for flag in _FLAGS}
+                group.update(fused=True, foreach=False)
+        _steps_as_float32(self.optimizer)
+
+    def off(self) -> None:
+        for place in list(self._users):
+            self._give_back(place, self.optimizer.param_groups)
+
+    def after_load(self, optimizer: Optimizer) -> None:
+        self._users.clear()  # the loaded groups hold the flags of whoever saved them
+        self.on()
+
+    def users_flags(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for place, flags in self._users.items():
+            if place < len(state_dict["param_groups"]):
+                state_dict["param_groups"][place].update(flags)
+        return state_dict
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Give a group back that met a sparse gradient, on which the fused kernels raise."""
+        for place in list(self._users):
+            if place < len(optimizer.param_groups) and _has_sparse_gradient(optimizer.param_groups[place]):
+                self._give_back(place, optimizer.param_groups)
+
+    def _give_back(self, place: int, groups: list[dict[str, Any]]) -> None:
+        flags = self._users.pop(place)
+        if place < len(groups):
+            groups[place].update(flags)
+
+
+def _refusal(optimizer: Optimizer, sparse: set[int]) -> str | None:
+    """Say why no group of `optimizer` can be switched."""
+    name = type(optimizer).__name__
+    kernel = next((kind for kind in _HAVE_KERNELS if isinstance(optimizer, kind)), None)
+    if kernel is None:
+        return f"{name} has no fused CPU kernel"
+    if type(optimizer).step is not kernel.step:
+        return f"{name} has a step of its own"
+    reasons = [_group_refusal(group, sparse) for group in optimizer.param_groups]
+    return f"{name}: {reasons[0]}" if all(reasons) and reasons else None
+
+
+def _group_refusal(group: dict[str, Any], sparse: set[int]) -> str | None:
+    if group.get("fused") is not None or group.get("foreach") is not None:
+        return f"it was built with {'fused' if group.get('fused') is not None else 'foreach'}="
+    if group.get("differentiable") or group.get("capturable") or isinstance(group.get("lr"), torch.Tensor):
+        return "it is differentiable, capturable or has a tensor as its lr"
+    if any(not parameter.is_floating_point() for parameter in group["params"]):
+        return "it has complex parameters"
+    if any(parameter.device.type != "cpu" for parameter in group["params"]):
+        return "its parameters are not on the CPU"
+    if not all(map(is_dense, group["params"])):
+        return "its parameters overlap in memory"
+    if any(id(parameter) in sparse for parameter in group["params"]):
+        return "its embeddings have sparse gradients"
+    return None
+
+
+def _sparse_parameters(models: list[nn.Module]) -> set[int]:
+    modules = [module for model in models for module in model.modules()]
+    embeddings = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(module.weight) for module in embeddings if module.sparse}
+
+
+def _has_sparse_gradient(group: dict[str, Any]) -> bool:
+    return any(
+        parameter.grad is not None and parameter.grad.layout is not torch.strided for parameter in group["params"]
+    )
+
+
+def _steps_as_float32(optimizer: Optimizer) -> None:
+    """Turn step counters into float32, which the fused kernels take them for; a float64 default makes others."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict) and isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(torch.float32)

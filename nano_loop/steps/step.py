@@ -1,0 +1,67 @@
+"""The one shape that all steps have."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from typing import ClassVar
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import Machine
+from nano_loop.mechanisms.entry import Entries
+from nano_loop.parts import Parts
+
+
+class Step(ABC):
+    """One acceleration of one run.
+
+    Whoever adds a step writes a subclass in a file of its own, and a line in `nano_loop.steps.STEPS`. A step says when
+    it does not apply, how it is applied, and, where it applies itself, how that is undone:
+
+    - `skip_reason` answers for one ``setup`` call, and changes nothing;
+    - `apply` changes the parts in place. Right beside each change it hands the way back to ``self.undoing``, so that
+      a step which fails halfway is undone too;
+    - an object that it has changed before in this run (a model set up with a second optimizer) it leaves as it is.
+
+    Parameters
+    ----------
+    config : NanoConfig
+        The options of the run.
+    machine : Machine
+        What this process may use.
+    entries : Entries
+        Where a step puts what has to happen around the calls into a model.
+    """
+
+    #: The step's name in the report; its option, where it has one, is called the same.
+    name: ClassVar[str]
+    #: Whether the step is about the process, so that the first ``setup`` of a run does it for all of them.
+    once: ClassVar[bool] = False
+
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries) -> None:
+        self.config = config
+        self.machine = machine
+        self.entries = entries
+        self.undoing = ExitStack()
+
+    @property
+    def asked(self) -> bool:
+        """Whether the options turn the step on; a step that is off is silent."""
+        return getattr(self.config, self.name) is not False
+
+    @property
+    def required(self) -> bool:
+        """Whether the user asked for the step by name, so that skipping it is an error."""
+        return getattr(self.config, self.name) is True
+
+    @abstractmethod
+    def skip_reason(self, parts: Parts) -> str | None:
+        """Say why the step does not apply to `parts`, in one line for the report; None where it applies."""
+
+    @abstractmethod
+    def apply(self, parts: Parts) -> str:
+        """Change `parts` in place, and say what was done, in one line for the report."""
+
+    def undo(self) -> None:
+        """Put everything back that `apply` changed, the last change first."""
+        self.undoing.close()

@@ -1,0 +1,254 @@
+"""TorchNano: the contract between a user's training loop and what makes it faster."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from nano_loop.checks import check_kinds, check_loop
+from nano_loop.config import NanoConfig, refuse_what_is_not_in_this_version
+from nano_loop.cpu import read_machine
+from nano_loop.errors import NanoError, NanoWarning, problem
+from nano_loop.fabric import Fabric, fabric_arguments
+from nano_loop.parts import Parts
+from nano_loop.pipeline import Pipeline
+from nano_loop.report import SetupReport
+from nano_loop.steps import resolve_precision
+
+_Auto = bool | Literal["auto"]
+
+
+class TorchNano(Fabric):
+    """Subclass it, move the training loop into ``train``, and call ``self.setup`` on its objects.
+
+    It is a `lightning_fabric.Fabric`: ``backward``, ``all_reduce``, ``save``, ``print``, ``device`` and their like are
+    there. Everything that ``setup`` changes is as it was when ``train`` has returned or raised.
+
+    Parameters
+    ----------
+    num_processes : int, optional
+        Data-parallel processes. More than one is not in this version.
+    use_ipex : bool
+        Not in this version.
+    distributed_backend : {"subprocess", "spawn", "ray"}
+        Who starts the processes. ``"ray"`` is not in this version.
+    process_group_backend : str, optional
+        torch.distributed's backend; gloo by default.
+    precision : {32, "bf16", "auto"} or one of Fabric's names for them
+        ``"bf16"`` runs models under bf16 autocast; parameters, gradients and outputs stay fp32. ``"auto"`` does so
+        where the CPU has the instructions. 64, 16 and ``"bf16-true"`` are not in this version.
+    cpu_for_each_process : list of lists of int, optional
+        The logical CPUs of each process. Not in this version.
+    channels_last : bool
+        Lay 4-D and 5-D parameters and inputs out as NHWC.
+    auto_lr : bool
+        Scale the learning rate with the processes; nothing with one.
+    fused_optimizer : bool or "auto"
+        Use the fused CPU kernels of Adam, AdamW, SGD and Adagrad.
+    allocator : bool or "auto"
+        Ask glibc to keep freed memory.
+    fast_dropout, fast_attention : bool or "auto"
+        True is not in this version.
+    fast_fetch : bool or "auto"
+        Index in-memory datasets by whole batches.
+    compile : bool or dict
+        Give models to `torch.compile`; a dict is passed on as its arguments.
+    bf16_ops, fp32_ops : list of str
+        Not in this version.
+    gradient_compression : {None, "bf16"}
+        Not in this version.
+    timeout : float
+        Seconds that a process waits for the others.
+    verbose : bool or "all"
+        Print the report to standard error.
+    **others
+        ``strategy`` is tolerated for BigDL-Nano's sake, with a `NanoWarning`. Any other name is an error.
+
+    Attributes
+    ----------
+    config : NanoConfig
+        The options, checked; the environment's ``NANO_LOOP_<OPTION>`` wins over arguments.
+    report : SetupReport or None
+        What the last run applied and skipped; None before the first ``setup``.
+
+    Raises
+    ------
+    NanoConfigError
+        If arguments cannot be used; all of them are named.
+    NanoError
+        If what is asked for is not in this version.
+
+    Examples
+    --------
+    >>> class MyNano(TorchNano):
+    ...     def train(self, model, optimizer, loader):
+    ...         model, optimizer, loader = self.setup(model, optimizer, loader)
+    ...         for x, y in loader:
+    ...             optimizer.zero_grad()
+    ...             torch.nn.functional.mse_loss(model(x), y).backward()
+    ...             optimizer.step()
+    >>> data = torch.utils.data.TensorDataset(torch.rand(8, 4), torch.rand(8, 1))
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> MyNano(verbose=False).train(model, optimizer, torch.utils.data.DataLoader(data, batch_size=4))
+    """
+
+    def __init__(
+        self,
+        num_processes: int | None = None,
+        use_ipex: bool = False,
+        distributed_backend: str = "subprocess",
+        process_group_backend: str | None = None,
+        precision: int | str = 32,
+        cpu_for_each_process: list[list[int]] | None = None,
+        channels_last: bool = False,
+        auto_lr: bool = True,
+        *,
+        fused_optimizer: _Auto = "auto",
+        allocator: _Auto = "auto",
+        fast_dropout: _Auto = "auto",
+        fast_attention: _Auto = "auto",
+        fast_fetch: _Auto = "auto",
+        compile: bool | dict[str, Any] = False,
+        bf16_ops: tuple[str, ...] | list[str] = (),
+        fp32_ops: tuple[str, ...] | list[str] = (),
+        gradient_compression: str | None = None,
+        timeout: float = 600.0,
+        verbose: bool | Literal["all"] = True,
+        **others: Any,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name in NanoConfig.__dataclass_fields__}
+        if "strategy" in others:
+            _warn_of_strategy(others.pop("strategy"))
+        self.config = NanoConfig.from_call({**arguments, **others})
+        refuse_what_is_not_in_this_version(self.config, _world_size(os.environ))
+        self._machine = read_machine()
+        self._pipeline: Pipeline | None = None
+        self._report: SetupReport | None = None
+        super().__init__(**fabric_arguments(resolve_precision(self.config, self._machine)))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make ``train`` of each subclass a run."""
+        super().__init_subclass__(**kwargs)
+        if "train" in vars(cls):
+            check_loop(cls.train, f"{cls.__name__}.train")
+            cls.train = _as_run(cls.train)  # type: ignore[method-assign]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Override this with the training loop; calling it starts a run, and returns what the loop returns."""
+        given = f"{type(self).__name__} has no train method"
+        raise NanoError(problem(given, "TorchNano runs the one that a subclass defines", "Define train(self, ...)"))
+
+    @property
+    def report(self) -> SetupReport | None:
+        """What the last run applied and skipped; None before the first ``setup``."""
+        return self._report
+
+    def setup(  # type: ignore[override]
+        self, model: nn.Module, optimizer: Any, *dataloaders: DataLoader[Any], move_to_device: bool = True
+    ) -> Any:
+        """Accelerate a model, its optimizers and its loaders in place, until ``train`` ends.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            Gets the layout and the precision that the options ask for; its parameters stay the same objects.
+        optimizer : torch.optim.Optimizer, or a list or tuple of them
+            Is switched to fused kernels where they fit.
+        *dataloaders : torch.utils.data.DataLoader
+            Keep their class and their attributes.
+        move_to_device : bool
+            Move the model to the CPU if it is elsewhere.
+
+        Returns
+        -------
+        tuple
+            ``(model, optimizer)``, ``(model, optimizer, loader)``, or with several loaders
+            ``(model, optimizer, [loader, ...])``: the very objects that were given.
+
+        Raises
+        ------
+        NanoConfigError
+            If an argument is of another kind, or an option that was asked for by name cannot be honoured.
+        NanoError
+            If it is called outside ``train``.
+        """
+        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        check_kinds([("model", nn.Module, model)])
+        check_kinds([("optimizer", Optimizer, each) for each in optimizers])
+        check_kinds([("dataloaders", DataLoader, each) for each in dataloaders])
+        if move_to_device:
+            self.to_device(model)
+        self._accelerate(Parts([model], optimizers, list(dataloaders)))
+        if not dataloaders:
+            return model, optimizer
+        return model, optimizer, dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
+
+    def setup_module(self, module: nn.Module, move_to_device: bool = True, **_: Any) -> nn.Module:  # type: ignore[override]
+        """Accelerate a model that needs no optimizer; see `setup`."""
+        self.setup(module, [], move_to_device=move_to_device)
+        return module
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Accelerate optimizers alone; see `setup`. One comes back as it is, several as a tuple."""
+        check_kinds([("optimizers", Optimizer, each) for each in optimizers])
+        self._accelerate(Parts(optimizers=list(optimizers)))
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def setup_dataloaders(self, *dataloaders: DataLoader[Any], **_: Any) -> Any:
+        """Accelerate loaders alone; see `setup`. One comes back as it is, several as a list."""
+        check_kinds([("dataloaders", DataLoader, each) for each in dataloaders])
+        self._accelerate(Parts(loaders=list(dataloaders)))
+        return dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
+
+    def _accelerate(self, parts: Parts) -> None:
+        if self._pipeline is None:
+            given = "setup was called outside train"
+            needed = "what it changes is put back when train ends"
+            raise NanoError(problem(given, needed, "Call it in train, and call train from outside"))
+        self._pipeline.apply(parts)
+        self._report = self._pipeline.report
+
+    def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline is not None:  # train calls super().train()
+            return train(self, *args, **kwargs)
+        with Pipeline(self.config, self._machine) as self._pipeline:
+            try:
+                return train(self, *args, **kwargs)
+            finally:
+                self._pipeline = None
+
+
+def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(train)
+    def run(self: TorchNano, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, "config"):
+            given = f"{type(self).__name__}.__init__ did not call TorchNano's"
+            raise NanoError(problem(given, "the options are read there", "Call super().__init__(...) in it"))
+        return self._run(train, *args, **kwargs)
+
+    return run
+
+
+def _warn_of_strategy(value: Any) -> None:
+    allowed = "nano_loop has one strategy, so the argument changes nothing"
+    warnings.warn(problem(f"strategy={value!r}", allowed, "Leave it out"), NanoWarning, stacklevel=3)
+
+
+def _world_size(environ: Mapping[str, str]) -> int:
+    """Return how many processes torchrun or MPI has started, 1 if neither has."""
+    for rank, size in (
+        ("RANK", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+    ):
+        if rank in environ and environ.get(size, "").isdigit():
+            return int(environ[size])
+    return 1

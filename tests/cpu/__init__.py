@@ -1,0 +1,1 @@
+"""The room `cpu`, held against recordings of real machines."""

@@ -1,0 +1,50 @@
+"""Runs an example as a person would: in a process of its own, and reads what it found from its --json file."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+# Runs the script that is named first among the arguments, in a Python that has no nano_loop.
+WITHOUT_NANO_LOOP = """
+import runpy, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "nano_loop":
+            raise ModuleNotFoundError("nano_loop was imported")
+
+sys.meta_path.insert(0, Refuse())
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def command(script, *options, nano_loop=True):
+    """Return the command line that runs an example, with or without nano_loop to be found."""
+    without = () if nano_loop else ("-c", WITHOUT_NANO_LOOP)
+    return [sys.executable, *without, str(EXAMPLES / script), *map(str, options)]
+
+
+def environment():
+    """Return this process's environment without what would override the examples' options."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("NANO_LOOP_")}
+
+
+def run(script, *options, nano_loop=True):
+    """Run an example to its end and return the finished process, with its output as text."""
+    return subprocess.run(
+        command(script, *options, nano_loop=nano_loop), env=environment(), capture_output=True, text=True
+    )
+
+
+def results(script, *options, folder, nano_loop=True):
+    """Run an example that must succeed without a warning, and return its results."""
+    file = folder / "results.json"
+    process = run(script, *options, "--json", file, nano_loop=nano_loop)
+    assert process.returncode == 0, process.stderr
+    assert "Warning" not in process.stderr, process.stderr
+    return json.loads(file.read_text())

@@ -1,0 +1,1 @@
+"""Untouched PyTorch loops, each run plain and accelerated, with equal results."""

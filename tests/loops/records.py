@@ -1,0 +1,137 @@
+"""What can be seen from outside: of a model, an optimizer, a scheduler, a loader, and of the process."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
+
+OPTIMIZERS = torch.optim.Optimizer, torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad
+MODULES = nn.Module, nn.Linear, nn.Conv2d, nn.Sequential
+CLASSES = *OPTIMIZERS, *MODULES, nn.Parameter, torch.Tensor, DataLoader, Dataset
+
+
+def record(value):
+    """Everything worth comparing of `value`, as nested dicts and lists of tensors and plain values."""
+    if isinstance(value, nn.Module):
+        return record_model(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return record_optimizer(value)
+    if isinstance(value, LRScheduler | ReduceLROnPlateau):
+        return {"class": type(value), "state": value.state_dict(), "optimizer": type(value.optimizer)}
+    if isinstance(value, DataLoader):
+        return record_loader(value)
+    if isinstance(value, dict):
+        return {key: record(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [record(item) for item in value]
+    return value if isinstance(value, torch.Tensor | str | int | float) else type(value)
+
+
+def record_model(model):
+    modules = dict(model.named_modules())
+    return {
+        "classes": {name: names(type(m)) for name, m in modules.items()},
+        "attributes": {name: attributes(m) for name, m in modules.items()},
+        "hooks": {name: record_hooks(m) for name, m in modules.items()},
+        "training": {name: m.training for name, m in modules.items()},
+        "parameters": {name: record_tensor(p) for name, p in model.named_parameters()},
+        "buffers": {name: record_tensor(b) for name, b in model.named_buffers()},
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "keys": [*model.state_dict()],
+    }
+
+
+def record_tensor(tensor):
+    hooks = [len(getattr(tensor, n) or ()) for n in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    return {"class": type(tensor), "attributes": attributes(tensor), "hooks": hooks, "value": tensor}
+
+
+def record_hooks(owner):
+    """Who is hooked onto a module or an optimizer, by the name of each dict of hooks."""
+    found = {key: value for key, value in vars(owner).items() if "hooks" in key and isinstance(value, dict)}
+    return {key: [getattr(h, "__qualname__", type(h)) for h in found[key].values()] for key in sorted(found)}
+
+
+def record_optimizer(optimizer):
+    return {
+        "class": type(optimizer),
+        "attributes": attributes(optimizer),
+        "hooks": record_hooks(optimizer),
+        "defaults": optimizer.defaults,
+        "state": optimizer.state_dict(),
+    }
+
+
+def record_loader(loader):
+    return {
+        "class": type(loader),
+        "attributes": attributes(loader),
+        "parts": [type(part) for part in (loader.dataset, loader.sampler, loader.batch_sampler)],
+        "functions": [loader.collate_fn, loader.worker_init_fn],
+    }
+
+
+def attributes(owner):
+    """What is in its `__dict__`, but for what pickle and Dynamo note there for themselves."""
+    return sorted(key for key in vars(owner) if key != "__slotnames__" and not key.startswith("_dynamo"))
+
+
+def names(cls):
+    """A class by its ancestors' names, since parametrizations make a new class for each module."""
+    return [f"{c.__module__}.{c.__qualname__}" for c in cls.__mro__]
+
+
+def record_strides(value):
+    """Each parameter's strides; gradients and optimizer state without the dimensions of size one."""
+    if isinstance(value, nn.Module):
+        return {n: (p.stride(), telling(p.grad)) for n, p in value.named_parameters()}
+    if isinstance(value, torch.optim.Optimizer):
+        return [[telling(t) for t in state.values()] for state in value.state.values()]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [record_strides(item) for item in items]
+
+
+def telling(tensor):
+    if not isinstance(tensor, torch.Tensor) or tensor.is_sparse:
+        return None
+    return [s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+
+
+def surroundings():
+    """The state of the process that a run must leave as it found it."""
+    hooks = vars(torch.nn.modules.module)
+    return {
+        "threads": torch.get_num_threads(),
+        "autocast": [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")],
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "autograd": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
+        "default dtype": torch.get_default_dtype(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "environment": dict(os.environ),
+        "working folder": os.getcwd(),
+        "affinity": affinity(),
+        "threads of Python": sorted(t.name for t in threading.enumerate()),
+        "signals": {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)},
+        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "classes": {c.__qualname__: {key: vars(c)[key] for key in attributes(c)} for c in CLASSES},
+        "global hooks": {k: dict(v) for k, v in hooks.items() if "_global" in k and isinstance(v, dict)},
+        "functions": [torch.compile, torch.autocast, torch.save, nn.functional.linear],
+    }
+
+
+def affinity():
+    """The CPUs of the process's first thread and of all others: not which threads there are."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    masks = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            masks[tuple(sorted(os.sched_getaffinity(int(task.name))))] = True
+        except ProcessLookupError:
+            continue
+    return sorted(masks)

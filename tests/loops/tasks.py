@@ -1,0 +1,80 @@
+"""The small models, data and optimizers that the loops train on."""
+
+import functools
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from .pairs import named
+
+
+class Net(nn.Module):
+    """A classifier of 6 features into 3 classes, with a scalar parameter, dropout and batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        first = nn.Linear(6, 16, bias=False)  # a bias that batch norm removes has only noise for a gradient
+        self.encoder = nn.Sequential(first, nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1))
+        self.head = nn.Linear(16, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.head(self.encoder(x)) * self.scale
+
+
+class ConvNet(nn.Module):
+    """A classifier of 3×8×8 images; its 1×1 convolution has strides that fit both layouts."""
+
+    def __init__(self):
+        super().__init__()
+        first, second = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 4, 1)
+        self.features = nn.Sequential(first, nn.BatchNorm2d(8), nn.ReLU(), second, nn.MaxPool2d(2))
+        self.head = nn.Linear(4 * 4 * 4, 3)
+
+    def forward(self, x):
+        return self.head(self.features(x).flatten(1))
+
+
+def vectors(size=36, batch_size=8, shuffle=True, **options):
+    """A loader of 36 vectors: four batches of 8 and one of 4."""
+    x = torch.randn(size, 6)
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size, shuffle=shuffle, **options)
+
+
+def images(size=18, batch_size=6):
+    x = torch.randn(size, 3, 8, 8)
+    return DataLoader(TensorDataset(x, x.mean((2, 3)).argmax(1)), batch_size, shuffle=True)
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+
+
+def job(name="", model=Net, optimizer=SGD, loader=vectors, **more):
+    """
+    A build for `pair`: a model, its optimizer, a loader, and `more`.
+
+    What is in `more` and can be called is called with the optimizer (a scheduler's factory, say).
+    """
+
+    def build():
+        net = model()
+        arguments = {"model": net, "optimizer": optimizer(net.parameters()), "loader": loader()}
+        return arguments | {k: v(arguments["optimizer"]) if callable(v) else v for k, v in more.items()}
+
+    return named(name, build)
+
+
+def fit(model, optimizer, loader, by_hand, epochs=2):
+    """The plainest loop; gives each step's loss."""
+    losses = []
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(by_hand(model)(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses

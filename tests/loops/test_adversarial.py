@@ -1,0 +1,162 @@
+"""Two models against each other, several forwards to one backward, and gradients of gradients."""
+
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
+
+from .pairs import CONVOLUTIONS, pair, untouched
+from .tasks import ADAM, ADAMW, images, job, vectors
+
+
+def gan():
+    generator = nn.Sequential(nn.Linear(4, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6))
+    critic = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    return {
+        "generator": generator,
+        "critic": critic,
+        "for_generator": torch.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.999)),
+        "for_critic": torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.999)),
+        "loader": vectors(),
+    }
+
+
+@pair(gan)
+def test_gan(generator, critic, for_generator, for_critic, loader, by_hand=untouched):
+    losses = []
+    for _ in range(2):
+        for real, _ in loader:
+            fake = by_hand(generator)(torch.randn(len(real), 4))
+            yes, no = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+
+            for_critic.zero_grad()
+            on_real = binary_cross_entropy_with_logits(by_hand(critic)(real), yes)
+            on_fake = binary_cross_entropy_with_logits(by_hand(critic)(fake.detach()), no)
+            (on_real + on_fake).backward()
+            for_critic.step()
+
+            for_generator.zero_grad()
+            fooled = binary_cross_entropy_with_logits(by_hand(critic)(fake), yes)
+            fooled.backward()
+            for_generator.step()
+            losses.append((on_real.item(), on_fake.item(), fooled.item()))
+    return losses
+
+
+def convolutional_gan():
+    generator = nn.Sequential(nn.ConvTranspose2d(4, 8, 4), nn.ReLU(), nn.ConvTranspose2d(8, 3, 2, stride=2))
+    critic = nn.Sequential(nn.Conv2d(3, 8, 3), nn.LeakyReLU(0.2), nn.Conv2d(8, 1, 6))
+    return {
+        "generator": generator,
+        "critic": critic,
+        "for_generator": torch.optim.SGD(generator.parameters(), lr=0.1),
+        "for_critic": torch.optim.SGD(critic.parameters(), lr=0.1),
+        "loader": images(),
+    }
+
+
+@pair(convolutional_gan, configs=CONVOLUTIONS)
+def test_convolutional_gan(generator, critic, for_generator, for_critic, loader, by_hand=untouched):
+    losses = []
+    for real, _ in loader:
+        fake = by_hand(generator)(torch.randn(len(real), 4, 1, 1))
+
+        for_critic.zero_grad()
+        on_real, on_fake = by_hand(critic)(real), by_hand(critic)(fake.detach())
+        apart = (softplus(-on_real) + softplus(on_fake)).mean()
+        apart.backward()
+        for_critic.step()
+
+        for_generator.zero_grad()
+        fooled = softplus(-by_hand(critic)(fake)).mean()
+        fooled.backward()
+        for_generator.step()
+        losses.append((apart.item(), fooled.item(), fake.detach().contiguous()))
+    return losses
+
+
+def smooth(name="", model=None, loader=vectors):
+    return job(name, model=model or smooth_net, optimizer=ADAM, loader=loader)
+
+
+def smooth_net():
+    return nn.Sequential(nn.Linear(6, 16), nn.Softplus(), nn.Linear(16, 1))
+
+
+@pair(smooth())
+def test_gradient_penalty(model, optimizer, loader, by_hand=untouched):
+    """WGAN-GP: the gradient at the input is part of the loss, so backward goes through a backward."""
+    penalties = []
+    for real, _ in loader:
+        fake = torch.randn_like(real)
+        between = torch.lerp(real, fake, torch.rand(len(real), 1)).requires_grad_()
+        score = by_hand(model)(between)
+        (slope,) = torch.autograd.grad(score.sum(), between, create_graph=True)
+        penalty = ((slope.norm(2, dim=1) - 1) ** 2).mean()
+
+        optimizer.zero_grad()
+        loss = by_hand(model)(fake).mean() - by_hand(model)(real).mean() + 10 * penalty
+        loss.backward()
+        optimizer.step()
+        penalties.append((penalty.item(), slope.detach()))
+    return penalties
+
+
+def smooth_convolutions():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softplus(), nn.Conv2d(8, 1, 6))
+
+
+@pair(smooth(model=smooth_convolutions, loader=images), configs=CONVOLUTIONS)
+def test_gradient_penalty_through_convolutions(model, optimizer, loader, by_hand=untouched):
+    penalties = []
+    for real, _ in loader:
+        real.requires_grad_()
+        score = by_hand(model)(real)
+        (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
+        penalty = (slope.square().sum((1, 2, 3)) - 1).square().mean()
+        optimizer.zero_grad()
+        (score.mean() + penalty).backward()
+        optimizer.step()
+        penalties.append((penalty.item(), real.grad.contiguous()))
+    return penalties
+
+
+@pair(job(optimizer=ADAMW))
+def test_two_forwards_and_one_backward(model, optimizer, loader, by_hand=untouched):
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        first = by_hand(model)(x)
+        second = by_hand(model)(x + 0.1 * torch.randn_like(x))
+        loss = cross_entropy(first, y) + (first - second).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pair(job(optimizer=ADAMW))
+def test_one_forward_and_two_backwards(model, optimizer, loader, by_hand=untouched):
+    norms = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        out = by_hand(model)(x)
+        cross_entropy(out, y).backward(retain_graph=True)
+        norms.append(model.head.weight.grad.norm())
+        out.square().mean().backward()
+        optimizer.step()
+    return norms
+
+
+@pair(job(optimizer=ADAMW))
+def test_an_adversarial_example(model, optimizer, loader, by_hand=untouched):
+    """FGSM: the gradient of the input moves the input, in the middle of a step."""
+    moved = []
+    for x, y in loader:
+        x.requires_grad_()
+        cross_entropy(by_hand(model)(x), y).backward()
+        worse = (x + 0.05 * x.grad.sign()).detach()
+        optimizer.zero_grad()
+        cross_entropy(by_hand(model)(worse), y).backward()
+        optimizer.step()
+        moved.append(worse)
+    return moved

@@ -1,0 +1,136 @@
+"""Training goes on from a checkpoint, whichever of the two runs was accelerated."""
+
+import functools
+import io
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from nano_loop import nano
+
+from .nested import differences
+from .pairs import seed_all, untouched
+from .records import record, record_strides
+from .tasks import ConvNet, Net, fit, images, vectors
+
+# The layout of a convolution changes the order in which it sums: no bit-for-bit equality, and Adam divides by
+# the gradient's own size. What a missing guard does to the weights is of the learning rate's order: 0.01.
+TOLERANCES = {False: 1e-5, True: 1e-3}
+OPTIMIZERS = {
+    "momentum": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "adam": functools.partial(torch.optim.Adam, lr=0.01),
+    "adamw_amsgrad": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
+}
+WAYS = {
+    "plain-accelerated": (None, {}),
+    "accelerated-plain": ({}, None),
+    "accelerated-accelerated": ({}, {}),
+    "plain-channels_last": (None, {"channels_last": True}),
+    "channels_last-plain": ({"channels_last": True}, None),
+    "channels_last-channels_last": ({"channels_last": True}, {"channels_last": True}),
+    "channels_last-accelerated": ({"channels_last": True}, {}),
+    "plain-channels_last-unfused": (None, {"channels_last": True, "fused_optimizer": False}),
+}
+
+
+def new_run(optimizer, seed, convolutional=True):
+    seed_all(seed)
+    model = ConvNet() if convolutional else Net()
+    optimizer = optimizer(model.parameters())
+    return {"model": model, "optimizer": optimizer, "scheduler": CosineAnnealingLR(optimizer, 4)}
+
+
+def train(model, optimizer, scheduler, loader, checkpoint=None):
+    """Two epochs; first resumes from `checkpoint` where there is one, and at the end gives a new one."""
+    if checkpoint is not None:
+        load(checkpoint, model=model, optimizer=optimizer, scheduler=scheduler)
+    for _ in range(2):
+        fit(model, optimizer, loader, untouched, epochs=1)
+        scheduler.step()
+    return saved(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def saved(**owners):
+    buffer = io.BytesIO()
+    torch.save({name: owner.state_dict() for name, owner in owners.items()}, buffer)
+    return buffer.getvalue()
+
+
+def load(checkpoint, **owners):
+    states = torch.load(io.BytesIO(checkpoint))
+    for name, owner in owners.items():
+        owner.load_state_dict(states[name])
+
+
+def launch(options, arguments, loader, checkpoint=None):
+    run = train if options is None else nano(verbose=False, **options)(train)
+    return run(**arguments, loader=loader, checkpoint=checkpoint)
+
+
+def resumed(optimizer, ways, inside, convolutional=True):
+    """Two epochs one way, then two the other way by new objects that load the first ones' checkpoint."""
+    seed_all(0)
+    loader = images() if convolutional else vectors()
+    checkpoint = launch(ways[0], new_run(optimizer, 1, convolutional), loader)
+    arguments = new_run(optimizer, 2, convolutional)
+    seed_all(3)
+    if not inside:
+        load(checkpoint, **arguments)
+    last = launch(ways[1], arguments, loader, checkpoint if inside else None)
+    return arguments, last
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["loaded_inside_the_loop", "loaded_before"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_run_is_resumed(ways, optimizer, inside):
+    expected, _ = resumed(OPTIMIZERS[optimizer], (None, None), inside)
+    actual, _ = resumed(OPTIMIZERS[optimizer], WAYS[ways], inside)
+    tolerance = TOLERANCES["channels_last" in ways]
+    found = [*differences(record(actual), record(expected), tolerance)]
+    found += differences(record_strides(actual), record_strides(expected), path="strides")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("options", [{}, {"channels_last": True}, {"precision": "bf16"}], ids=str)
+def test_a_checkpoint_is_what_the_plain_loop_writes(optimizer, options):
+    """Same keys, options and dtypes, so nothing of the acceleration travels on into the next run."""
+    seed_all(0)
+    loader = images()
+    plain = torch.load(io.BytesIO(launch(None, new_run(OPTIMIZERS[optimizer], 1), loader)))
+    mine = torch.load(io.BytesIO(launch(options, new_run(OPTIMIZERS[optimizer], 1), loader)))
+    assert shape_of(mine["model"]) == shape_of(plain["model"])
+    assert shape_of(mine["optimizer"]["state"]) == shape_of(plain["optimizer"]["state"])
+    assert mine["optimizer"]["param_groups"] == plain["optimizer"]["param_groups"]
+    assert mine["scheduler"] == plain["scheduler"]
+
+
+def shape_of(state):
+    if isinstance(state, torch.Tensor):
+        return state.dtype, state.shape
+    return {key: shape_of(item) for key, item in state.items()} if isinstance(state, dict) else type(state)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_checkpoint_loaded_twice_within_a_loop(optimizer):
+    """A loop that returns to its last good state, as after a loss that exploded."""
+
+    def rewind(model, optimizer, loader):
+        fit(model, optimizer, loader, untouched, epochs=1)
+        checkpoint = saved(model=model, optimizer=optimizer)
+        for _ in range(2):
+            load(checkpoint, model=model, optimizer=optimizer)
+            fit(model, optimizer, loader, untouched, epochs=1)
+
+    results = []
+    for run in (rewind, nano(channels_last=True, verbose=False)(rewind)):
+        arguments = new_run(OPTIMIZERS[optimizer], 1)
+        del arguments["scheduler"]
+        seed_all(0)
+        run(**arguments, loader=images())
+        results.append(record(arguments))
+    found = [*differences(results[1], results[0], TOLERANCES[True])]
+    assert not found, "\n".join(found)

@@ -1,0 +1,191 @@
+"""Copies made inside the loop: averages of the weights, deep copies, pickles. All of them are plain."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from nano_loop import nano
+
+from .pairs import BF16, CONVOLUTIONS, EXACT, FUSED, NHWC_BF16, pair, slow_bf16_is_fine, untouched
+from .tasks import ADAM, ConvNet, Net, fit, images, job
+
+NETS = job("", optimizer=ADAM), job("convolutional", model=ConvNet, optimizer=ADAM, loader=images)
+
+
+@pair(*NETS, configs=CONVOLUTIONS)
+def test_ema_by_deepcopy(model, optimizer, loader, by_hand=untouched):
+    """The copy has weights and a life of its own, and runs plain: without `by_hand`, so in fp32."""
+    average = copy.deepcopy(model).eval()
+    outputs = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(by_hand(model)(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+            outputs.append(average(x))
+    assert type(average) is type(model)
+    assert type(average.head) is torch.nn.Linear
+    return outputs, average.state_dict()
+
+
+@pair(*NETS, configs=CONVOLUTIONS)
+def test_ema_by_averaged_model(model, optimizer, loader, by_hand=untouched):
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    outputs = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(by_hand(model)(x), y).backward()
+        optimizer.step()
+        average.update_parameters(model)
+        with torch.no_grad():
+            outputs.append(average(x))
+    return outputs, average.state_dict()
+
+
+@pair(*NETS, configs=CONVOLUTIONS)
+def test_stochastic_weight_averaging(model, optimizer, loader, by_hand=untouched):
+    average, scheduler = AveragedModel(model), SWALR(optimizer, swa_lr=0.001, anneal_epochs=2)
+    for _ in range(3):
+        fit(model, optimizer, loader, by_hand, epochs=1)
+        average.update_parameters(model)
+        scheduler.step()
+    update_bn(loader, average)
+    return average.state_dict(), scheduler.get_last_lr()
+
+
+@pair(*NETS, configs=[EXACT, FUSED, BF16, NHWC_BF16])
+def test_copies_are_as_plain_as_the_model(model, optimizer, loader, by_hand=untouched):
+    """What a copy or a pickle has in its `__dict__` is what the plain loop's has."""
+    fit(model, optimizer, loader, by_hand, epochs=1)
+    copies = [copy.deepcopy(part) for part in model.modules()]
+    copies += [pickle.loads(pickle.dumps(part)) for part in model.modules()]
+    return [[(name, type(m), sorted(vars(m))) for name, m in each.named_modules()] for each in copies]
+
+
+@pair(job("adam", optimizer=ADAM), configs=[EXACT, BF16])
+def test_a_copied_optimizer_is_plain(model, optimizer, loader, by_hand=untouched):
+    fit(model, optimizer, loader, by_hand, epochs=1)
+    copies = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    return [(type(each), sorted(vars(each)), each.state_dict()) for each in copies]
+
+
+MODEL = """
+    import torch
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.head = Block(), torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.block(x).mean((2, 3)))
+"""
+
+READER = """
+    import pathlib, pickle, sys
+
+    class Blocked:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "nano_loop":
+                raise ImportError("nano_loop is blocked here")
+
+    sys.meta_path.insert(0, Blocked())
+    try:
+        import nano_loop
+    except ImportError:
+        pass
+    else:
+        sys.exit("nano_loop was not blocked")
+
+    import torch
+    from net_of_the_user import Block, Net
+
+    folder = pathlib.Path(sys.argv[1])
+    x, expected = torch.load(folder / "example.pt")
+    models = {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in ("saved", "copied")}
+    models["pickled"] = pickle.loads((folder / "pickled.bin").read_bytes())
+    for name, model in models.items():
+        types = [type(m) for m in model.modules()]
+        assert types == [Net, Block, torch.nn.Conv2d, torch.nn.Linear], (name, types)
+        torch.testing.assert_close(model(x), expected, msg=name)
+    strict = Net()
+    strict.load_state_dict(torch.load(folder / "state.pt"))
+    torch.testing.assert_close(strict(x), expected)
+"""
+
+
+@pytest.fixture
+def net_of_the_user(tmp_path, monkeypatch):
+    """A model class in a module of its own, as a user's project would have it."""
+    (tmp_path / "net_of_the_user.py").write_text(textwrap.dedent(MODEL))
+    (tmp_path / "reader.py").write_text(textwrap.dedent(READER))
+    monkeypatch.syspath_prepend(tmp_path)
+    import net_of_the_user
+
+    yield net_of_the_user
+    del sys.modules["net_of_the_user"]
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "channels_last": True}], ids=str)
+def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_the_user, options):
+    @nano(verbose=False, **options)
+    def train(model, optimizer, x):
+        model(x).square().mean().backward()
+        optimizer.step()
+        torch.save(model, tmp_path / "saved.pt")
+        torch.save(copy.deepcopy(model), tmp_path / "copied.pt")
+        torch.save(model.state_dict(), tmp_path / "state.pt")
+        (tmp_path / "pickled.bin").write_bytes(pickle.dumps(model))
+        assert type(copy.deepcopy(model)) is net_of_the_user.Net
+
+    model, x = net_of_the_user.Net(), torch.randn(2, 3, 5, 5)
+    with slow_bf16_is_fine():
+        train(model, torch.optim.Adam(model.parameters()), x)
+    torch.save((x, model(x).detach()), tmp_path / "example.pt")
+    reader = [sys.executable, "-W", "error", tmp_path / "reader.py", tmp_path]
+    done = subprocess.run(reader, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_copy_trains_on_after_the_run():
+    """A copy taken inside an accelerated loop is a model like any other for the next one."""
+
+    @nano(precision="bf16", verbose=False)
+    def train(model, x):
+        return copy.deepcopy(model), model(x)
+
+    model, x = Net().eval(), torch.randn(4, 6)
+    with slow_bf16_is_fine():
+        copied, first = train(model, x)
+        _, second = train(copied, x)
+    assert torch.equal(first, second)
+    assert torch.equal(copied(x), model(x))
+    assert not torch.equal(copied(x), first)
+
+
+@pair(job(), configs=[EXACT, BF16])
+def test_a_whole_model_saved_and_loaded_in_the_loop(model, optimizer, loader, by_hand=untouched):
+    buffer = io.BytesIO()
+    torch.save({"model": model, "optimizer": optimizer}, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    plain = fit(loaded["model"], loaded["optimizer"], loader, untouched)
+    return plain, fit(model, optimizer, loader, by_hand)

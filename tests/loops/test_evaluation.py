@@ -1,0 +1,137 @@
+"""Evaluation inside the loop, early ends, and errors that the loop itself catches."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from .pairs import CONVOLUTIONS, named, pair, untouched
+from .tasks import ADAM, ADAMW, ConvNet, Net, fit, images, job, vectors
+
+
+def with_validation(name="", model=Net, loader=vectors):
+    def build():
+        return {**job(model=model, optimizer=ADAMW, loader=loader)(), "validation": loader()}
+
+    return named(name, build)
+
+
+def accuracy(model, loader, by_hand):
+    model.eval()
+    hits = [(by_hand(model)(x).argmax(1) == y).float().mean().item() for x, y in loader]
+    model.train()
+    return hits
+
+
+@pair(with_validation(), with_validation("convolutional", ConvNet, images), configs=CONVOLUTIONS)
+def test_evaluation_each_epoch(model, optimizer, loader, validation, by_hand=untouched):
+    found = []
+    for _ in range(2):
+        found.append(fit(model, optimizer, loader, by_hand, epochs=1))
+        with torch.no_grad():
+            found.append(accuracy(model, validation, by_hand))
+        with torch.inference_mode():
+            found.append(accuracy(model, validation, by_hand))
+    return found
+
+
+@pair(job(optimizer=ADAM))
+def test_the_loop_ends_early(model, optimizer, loader, by_hand=untouched):
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = cross_entropy(by_hand(model)(x), y)
+        loss.backward()
+        optimizer.step()
+        if step == 2:
+            break
+    return step, loss.item(), [x for x, _ in loader]
+
+
+@pair(job())
+def test_one_batch_taken_by_hand(model, optimizer, loader, by_hand=untouched):
+    """A sanity batch before the loop, `next(iter(loader))`, and what a loader tells of itself."""
+    x, y = next(iter(loader))
+    batches = iter(loader)
+    return len(loader), loader.batch_size, len(loader.dataset), next(batches), by_hand(model)(x), y
+
+
+@pair(job())
+def test_the_best_weights_are_restored(model, optimizer, loader, by_hand=untouched):
+    best = {name: value.clone() for name, value in model.state_dict().items()}
+    fit(model, optimizer, loader, by_hand, epochs=1)
+    model.load_state_dict(best)
+    return fit(model, optimizer, loader, by_hand, epochs=1)
+
+
+class Picky(nn.Linear):
+    """Raises in the midst of its forward, on batches that are not full."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        if len(x) < 8:
+            raise ValueError("not a full batch")
+        return out
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 4), Picky(4, 3))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pair(job(model=Nested))
+def test_an_error_inside_forward_that_the_loop_catches(model, optimizer, loader, by_hand=untouched):
+    outputs = []
+    for x, y in loader:
+        try:
+            out = by_hand(model)(x)
+        except ValueError as error:
+            outputs.append((str(error), torch.is_autocast_enabled("cpu")))
+            continue
+        optimizer.zero_grad()
+        cross_entropy(out, y).backward()
+        optimizer.step()
+        outputs.append((out, torch.is_autocast_enabled("cpu")))
+    outputs.append(by_hand(model)(torch.ones(8, 6)))
+    assert any(isinstance(first, str) for first, _ in outputs[:-1])
+    return outputs
+
+
+@pair(job())
+def test_a_model_called_in_another_thread(model, optimizer, loader, by_hand=untouched):
+    """Autocast is a thread's own, so a depth counted for all threads together would be wrong."""
+    model.eval()
+    with ThreadPoolExecutor(2) as pool:
+        outputs = [*pool.map(by_hand(model), [x for x, _ in loader] * 5)]
+    model.train()
+    return outputs, fit(model, optimizer, loader, by_hand)
+
+
+@pair(job())
+def test_autocast_is_off_between_the_calls(model, optimizer, loader, by_hand=untouched):
+    weight, dtypes = torch.randn(3, 3), set()
+    for x, y in loader:
+        optimizer.zero_grad()
+        out = by_hand(model)(x)
+        dtypes |= {(out @ weight).dtype, nn.functional.linear(out, weight).dtype, out.dtype}
+        cross_entropy(out, y).backward()
+        optimizer.step()
+    return dtypes
+
+
+@pair(job(optimizer=ADAM))
+def test_weights_change_between_two_calls_without_gradients(model, optimizer, loader, by_hand=untouched):
+    """Autocast caches its casts of the weights until it is left: a stale cast would show here."""
+    outputs = []
+    for x, y in loader:
+        cross_entropy(by_hand(model)(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            outputs.append(by_hand(model.head)(torch.ones(1, 16)))
+            model.head.weight.mul_(0.9)
+            outputs.append(by_hand(model.head)(torch.ones(1, 16)))
+    return outputs

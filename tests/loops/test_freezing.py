@@ -1,0 +1,128 @@
+"""Models of which only a part learns: frozen, thawed, unused, adapted, or nothing at all."""
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from .pairs import EXACT, pair, untouched
+from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, fit, images, job, vectors
+
+
+@pair(job("sgd"), job("adamw", optimizer=ADAMW))
+def test_a_layer_frozen_and_thawed(model, optimizer, loader, by_hand=untouched):
+    model.encoder.requires_grad_(False)
+    first = fit(model, optimizer, loader, by_hand, epochs=1)
+    model.encoder.requires_grad_(True)
+    return first, fit(model, optimizer, loader, by_hand, epochs=1)
+
+
+def head_first(optimizer):
+    def build():
+        model = Net()
+        model.encoder.requires_grad_(False)
+        return {"model": model, "optimizer": optimizer(model.head.parameters()), "loader": vectors()}
+
+    return build
+
+
+@pair(head_first(SGD), head_first(ADAM))
+def test_a_layer_thawed_by_a_param_group(model, optimizer, loader, by_hand=untouched):
+    first = fit(model, optimizer, loader, by_hand, epochs=1)
+    model.encoder.requires_grad_(True)
+    optimizer.add_param_group({"params": model.encoder.parameters(), "lr": 0.001})
+    return first, fit(model, optimizer, loader, by_hand, epochs=1)
+
+
+class WithUnused(Net):
+    def __init__(self):
+        super().__init__()
+        self.never = nn.Linear(4, 4)
+        self.sometimes = nn.Linear(6, 3)
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out + self.sometimes(x) if len(x) < 8 else out
+
+
+@pair(job("sgd", model=WithUnused), job("adam", model=WithUnused, optimizer=ADAM))
+def test_parameters_that_are_not_used(model, optimizer, loader, by_hand=untouched):
+    losses = fit(model, optimizer, loader, by_hand)
+    assert model.never.weight.grad is None
+    return losses
+
+
+class Adapted(nn.Module):
+    """A frozen convolutional base, in eval mode for good, with a low-rank adapter beside its head."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = ConvNet().requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 2, bias=False), nn.Linear(2, 3, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.base.eval()
+        return self
+
+    def forward(self, x):
+        with torch.no_grad():
+            features = self.base.features(x).flatten(1)
+        return self.base.head(features) + self.up(self.down(features))
+
+
+def adapter():
+    model = Adapted().train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return {"model": model, "optimizer": torch.optim.AdamW(trained, lr=0.01), "loader": images()}
+
+
+@pair(adapter)
+def test_a_frozen_base_with_a_trained_adapter(model, optimizer, loader, by_hand=untouched):
+    before = model.base.head.weight.clone()
+    losses = fit(model, optimizer, loader, by_hand)
+    assert torch.equal(before, model.base.head.weight)
+    assert not model.base.training
+    return losses
+
+
+def only_inference():
+    return {"model": Net().requires_grad_(False).eval(), "loader": vectors(shuffle=False)}
+
+
+@pair(only_inference)
+def test_a_model_with_nothing_to_train(model, loader, by_hand=untouched):
+    with torch.inference_mode():
+        scores = torch.cat([by_hand(model)(x) for x, _ in loader])
+    assert scores.is_inference()
+    return scores.clone().sum(), [by_hand(model)(x) for x, _ in loader]
+
+
+def a_frozen_teacher():
+    teacher = Net().requires_grad_(False).eval()
+    return {**job(optimizer=ADAM)(), "teacher": teacher, "criterion": nn.KLDivLoss(reduction="batchmean")}
+
+
+@pair(a_frozen_teacher)
+def test_a_student_and_its_teacher(model, optimizer, loader, teacher, criterion, by_hand=untouched):
+    """With a loss among the arguments, which is no model."""
+    losses = []
+    for x, y in loader:
+        with torch.no_grad():
+            target = by_hand(teacher)(x).softmax(1)
+        optimizer.zero_grad()
+        out = by_hand(model)(x)
+        loss = cross_entropy(out, y) + criterion(out.log_softmax(1), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert type(criterion) is nn.KLDivLoss
+    return losses
+
+
+@pair(job(optimizer=ADAM), configs=[EXACT])
+def test_requires_grad_of_the_inputs_is_left_alone(model, optimizer, loader, by_hand=untouched):
+    seen = []
+    model.register_forward_pre_hook(lambda m, args: seen.append(args[0].requires_grad))
+    fit(model, optimizer, loader, by_hand, epochs=1)
+    return seen

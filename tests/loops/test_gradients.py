@@ -1,0 +1,255 @@
+"""Gradients of other kinds: sparse, complex, recomputed, per sample, through parametrized weights."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import cross_entropy, embedding
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from .pairs import EXACT, FUSED, named, pair, untouched
+from .tasks import ADAM, ADAMW, SGD, Net, fit, job, vectors
+
+ADAGRAD = functools.partial(torch.optim.Adagrad, lr=0.1)
+
+
+def words(sparse_module, optimizer):
+    """A model whose first layer's gradients are sparse. SparseAdam takes no others: it gets only that layer."""
+
+    def build():
+        model = Words(sparse_module)
+        arguments = {"model": model, "loader": vectors(shuffle=False)}
+        if optimizer is torch.optim.SparseAdam:
+            dense = torch.optim.Adam(model.head.parameters(), lr=0.01)
+            return {**arguments, "sparse": optimizer([model.table.weight], lr=0.01), "dense": dense}
+        return {**arguments, "sparse": optimizer(model.parameters()), "dense": None}
+
+    kind = "module" if sparse_module else "function"
+    return named(f"{kind}-{getattr(optimizer, 'func', optimizer).__name__}", build)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse_module):
+        super().__init__()
+        self.table = nn.Embedding(7, 4, sparse=sparse_module)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        found = self.table(x) if self.table.sparse else embedding(x, self.table.weight, sparse=True)
+        return self.head(found)
+
+
+WITHOUT_MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1)
+SPARSE = [(True, WITHOUT_MOMENTUM), (True, SGD), (True, ADAGRAD), (True, torch.optim.SparseAdam)]
+SPARSE += [(False, WITHOUT_MOMENTUM), (False, SGD), (False, ADAGRAD), (False, torch.optim.SparseAdam)]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, of Adagrad
+@pair(*(words(*case) for case in SPARSE))
+def test_sparse_gradients(model, sparse, dense, loader, by_hand=untouched):
+    losses = []
+    for _, y in loader:
+        optimizers = [sparse, dense] if dense else [sparse]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = cross_entropy(by_hand(model)(y), y)
+        loss.backward()
+        assert model.table.weight.grad.is_sparse
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6))
+
+
+@pair(*(job(name, Waves, kind) for name, kind in {"sgd": SGD, "adam": ADAM, "adagrad": ADAGRAD}.items()))
+def test_complex_parameters(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)
+
+
+class Recomputing(nn.Module):
+    """Recomputes its middle in backward, so modules run there, outside of any call into the model."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.middle = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16))
+
+    def forward(self, x):
+        x = checkpoint(self.middle, self.first(x), use_reentrant=self.reentrant)
+        x = checkpoint(lambda y: self.middle[0](y).tanh(), x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+RECOMPUTING = [
+    job("reentrant", functools.partial(Recomputing, True), ADAMW),
+    job("not_reentrant", functools.partial(Recomputing, False), ADAMW),
+]
+
+
+@pair(*RECOMPUTING)
+def test_activation_checkpointing_inside_forward(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)
+
+
+@pair(*RECOMPUTING)
+def test_activation_checkpointing_in_the_loop(model, optimizer, loader, by_hand=untouched):
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        hidden = by_hand(model.first)(x)
+        hidden = checkpoint(by_hand(model.middle), hidden, use_reentrant=model.reentrant)
+        loss = cross_entropy(by_hand(model.last)(hidden), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def deep():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pair(job(model=deep))
+def test_the_whole_model_checkpointed(model, optimizer, loader, by_hand=untouched):
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(checkpoint(by_hand(model), x, use_reentrant=False), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pair(job(model=deep), configs=[EXACT, FUSED])
+def test_a_sequence_checkpointed_in_segments(model, optimizer, loader, by_hand=untouched):
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(checkpoint_sequential(model, 2, x, use_reentrant=False), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def parametrized(kind):
+    def build():
+        model = Net()
+        kind(model.encoder[0])
+        kind(model.head)
+        return model
+
+    return build
+
+
+PARAMETRIZATIONS = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+}
+
+
+@pair(*(job(name, parametrized(kind), ADAMW) for name, kind in PARAMETRIZATIONS.items()))
+def test_parametrized_weights(model, optimizer, loader, by_hand=untouched):
+    weight = model.head.weight.detach().clone()
+    losses = fit(model, optimizer, loader, by_hand)
+    with parametrize.cached():
+        return weight, losses, by_hand(model)(torch.ones(2, 6)), parametrize.is_parametrized(model.head)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pair(job("weight", parametrized(nn.utils.weight_norm)), job("spectral", parametrized(nn.utils.spectral_norm)))
+def test_weights_normed_by_the_older_functions(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x):
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+
+@pair(job(model=deep))
+def test_parametrizations_that_come_and_go_inside_the_loop(model, optimizer, loader, by_hand=untouched):
+    parametrize.register_parametrization(model[2], "weight", Symmetric())
+    first = fit(model, optimizer, loader, by_hand, epochs=1), type(model[2]).__name__, model[2].weight.detach()
+    parametrize.remove_parametrizations(model[2], "weight")
+    assert type(model[2]) is nn.Linear
+    parametrizations.weight_norm(model[4])
+    return first, fit(model, optimizer, loader, by_hand, epochs=1), type(model[4]).__name__
+
+
+@pair(job(model=deep))
+def test_pruned_weights(model, optimizer, loader, by_hand=untouched):
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    first = fit(model, optimizer, loader, by_hand, epochs=1), model[0].weight_mask.clone()
+    prune.remove(model[0], "weight")
+    return first, fit(model, optimizer, loader, by_hand, epochs=1)
+
+
+@pair(job(model=deep, optimizer=ADAM))
+def test_functional_calls(model, optimizer, loader, by_hand=untouched):
+    """MAML: the loss after one step of gradient descent, with weights that are no parameters."""
+    losses = []
+    for x, y in loader:
+        weights = dict(model.named_parameters())
+        loss = cross_entropy(by_hand(model)(x), y)
+        gradients = torch.autograd.grad(loss, weights.values(), create_graph=True)
+        moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), gradients, strict=True)}
+        optimizer.zero_grad()
+        after = cross_entropy(by_hand(functools.partial(functional_call, model, moved))(x), y)
+        after.backward()
+        optimizer.step()
+        losses.append((loss.item(), after.item()))
+    return losses
+
+
+@pair(job(model=deep, optimizer=ADAM))
+def test_gradients_of_each_sample(model, optimizer, loader, by_hand=untouched):
+    def loss_of_one(weights, x, y):
+        call = by_hand(lambda batch: functional_call(model, weights, (batch,)))
+        return cross_entropy(call(x.unsqueeze(0)), y.unsqueeze(0))
+
+    norms = []
+    for x, y in loader:
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        gradients = vmap(grad(loss_of_one), (None, 0, 0))(weights, x, y)
+        norms.append(torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0))
+        for name, p in model.named_parameters():
+            p.grad = gradients[name].clamp(-0.1, 0.1).mean(0)
+        optimizer.step()
+    return norms
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
+
+class WithOwnFunction(Net):
+    def forward(self, x):
+        return Doubled.apply(self.head(self.encoder(x)))
+
+
+@pair(job(model=WithOwnFunction))
+def test_an_autograd_function_of_the_users(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)

@@ -1,0 +1,114 @@
+"""channels_last=True in loops whose code counts on PyTorch's usual layout."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from nano_loop import nano
+
+from .nested import differences
+from .pairs import (
+    NHWC,
+    NHWC_BF16,
+    NHWC_FUSED,
+    Config,
+    built,
+    run_accelerated,
+    run_plain,
+    slow_bf16_is_fine,
+    untouched,
+)
+from .tasks import ADAM, SGD, ConvNet, fit, images, job
+
+# Another layout sums in another order: a step differs by 1e-6, and a few steps of SGD stay below 1e-4.
+LOOSE = Config("loose", NHWC.options, tolerance=1e-4)
+
+
+class Flattening(ConvNet):
+    """`view` works on a contiguous tensor alone: under channels_last by hand this forward raises."""
+
+    def forward(self, x):
+        x = self.features(x)
+        return self.head(x.view(x.size(0), -1))
+
+
+def against_plain(build, loop, config=LOOSE):
+    """The loop accelerated against the very same loop in the usual layout."""
+    actual, _ = run_accelerated(build, loop, config)
+    expected = run_plain(build, loop)
+    found = [*differences(actual["seen"], expected["seen"], config.tolerance)]
+    assert not found, "\n".join(found)
+
+
+def plainest(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)
+
+
+@pytest.mark.parametrize("model", [ConvNet, Flattening])
+def test_close_to_the_usual_layout(model):
+    against_plain(job(model=model, loader=images), plainest)
+
+
+def views_in_the_loop(model, optimizer, loader, by_hand=untouched):
+    outputs = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        features = model.features(x)
+        out = model.head(features.view(features.size(0), -1))
+        loss = cross_entropy(out, y) + x.view(len(x), -1).mean()
+        loss.backward()
+        optimizer.step()
+        gradient = torch.cat([p.grad.view(-1) for p in model.parameters()])
+        outputs.append((out, gradient, torch.cat([p.detach().view(-1) for p in model.parameters()])))
+    return outputs
+
+
+def test_views_in_the_loop():
+    """Of outputs, of inputs, of gradients and weights: as loops write them that log norms or flatten by hand."""
+    against_plain(job(model=ConvNet, loader=images), views_in_the_loop)
+
+
+@pytest.mark.parametrize("config", [NHWC, NHWC_FUSED, NHWC_BF16], ids=lambda c: c.name)
+def test_the_layout_is_channels_last_inside_and_as_before_outside(config):
+    seen = []
+
+    def loop(model, optimizer, loader, by_hand=untouched):
+        model.features[3].register_forward_hook(lambda m, args, out: seen.append(args[0]))
+        weight = model.features[0].weight
+        seen.append(weight.detach())
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+        return fit(model, optimizer, loader, by_hand)
+
+    run_accelerated(job(model=ConvNet, loader=images), loop, config)
+    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in seen)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM])
+def test_training_goes_on_plainly_after_the_run(optimizer):
+    """With the state, gradients and weights that the run left, and fused kernels that the user asks for."""
+    results = []
+    for run in (fit, nano(channels_last=True, verbose=False)(fit)):
+        arguments = built(job(model=ConvNet, loader=images, optimizer=optimizer))
+        run(**arguments, by_hand=untouched)
+        arguments["optimizer"].param_groups[0].update(fused=True, foreach=False)
+        arguments["optimizer"].step()
+        results.append([fit(**arguments, by_hand=untouched), [*arguments["model"].parameters()]])
+    found = [*differences(results[1], results[0], 1e-3)]
+    assert not found, "\n".join(found)
+
+
+def test_nothing_of_a_batch_is_changed_in_place():
+    """A batch is copied into the other layout for the call: the loop's own tensor stays what it was."""
+
+    @nano(channels_last=True, precision="bf16", verbose=False)
+    def train(model, batches):
+        return [model(x) for x in batches]
+
+    batches = [torch.randn(2, 3, 8, 8), torch.randn(3, 2, 8, 8).transpose(0, 1)]
+    batches.append(torch.randn(2, 3, 8, 16)[..., ::2])
+    strides, values = [x.stride() for x in batches], [x.clone() for x in batches]
+    with slow_bf16_is_fine():
+        train(nn.Conv2d(3, 4, 3), batches)
+    assert strides == [x.stride() for x in batches]
+    assert all(torch.equal(x, value) for x, value in zip(batches, values, strict=True))

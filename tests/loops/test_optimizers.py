@@ -1,0 +1,90 @@
+"""One model under each optimizer."""
+
+import torch
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+
+from .pairs import CONVOLUTIONS, EXACT, pair, untouched
+from .tasks import ConvNet, fit, images, job
+
+
+class SignedSGD(SGD):
+    """A user's own optimizer that builds on one of torch's."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.sign_()
+        return super().step(closure)
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own optimizer from nothing."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                p.sub_(torch.sign(0.9 * average + 0.1 * p.grad), alpha=group["lr"])
+                average.lerp_(p.grad, 0.01)
+
+
+def made(cls, **options):
+    return lambda parameters: cls(parameters, **options)
+
+
+def grouped(parameters):
+    first, second, *rest = parameters
+    groups = [
+        {"params": [first], "lr": 0.05},
+        {"params": [second], "weight_decay": 0.1, "fused": False},
+        {"params": rest, "betas": (0.8, 0.99), "foreach": True},
+    ]
+    return AdamW(groups, lr=0.01)
+
+
+OPTIMIZERS = {
+    "sgd": made(SGD, lr=0.1),
+    "momentum": made(SGD, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "nesterov": made(SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "maximize": made(SGD, lr=0.001, momentum=0.9, maximize=True),
+    "adam": made(Adam, lr=0.01),
+    "amsgrad": made(Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "adamw": made(AdamW, lr=0.01),
+    "tensor_lr": lambda parameters: Adam(parameters, lr=torch.tensor(0.01)),
+    "foreach": made(AdamW, lr=0.01, foreach=True),
+    "for_loop": made(AdamW, lr=0.01, foreach=False),
+    "adagrad": made(Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
+    "rmsprop": made(RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "adadelta": made(Adadelta),
+    "adamax": made(Adamax, lr=0.01),
+    "nadam": made(NAdam, lr=0.01),
+    "radam": made(RAdam, lr=0.01),
+    "asgd": made(ASGD, lr=0.1),
+    "param_groups": grouped,
+    "own": made(Lion),
+    "own_subclass": made(SignedSGD, lr=0.01),
+}
+
+
+@pair(*(job(name, optimizer=factory) for name, factory in OPTIMIZERS.items()))
+def test_one_model_and_one_optimizer(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)
+
+
+def convolutional(name):
+    return job(name, model=ConvNet, optimizer=OPTIMIZERS[name], loader=images)
+
+
+# Adagrad has its state before any step, so it is there when the layout changes.
+@pair(*map(convolutional, ("sgd", "momentum", "adam", "amsgrad", "adagrad", "rmsprop")), configs=CONVOLUTIONS)
+def test_a_convolutional_model(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)
+
+
+@pair(job("user_asked_for_fused", optimizer=made(Adam, lr=0.01, fused=True)), configs=[EXACT])
+def test_a_user_who_asked_for_fused_keeps_it(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)

@@ -1,0 +1,76 @@
+"""Each family of schedulers, built before and after the loop is accelerated."""
+
+import functools
+
+from torch.nn.functional import cross_entropy
+from torch.optim import lr_scheduler as schedulers
+
+from .pairs import EXACT, FUSED, pair, untouched
+from .tasks import ADAMW, job
+
+STEPS = 15
+
+
+def warmup_then_cosine(optimizer):
+    warmup = schedulers.LinearLR(optimizer, 0.1, total_iters=4)
+    cosine = schedulers.CosineAnnealingLR(optimizer, STEPS - 4)
+    return schedulers.SequentialLR(optimizer, [warmup, cosine], milestones=[4])
+
+
+def chained(optimizer):
+    parts = [schedulers.ConstantLR(optimizer, 0.5, total_iters=5), schedulers.ExponentialLR(optimizer, 0.9)]
+    return schedulers.ChainedScheduler(parts)
+
+
+def shrinking(step):
+    return 1 / (1 + step)
+
+
+SCHEDULERS = {
+    "StepLR": functools.partial(schedulers.StepLR, step_size=2, gamma=0.5),
+    "MultiStepLR": functools.partial(schedulers.MultiStepLR, milestones=[3, 7]),
+    "ExponentialLR": functools.partial(schedulers.ExponentialLR, gamma=0.9),
+    "CosineAnnealingLR": functools.partial(schedulers.CosineAnnealingLR, T_max=STEPS),
+    "CosineAnnealingWarmRestarts": functools.partial(schedulers.CosineAnnealingWarmRestarts, T_0=4),
+    "OneCycleLR": functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=STEPS + 1),
+    "CyclicLR": functools.partial(schedulers.CyclicLR, base_lr=0.001, max_lr=0.1, step_size_up=3),
+    "LambdaLR": functools.partial(schedulers.LambdaLR, lr_lambda=shrinking),
+    "MultiplicativeLR": functools.partial(schedulers.MultiplicativeLR, lr_lambda=shrinking),
+    "LinearLR": schedulers.LinearLR,
+    "PolynomialLR": functools.partial(schedulers.PolynomialLR, total_iters=9, power=2.0),
+    "SequentialLR": warmup_then_cosine,
+    "ChainedScheduler": chained,
+    "ReduceLROnPlateau": functools.partial(schedulers.ReduceLROnPlateau, patience=1, threshold=0.2),
+}
+
+
+def train(model, optimizer, loader, scheduler, by_hand):
+    """Every scheduler steps once a batch; gives the rates it set and those found in the optimizer."""
+    rates = []
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(by_hand(model)(x), y)
+            loss.backward()
+            optimizer.step()
+            takes_a_metric = isinstance(scheduler, schedulers.ReduceLROnPlateau)
+            scheduler.step(loss.item()) if takes_a_metric else scheduler.step()
+            rates.append((scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]))
+    assert len({rate for _, rate in rates}) > 1
+    assert len(rates) == STEPS
+    assert scheduler.optimizer is optimizer
+    return rates, scheduler.state_dict()
+
+
+@pair(*(job(name, scheduler=factory) for name, factory in SCHEDULERS.items()), configs=[EXACT, FUSED])
+def test_scheduler_built_before(model, optimizer, loader, scheduler, by_hand=untouched):
+    return train(model, optimizer, loader, scheduler, by_hand)
+
+
+def naming(name):
+    return job(name, optimizer=ADAMW, scheduler=lambda _: name)
+
+
+@pair(*map(naming, SCHEDULERS), configs=[EXACT, FUSED])
+def test_scheduler_built_after(model, optimizer, loader, scheduler, by_hand=untouched):
+    return train(model, optimizer, loader, SCHEDULERS[scheduler](optimizer), by_hand)

@@ -1,0 +1,272 @@
+"""How a loop steps its optimizers: several, by closure, with gradients accumulated, clipped, set by hand."""
+
+import copy
+import functools
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
+
+from .pairs import ALL, CONVOLUTIONS, EXACT, FUSED, named, pair, untouched
+from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, fit, images, job, vectors
+
+EACH_FUSED_KIND = {
+    "sgd": SGD,
+    "adam": ADAM,
+    "adamw": ADAMW,
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+}
+
+
+def two_optimizers():
+    model = Net()
+    encoder = torch.optim.AdamW(model.encoder.parameters(), lr=0.01)
+    head = torch.optim.SGD([*model.head.parameters(), model.scale], lr=0.1, momentum=0.9)
+    return {"model": model, "first": encoder, "second": head, "loader": vectors()}
+
+
+@pair(two_optimizers)
+def test_two_optimizers_over_one_model(model, first, second, loader, by_hand=untouched):
+    losses = []
+    for epoch in range(3):
+        for x, y in loader:
+            first.zero_grad()
+            second.zero_grad()
+            loss = cross_entropy(by_hand(model)(x), y)
+            loss.backward()
+            if epoch != 1:
+                first.step()
+            second.step()
+            losses.append(loss.item())
+    return losses
+
+
+def optimizers_in_a_list():
+    arguments = two_optimizers()
+    return {
+        "models": {"net": arguments["model"]},
+        "optimizers": [arguments["first"], arguments["second"]],
+        "loaders": (arguments["loader"],),
+    }
+
+
+@pair(optimizers_in_a_list)
+def test_arguments_in_lists_and_dicts(models, optimizers, *, loaders, by_hand=untouched):
+    losses = []
+    for x, y in loaders[0]:
+        loss = cross_entropy(by_hand(models["net"])(x), y)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pair(job(optimizer=ADAMW))
+def test_gradients_are_accumulated(model, optimizer, loader, by_hand=untouched):
+    losses = []
+    for epoch in range(2):
+        for step, (x, y) in enumerate(loader):
+            loss = cross_entropy(by_hand(model)(x), y) / 2
+            loss.backward()
+            if (step + 1) % 2 == 0 or step + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append((epoch, loss.item()))
+    return losses
+
+
+@pair(job("sgd"), job("adamw", optimizer=ADAMW))
+def test_gradients_are_clipped_by_norm(model, optimizer, loader, by_hand=untouched):
+    norms = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(by_hand(model)(x), y).backward()
+        norms.append(clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+    return norms
+
+
+@pair(job("sgd"), job("adamw", optimizer=ADAMW))
+def test_gradients_are_clipped_by_value(model, optimizer, loader, by_hand=untouched):
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(by_hand(model)(x), y)
+        loss.backward()
+        clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pair(job("sgd"), job("adam", optimizer=ADAM))
+def test_gradients_are_zeroed_in_place(model, optimizer, loader, by_hand=untouched):
+    kept = []
+    for x, y in loader:
+        optimizer.zero_grad(set_to_none=False)
+        kept.append([p.grad is None for p in model.parameters()])
+        cross_entropy(by_hand(model)(x), y).backward()
+        optimizer.step()
+    return kept
+
+
+def lbfgs():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    return {"model": model, "optimizer": optimizer, "loader": vectors(shuffle=False)}
+
+
+@pair(lbfgs)
+def test_lbfgs_calls_its_closure(model, optimizer, loader, by_hand=untouched):
+    calls, losses = [], []
+    for x, y in loader:
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = cross_entropy(by_hand(model)(x), y)
+            loss.backward()
+            calls.append(loss.item())
+            return loss
+
+        losses.append(optimizer.step(closure).item())
+    return calls, losses
+
+
+@pair(job("sgd"), job("adamw", optimizer=ADAMW))
+def test_step_returns_what_its_closure_gives(model, optimizer, loader, by_hand=untouched):
+    losses = []
+    for x, y in loader:
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = cross_entropy(by_hand(model)(x), y)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).item())
+    return losses
+
+
+@pair(job("sgd"), job("adam", optimizer=ADAM))
+def test_hooks_of_the_user_on_the_optimizer(model, optimizer, loader, by_hand=untouched):
+    calls = []
+    before = optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    fit(model, optimizer, loader, by_hand, epochs=1)
+    before.remove()
+    fit(model, optimizer, loader, by_hand, epochs=1)
+    return calls
+
+
+@pair(*(job(name, optimizer=factory) for name, factory in EACH_FUSED_KIND.items()))
+def test_gradients_assigned_by_hand_in_any_layout(model, optimizer, loader, by_hand=untouched):
+    """Transposed, expanded and strided gradients: fused kernels read them as if laid out like the parameter."""
+    for x, y in loader:
+        gradients = torch.autograd.grad(cross_entropy(by_hand(model)(x), y), [*model.parameters()])
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.grad = gradient.t().contiguous().t() if gradient.dim() == 2 else gradient
+        model.head.bias.grad = torch.ones(()).expand(3)
+        model.encoder[1].weight.grad = torch.stack([gradients[2], gradients[2]], 1)[:, 0]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def convolutional(name):
+    return job(name, model=ConvNet, optimizer=EACH_FUSED_KIND[name], loader=images)
+
+
+@pair(*map(convolutional, EACH_FUSED_KIND), configs=CONVOLUTIONS)
+def test_contiguous_gradients_assigned_to_convolutions(model, optimizer, loader, by_hand=untouched):
+    for x, y in loader:
+        gradients = torch.autograd.grad(cross_entropy(by_hand(model)(x), y), [*model.parameters()])
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.grad = gradient.contiguous()
+        optimizer.step()
+
+
+@pair(*map(convolutional, EACH_FUSED_KIND), configs=CONVOLUTIONS)
+def test_weights_replaced_through_a_vector(model, optimizer, loader, by_hand=untouched):
+    """`vector_to_parameters` gives every parameter new, contiguous memory, under state that exists already."""
+    fit(model, optimizer, loader, by_hand, epochs=1)
+    vector = parameters_to_vector(model.parameters())
+    vector_to_parameters(vector * 0.9, model.parameters())
+    losses = fit(model, optimizer, loader, by_hand, epochs=1)
+    return vector, losses
+
+
+@pair(job("sgd"), job("adam", optimizer=ADAM))
+def test_weights_edited_in_place(model, optimizer, loader, by_hand=untouched):
+    mask = (torch.rand_like(model.head.weight) > 0.5).float()
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(by_hand(model)(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.5, 0.5)
+        model.head.weight.data = model.head.weight.data * mask
+
+
+def odd_parameters():
+    model = nn.Linear(6, 3)
+    model.weight = nn.Parameter(torch.randn(6, 3).t())
+    model.extra = nn.Parameter(torch.randn(2, 2, dtype=torch.float64)[:, :1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return {"model": model, "optimizer": optimizer, "loader": vectors()}
+
+
+@pair(odd_parameters)
+def test_parameters_of_odd_layouts_and_dtypes(model, optimizer, loader, by_hand=untouched):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(by_hand(model)(x), y) + model.extra.sin().sum()
+        loss.backward()
+        optimizer.step()
+
+
+@pair(job("sgd"), job("adam", optimizer=ADAM), configs=ALL)
+def test_model_and_optimizer_copied_together(model, optimizer, loader, by_hand=untouched):
+    """Reptile: a copy learns for a while, then the model moves towards it. The copy runs plain."""
+    fit(model, optimizer, loader, by_hand, epochs=1)
+    for _ in range(2):
+        learner, its_optimizer = copy.deepcopy((model, optimizer))
+        fit(learner, its_optimizer, loader, untouched, epochs=1)
+        with torch.no_grad():
+            for p, learned in zip(model.parameters(), learner.parameters(), strict=True):
+                p.lerp_(learned, 0.5)
+    return [*model.state_dict().values()]
+
+
+def in_double():
+    model = Net().double()
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01), "loader": vectors()}
+
+
+@pair(in_double, configs=[EXACT, FUSED])
+def test_a_model_in_double_precision(model, optimizer, loader, by_hand=untouched):
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(by_hand(model)(x.double()), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def one_linear():
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25)}
+
+
+@pair(named("", one_linear))
+def test_one_step_of_a_known_model(model, optimizer, by_hand=untouched):
+    (3 * by_hand(model)(torch.ones(2, 1))).mean().backward()
+    optimizer.step()
+    assert model.weight.item() == 0.25

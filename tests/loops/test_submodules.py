@@ -1,0 +1,371 @@
+"""Ways into a model other than calling it: submodules, own methods, indexing, hooks, the user's casts."""
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from nano_loop import disable_casts, nano
+
+from .pairs import CONVOLUTIONS, pair, slow_bf16_is_fine, untouched
+from .tasks import ADAMW, ConvNet, Net, fit, images, job, vectors
+
+
+class Watching(nn.Linear):
+    """A linear layer that notes under what it ran: its output's dtype, and whether autocast was on."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.saw = []
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.saw.append((out.dtype, torch.is_autocast_enabled("cpu")))
+        return out
+
+
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(Watching(6, 4), nn.Tanh())
+        self.decoder = Watching(4, 6)
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+    def my_loss(self, x, target, scale=1.0):
+        return {"loss": scale * mse_loss(self(x), target), "code": self.encoder(x)}
+
+    def encode(self, x):
+        return self.encoder[0](x).tanh()
+
+    def training_step(self, batch):
+        return self.my_loss(*batch, scale=2.0)["loss"]
+
+    @property
+    def layers(self):
+        return [self.encoder[0], self.decoder]
+
+
+def autoencoder(name=""):
+    return job(name, model=Autoencoder, optimizer=ADAMW, loader=lambda: vectors(shuffle=False))
+
+
+@pair(autoencoder())
+def test_a_submodule_called_directly(model, optimizer, loader, by_hand=untouched):
+    codes = []
+    for x, _ in loader:
+        optimizer.zero_grad()
+        code = by_hand(model.encoder)(x)
+        out = by_hand(model.decoder)(code)
+        mse_loss(out, x).backward()
+        optimizer.step()
+        codes += [code, out]
+    return codes, [layer.saw for layer in model.layers]
+
+
+@pair(autoencoder())
+def test_a_loss_method_on_the_model(model, optimizer, loader, by_hand=untouched):
+    results = []
+    for x, _ in loader:
+        optimizer.zero_grad()
+        found = by_hand(model.my_loss)(x, x, scale=0.5)
+        found["loss"].backward()
+        optimizer.step()
+        results.append(found)
+    return results, [layer.saw for layer in model.layers]
+
+
+@pair(autoencoder())
+def test_several_methods_on_the_model(model, optimizer, loader, by_hand=untouched):
+    results = []
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = by_hand(model.training_step)((batch[0], batch[0]))
+        code = by_hand(model.encode)(batch[0])
+        (loss + code.abs().mean()).backward()
+        optimizer.step()
+        results += [loss, code]
+    return results, [layer.saw for layer in model.layers]
+
+
+@pair(autoencoder())
+def test_forward_called_by_its_name(model, optimizer, loader, by_hand=untouched):
+    for x, _ in loader:
+        optimizer.zero_grad()
+        mse_loss(by_hand(model.forward)(x), x).backward()
+        optimizer.step()
+    return [layer.saw for layer in model.layers]
+
+
+def test_methods_and_submodules_run_in_bf16_and_give_fp32():
+    """What the loops above compare, in so many words."""
+
+    @nano(precision="bf16", verbose=False)
+    def train(model, x):
+        return model.my_loss(x, x), model.encoder(x), model.decoder(torch.randn(2, 4)), model.encode(x)
+
+    model = Autoencoder()
+    with slow_bf16_is_fine():
+        found, *others = train(model, torch.randn(2, 6))
+    assert {t.dtype for t in (*found.values(), *others)} == {torch.float32}
+    assert {seen for layer in model.layers for seen in layer.saw} == {(torch.bfloat16, True)}
+
+
+def sequential():
+    return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 3))
+
+
+@pair(job(model=sequential))
+def test_a_sequential_model_indexed_sliced_and_walked(model, optimizer, loader, by_hand=untouched):
+    outputs = [len(model), [type(layer).__name__ for layer in model]]
+    for x, y in loader:
+        optimizer.zero_grad()
+        features = by_hand(model[:-1])(x) + by_hand(model[0])(x)
+        for layer in model[1]:
+            features = by_hand(layer)(features)
+        out = by_hand(model[-1])(features)
+        cross_entropy(out, y).backward()
+        optimizer.step()
+        outputs += [features, out]
+    return outputs
+
+
+def in_containers():
+    heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+    return nn.ModuleDict({"stem": nn.Linear(6, 8), "heads": heads})
+
+
+@pair(job(model=in_containers))
+def test_modules_in_a_dict_and_a_list(model, optimizer, loader, by_hand=untouched):
+    for x, y in loader:
+        optimizer.zero_grad()
+        stem = by_hand(model["stem"])(x)
+        sum(cross_entropy(by_hand(head)(stem), y) for head in model["heads"]).backward()
+        optimizer.step()
+    return list(model), stem
+
+
+def initialise(module):
+    if type(module) == nn.Linear:  # noqa: E721 - as PyTorch's own documentation writes it
+        nn.init.ones_(module.weight)
+
+
+@pair(job())
+def test_layers_found_by_their_exact_type(model, optimizer, loader, by_hand=untouched):
+    model.apply(initialise)
+    decayed = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
+    assert decayed == ["encoder.0", "head"]
+    assert isinstance(model, Net)
+    assert type(model) is Net
+    return repr(model), type(model).__name__, model.__class__ is Net, fit(model, optimizer, loader, by_hand)
+
+
+class Squares(nn.Linear):
+    """Overrides `__call__` itself, as some libraries do."""
+
+    def __call__(self, x):
+        return super().__call__(x).square()
+
+
+@pair(job(model=lambda: nn.Sequential(nn.Linear(6, 4), Squares(4, 3))))
+def test_a_module_with_a_call_of_its_own(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand), by_hand(model[1])(torch.ones(2, 4))
+
+
+class Slotted(nn.Module):
+    """Has attributes found at run time, a static and a class method, and a callable submodule list."""
+
+    shared = 3
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, self.shared)
+
+    def __getattr__(self, name):
+        if name == "alias":
+            return self.layer
+        return super().__getattr__(name)
+
+    @staticmethod
+    def double(x):
+        return 2 * x
+
+    @classmethod
+    def width(cls):
+        return cls.shared
+
+    def forward(self, x, *, twice=False):
+        return self.double(self.alias(x)) if twice else self.alias(x)
+
+    def batches_of(self, loader, by_hand):
+        for x, y in loader:
+            yield by_hand(self)(x, twice=True), y
+
+
+@pair(job(model=Slotted))
+def test_generators_properties_and_static_methods(model, optimizer, loader, by_hand=untouched):
+    outputs = [model.width(), model.double(3), by_hand(model.alias)(torch.ones(1, 6))]
+    for out, y in model.batches_of(loader, by_hand):
+        optimizer.zero_grad()
+        cross_entropy(out, y).backward()
+        optimizer.step()
+        outputs.append(out)
+    return outputs
+
+
+@pair(job())
+def test_hooks_of_the_user_on_modules(model, optimizer, loader, by_hand=untouched):
+    seen = []
+    model.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    model.register_forward_hook(lambda m, args, out: out + 1)
+    inner = model.encoder[0].register_forward_hook(lambda m, args, out: seen.append(out.clone()))
+    model.head.register_full_backward_hook(lambda m, inputs, outputs: seen.append(outputs[0].clone()))
+    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    losses = fit(model, optimizer, loader, by_hand, epochs=1)
+    inner.remove()
+    return losses, seen, fit(model, optimizer, loader, by_hand, epochs=1)
+
+
+class WithFp32Part(nn.Module):
+    """Keeps a delicate part out of whatever autocast surrounds it, and runs another under its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Watching(6, 8), Watching(8, 3)
+        self.delicate = Watching(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.delicate(x.float()).exp().clamp(max=3)
+        return self.last(x)
+
+
+@pair(job(model=WithFp32Part))
+def test_an_fp32_region_of_the_users_inside_forward(model, optimizer, loader, by_hand=untouched):
+    losses = fit(model, optimizer, loader, by_hand)
+    return losses, model.first.saw, model.delicate.saw, model.last.saw
+
+
+@pair(job(model=Autoencoder))
+def test_autocast_of_the_user_around_the_loops_calls(model, optimizer, loader, by_hand=untouched):
+    """With precision=32 the user's own autocast works as ever, and the outputs stay as it makes them."""
+    outputs = []
+    for x, _ in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = by_hand(model)(x)
+        loss = mse_loss(out.float(), x)
+        loss.backward()
+        optimizer.step()
+        outputs.append(out)
+    return outputs, [layer.saw for layer in model.layers]
+
+
+class WithDisabledCasts(WithFp32Part):
+    def forward(self, x):
+        x = self.first(x)
+        with disable_casts():
+            x = self.delicate(x.float()).exp().clamp(max=3)
+        return self.last(x)
+
+
+@pair(job(model=WithDisabledCasts))
+def test_disable_casts_inside_forward(model, optimizer, loader, by_hand=untouched):
+    losses = fit(model, optimizer, loader, by_hand)
+    return losses, model.first.saw, model.delicate.saw, model.last.saw
+
+
+@pair(job(model=Autoencoder))
+def test_disable_casts_around_the_loops_calls(model, optimizer, loader, by_hand=untouched):
+    """Without `by_hand`: what runs inside is plain fp32."""
+    outputs = []
+    for x, _ in loader:
+        optimizer.zero_grad()
+        with disable_casts():
+            out = model(x)
+            outputs += [out, model.my_loss(x, x)["loss"]]
+        mse_loss(out, x).backward()
+        optimizer.step()
+        outputs.append(by_hand(model.encoder)(x))
+    return outputs, [layer.saw for layer in model.layers]
+
+
+def tied():
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "mix": nn.Linear(4, 4), "out": nn.Linear(4, 5, bias=False)})
+    model["out"].weight = model["embed"].weight
+    model["again"] = model["mix"]
+    return model
+
+
+@pair(job(model=tied, optimizer=ADAMW))
+def test_weights_and_modules_shared_within_the_model(model, optimizer, loader, by_hand=untouched):
+    outputs = []
+    for _, y in loader:
+        optimizer.zero_grad()
+        hidden = by_hand(model["mix"])(by_hand(model["embed"])(y))
+        out = by_hand(model["out"])(by_hand(model["again"])(hidden))
+        cross_entropy(out, y).backward()
+        optimizer.step()
+        outputs.append(out)
+    assert model["out"].weight is model["embed"].weight
+    assert model["again"] is model["mix"]
+    return outputs
+
+
+def two_models_with_one_part():
+    body = nn.Linear(6, 8)
+    models = {"first": nn.Sequential(body, nn.ReLU(), nn.Linear(8, 3)), "second": nn.Sequential(body, nn.Linear(8, 3))}
+    parameters = {id(p): p for model in models.values() for p in model.parameters()}
+    return {**models, "optimizer": torch.optim.Adam(parameters.values(), lr=0.01), "loader": vectors()}
+
+
+@pair(two_models_with_one_part)
+def test_a_module_shared_between_two_models(first, second, optimizer, loader, by_hand=untouched):
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(by_hand(first)(x), y) + cross_entropy(by_hand(second)(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def a_model_and_its_part():
+    model = Net()
+    return {"model": model, "encoder": model.encoder, "optimizer": ADAMW(model.parameters()), "loader": vectors()}
+
+
+@pair(a_model_and_its_part)
+def test_a_model_and_its_part_both_among_the_arguments(model, encoder, optimizer, loader, by_hand=untouched):
+    assert model.encoder is encoder
+    return by_hand(encoder)(torch.ones(2, 6)), fit(model, optimizer, loader, by_hand)
+
+
+class SplitNet(ConvNet):
+    def halves(self, x):
+        return self.features(x).chunk(2, 1)
+
+
+@pair(job(model=SplitNet, loader=images), configs=CONVOLUTIONS)
+def test_convolutional_parts_called_directly(model, optimizer, loader, by_hand=untouched):
+    maps = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        features = by_hand(model.features)(x)
+        first, _ = by_hand(model.halves)(x)
+        loss = cross_entropy(by_hand(model.head)(features.flatten(1)), y) + first.square().mean()
+        loss.backward()
+        optimizer.step()
+        maps += [features, first]
+    return maps
+
+
+@pair(job())
+def test_a_module_added_and_one_replaced_inside_the_loop(model, optimizer, loader, by_hand=untouched):
+    losses = fit(model, optimizer, loader, by_hand, epochs=1)
+    model.encoder.append(nn.Linear(16, 16))
+    model.head = Watching(16, 3)
+    optimizer.add_param_group({"params": [*model.encoder[-1].parameters(), *model.head.parameters()]})
+    return losses, fit(model, optimizer, loader, by_hand, epochs=1), model.head.saw

@@ -1,0 +1,422 @@
+"""What is installed, what is pinned, what is in a wheel, and what `make` does before anything is set up."""
+
+import configparser
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import nano_loop
+
+ROOT = Path(__file__).parents[1]
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+BUILD_INPUTS = ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+
+
+# --- the version and the pins ---
+
+
+def setup_cfg():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def requirements_of(text):
+    return [Requirement(line) for line in text.splitlines() if line.strip()]
+
+
+def declared():
+    """Return what setup.cfg asks for in the default environment: all but the `ipex` extra."""
+    config = setup_cfg()
+    extras = config["options.extras_require"]
+    texts = (config["options"]["install_requires"], extras["examples"], extras["dev"])
+    return [requirement for text in texts for requirement in requirements_of(text)]
+
+
+def pin_lines():
+    lines = (ROOT / "requirements/default.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def pins_for(python):
+    environment = default_environment() | {"python_version": python}
+    pins = {}
+    for requirement in map(Requirement, pin_lines()):
+        if requirement.marker and not requirement.marker.evaluate(environment):
+            continue
+        name = canonicalize_name(requirement.name)
+        assert name not in pins, f"{name} is pinned twice for Python {python}"
+        (pin,) = requirement.specifier
+        pins[name] = Version(pin.version)
+    return pins
+
+
+def test_version_is_the_same_in_the_package_and_in_its_metadata():
+    assert nano_loop.__version__ == importlib.metadata.version("nano-loop")
+
+
+def test_version_is_written_down_once():
+    modules = (ROOT / "nano_loop").rglob("*.py")
+    assert [path.name for path in modules if nano_loop.__version__ in path.read_text()] == ["version.py"]
+    assert nano_loop.__version__ not in setup_cfg()["metadata"]["version"]
+
+
+def test_changelog_speaks_of_this_version():
+    assert f"## [{nano_loop.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("line", pin_lines())
+def test_every_pin_is_exact(line):
+    assert re.fullmatch(r"[\w.-]+==[\w.]+( ; python_version (<|>=) \"3\.\d+\")?", line)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_pins_are_what_setup_cfg_admits(python):
+    pins = pins_for(python)
+    for requirement in declared():
+        name = canonicalize_name(requirement.name)
+        assert name in pins, f"setup.cfg asks for {name}, and requirements/default.txt does not pin it"
+        assert pins[name] in requirement.specifier
+
+
+def needed_by(requirement, seen):
+    """Add to `seen` all that is installed because of `requirement`, which is what pip would bring along."""
+    for extra in ("", *requirement.extras):
+        name = canonicalize_name(requirement.name)
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        for text in importlib.metadata.requires(name) or ():
+            needed = Requirement(text)
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                needed_by(needed, seen)
+
+
+def test_everything_that_is_needed_is_pinned():
+    seen = set()
+    for requirement in declared():
+        needed_by(requirement, seen)
+    from_torchs_cuda_build = re.compile("nvidia-|cuda-|triton")
+    needed = {name for name, _ in seen if not from_torchs_cuda_build.match(name)}
+    assert needed - set(pins_for("{}.{}".format(*sys.version_info))) == set()
+
+
+@pytest.mark.parametrize(
+    "unwanted", ["torchvision", "torchaudio", "timm", "nvidia", "triton", "pip", "nano-loop"]
+)
+def test_no_pin_pulls_another_torch_or_needs_a_gpu(unwanted):
+    names = [canonicalize_name(Requirement(line).name) for line in pin_lines()]
+    assert not [name for name in names if name == unwanted or name.startswith(f"{unwanted}-")]
+
+
+def test_torch_is_pinned_without_a_local_version():
+    assert "torch==2.13.0" in pin_lines()
+
+
+# --- what may not be in a file ---
+
+# Put together from pieces, so that this file does not hold what it looks for.
+MACHINE_PATH = re.compile(
+    r"(?<![\w.~*}])/(?:" + "|".join(("work", "opt", "root", r"tmp/w")) + r")(?=[/\s\"'`)\],;:]|$)"
+)
+REGISTRY_HOST = re.compile(
+    r"\b(?:" + "|".join(("pypi", "pythonhosted", "anaconda")) + r")\.org\b|download\.pytorch" + r"\.org"
+)
+
+
+def forbidden(text):
+    """Return what in `text` is a path of the machine it was written on, or a package registry's host."""
+    return [match[0] for pattern in (MACHINE_PATH, REGISTRY_HOST) for match in pattern.finditer(text)]
+
+
+def files_of_the_project():
+    """Return what git tracks; outside a git checkout, what is there less what is made from it."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.stdout:
+        return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+    made = {".git", ".venv", "build", "dist", "__pycache__"}
+    paths = (path for path in ROOT.rglob("*") if path.is_file())
+    return [
+        path for path in paths if not made & set(path.relative_to(ROOT).parts) and "_cache" not in str(path)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["see /{}/main", "'/{}'", "cd /{}", '{{"root": "/{}/x"}}', "file:///{}/wheels", "--x=/{}/y"]
+)
+@pytest.mark.parametrize("place", ["work", "opt", "root"])
+def test_a_machine_path_is_seen(text, place):
+    assert forbidden(text.format(place))
+
+
+@pytest.mark.parametrize("host", ["pypi", "files.pythonhosted", "download.pytorch"])
+def test_a_registry_host_is_seen(host):
+    assert forbidden(f"pip install -i https://{host}" + ".org/simple")
+
+
+@pytest.mark.parametrize(
+    "text", ["/workspace", "tests/root/sys", "networks/work", "/proc/self", "a/work", "pypi"]
+)
+def test_an_innocent_text_is_let_through(text):
+    assert not forbidden(text)
+
+
+def test_no_file_holds_a_machine_path_or_a_registry_host():
+    files = files_of_the_project()
+    found = {str(path.relative_to(ROOT)): forbidden(path.read_text(errors="replace")) for path in files}
+    assert {name: what for name, what in found.items() if what} == {}
+
+
+# --- the wheel ---
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Build from a copy, so that nothing is left in the checkout and nothing stale is taken from there."""
+    source = tmp_path_factory.mktemp("source")
+    for name in BUILD_INPUTS:
+        shutil.copy(ROOT / name, source)
+    for name in ("nano_loop", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path_factory.mktemp("wheels")
+    options = ("-qq", "--no-deps", "--no-build-isolation", "-w", target)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, source], check=True, stdin=subprocess.DEVNULL
+    )
+    (built,) = target.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        yield archive
+
+
+def test_wheel_holds_every_module_and_nothing_else(wheel):
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "nano_loop").rglob("*.py")}
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == modules | {"nano_loop/py.typed"}
+
+
+def test_wheel_says_what_it_is(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = wheel.read(name).decode()
+    assert f"Version: {nano_loop.__version__}\n" in metadata
+    assert "License-Expression: Apache-2.0\n" in metadata
+    assert "Requires-Python: >=3.10\n" in metadata
+    assert (ROOT / "README.md").read_text().strip() in metadata
+
+
+# --- make, with a Python that only pretends ---
+
+# It writes down what it was asked for, and makes a .venv that holds itself.
+FAKE_PYTHON = """\
+#!/bin/sh
+case "$*" in
+*" -c "*) printf '{version}\\n{modules}\\n' ;;
+*"-m venv"*) echo venv >> calls; rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+*"pip install"*" -r "*)
+    echo pins >> calls
+    sleep {seconds}
+    if test -e broken; then echo "bad pin" >&2; exit 1; fi ;;
+*"pip install"*--editable*) echo package >> calls ;;
+*"pip check"*) ;;
+*) echo "ran $*" >> calls ;;
+esac
+"""
+
+
+class Checkout:
+    """A folder with a Makefile and all that it reads, and a Python that pretends."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.python = folder / "fake python"
+        (folder / "requirements").mkdir(parents=True)
+        (folder / "nano_loop").mkdir()
+        inputs = ("Makefile", "requirements/default.txt", "nano_loop/version.py", *BUILD_INPUTS[:3])
+        for name in inputs:
+            shutil.copy(ROOT / name, folder / name)
+        self.pretend("3.11")
+
+    def pretend(self, version, modules="venv", seconds=0):
+        self.python.write_text(FAKE_PYTHON.format(version=version, modules=modules, seconds=seconds))
+        self.python.chmod(0o755)
+
+    def start(self, *arguments, **variables):
+        outer_make = ("MAKE", "MFLAGS", "ARGS")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(outer_make)}
+        environment = inherited | {"PYTHON": str(self.python)} | variables
+        return subprocess.Popen(
+            ["make", *arguments],
+            cwd=self.folder,
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def make(self, *arguments, **variables):
+        process = self.start(*arguments, **variables)
+        out, err = process.communicate()
+        return process.returncode, out, err
+
+    def calls(self):
+        """Return what Python was asked for since the last look."""
+        calls = self.folder / "calls"
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        calls.unlink(missing_ok=True)
+        return lines
+
+    def touch(self, name):
+        later = (self.folder / ".venv/ready-3.11").stat().st_mtime + 2
+        os.utime(self.folder / name, (later, later))
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path / "a checkout")
+
+
+SET_UP = ["venv", "pins", "package"]
+
+
+@pytest.mark.parametrize("goal", ["demo", "test", "lint"])
+@pytest.mark.parametrize(
+    ("version", "modules", "said"),
+    [
+        ("3.8", "venv", 'needs Python 3.10 or later with its venv module, and "{}" is Python 3.8. Install'),
+        ("3.9", "venv", '"{}" is Python 3.9. Install'),
+        ("2.7", "", '"{}" is Python 2.7. Install'),
+        (
+            "3.12",
+            "",
+            '"{}" has no venv or ensurepip. Install them (on Debian and Ubuntu: apt install python3.',
+        ),
+    ],
+)
+def test_unfit_python_is_named_in_one_line(checkout, goal, version, modules, said):
+    checkout.pretend(version, modules)
+    code, out, err = checkout.make(goal)
+    assert code != 0
+    assert out == ""
+    assert err.count("\n") == 1
+    assert said.format(checkout.python) in err
+    assert f"make PYTHON=python3.12 {goal}" in err
+    assert not (checkout.folder / ".venv").exists()
+
+
+def test_missing_python_is_named_in_one_line(checkout):
+    code, out, err = checkout.make("test", PYTHON="no-such-python")
+    assert code != 0
+    assert (out, err.count("\n")) == ("", 1)
+    assert '"no-such-python" does not run here. Install Python 3.10 or later, or name another' in err
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.13", "3.20"])
+def test_fit_python_is_taken(checkout, version):
+    checkout.pretend(version)
+    assert checkout.make("test")[0] == 0
+    assert checkout.calls() == [*SET_UP, "ran -m pytest"]
+
+
+def test_help_needs_no_python(checkout):
+    code, out, _ = checkout.make(PYTHON="no-such-python")
+    assert code == 0
+    assert all(f"make {goal}" in out for goal in ("demo", "test", "lint", "clean"))
+
+
+def test_set_up_is_done_once(checkout):
+    checkout.make("demo")
+    checkout.calls()
+    code, out, err = checkout.make("test", "ARGS=-k 'a or b'")
+    assert (code, out, err) == (0, "", "")
+    assert checkout.calls() == ["ran -m pytest -k a or b"]
+
+
+def test_goals_share_one_set_up(checkout):
+    assert checkout.make("-j8", "test", "lint", "demo")[0] == 0
+    calls = checkout.calls()
+    assert calls[:3] == SET_UP
+    assert not set(calls[3:]) & set(SET_UP)
+
+
+def test_changed_pins_mean_a_new_environment(checkout):
+    checkout.make("test")
+    checkout.calls()
+    checkout.touch("requirements/default.txt")
+    checkout.make("test")
+    assert checkout.calls()[:3] == SET_UP
+
+
+def test_changed_metadata_means_a_new_installation_of_the_package_alone(checkout):
+    checkout.make("test")
+    checkout.calls()
+    checkout.touch("setup.cfg")
+    checkout.make("test")
+    assert checkout.calls() == ["package", "ran -m pytest"]
+
+
+def test_another_python_means_a_new_environment(checkout):
+    checkout.make("test")
+    checkout.calls()
+    checkout.pretend("3.12")
+    checkout.make("test")
+    assert checkout.calls()[:3] == SET_UP
+
+
+def test_failed_set_up_is_said_and_done_again(checkout):
+    (checkout.folder / "broken").touch()
+    code, _, err = checkout.make("test")
+    assert code != 0
+    assert "bad pin" in err
+    assert checkout.calls() == ["venv", "pins"]
+    (checkout.folder / "broken").unlink()
+    assert checkout.make("test")[0] == 0
+    assert checkout.calls()[:3] == SET_UP
+
+
+def test_moved_checkout_is_installed_from_its_new_place(checkout):
+    checkout.make("test")
+    checkout.calls()
+    moved = checkout.folder.rename(checkout.folder.with_name("elsewhere"))
+    checkout.folder, checkout.python = moved, moved / "fake python"
+    checkout.make("test")
+    assert checkout.calls() == ["package", "ran -m pytest"]
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two `make` apart")
+def test_two_makes_at_once_set_up_once(checkout):
+    checkout.pretend("3.11", seconds=0.5)
+    both = [checkout.start("lint"), checkout.start("test")]
+    for process in both:
+        process.communicate()
+    assert [process.returncode for process in both] == [0, 0]
+    calls = checkout.calls()
+    assert [call for call in calls if call in SET_UP] == SET_UP
+    assert len([call for call in calls if call.startswith("ran")]) == 4
+
+
+def test_callers_python_settings_do_not_reach_the_tests(checkout):
+    show = '*) echo "ran $PYTHONPATH,$PYTHONHOME,$VIRTUAL_ENV,$PIP_TARGET,$PYTHONOPTIMIZE,$PIP_USER" >> calls'
+    checkout.python.write_text(checkout.python.read_text().replace('*) echo "ran $*" >> calls', show))
+    mine = {"PYTHONPATH": "mine", "PYTHONHOME": "mine", "VIRTUAL_ENV": "mine", "PIP_TARGET": "mine"}
+    checkout.make("test", **mine, PYTHONOPTIMIZE="2", PIP_USER="1")
+    assert checkout.calls() == [*SET_UP, "ran ,,,,,0"]
+
+
+def test_clean_leaves_nothing_that_was_made(checkout):
+    checkout.make("test")
+    (checkout.folder / "nano_loop/__pycache__").mkdir()
+    assert checkout.make("clean", PYTHON="no-such-python")[0] == 0
+    assert not (checkout.folder / ".venv").exists()
+    assert not (checkout.folder / "nano_loop/__pycache__").exists()
+    assert (checkout.folder / "nano_loop/version.py").exists()
