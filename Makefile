@@ -36,13 +36,14 @@ READY := $(VENV)/ready-$(VERSION)
 # Two `make` at once: the second waits here for the first one's set-up.
 LOCK := $(if $(shell command -v flock 2>/dev/null),flock Makefile)
 
-.PHONY: help demo test lint clean ready
+.PHONY: help demo test lint bench bench-overhead clean ready
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    run an example plain and accelerated, side by side"
 	@echo "make test    run the tests; arguments for pytest: make test ARGS='-k precision'"
 	@echo "make lint    ruff and mypy"
+	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--only resnet50 --rounds 5'"
 	@echo "make clean   remove .venv, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
 
@@ -56,6 +57,12 @@ lint: ready
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy --strict nano_loop
+
+bench: ready
+	@$(RUN) -m benchmarks.run $(ARGS)
+
+bench-overhead: ready
+	@$(RUN) -m benchmarks.overhead
 
 # A checkout that was moved or copied, .venv and all, must not import the package from its old place.
 ready:

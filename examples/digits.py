@@ -33,7 +33,7 @@ args = parser.parse_args()
 
 image_size = 32  # the digits are 8×8: upscaled, so that there is something to convolve
 precision = 32 if args.precision == "32" else args.precision
-max_lr, momentum, weight_decay = 0.02, 0.9, 5e-4
+max_lr, weight_decay = 2e-3, 0.01
 
 if args.plain:
 
@@ -78,9 +78,9 @@ class ResNet(nn.Sequential):
 
 
 def digits():
-    """Return the digits as two data sets, for training and for testing, of (1, 32, 32) images from 0 to 1."""
+    """Return the digits as two data sets, for training and for testing, of (1, 32, 32) images from -1 to 1."""
     images, labels = load_digits(return_X_y=True)
-    images = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    images = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
     images = F.interpolate(images, size=image_size, mode="bilinear")
     labels = torch.tensor(labels)
     train_rows, test_rows = train_test_split(range(len(labels)), test_size=0.2, random_state=0)
@@ -120,7 +120,7 @@ train_loader = DataLoader(train_set, args.batch_size, shuffle=True)
 test_loader = DataLoader(test_set, args.batch_size)
 
 model = ResNet(args.width)
-optimizer = torch.optim.SGD(model.parameters(), max_lr, momentum, weight_decay=weight_decay, nesterov=True)
+optimizer = torch.optim.AdamW(model.parameters(), max_lr, weight_decay=weight_decay)
 steps = args.epochs * len(train_loader)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr, total_steps=steps)
 

@@ -34,7 +34,7 @@ FILES_THAT_MAY_IMPORT = {
 }
 
 WITHOUT_TORCH = "cpu"
-PRIVATE_TORCH_ROOM = "mechanisms.torch_private"
+PRIVATE_TORCH_MODULE = "mechanisms.torch_private"
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 
 
@@ -205,7 +205,7 @@ def spread_imports(modules: dict[str, Module]) -> Iterator[str]:
 
 def private_torch(modules: dict[str, Module]) -> Iterator[str]:
     for module in modules.values():
-        if module.name != PRIVATE_TORCH_ROOM:
+        if module.name != PRIVATE_TORCH_MODULE:
             yield from (f"{module.name} uses {name}, which is private to torch" for name in module.private)
 
 
@@ -245,31 +245,43 @@ SOUND = {
     "version.py": "__version__ = '1'",
     "torch_nano.py": "import lightning_fabric\nfrom nano_loop.steps import STEPS\nimport nano_loop.cpu.quota",
     "decorator.py": "from . import torch_nano",
-    "entry.py": "from nano_loop import torch_private\nfrom nano_loop.errors import NanoError\nimport torch",
+    "mechanisms/entry.py": "import torch\nfrom nano_loop.mechanisms import torch_private\nimport nano_loop.errors",
     "steps/__init__.py": "from nano_loop.steps.ipex import Ipex\nSTEPS = [Ipex]",
     "steps/ipex.py": "def apply():\n    import intel_extension_for_pytorch as ipex",
     "distributed/strategy.py": "from lightning_fabric.strategies import DDPStrategy\nimport torch.__config__",
     "cpu/__init__.py": "from .quota import quota",
     "cpu/quota.py": "from ..errors import NanoError",
     "errors.py": "class NanoError(RuntimeError): ...",
-    "torch_private.py": "import torch\nqueue = torch.autograd.Variable._execution_engine.queue_callback",
+    "mechanisms/torch_private.py": "import torch\nqueue = torch.autograd.Variable._execution_engine.queue_callback",
 }
 
 PLANTED = {
     "upward": ({"cpu/quota.py": "from nano_loop.steps import STEPS"}, "cpu.quota imports steps"),
     "upward, relative": ({"cpu/quota.py": "from ..decorator import nano"}, "cpu.quota imports decorator"),
-    "upward, of a whole module": ({"errors.py": "import nano_loop.mechanisms.entry"}, "errors imports entry"),
-    "upward, inside a function": ({"errors.py": "def f():\n    from . import entry"}, "errors imports entry"),
-    "upward, for types": (
-        {"errors.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .entry import Entry"},
-        "errors imports entry",
+    "upward, of a whole module": (
+        {"errors.py": "import nano_loop.mechanisms.entry"},
+        "errors imports mechanisms.entry",
     ),
-    "upward, the public names": ({"entry.py": "from nano_loop import TorchNano"}, "entry imports __init__"),
-    "upward, by name": ({"entry.py": "import_module('nano_loop.decorator')"}, "entry imports decorator"),
+    "upward, inside a function": (
+        {"errors.py": "def f():\n    from .mechanisms import entry"},
+        "errors imports mechanisms.entry",
+    ),
+    "upward, for types": (
+        {"errors.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .mechanisms.entry import Entry"},
+        "errors imports mechanisms.entry",
+    ),
+    "upward, the public names": (
+        {"mechanisms/entry.py": "from nano_loop import TorchNano"},
+        "mechanisms.entry imports __init__",
+    ),
+    "upward, by name": (
+        {"mechanisms/entry.py": "import_module('nano_loop.decorator')"},
+        "mechanisms.entry imports decorator",
+    ),
     "unknown room": ({"gadgets/one.py": ""}, "gadgets.one: its room is not in ROOMS"),
     "cycle": (
-        {"parts.py": "from . import replace", "replace.py": "from . import parts"},
-        "parts → replace → parts",
+        {"steps/a.py": "from . import b", "steps/b.py": "from . import a"},
+        "steps.a → steps.b → steps.a",
     ),
     "cycle of a folder with its file": (
         {"steps/ipex.py": "from nano_loop.steps import STEPS"},
@@ -282,12 +294,12 @@ PLANTED = {
     ),
     "torch in cpu, indirectly": ({"errors.py": "import torch"}, "cpu.quota imports torch, by way of errors"),
     "IPEX twice": (
-        {"entry.py": "try:\n    from intel_extension_for_pytorch import cpu\nexcept ImportError: ..."},
-        "intel_extension_for_pytorch is imported by entry, steps.ipex, and 1 may",
+        {"mechanisms/entry.py": "try:\n    from intel_extension_for_pytorch import cpu\nexcept ImportError: ..."},
+        "intel_extension_for_pytorch is imported by mechanisms.entry, steps.ipex, and 1 may",
     ),
     "IPEX twice, by name": (
-        {"entry.py": "importlib.import_module('intel_extension_for_pytorch')"},
-        "intel_extension_for_pytorch is imported by entry, steps.ipex",
+        {"mechanisms/entry.py": "importlib.import_module('intel_extension_for_pytorch')"},
+        "intel_extension_for_pytorch is imported by mechanisms.entry, steps.ipex",
     ),
     "Fabric thrice": (
         {"decorator.py": "import lightning_fabric.utilities"},
@@ -297,24 +309,30 @@ PLANTED = {
         {"torch_nano.py": "from lightning.fabric import Fabric"},
         "lightning is imported by torch_nano",
     ),
-    "private import": ({"entry.py": "from torch._dynamo import config"}, "entry uses torch._dynamo.config"),
-    "private import of a name": (
-        {"entry.py": "from torch.nn import _reduction"},
-        "entry uses torch.nn._reduction",
+    "private import": (
+        {"mechanisms/entry.py": "from torch._dynamo import config"},
+        "mechanisms.entry uses torch._dynamo.config",
     ),
-    "private module": ({"entry.py": "import torch._C as c"}, "entry uses torch._C"),
-    "private attribute": ({"entry.py": "import torch\nx = torch._C._get_mkldnn()"}, "entry uses torch._C"),
+    "private import of a name": (
+        {"mechanisms/entry.py": "from torch.nn import _reduction"},
+        "mechanisms.entry uses torch.nn._reduction",
+    ),
+    "private module": ({"mechanisms/entry.py": "import torch._C as c"}, "mechanisms.entry uses torch._C"),
+    "private attribute": (
+        {"mechanisms/entry.py": "import torch\nx = torch._C._get_mkldnn()"},
+        "mechanisms.entry uses torch._C",
+    ),
     "private attribute of an alias": (
-        {"entry.py": "import torch.nn as n\nn.Module._call_impl"},
+        {"mechanisms/entry.py": "import torch.nn as n\nn.Module._call_impl"},
         "n.Module._call_impl",
     ),
     "private attribute of a class": (
-        {"entry.py": "from torch.autograd import Variable as V\nV._execution_engine"},
-        "entry uses V._execution_engine",
+        {"mechanisms/entry.py": "from torch.autograd import Variable as V\nV._execution_engine"},
+        "mechanisms.entry uses V._execution_engine",
     ),
     "private attribute by getattr": (
-        {"entry.py": "import torch\ngetattr(torch, '_C')"},
-        "entry uses torch._C",
+        {"mechanisms/entry.py": "import torch\ngetattr(torch, '_C')"},
+        "mechanisms.entry uses torch._C",
     ),
     "utils.py": ({"steps/utils.py": ""}, "steps.utils does not say what it is for"),
     "common/": ({"cpu/common/__init__.py": ""}, "cpu.common does not say what it is for"),
@@ -341,10 +359,10 @@ def test_planted_fault_is_found(tmp_path, files, fault):
 
 
 def test_import_for_types_closes_no_cycle(tmp_path):
-    for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .parts import Parts"
-    files = {"parts.py": "from . import replace", "replace.py": for_types}
+    for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import Parts"
+    files = {"steps/a.py": "from . import b", "steps/b.py": for_types}
     assert faults(plant(tmp_path, SOUND | files)) == []
 
 
 def test_instances_may_have_private_attributes(tmp_path):
-    assert faults(plant(tmp_path, SOUND | {"entry.py": "import torch\nself._depth = torch.float32"})) == []
+    assert faults(plant(tmp_path, SOUND | {"mechanisms/entry.py": "import torch\nself._depth = torch.float32"})) == []

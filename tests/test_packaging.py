@@ -112,9 +112,7 @@ def test_everything_that_is_needed_is_pinned():
     assert needed - set(pins_for("{}.{}".format(*sys.version_info))) == set()
 
 
-@pytest.mark.parametrize(
-    "unwanted", ["torchvision", "torchaudio", "timm", "nvidia", "triton", "pip", "nano-loop"]
-)
+@pytest.mark.parametrize("unwanted", ["torchvision", "torchaudio", "timm", "nvidia", "triton", "pip", "nano-loop"])
 def test_no_pin_pulls_another_torch_or_needs_a_gpu(unwanted):
     names = [canonicalize_name(Requirement(line).name) for line in pin_lines()]
     assert not [name for name in names if name == unwanted or name.startswith(f"{unwanted}-")]
@@ -141,15 +139,20 @@ def forbidden(text):
 
 
 def files_of_the_project():
-    """Return what git tracks; outside a git checkout, what is there less what is made from it."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if listed.stdout:
-        return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
-    made = {".git", ".venv", "build", "dist", "__pycache__"}
-    paths = (path for path in ROOT.rglob("*") if path.is_file())
-    return [
-        path for path in paths if not made & set(path.relative_to(ROOT).parts) and "_cache" not in str(path)
-    ]
+    """Return what git tracks; outside a git checkout, what is there, less what is made from it."""
+    command = ["git", "-C", ROOT, "ls-files", "-z"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found = [ROOT / name for name in listed.split("\0") if name] or list(files_below(ROOT))
+    return [path for path in found if path.is_file()]
+
+
+def files_below(folder):
+    made = re.compile(r"\.git|\.venv|build|dist|__pycache__|.*_cache|\.hypothesis|.*\.egg-info")
+    for path in folder.iterdir():
+        if path.is_file():
+            yield path
+        elif not made.fullmatch(path.name):
+            yield from files_below(path)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +168,7 @@ def test_a_registry_host_is_seen(host):
     assert forbidden(f"pip install -i https://{host}" + ".org/simple")
 
 
-@pytest.mark.parametrize(
-    "text", ["/workspace", "tests/root/sys", "networks/work", "/proc/self", "a/work", "pypi"]
-)
+@pytest.mark.parametrize("text", ["/workspace", "tests/root/sys", "networks/work", "/proc/self", "a/work", "pypi"])
 def test_an_innocent_text_is_let_through(text):
     assert not forbidden(text)
 
@@ -191,9 +192,7 @@ def wheel(tmp_path_factory):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     target = tmp_path_factory.mktemp("wheels")
     options = ("-qq", "--no-deps", "--no-build-isolation", "-w", target)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, source], check=True, stdin=subprocess.DEVNULL
-    )
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], check=True, stdin=subprocess.DEVNULL)
     (built,) = target.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
         yield archive

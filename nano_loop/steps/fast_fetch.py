@@ -62,7 +62,7 @@ class _WholeBatches(Dataset[Any]):
             positions = [dataset.indices[position] for position in positions]
             dataset = dataset.dataset
         index = torch.as_tensor(positions, dtype=torch.long)
-        return [tensor[index] for tensor in dataset.tensors]
+        return [tensor[index].contiguous() for tensor in dataset.tensors]  # as torch.stack would lay it out
 
 
 def _shadow(loader: DataLoader[Any]) -> DataLoader[Any]:

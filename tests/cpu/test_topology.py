@@ -32,9 +32,7 @@ def test_one_node_may_have_several_last_level_caches(recorded):
     assert [cpus[i].last_level_cache for i in (0, 15, 16, 31)] == [0, 0, 16, 16]
 
 
-@pytest.mark.parametrize(
-    "machine", ["xeon_4309y_two_sockets", "epyc_9v74_azure", "core_i7_1260p", "graviton3"]
-)
+@pytest.mark.parametrize("machine", ["xeon_4309y_two_sockets", "epyc_9v74_azure", "core_i7_1260p", "graviton3"])
 def test_core_ids_stand_in_for_missing_lists_of_siblings(recorded, machine):
     root = recorded(machine)
     complete = read_machine(root).physical_cores
@@ -90,6 +88,11 @@ def test_firmware_that_says_minus_one_gives_each_cpu_a_core(planted):
     machine = read_machine(planted(files))
     assert machine.physical_cores == ((0,), (1,))
     assert {cpu.package for cpu in machine.logical_cpus} == {0}
+
+
+def test_a_list_of_siblings_without_its_own_cpu_is_ignored(planted):
+    lists = {f"{CPUS}/cpu{cpu}/topology/thread_siblings_list": "0\n" for cpu in (0, 1)}
+    assert read_machine(planted({f"{CPUS}/online": "0-1\n", **lists})).physical_cores == ((0,), (1,))
 
 
 @pytest.mark.parametrize(("threads", "cores"), [(8, 1), (16, 16)])

@@ -30,8 +30,12 @@ def command(script, *options, nano_loop=True):
 
 
 def environment():
-    """Return this process's environment without what would override the examples' options."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("NANO_LOOP_")}
+    """Return this process's environment, less what overrides options, and with one thread.
+
+    Small models on a busy machine: two threads would wait for each other most of the time.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("NANO_LOOP_")}
+    return own | {"OMP_NUM_THREADS": "1"}
 
 
 def run(script, *options, nano_loop=True):

@@ -1,6 +1,10 @@
 import pytest
-from running import results, run
 
+from .running import results, run
+
+# Over seeds, plain runs end between 98.6% and 99.4%, and so do those in bf16. With 360 test images, the difference of
+# two runs at 99% has a standard error of 0.7%: of a fault in the arithmetic, the test is to see more than three.
+BAND = 0.022
 SMALL = ("--width", 16, "--batch-size", 16, "--epochs", 4)
 
 
@@ -21,15 +25,15 @@ def test_an_epoch_reports_its_accuracy_and_the_run_what_was_applied():
     assert "channels_last" in process.stderr
 
 
-def test_fp32_trains_as_plain_does(tmp_path):
-    plain = results("digits.py", "--plain", *SMALL, folder=tmp_path)
-    accelerated = results("digits.py", "--precision", 32, *SMALL, folder=tmp_path)
-    assert accelerated["accuracy"] == pytest.approx(plain["accuracy"], abs=BAND)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The results of the loop without nano_loop."""
+    return results("digits.py", "--plain", *SMALL, folder=tmp_path_factory.mktemp("plain"))
 
 
-def test_bf16_trains_as_plain_does(tmp_path):
-    plain = results("digits.py", "--plain", *SMALL, folder=tmp_path)
-    accelerated = results("digits.py", "--precision", "bf16", *SMALL, folder=tmp_path)
+@pytest.mark.parametrize("precision", [32, "bf16"])
+def test_it_trains_as_plain_does(precision, plain, tmp_path):
+    accelerated = results("digits.py", "--precision", precision, *SMALL, folder=tmp_path)
     assert accelerated["accuracy"] == pytest.approx(plain["accuracy"], abs=BAND)
 
 

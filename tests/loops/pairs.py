@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import nano_loop
 
 from .nested import differences, mapped
-from .records import record, record_strides, surroundings
+from .records import laid_otherwise, record, record_strides, surroundings
 
 # What later versions may switch on by themselves with reduced precision, and what changes numerics then.
 SAME_NUMERICS = {"fast_dropout": False, "fast_attention": False}
@@ -122,6 +122,7 @@ def check(build, loop, config):
     found = [
         *differences(actual["seen"], expected["seen"], config.tolerance),
         *differences(actual["strides"], plain["strides"], path="strides"),
+        *(f"state laid out unlike its parameter: {place}" for place in actual["unlike"] - plain["unlike"]),
         *differences(actual["random"], expected["random"], path="random"),
     ]
     assert not found, "\n".join(found)
@@ -212,7 +213,8 @@ def seed_all(seed):
 def outcome(arguments, result):
     generators = [torch.get_rng_state(), random.getstate(), list(numpy.random.get_state()[1])]
     seen = {"result": result, **record(arguments)}
-    return {"seen": seen, "strides": record_strides(arguments), "random": generators}
+    layouts = {"strides": record_strides(arguments), "unlike": laid_otherwise(arguments)}
+    return {"seen": seen, "random": generators, **layouts}
 
 
 @contextlib.contextmanager

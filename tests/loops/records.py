@@ -87,16 +87,31 @@ def names(cls):
 
 
 def record_strides(value):
-    """Each parameter's strides; gradients and optimizer state without the dimensions of size one."""
+    """The strides of each parameter and gradient."""
     if isinstance(value, nn.Module):
         return {n: (p.stride(), telling(p.grad)) for n, p in value.named_parameters()}
+    return [record_strides(item) for item in items_of(value)]
+
+
+def laid_otherwise(value):
+    """Which tensors of the optimizers' state are not laid out like their parameter."""
     if isinstance(value, torch.optim.Optimizer):
-        return [[telling(t) for t in state.values()] for state in value.state.values()]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [record_strides(item) for item in items]
+        states = enumerate(value.state.items())
+        tensors = {(i, key): (t, p) for i, (p, state) in states for key, t in state.items() if is_like(t, p)}
+        return {place for place, (t, p) in tensors.items() if telling(t) != telling(p)}
+    return {(i, *place) for i, item in enumerate(items_of(value)) for place in laid_otherwise(item)}
+
+
+def items_of(value):
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+
+
+def is_like(value, parameter):
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
 def telling(tensor):
+    """The strides of a tensor's dimensions; those of size one tell nothing."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_sparse:
         return None
     return [s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]

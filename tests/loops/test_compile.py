@@ -74,6 +74,7 @@ def test_a_model_compiled_inside_the_loop(model, optimizer, loader, by_hand=unto
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # inductor's own
 @needs_gcc
 @pair(compiled("inductor"), configs=[FUSED])
 def test_a_model_compiled_by_inductor_before(model, optimizer, loader, by_hand=untouched):
@@ -81,6 +82,7 @@ def test_a_model_compiled_by_inductor_before(model, optimizer, loader, by_hand=u
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # inductor's own
 @needs_gcc
 def test_a_model_that_nano_loop_compiles():
     """Inductor fuses, so it rounds otherwise; a model without dropout, for which it has its own generator."""

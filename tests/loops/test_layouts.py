@@ -1,9 +1,12 @@
 """channels_last=True in loops whose code counts on PyTorch's usual layout."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from nano_loop import nano
 
@@ -67,6 +70,20 @@ def views_in_the_loop(model, optimizer, loader, by_hand=untouched):
 def test_views_in_the_loop():
     """Of outputs, of inputs, of gradients and weights: as loops write them that log norms or flatten by hand."""
     against_plain(job(model=ConvNet, loader=images), views_in_the_loop)
+
+
+def weights_through_a_vector(model, optimizer, loader, by_hand=untouched):
+    fit(model, optimizer, loader, by_hand, epochs=1)
+    vector = parameters_to_vector(model.parameters())
+    vector_to_parameters(vector * 0.9, model.parameters())
+    return vector, fit(model, optimizer, loader, by_hand, epochs=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_optimizer": False}], ids=["fused", "unfused"])
+def test_weights_replaced_through_a_vector(options):
+    """It reads with `view`, and what it writes lies otherwise than the momentum that is there already."""
+    config = replace(LOOSE, options={"channels_last": True, **options})
+    against_plain(job(model=ConvNet, loader=images), weights_through_a_vector, config)
 
 
 @pytest.mark.parametrize("config", [NHWC, NHWC_FUSED, NHWC_BF16], ids=lambda c: c.name)

@@ -188,7 +188,7 @@ def test_contiguous_gradients_assigned_to_convolutions(model, optimizer, loader,
         optimizer.step()
 
 
-@pair(*map(convolutional, EACH_FUSED_KIND), configs=CONVOLUTIONS)
+@pair(*map(convolutional, EACH_FUSED_KIND))
 def test_weights_replaced_through_a_vector(model, optimizer, loader, by_hand=untouched):
     """`vector_to_parameters` gives every parameter new, contiguous memory, under state that exists already."""
     fit(model, optimizer, loader, by_hand, epochs=1)

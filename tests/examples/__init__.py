@@ -1,0 +1,1 @@
+"""The examples, run small as a person would run them."""

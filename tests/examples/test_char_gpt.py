@@ -1,0 +1,114 @@
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from .running import command, environment, results, run
+
+SHAPE = ("--layers", 1, "--heads", 2, "--width", 32, "--context", 32)
+TINY = (*SHAPE, "--batch-size", 4, "--warmup", 5, "--sample", 20)
+# Dropout makes the loss depend on torch's random numbers, which a resumed run must draw as an uninterrupted one does.
+STEPS = 300
+LONG = (*TINY, "--dropout", 0.1, "--steps", STEPS, "--eval-every", 20)
+MODES = {"plain": ["--plain"], "accelerated": ["--precision", 32]}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The results of a run from start to end, in each mode."""
+    return {
+        mode: results("char_gpt.py", *options, *LONG, folder=tmp_path_factory.mktemp(mode))
+        for mode, options in MODES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """What a run has saved that was killed soon after its first checkpoint, in each mode."""
+    folder = tmp_path_factory.mktemp("killed")
+    files = {mode: folder / f"{mode}.pt" for mode in MODES}
+    for mode, options in MODES.items():
+        kill_when_it_has_saved(files[mode], *options)
+    return files
+
+
+def kill_when_it_has_saved(file, *options):
+    process = subprocess.Popen(
+        command("char_gpt.py", *options, *LONG, "--checkpoint", file),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not file.exists():
+            assert process.poll() is None, "it ended before it saved"
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def resume(checkpoint, mode, folder):
+    own_copy = shutil.copy(checkpoint, folder / "gpt.pt")
+    return results("char_gpt.py", *MODES[mode], *LONG, "--checkpoint", own_copy, "--resume", folder=folder)
+
+
+def test_plain_runs_where_there_is_no_nano_loop():
+    process = run("char_gpt.py", "--plain", *TINY, "--steps", 2, nano_loop=False)
+    assert process.returncode == 0, process.stderr
+
+
+def test_accelerated_runs_with_nano_loop_alone():
+    process = run("char_gpt.py", *TINY, "--steps", 2, nano_loop=False)
+    assert process.returncode == 1
+    assert "nano_loop was imported" in process.stderr
+
+
+def test_it_learns(uninterrupted):
+    assert uninterrupted["plain"]["loss"] < 3.2  # of ln(128) = 4.85 at the start
+
+
+def test_fp32_trains_as_plain_does(uninterrupted):
+    assert uninterrupted["accelerated"]["loss"] == pytest.approx(uninterrupted["plain"]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(mode, uninterrupted, checkpoints, tmp_path):
+    resumed = resume(checkpoints[mode], mode, tmp_path)
+    assert 0 < resumed["first_step"] < STEPS
+    assert resumed["loss"] == pytest.approx(uninterrupted[mode]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("saved_by", "resumed_by"), [("plain", "accelerated"), ("accelerated", "plain")])
+def test_plain_and_accelerated_runs_resume_each_other(saved_by, resumed_by, uninterrupted, checkpoints, tmp_path):
+    resumed = resume(checkpoints[saved_by], resumed_by, tmp_path)
+    assert 0 < resumed["first_step"] < STEPS
+    assert resumed["loss"] == pytest.approx(uninterrupted["plain"]["loss"], rel=1e-4)
+
+
+def test_bf16_trains_as_plain_does(uninterrupted, tmp_path):
+    without_dropout = (*TINY, "--steps", STEPS)
+    plain = results("char_gpt.py", "--plain", *without_dropout, folder=tmp_path)
+    accelerated = results("char_gpt.py", "--precision", "bf16", *without_dropout, folder=tmp_path)
+    assert accelerated["loss"] == pytest.approx(plain["loss"], rel=0.01)
+
+
+def test_it_writes_a_text_and_says_what_was_applied():
+    process = run("char_gpt.py", *TINY, "--steps", 2, "--sample", 30)
+    assert process.returncode == 0, process.stderr
+    assert "\ndef " in "\n" + process.stdout
+    assert "fused_optimizer" in process.stderr
+
+
+def test_a_run_of_other_settings_is_not_resumed(checkpoints):
+    process = run("char_gpt.py", "--plain", *LONG, "--lr", 0.5, "--checkpoint", checkpoints["plain"], "--resume")
+    assert process.returncode == 2
+    assert "--lr 0.002" in process.stderr
+
+
+def test_resume_without_a_checkpoint_is_refused(tmp_path):
+    missing = tmp_path / "missing.pt"
+    process = run("char_gpt.py", "--plain", "--checkpoint", missing, "--resume")
+    assert process.returncode == 2
+    assert str(missing) in process.stderr

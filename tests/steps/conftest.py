@@ -1,0 +1,36 @@
+"""What the tests of steps share: a machine of any kind, and a step that is undone in the end."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import LogicalCpu, Machine
+from nano_loop.mechanisms.entry import Entries
+
+
+@pytest.fixture
+def machine():
+    """Make a machine with some cores and instruction sets."""
+
+    def make(cores=2, instruction_sets=("avx2", "avx512_bf16"), quota=None):
+        cpus = tuple(LogicalCpu(id=number, physical_core=number) for number in range(cores))
+        allowed = tuple(range(cores))
+        return Machine("A CPU", "x86_64", cpus, allowed, quota=quota, instruction_sets=frozenset(instruction_sets))
+
+    return make
+
+
+@pytest.fixture
+def step(machine):
+    """Make a step of a class, with options and a machine; it is undone when the test ends."""
+    with ExitStack() as undoing:
+
+        def make(kind, on=None, **options):
+            entries = Entries()
+            made = kind(NanoConfig(**options), on or machine(), entries)
+            undoing.callback(entries.close)
+            undoing.callback(made.undo)
+            return made
+
+        yield make

@@ -1,0 +1,82 @@
+"""glibc is asked to keep freed memory, where glibc is what allocates."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from nano_loop.parts import Parts
+from nano_loop.steps import allocator
+from nano_loop.steps.allocator import Allocator
+
+GLIBC = pytest.mark.skipif(not allocator._is_glibc(), reason="it is about glibc")
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """Record what would be set."""
+    recorded = []
+    monkeypatch.setattr(allocator, "_set", recorded.append)
+    return recorded
+
+
+def test_thresholds_are_set_and_the_documented_defaults_put_back(step, settings):
+    made = step(Allocator)
+    made.apply(Parts())
+    made.undo()
+    assert settings == [allocator._SETTINGS, allocator._DEFAULTS]
+
+
+@pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
+def test_users_own_settings_stay(step, monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    assert variable in step(Allocator).skip_reason(Parts())
+
+
+def test_other_allocators_are_recognised(tmp_path):
+    maps = tmp_path / "maps"
+    line = "7f00-7f01 r-xp 00000000 08:01 1    /usr/lib/libjemalloc.so.2\n7f02-7f03 rw-p 0 00:00 0 [heap]\n"
+    maps.write_text(line)
+    assert allocator._other_allocator(maps) == "jemalloc"
+    maps.write_text(line.replace("jemalloc", "c"))
+    assert allocator._other_allocator(maps) is None
+    assert allocator._other_allocator(tmp_path / "none") is None
+
+
+def test_another_c_library_is_a_reason(step, monkeypatch):
+    monkeypatch.setattr(allocator, "_is_glibc", lambda: False)
+    assert "glibc" in step(Allocator).skip_reason(Parts())
+
+
+def test_musl_which_does_not_know_the_name_is_no_glibc(monkeypatch):
+    def confstr(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(os, "confstr", confstr)
+    assert not allocator._is_glibc()
+
+
+@GLIBC
+def test_a_repeated_large_allocation_stops_faulting():
+    """In a process of its own: glibc adjusts itself to what this one has allocated before."""
+    script = """
+        import resource, torch
+        from nano_loop.steps import allocator
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(20):
+                torch.ones(12_000_000)  # 48 MB, above the 32 MB up to which glibc adjusts itself
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        plain = faults()
+        allocator._set(allocator._SETTINGS)
+        faults()
+        print(plain, faults())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    plain, kept = map(int, run.stdout.split())
+    assert kept < plain / 10

@@ -1,0 +1,181 @@
+"""Batches are the default loader's, bit for bit and in its order, and its random draws are made."""
+
+import pickle
+import re
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from nano_loop.parts import Parts
+from nano_loop.steps import fast_fetch
+from nano_loop.steps.fast_fetch import FastFetch
+
+
+@pytest.fixture
+def dataset():
+    torch.manual_seed(0)
+    return TensorDataset(torch.rand(23, 4), torch.arange(23), torch.rand(23, 2, 2).transpose(1, 2))
+
+
+def epochs(loader, count=2):
+    torch.manual_seed(7)
+    batches = [batch for _ in range(count) for batch in loader]
+    return batches, torch.get_rng_state()
+
+
+def assert_same(one, other):
+    (left, left_rng), (right, right_rng) = one, other
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert type(a) is type(b) is list
+        assert all(
+            torch.equal(x, y) and x.stride() == y.stride() and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
+        )
+    assert torch.equal(left_rng, right_rng), "the loop after the epoch would draw other numbers"
+
+
+LOADERS = {
+    "in order": lambda data: DataLoader(data, batch_size=4),
+    "shuffled": lambda data: DataLoader(data, batch_size=4, shuffle=True),
+    "drop_last": lambda data: DataLoader(data, batch_size=4, shuffle=True, drop_last=True),
+    "one a batch": lambda data: DataLoader(data),
+    "a batch of all": lambda data: DataLoader(data, batch_size=100),
+    "generator": lambda data: DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "sampler": lambda data: DataLoader(data, 4, sampler=WeightedRandomSampler(torch.ones(23), 30)),
+    "with replacement": lambda data: DataLoader(data, 4, sampler=RandomSampler(data, replacement=True, num_samples=40)),
+    "subset": lambda data: DataLoader(Subset(data, [5, 3, 3, 20, 1]), batch_size=2, shuffle=True),
+    "subset of a subset": lambda data: DataLoader(Subset(Subset(data, list(range(0, 20, 2))), [9, 0, 4]), batch_size=2),
+    "subset by tensor": lambda data: DataLoader(Subset(data, torch.tensor([5, 3, 1])), batch_size=2),
+    "batch sampler": lambda data: DataLoader(
+        data, batch_sampler=BatchSampler(SequentialSampler(data), 5, drop_last=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_batches_order_and_random_draws_are_the_default_loaders(step, dataset, make):
+    expected = epochs(make(dataset))
+    loader = make(dataset)
+    made = step(FastFetch)
+    assert made.skip_reason(Parts(loaders=[loader])) is None
+    made.apply(Parts(loaders=[loader]))
+    assert id(loader) in fast_fetch._shadows
+    assert_same(epochs(loader), expected)
+
+
+class OwnItems(TensorDataset):
+    def __getitem__(self, index):
+        return index
+
+
+class OwnSubset(Subset):
+    def __getitems__(self, indices):
+        return [(torch.zeros(1),) for _ in indices]
+
+    def __getitem__(self, index):
+        return (torch.zeros(1),)
+
+
+class OwnDataset(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class OwnBatchSampler(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda data: DataLoader(data, collate_fn=lambda batch: batch), "collate_fn"),
+        (lambda data: DataLoader(OwnItems(*data.tensors)), "OwnItems is not"),
+        (lambda data: DataLoader(OwnSubset(data, [1])), "OwnSubset is not"),
+        (lambda data: DataLoader(OwnDataset()), "OwnDataset is not"),
+        (lambda data: DataLoader(data, num_workers=2), "2 workers"),
+        (lambda data: DataLoader(data, batch_size=None), "batch sampler|collate_fn"),
+        (
+            lambda data: DataLoader(data, batch_sampler=OwnBatchSampler(SequentialSampler(data), 2, False)),
+            "batch sampler",
+        ),
+        (lambda data: DataLoader(TensorDataset(torch.eye(3).to_sparse())), "sparse"),
+    ],
+)
+def test_it_keeps_its_hands_off_what_is_the_users_own(step, dataset, make, reason):
+    loader = make(dataset)
+    assert re.search(reason, step(FastFetch).skip_reason(Parts(loaders=[loader])))
+
+
+def test_collate_fn_put_on_the_loader_in_the_loop_is_obeyed(step, dataset):
+    loader = DataLoader(dataset, batch_size=4)
+    step(FastFetch).apply(Parts(loaders=[loader]))
+    loader.collate_fn = lambda samples: len(samples)
+    assert list(loader) == [4, 4, 4, 4, 4, 3]
+    loader.collate_fn = default_collate
+    assert torch.equal(next(iter(loader))[1], torch.arange(4))
+
+
+def test_loader_keeps_its_class_attributes_and_pickles_plain(step, dataset):
+    loader = DataLoader(dataset, batch_size=4)
+    before = dict(vars(loader))
+    step(FastFetch).apply(Parts(loaders=[loader]))
+    assert type(loader) is DataLoader
+    assert vars(loader) == before
+    assert loader.dataset is dataset
+    assert len(loader) == 6
+    assert isinstance(pickle.loads(pickle.dumps(loader)).dataset, TensorDataset)
+
+
+def test_subclass_with_an_iter_of_its_own_still_has_it(step, dataset):
+    class Doubles(DataLoader):
+        def __iter__(self):
+            for batch in super().__iter__():
+                yield from (batch, batch)
+
+    loader = Doubles(dataset, batch_size=4)
+    step(FastFetch).apply(Parts(loaders=[loader]))
+    assert len(list(loader)) == 12
+
+
+def test_tensors_replaced_in_the_dataset_are_seen(step, dataset):
+    loader = DataLoader(dataset, batch_size=4)
+    step(FastFetch).apply(Parts(loaders=[loader]))
+    dataset.tensors = (torch.zeros(23, 1),)
+    assert torch.equal(next(iter(loader))[0], torch.zeros(4, 1))
+
+
+def test_writing_into_a_batch_does_not_reach_the_dataset(step, dataset):
+    loader = DataLoader(dataset, batch_size=4)
+    step(FastFetch).apply(Parts(loaders=[loader]))
+    before = dataset.tensors[0].clone()
+    for batch in loader:
+        batch[0].zero_()
+    assert torch.equal(dataset.tensors[0], before)
+
+
+def test_undoing_leaves_no_trace(step, dataset):
+    before = dict(vars(DataLoader))
+    loader = DataLoader(dataset, batch_size=4)
+    made = step(FastFetch)
+    made.apply(Parts(loaders=[loader]))
+    made.undo()
+    assert dict(vars(DataLoader)) == before
+    assert not fast_fetch._shadows
+
+
+def test_without_loaders_there_is_nothing_to_do(step):
+    assert step(FastFetch).skip_reason(Parts()) == "there is no loader"

@@ -1,0 +1,187 @@
+"""Optimizers that have fused CPU kernels use them; the rest, and what the user chose, stays."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from nano_loop.parts import Parts
+from nano_loop.steps.fused_optimizer import FusedOptimizer
+
+SWITCHED = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "SGD": torch.optim.SGD,
+    "Adagrad": torch.optim.Adagrad,
+}
+
+
+def parts(optimizer_of, model=None, **kwargs):
+    model = model or nn.Linear(3, 2)
+    return Parts([model], [optimizer_of(model.parameters(), lr=0.1, **kwargs)])
+
+
+def flags(optimizer):
+    return [(group["fused"], group["foreach"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind", SWITCHED.values(), ids=SWITCHED)
+def test_kernel_is_switched_on_and_off_again(step, kind):
+    given = parts(kind)
+    made = step(FusedOptimizer)
+    assert made.apply(given) == kind.__name__
+    assert flags(given.optimizers[0]) == [(True, False)]
+    made.undo()
+    assert flags(given.optimizers[0]) == [(None, None)]
+
+
+@pytest.mark.parametrize("kind", SWITCHED.values(), ids=SWITCHED)
+def test_updates_are_those_of_the_plain_optimizer(step, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    twin = copy.deepcopy(model)
+    plain = kind(twin.parameters(), lr=0.1, weight_decay=0.01)
+    given = parts(kind, model, weight_decay=0.01)
+    step(FusedOptimizer).apply(given)
+    for _ in range(5):
+        x = torch.rand(4, 3)
+        for each, optimizer in ((model, given.optimizers[0]), (twin, plain)):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda p: torch.optim.RMSprop(p), "RMSprop has no fused CPU kernel"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS has no fused CPU kernel"),
+        (lambda p: torch.optim.Adam(p, foreach=True), "Adam: it was built with foreach="),
+        (lambda p: torch.optim.Adam(p, fused=False), "Adam: it was built with fused="),
+        (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable"),
+        (lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)), "tensor as its lr"),
+    ],
+)
+def test_what_cannot_or_shall_not_be_switched_is_skipped_with_the_reason(step, make, reason):
+    model = nn.Linear(3, 2)
+    assert reason in step(FusedOptimizer).skip_reason(Parts([model], [make(model.parameters())]))
+
+
+def test_complex_parameters_are_a_reason(step):
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    given = Parts(optimizers=[torch.optim.Adam([parameter])])
+    assert "complex" in step(FusedOptimizer).skip_reason(given)
+
+
+def test_optimizer_with_a_step_of_its_own_is_left_alone(step):
+    class Mine(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    assert "step of its own" in step(FusedOptimizer).skip_reason(parts(Mine))
+
+
+def test_sparse_embeddings_are_a_reason(step):
+    given = parts(torch.optim.SGD, nn.Embedding(4, 2, sparse=True))
+    assert "sparse" in step(FusedOptimizer).skip_reason(given)
+
+
+def test_sparse_gradient_that_nobody_could_foresee_gives_the_group_back(step):
+    weight = nn.Parameter(torch.rand(4, 2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    before = weight.detach().clone()
+    step(FusedOptimizer).apply(Parts(optimizers=[optimizer]))
+    nn.functional.embedding(torch.tensor([1, 3]), weight, sparse=True).sum().backward()
+    optimizer.step()
+    expected = before.index_add(0, torch.tensor([1, 3]), torch.ones(2, 2), alpha=-0.5)
+    torch.testing.assert_close(weight.detach(), expected)
+    assert flags(optimizer) == [(None, None)]
+
+
+def test_groups_are_switched_one_by_one(step):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "foreach": True}], lr=0.1)
+    step(FusedOptimizer).apply(Parts([model], [optimizer]))
+    assert flags(optimizer) == [(True, False), (None, True)]
+
+
+def test_group_added_in_the_loop_is_stepped_too(step):
+    frozen, model = nn.Linear(3, 3), nn.Linear(3, 2)
+    given = parts(torch.optim.SGD, model)
+    step(FusedOptimizer).apply(given)
+    given.optimizers[0].add_param_group({"params": list(frozen.parameters())})
+    before = frozen.weight.detach().clone()
+    model(frozen(torch.ones(1, 3))).sum().backward()
+    given.optimizers[0].step()
+    assert not torch.equal(before, frozen.weight)
+
+
+def test_checkpoint_shows_the_users_flags_and_loading_one_switches_again(step):
+    given = parts(torch.optim.Adam)
+    (optimizer,) = given.optimizers
+    made = step(FusedOptimizer)
+    made.apply(given)
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["fused"] is None
+    optimizer.load_state_dict(saved)
+    assert flags(optimizer) == [(True, False)]
+    made.undo()
+    assert flags(optimizer) == [(None, None)]
+
+
+def test_a_loaded_choice_of_the_user_is_kept(step):
+    given = parts(torch.optim.Adam)
+    (optimizer,) = given.optimizers
+    made = step(FusedOptimizer)
+    made.apply(given)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["foreach"] = True
+    optimizer.load_state_dict(saved)
+    assert flags(optimizer) == [(None, True)]
+
+
+def test_double_precision_step_counters_of_a_checkpoint_fit_the_kernel(step):
+    given = parts(torch.optim.Adam)
+    (optimizer,) = given.optimizers
+    given.models[0](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"] = state["step"].double()
+    step(FusedOptimizer).apply(given)
+    optimizer.step()
+    assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
+
+
+def test_switching_twice_in_a_run_is_switching_once(step):
+    given = parts(torch.optim.Adam)
+    made = step(FusedOptimizer)
+    assert made.apply(given) == made.apply(given) == "Adam"
+    assert made.skip_reason(given) is None
+    made.undo()
+    assert flags(given.optimizers[0]) == [(None, None)]
+
+
+def test_some_switched_and_some_not_are_both_said(step):
+    model = nn.Linear(2, 2)
+    both = Parts([model], [torch.optim.Adam(model.parameters()), torch.optim.RMSprop(model.parameters())])
+    assert step(FusedOptimizer).apply(both) == "Adam; not RMSprop has no fused CPU kernel"
+
+
+def test_hooks_are_gone_when_it_is_undone(step):
+    given = parts(torch.optim.Adam)
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_post_hooks", "_optimizer_state_dict_post_hooks")
+    made = step(FusedOptimizer)
+    made.apply(given)
+    assert all(getattr(given.optimizers[0], name) for name in hooks)
+    made.undo()
+    assert not any(getattr(given.optimizers[0], name) for name in hooks)
+
+
+@pytest.mark.parametrize(
+    ("value", "asked", "required"), [("auto", True, False), (True, True, True), (False, False, False)]
+)
+def test_option_says_whether_it_is_asked_for_and_required(step, value, asked, required):
+    made = step(FusedOptimizer, fused_optimizer=value)
+    assert (made.asked, made.required) == (asked, required)

@@ -1,0 +1,130 @@
+"""Models run under bf16 autocast; what goes in and out stays fp32."""
+
+import pytest
+import torch
+from torch import nn
+
+from nano_loop import NanoWarning, disable_casts
+from nano_loop.config import NanoConfig
+from nano_loop.parts import Parts
+from nano_loop.steps import resolve_precision
+from nano_loop.steps.precision import Precision
+
+SLOW = ("avx2",)
+
+
+class Net(nn.Module):
+    """Records the dtype that comes out of its inner layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.outer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        self.seen = hidden.dtype
+        return {"logits": self.outer(hidden), "hidden": [hidden]}
+
+    def my_loss(self, x):
+        return self(x)["logits"].square().mean()
+
+    def careful(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x).dtype
+
+
+X = torch.rand(4, 3)
+
+
+@pytest.fixture
+def net(step):
+    model = Net()
+    step(Precision, precision="bf16").apply(Parts([model]))
+    return model
+
+
+def test_inside_is_bf16_and_outputs_are_fp32(net):
+    outputs = net(X)
+    assert net.seen is torch.bfloat16
+    assert outputs["logits"].dtype is outputs["hidden"][0].dtype is torch.float32
+
+
+def test_methods_and_submodules_called_directly_run_in_bf16_too(net):
+    assert net.my_loss(X).dtype is torch.float32
+    assert net.seen is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        by_hand = net.inner(X)
+    assert torch.equal(net.inner(X), by_hand.float())
+    assert net.inner(X).dtype is torch.float32
+
+
+def test_outputs_are_those_of_autocast_by_hand(net):
+    with torch.autocast("cpu", torch.bfloat16):
+        by_hand = net(X)["logits"]
+    assert by_hand.dtype is torch.bfloat16, "a user's own autocast gives what it gives in the plain loop"
+    assert torch.equal(net(X)["logits"], by_hand.float())
+
+
+def test_weights_that_have_changed_are_cast_anew(net):
+    before = net(X)["logits"]
+    with torch.no_grad():
+        net.outer.bias.add_(1)
+        net.outer.weight.mul_(2)
+    assert not torch.allclose(net(X)["logits"], before)
+
+
+def test_gradients_are_fp32(net):
+    net.my_loss(X).backward()
+    assert {parameter.grad.dtype for parameter in net.parameters()} == {torch.float32}
+
+
+def test_autocast_that_the_model_turns_off_stays_off(net):
+    assert net.careful(X) is torch.float32
+
+
+def test_disabled_casts_around_a_call_make_it_fp32(net):
+    with disable_casts():
+        net(X)
+    assert net.seen is torch.float32
+
+
+def test_autocast_is_off_between_the_calls_and_after_an_exception(net):
+    net(X)
+    assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(RuntimeError):
+        net(torch.rand(4, 99))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_undoing_gives_fp32_back(step):
+    model = Net()
+    made = step(Precision, precision="bf16")
+    made.apply(Parts([model]))
+    made.entries.close()
+    model(X)
+    assert model.seen is torch.float32
+
+
+def test_cpu_without_the_instructions_is_warned_about_and_told_of_auto(step, machine):
+    made = step(Precision, on=machine(instruction_sets=SLOW), precision="bf16")
+    assert made.skip_reason(Parts([Net()])) is None
+    with pytest.warns(NanoWarning, match='precision="auto"'):
+        made.apply(Parts([Net()]))
+
+
+def test_auto_takes_bf16_only_where_it_is_fast(step, machine):
+    slow, fast = machine(instruction_sets=SLOW), machine()
+    assert step(Precision, on=fast, precision="auto").skip_reason(Parts([Net()])) is None
+    assert "no bf16 instructions" in step(Precision, on=slow, precision="auto").skip_reason(Parts([Net()]))
+    assert resolve_precision(NanoConfig(precision="auto"), slow) == "32-true"
+    assert resolve_precision(NanoConfig(precision="auto"), fast) == "bf16-mixed"
+
+
+@pytest.mark.parametrize("sets", [("avx512_bf16",), ("amx_tile", "amx_bf16"), ("bf16",)])
+def test_each_architectures_instructions_count(machine, sets):
+    assert resolve_precision(NanoConfig(precision="auto"), machine(instruction_sets=sets)) == "bf16-mixed"
+
+
+def test_fp32_is_silent(step):
+    assert not step(Precision).asked

@@ -1,0 +1,41 @@
+"""torch computes on as many threads as the process has physical cores."""
+
+import pytest
+import torch
+
+from nano_loop.parts import Parts
+from nano_loop.steps.threads import Threads
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch):
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_count_is_lowered_to_the_cores_and_put_back(step, machine):
+    made = step(Threads, on=machine(cores=3))
+    assert made.skip_reason(Parts()) is None
+    assert "torch had 4" in made.apply(Parts())
+    assert torch.get_num_threads() == 3
+    made.undo()
+    assert torch.get_num_threads() == 4
+
+
+def test_count_is_lowered_to_the_quota(step, machine):
+    step(Threads, on=machine(cores=4, quota=2.5)).apply(Parts())
+    assert torch.get_num_threads() == 2
+
+
+def test_fewer_threads_that_the_user_set_stay(step, machine):
+    assert "set to 4" in step(Threads, on=machine(cores=8)).skip_reason(Parts())
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_users_environment_stays_in_force(step, machine, monkeypatch, variable):
+    monkeypatch.setenv(variable, "4")
+    assert f"{variable}=4" in step(Threads, on=machine(cores=2)).skip_reason(Parts())

@@ -1,0 +1,102 @@
+"""What is no training loop, model, optimizer or loader is told by its kind, with what to do."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from nano_loop import NanoConfigError
+from nano_loop.checks import check_kinds, check_loop
+
+
+def generate():
+    yield
+
+
+async def wait():
+    """Do nothing, later."""
+
+
+async def generate_later():
+    yield
+
+
+class Train:
+    def __call__(self):
+        return 1
+
+    def method(self):
+        return 2
+
+
+class Generates:
+    def __call__(self):
+        yield
+
+
+class Waits:
+    async def __call__(self):
+        return None
+
+
+LOOPS = [lambda: 1, Train(), Train().method, functools.partial(lambda x: x, 1), print]
+NO_LOOPS = {
+    "a class": Train,
+    "a generator function": generate,
+    "an async function": wait,
+    "an async generator function": generate_later,
+    "a str": "train",
+    "a NoneType": None,
+    "a classmethod": classmethod(generate),
+}
+
+
+@pytest.mark.parametrize("function", LOOPS, ids=repr)
+def test_what_runs_to_its_end_when_called_is_a_loop(function):
+    check_loop(function, "train")
+
+
+@pytest.mark.parametrize("kind", NO_LOOPS)
+def test_what_is_no_loop_is_told_by_its_kind(kind):
+    with pytest.raises(NanoConfigError, match=rf"^train is {kind}: .+ plain function .+\. [A-Z].+\.$"):
+        check_loop(NO_LOOPS[kind], "train")
+
+
+@pytest.mark.parametrize("function", [generate, wait, generate_later])
+def test_part_of_a_loop_is_told_as_what_it_is_part_of(function):
+    with pytest.raises(NanoConfigError, match=r"generator|async"):
+        check_loop(functools.partial(function), "train")
+
+
+@pytest.mark.parametrize("function", [Generates(), Waits()], ids=["generator", "async"])
+def test_object_whose_call_has_not_trained_when_it_returns_is_told(function):
+    with pytest.raises(NanoConfigError, match=r"generator|async"):
+        check_loop(function, "train")
+
+
+@pytest.mark.parametrize("kind", ["a class", "an async function", "a str"])
+def test_advice_is_about_yields_only_where_something_yields(kind):
+    with pytest.raises(NanoConfigError) as caught:
+        check_loop(NO_LOOPS[kind], "train")
+    assert "yield" not in str(caught.value)
+
+
+def test_right_kinds_pass():
+    model = nn.Linear(1, 1)
+    loader = DataLoader([1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    check_kinds([("model", nn.Module, model), ("optimizer", Optimizer, optimizer), ("dataloaders", DataLoader, loader)])
+
+
+def test_wrong_kind_is_told_with_the_right_one():
+    with pytest.raises(NanoConfigError, match=r"^optimizer is a builtins\.int: .+Optimizer\. Call setup"):
+        check_kinds([("model", nn.Module, nn.ReLU()), ("optimizer", Optimizer, 3)])
+
+
+def test_all_wrong_kinds_are_told_at_once():
+    with pytest.raises(NanoConfigError) as caught:
+        check_kinds([("model", nn.Module, "net"), ("optimizer", Optimizer, 3), ("dataloaders", DataLoader, [])])
+    assert all(name in str(caught.value) for name in ("model", "optimizer", "dataloaders"))

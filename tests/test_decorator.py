@@ -1,0 +1,701 @@
+"""`nano` finds what to set up in a call, hands the call on as it was made, and puts everything back."""
+
+import functools
+import inspect
+import traceback
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nano_loop import NanoConfigError, NanoError, SetupReport, nano
+
+# A CPU without bf16 instructions is warned about, which other tests hold.
+pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
+bf16 = nano(precision="bf16", verbose=False)
+quiet = nano(verbose=False)
+fused_only = nano(fused_optimizer=True, verbose=False)
+
+
+class Net(nn.Module):
+    """Notes in which dtype its linear layer computes, which says whether a call went through nano_loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.seen = []
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.seen.append(out.dtype)
+        return out
+
+
+class Penalty(nn.Module):
+    """A user's own loss, with no parameters; notes the dtype it computes in."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, out, target):
+        self.seen.append(torch.mm(out, out.T).dtype)
+        return nn.functional.cross_entropy(out, target)
+
+
+def make(model=Net):
+    net = model()
+    data = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.1), DataLoader(data, batch_size=4)
+
+
+def fit(model, optimizer, loader, loss=nn.functional.cross_entropy):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def is_fused(optimizer):
+    return bool(optimizer.param_groups[0]["fused"])
+
+
+def in_bf16(*models):
+    """Whether each model computes in bf16 now."""
+    return [net(torch.ones(1, 3)).dtype is torch.float32 and net.seen[-1] is torch.bfloat16 for net in models]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+# --- what is found among the arguments ---
+
+
+def given_in_order(model, optimizer, loader):
+    return model, optimizer, loader
+
+
+def given_by_keyword(*, net, opt, data):
+    return net, opt, data
+
+
+def given_with_defaults(model, optimizer=None, loader=None, epochs=3):
+    return model, optimizer, loader
+
+
+def given_in_args(*args):
+    return args
+
+
+def given_in_kwargs(**kwargs):
+    return kwargs["a"], kwargs["b"], kwargs["c"]
+
+
+def given_in_lists(models, rest):
+    return models[0], rest["optimizers"][0], rest["loaders"][0]
+
+
+CALLS = {
+    "in order": (given_in_order, lambda m, o, d: ((m, o, d), {})),
+    "by keyword": (given_by_keyword, lambda m, o, d: ((), {"data": d, "opt": o, "net": m})),
+    "some by keyword": (given_in_order, lambda m, o, d: ((m,), {"loader": d, "optimizer": o})),
+    "with defaults": (given_with_defaults, lambda m, o, d: ((m, o), {"loader": d})),
+    "in *args": (given_in_args, lambda m, o, d: ((m, o, d), {})),
+    "in **kwargs": (given_in_kwargs, lambda m, o, d: ((), {"a": m, "b": o, "c": d})),
+    "in lists and dicts": (given_in_lists, lambda m, o, d: (([m], {"optimizers": (o,), "loaders": [d]}), {})),
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_model_optimizer_and_loader_are_found(way):
+    function, arguments = CALLS[way]
+    parts = make()
+    args, kwargs = arguments(*parts)
+
+    @functools.wraps(function)
+    def train(*args, **kwargs):
+        model, optimizer, loader = function(*args, **kwargs)
+        assert all(found is given for found, given in zip((model, optimizer, loader), parts, strict=True))
+        assert in_bf16(model) == [True]
+        assert is_fused(optimizer)
+        return fit(model, optimizer, loader)
+
+    decorated = bf16(train)
+    assert decorated(*args, **kwargs) is parts[0]
+    assert {"precision", "fused_optimizer", "fast_fetch"} <= {*decorated.report.applied}
+    assert decorated.report["fast_fetch"].detail == "1 of 1 loaders"
+    assert in_bf16(parts[0]) == [False]
+    assert not is_fused(parts[1])
+
+
+def test_objects_that_are_defaults_are_found():
+    net, optimizer, _ = make()
+
+    @bf16
+    def train(epochs, model=net, *, opt=optimizer):
+        return in_bf16(model), is_fused(opt), epochs
+
+    assert train(3) == ([True], True, 3)
+
+
+def test_two_models_two_optimizers_and_two_loaders_are_found():
+    (first, one, data), (second, two, more) = make(), make()
+
+    @bf16
+    def train(generator, discriminator, optimizers, data, validation):
+        fit(generator, optimizers["g"], data)
+        fit(discriminator, optimizers["d"], validation)
+        return in_bf16(generator, discriminator), [is_fused(each) for each in optimizers.values()]
+
+    assert train(first, second, {"g": one, "d": two}, data, validation=more) == ([True, True], [True, True])
+    assert train.report["fast_fetch"].detail == "2 of 2 loaders"
+
+
+def test_containers_come_as_they_were_given():
+    net, optimizer, loader = make()
+    models, options = [net], {"optimizer": optimizer}
+    models.append(models)  # a list that holds itself
+
+    @bf16
+    def train(models, options, loaders):
+        assert models is given[0]
+        assert options is given[1]
+        return in_bf16(models[0])
+
+    given = models, options, (loader,)
+    assert train(*given) == [True]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0])), Penalty()],
+    ids=["torch's", "weighted", "own"],
+)
+def test_loss_without_parameters_is_left_alone(loss):
+    net, optimizer, loader = make()
+    plain = [id(each) for each in loss.buffers()]
+    decorated = bf16(fit)
+    assert decorated(net, optimizer, loader, loss) is net
+    assert set(net.seen) == {torch.bfloat16}
+    assert set(getattr(loss, "seen", [])) <= {torch.float32}
+    assert [id(each) for each in loss.buffers()] == plain
+
+
+def test_loss_before_the_model_is_not_taken_for_it():
+    net, optimizer, loader = make()
+
+    @bf16
+    def train(loss, model, optimizer, loader):
+        return fit(model, optimizer, loader, loss)
+
+    loss = Penalty()
+    train(loss, net, optimizer, loader)
+    assert set(net.seen) == {torch.bfloat16}
+    assert set(loss.seen) == {torch.float32}
+
+
+def test_loss_with_parameters_is_a_model():
+    class Learned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.temperature, self.seen = nn.Parameter(torch.ones(())), []
+
+        def forward(self, out, target):
+            self.seen.append(torch.mm(out, out.T).dtype)
+            return nn.functional.cross_entropy(out * self.temperature, target)
+
+    net, optimizer, loader = make()
+    loss = Learned()
+    bf16(fit)(net, optimizer, loader, loss)
+    assert set(loss.seen) == {torch.bfloat16}
+
+
+def test_model_without_parameters_is_a_model():
+    class Fixed(nn.Module):
+        def forward(self, x):
+            self.seen = torch.mm(x, x.T).dtype
+            return x
+
+    @bf16
+    def evaluate(model, loss):
+        model(torch.ones(2, 2))
+        return model.seen
+
+    assert evaluate(Fixed(), nn.MSELoss()) is torch.bfloat16
+
+
+def test_frozen_model_is_a_model():
+    net, _, _ = make()
+    net.requires_grad_(False)
+    assert bf16(in_bf16)(net) == [True]
+
+
+def test_same_model_twice_is_set_up_once():
+    net, optimizer, loader = make()
+
+    @bf16
+    def train(model, ema, optimizer, loader):
+        assert model is ema
+        return in_bf16(fit(model, optimizer, loader))
+
+    assert train(net, net, optimizer, loader) == [True]
+
+
+@pytest.mark.parametrize("arguments", [(), (1, "two", [3]), (nn.CrossEntropyLoss(),), ([nn.MSELoss(), nn.L1Loss()],)])
+def test_call_without_a_model_is_an_error_that_says_so(arguments):
+    called = []
+
+    @quiet
+    def train(*things):
+        called.append(things)
+
+    with pytest.raises(NanoConfigError, match=r"train\(things\) was called without a model: .+\. Pass the model"):
+        train(*arguments)
+    assert called == []
+    assert train.report is None
+
+
+def test_model_made_inside_needs_the_model_as_an_argument():
+    @quiet
+    def train(epochs):
+        return make()
+
+    with pytest.raises(NanoConfigError, match="without a model"):
+        train(3)
+
+
+# --- functions, methods and what is neither ---
+
+
+class Trainer:
+    """Trains by each kind of method."""
+
+    def __init__(self, net):
+        self.net = net
+
+    @bf16
+    def by_instance(self, model, optimizer, loader):
+        """Train."""
+        return self.net is fit(model, optimizer, loader), in_bf16(model)
+
+    @staticmethod
+    @bf16
+    def by_static(model, optimizer, loader):
+        return fit(model, optimizer, loader) is model, in_bf16(model)
+
+    @classmethod
+    @bf16
+    def by_class(cls, model, optimizer, loader):
+        return cls is Trainer and fit(model, optimizer, loader) is model, in_bf16(model)
+
+
+@pytest.mark.parametrize("name", ["by_instance", "by_static", "by_class"])
+def test_methods_are_decorated(name):
+    net, optimizer, loader = make()
+    assert getattr(Trainer(net), name)(net, optimizer, loader=loader) == (True, [True])
+
+
+def test_static_method_under_the_decorator_works_or_is_told():
+    def train(model):
+        return in_bf16(model)
+
+    try:
+        owner = type("Owner", (), {"train": bf16(staticmethod(train))})
+    except NanoConfigError as error:
+        assert "staticmethod" in str(error)  # noqa: PT017
+    else:
+        assert owner().train(Net()) == owner.train(Net()) == [True]
+
+
+def test_with_and_without_parentheses():
+    net, optimizer, loader = make()
+
+    @nano
+    def bare(model, optimizer, loader):
+        return fit(model, optimizer, loader)
+
+    @nano()
+    def empty(model, optimizer, loader):
+        return fit(model, optimizer, loader)
+
+    @nano(1, False, "subprocess", None, "bf16", None, True, False, verbose=False)
+    def positional(model, optimizer, loader):
+        return fit(model, optimizer, loader)
+
+    assert [train(net, optimizer, loader) for train in (bare, empty, positional)] == [net] * 3
+    assert (bare.report.options, empty.report.options) == (bare.report.options,) * 2
+    assert positional.report.options["precision"] == "bf16-mixed"
+    assert positional.report.options["channels_last"] is True
+    assert positional.report.options["auto_lr"] is False
+
+
+def test_decorated_lambda_partial_and_object_train():
+    class Loop:
+        def __call__(self, model, optimizer, loader):
+            return fit(model, optimizer, loader)
+
+    for train in (lambda m, o, d: fit(m, o, d), functools.partial(fit, loss=nn.functional.cross_entropy), Loop()):
+        net, optimizer, loader = make()
+        assert bf16(train)(net, optimizer, loader) is net
+        assert set(net.seen) == {torch.bfloat16}
+
+
+def generate(model):
+    yield model
+
+
+async def wait(model):
+    return model
+
+
+async def generate_later(model):
+    yield model
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (generate, "a generator function"),
+        (wait, "an async function"),
+        (generate_later, "an async generator function"),
+        (Trainer, "a class"),
+        (functools.partial(generate), "a generator function"),
+    ],
+    ids=["generator", "async", "async generator", "class", "partial"],
+)
+@pytest.mark.parametrize("decorate", [nano, nano(), bf16], ids=["bare", "empty", "options"])
+def test_what_cannot_train_is_told_when_it_is_decorated(decorate, function, kind):
+    with pytest.raises(NanoConfigError, match=f"is {kind}: .+ plain function"):
+        decorate(function)
+
+
+@pytest.mark.parametrize("thing", ["train", None, 3, classmethod(generate)])
+def test_what_cannot_be_called_is_told_when_it_is_decorated(thing):
+    with pytest.raises(NanoConfigError, match="plain function"):
+        nano()(thing)
+
+
+@pytest.mark.parametrize("function", [max, dict.update])
+def test_function_whose_parameters_python_does_not_know_works_or_is_told(function):
+    try:
+        quiet(function)
+    except NanoError as error:
+        assert function.__name__ in str(error)  # noqa: PT017
+
+
+# --- the call is handed on as it was made ---
+
+
+def test_metadata_is_the_function_s():
+    def train(model: nn.Module, epochs: int = 3, *rest, rate: float = 0.1, **more) -> int:
+        """Train."""
+        return epochs
+
+    train.mark = "mine"
+    decorated = quiet(train)
+    for name in ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__", "mark"):
+        assert getattr(decorated, name) == getattr(train, name)
+    assert inspect.signature(decorated) == inspect.signature(train)
+    assert decorated.__wrapped__ is train
+    assert decorated(Net()) == 3
+
+
+@pytest.mark.parametrize("value", [None, 0, (1, 2), [3], "text", float("inf")])
+def test_value_is_the_function_s(value):
+    assert quiet(lambda model: value)(Net()) is value
+
+
+WRONG_CALLS = {
+    "too few": ((), {}),
+    "too many": ((1, 2, 3, 4), {}),
+    "unknown": ((1, 2), {"nothing": 3}),
+    "twice": ((1, 2), {"model": 3}),
+    "keyword-only in order": ((1, 2, 3), {}),
+    "keyword-only missing": ((1, 2), {}),
+}
+
+
+@pytest.mark.parametrize("way", WRONG_CALLS)
+def test_wrong_call_is_python_s_own_error(way):
+    def train(model, optimizer, *, loader, epochs=1):
+        return None
+
+    args, kwargs = WRONG_CALLS[way]
+    messages = []
+    for function in (train, quiet(train)):
+        with pytest.raises(TypeError) as caught:
+            function(*args, **kwargs)
+        assert type(caught.value) is TypeError
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_another_decorator_below_sees_the_call_as_it_was_made():
+    calls = []
+
+    def noting(function):
+        @functools.wraps(function)
+        def noted(*args, **kwargs):
+            calls.append((len(args), sorted(kwargs)))
+            return function(*args, **kwargs)
+
+        return noted
+
+    @quiet
+    @noting
+    def train(model, epochs=1, *, rate=0.1):
+        return epochs
+
+    assert train(Net(), epochs=2, rate=1) == 2
+    assert train(model=Net()) == 1
+    assert calls == [(1, ["epochs", "rate"]), (0, ["model"])]
+
+
+def test_another_decorator_below_may_add_arguments():
+    def with_epochs(function):
+        @functools.wraps(function)
+        def added(*args):
+            return function(*args, 5)
+
+        return added
+
+    @bf16
+    @with_epochs
+    def train(model, epochs):
+        return epochs, in_bf16(model)
+
+    assert train(Net()) == (5, [True])
+
+
+def test_argument_called_like_our_own_names_is_the_function_s():
+    @bf16
+    def train(self, function, call, options, args=0, kwargs=1):
+        return in_bf16(self), function, call, options, args, kwargs
+
+    assert train(self=Net(), function=1, call=2, options=3, args=4) == ([True], 1, 2, 3, 4, 1)
+
+
+# --- the report ---
+
+
+def test_report_is_none_before_the_first_call_and_the_last_call_s_after():
+    train = bf16(fit)
+    assert train.report is None
+    train(*make())
+    first = train.report
+    assert isinstance(first, SetupReport)
+    train(*make()[:2], [])
+    assert train.report is not first
+    assert first["fast_fetch"].status == "applied"
+    assert train.report["fast_fetch"].status == "skipped"
+
+
+def test_report_is_there_when_the_function_raised():
+    @bf16
+    def train(model):
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        train(Net())
+    assert "precision" in train.report.applied
+
+
+def test_each_function_has_its_own_report():
+    first, second = bf16(fit), quiet(fit)
+    first(*make())
+    assert second.report is None
+    second(*make())
+    assert "precision" in first.report.applied
+    assert "precision" not in second.report.applied
+
+
+def test_report_is_printed_once_a_call_to_standard_error(capfd):
+    train = nano(fit)
+    train(*make())
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == f"{train.report}\n"
+    assert err.count("nano_loop ") == 1
+
+
+# --- calls within calls ---
+
+
+def test_function_that_calls_itself():
+    net, optimizer, loader = make()
+
+    @bf16
+    def train(model, optimizer, loader, depth):
+        before = in_bf16(model), is_fused(optimizer)
+        if depth:
+            train(model, optimizer, loader, depth - 1)
+        fit(model, optimizer, loader)
+        assert before == (in_bf16(model), is_fused(optimizer)) == ([True], True)
+        return depth
+
+    assert train(net, optimizer, loader, 2) == 2
+    assert (in_bf16(net), is_fused(optimizer)) == ([False], False)
+
+
+def test_function_that_calls_itself_with_a_step_asked_for_by_name():
+    net, optimizer, loader = make()
+
+    @nano(fused_optimizer=True, fast_fetch=True, verbose=False)
+    def train(model, optimizer, loader, depth):
+        if depth:
+            train(model, optimizer, loader, depth - 1)
+        assert is_fused(optimizer)
+        return fit(model, optimizer, loader)
+
+    assert train(net, optimizer, loader, 1) is net
+    assert not is_fused(optimizer)
+
+
+def test_function_that_calls_another_one_on_the_same_model():
+    net, optimizer, loader = make()
+    inner = quiet(lambda model, optimizer: (in_bf16(model), is_fused(optimizer)))
+
+    @bf16
+    def outer(model, optimizer, loader):
+        inner(model, optimizer)
+        fit(model, optimizer, loader)
+        return in_bf16(model), is_fused(optimizer)
+
+    assert outer(net, optimizer, loader) == ([True], True)
+    assert (in_bf16(net), is_fused(optimizer)) == ([False], False)
+
+
+def test_reduced_precision_within_fp32_ends_with_its_own_call():
+    net, optimizer, loader = make()
+
+    @quiet
+    def outer(model, optimizer, loader):
+        during = bf16(lambda model: in_bf16(model))(model)
+        fit(model, optimizer, loader)
+        return during, in_bf16(model), is_fused(optimizer)
+
+    assert outer(net, optimizer, loader) == ([True], [False], True)
+
+
+def test_inner_call_that_raises_leaves_the_outer_one_at_work():
+    net, optimizer, loader = make()
+
+    @bf16
+    def inner(model, optimizer):
+        raise LookupError
+
+    @bf16
+    def outer(model, optimizer, loader):
+        with pytest.raises(LookupError):
+            inner(model, optimizer)
+        fit(model, optimizer, loader)
+        return in_bf16(model), is_fused(optimizer)
+
+    assert outer(net, optimizer, loader) == ([True], True)
+
+
+def test_inner_call_s_end_leaves_the_outer_one_s_allocator_settings(monkeypatch):
+    from nano_loop.steps import allocator
+
+    settings = []
+    monkeypatch.setattr(allocator, "_set", settings.append)
+    monkeypatch.setattr(allocator.Allocator, "skip_reason", lambda self, parts: None)
+    seen = []
+
+    @quiet
+    def outer(model):
+        quiet(lambda model: None)(model)
+        seen.append(settings[-1])
+
+    outer(Net())
+    assert seen == [allocator._SETTINGS]
+    assert settings[-1] == allocator._DEFAULTS
+
+
+# --- errors of the loop ---
+
+
+class OwnError(Exception):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, first, second):
+        super().__init__("mine")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OwnError(1, 2), ValueError("no"), StopIteration(3), KeyboardInterrupt(), SystemExit(0), SystemExit("out")],
+    ids=repr,
+)
+def test_error_of_the_loop_is_the_very_same_and_all_is_undone(error):
+    net, optimizer, loader = make()
+
+    @bf16
+    def train(model, optimizer, loader):
+        fit(model, optimizer, loader)
+        assert (in_bf16(model), is_fused(optimizer)) == ([True], True)
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        train(net, optimizer, loader)
+    assert caught.value is error
+    assert error.__cause__ is None
+    assert error.__context__ is None
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    assert (last.filename, last.line) == (__file__, "raise error")
+    assert (in_bf16(net), is_fused(optimizer)) == ([False], False)
+
+
+def test_error_in_the_model_reaches_the_user_s_line():
+    class Broken(Net):
+        def forward(self, x):
+            return self.no_such_layer(x)
+
+    net, optimizer, loader = make(Broken)
+    with pytest.raises(AttributeError, match="no_such_layer") as caught:
+        bf16(fit)(net, optimizer, loader)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "__getattr__"
+    assert any(frame.line == "return self.no_such_layer(x)" for frame in traceback.extract_tb(caught.tb))
+
+
+def test_function_trains_again_after_an_error():
+    net, optimizer, loader = make()
+
+    @bf16
+    def train(model, optimizer, loader, fail):
+        if fail:
+            raise LookupError
+        return in_bf16(fit(model, optimizer, loader))
+
+    with pytest.raises(LookupError):
+        train(net, optimizer, loader, fail=True)
+    assert train(net, optimizer, loader, fail=False) == [True]
+
+
+def test_step_asked_for_that_does_not_apply_is_told_and_undone():
+    net = Net()
+    optimizer = torch.optim.RMSprop(net.parameters())
+
+    @nano(precision="bf16", fused_optimizer=True, verbose=False)
+    def train(model, optimizer):
+        pytest.fail("the loop must not start")
+
+    with pytest.raises(NanoConfigError, match=r"fused_optimizer=True: RMSprop has no fused CPU kernel\. Leave it out"):
+        train(net, optimizer)
+    assert in_bf16(net) == [False]
+
+
+def test_options_are_read_from_the_environment_at_each_call(monkeypatch):
+    train = quiet(in_bf16)
+    assert train(Net()) == [False]
+    monkeypatch.setenv("NANO_LOOP_PRECISION", "bf16")
+    assert train(Net()) == [True]
+    assert train.report.from_environment == ("NANO_LOOP_PRECISION=bf16",)
+    monkeypatch.delenv("NANO_LOOP_PRECISION")
+    assert train(Net()) == [False]

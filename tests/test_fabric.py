@@ -1,0 +1,90 @@
+"""What nano_loop makes of Fabric: a CPU alone, an autocast that a plain backward works under, no launch by SLURM."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import SingleDeviceStrategy
+from torch import nn
+
+from nano_loop import TorchNano
+from nano_loop.fabric import Fabric as Ours
+from nano_loop.fabric import fabric_arguments
+
+
+@pytest.fixture(params=["32-true", "bf16-mixed"])
+def fabric(request):
+    return Fabric(**fabric_arguments(request.param)), request.param
+
+
+def test_it_is_fabric_s_own_class():
+    assert Ours is Fabric
+    assert issubclass(TorchNano, Fabric)
+
+
+def test_one_process_on_the_cpu(fabric):
+    made, _ = fabric
+    assert made.device == torch.device("cpu")
+    assert (made.world_size, made.global_rank, made.local_rank, made.is_global_zero) == (1, 0, 0, True)
+    assert isinstance(made.strategy, SingleDeviceStrategy)
+
+
+def test_autocast_is_that_of_the_precision(fabric):
+    made, precision = fabric
+    with made.autocast():
+        assert torch.is_autocast_enabled("cpu") is (precision == "bf16-mixed")
+        product = nn.Linear(3, 3)(torch.ones(2, 3))
+    assert product.dtype is (torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_plain_backward_and_fabric_s_give_the_same_gradients(fabric):
+    made, _ = fabric
+    model = nn.Linear(3, 1)
+    gradients = []
+    for backward in (made.backward, torch.Tensor.backward):
+        model.zero_grad()
+        with made.autocast():
+            loss = model(torch.ones(2, 3)).sum()
+        backward(loss)
+        gradients.append(model.weight.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0].dtype is torch.float32
+
+
+def test_inputs_are_not_cast(fabric):
+    made, _ = fabric
+    x = torch.ones(2)
+    with made.autocast():
+        assert (x + x).dtype is torch.float32
+    assert made.to_device(x) is x
+
+
+@pytest.mark.parametrize(
+    "environ", [{"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "train"}, {"WORLD_SIZE": "4"}, {"LT_DEVICES": "3"}, {}]
+)
+def test_making_one_reads_no_launch_and_leaves_the_environment_alone(monkeypatch, environ):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    made = Fabric(**fabric_arguments("32-true"))
+    assert made.world_size == 1
+    assert dict(os.environ) == before
+
+
+def test_fabric_works_as_ever_beside_nano_loop():
+    program = textwrap.dedent("""
+        import torch, nano_loop
+        from lightning_fabric import Fabric
+        fabric = Fabric(accelerator="cpu", devices=1)
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1))
+        fabric.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,201 @@
+"""Importing nano_loop changes nothing: compared in fresh interpreters, before the import and after it."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# Runs in an interpreter of its own: records the process, does what it is given, and records it again.
+PROGRAM = """
+import gc, json, logging, os, signal, sys, threading, warnings
+from pathlib import Path
+import torch
+
+{before}
+
+import locale, multiprocessing, random
+import numpy
+import torch._dynamo  # wraps torch.manual_seed when it is loaded, which optimizers do too
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
+
+
+def loggers():
+    root = logging.getLogger()
+    named = {{name: each for name, each in root.manager.loggerDict.items() if isinstance(each, logging.Logger)}}
+    return {{
+        name: [[repr(each) for each in log.handlers], log.level, log.propagate, log.disabled, len(log.filters)]
+        for name, log in {{"root": root, **named}}.items()
+    }}
+
+
+def masks():
+    try:
+        return {{tuple(sorted(os.sched_getaffinity(int(task)))) for task in os.listdir("/proc/self/task")}}
+    except (AttributeError, OSError):
+        return None
+
+
+def children():
+    own = Path("/proc/self/task", str(os.getpid()), "children")
+    return own.read_text() if own.exists() else None
+
+
+def classes():
+    owners = (nn.Module, torch.Tensor, DataLoader, BatchSampler, torch.optim.Optimizer, threading.Thread)
+    return {{owner.__name__: {{k: id(v) for k, v in vars(owner).items()}} for owner in owners}}
+
+
+def state():
+    return {{
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": list(sys.path),
+        "intra-op threads": torch.get_num_threads(),
+        "inter-op threads": torch.get_num_interop_threads(),
+        "affinity": masks(),
+        "threads of Python": [each.name for each in threading.enumerate()],
+        "children": children(),
+        "loggers": loggers(),
+        "raised logging level": logging.root.manager.disable,
+        "logger class": logging.getLoggerClass(),
+        "warnings filters": list(warnings.filters),
+        "warnings hooks": (warnings.formatwarning, warnings.showwarning),
+        "default dtype": torch.get_default_dtype(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "mkldnn": (torch.backends.mkldnn.enabled, torch.backends.mkldnn.is_available()),
+        "flush denormal": float(torch.tensor(1e-40) * 1),
+        "torch functions": {{k: id(v) for k, v in vars(torch).items() if callable(v)}},
+        "functional": {{k: id(v) for k, v in vars(nn.functional).items() if callable(v)}},
+        "classes": classes(),
+        "process group": torch.distributed.is_initialized(),
+        "random": (torch.get_rng_state().sum().item(), random.getstate(), str(numpy.random.get_state())),
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "sharing strategy": torch.multiprocessing.get_sharing_strategy(),
+        "signals": {{each: signal.getsignal(each) for each in signal.valid_signals()}},
+        "hooks": (sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook),
+        "meta path": list(map(repr, sys.meta_path)),
+        "tracing": (sys.gettrace(), sys.getprofile()),
+        "recursion limit": sys.getrecursionlimit(),
+        "switch interval": sys.getswitchinterval(),
+        "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "umask": (mask := os.umask(0), os.umask(mask))[0],
+        "streams": (sys.stdout, sys.stderr),
+    }}
+
+
+before = state()
+{doing}
+after = state()
+
+# A logger that is new is nobody's loss, as long as it says and hears what any other does; torch's are torch's.
+for name in set(after["loggers"]) - set(before["loggers"]):
+    if name.startswith("torch.") or after["loggers"][name] == [[], logging.NOTSET, True, False, 0]:
+        del after["loggers"][name]
+# torch loads parts of itself when they are first asked for.
+for group in ("torch functions", "functional"):
+    after[group] = {{name: found for name, found in after[group].items() if name in before[group]}}
+
+
+def difference(old, new):
+    if isinstance(old, dict):
+        keys = [key for key in {{*old, *new}} if old.get(key) != new.get(key)]
+        return {{str(key): difference(old.get(key), new.get(key)) for key in keys}}
+    return f"{{old!r}} before, {{new!r}} after"
+
+
+changed = {{name: difference(before[name], after[name]) for name in before if before[name] != after[name]}}
+json.dump(changed, open({result!r}, "w"))
+"""
+
+# Everything that a user may have set up before the import, and that has to stay.
+BY_THE_USER = """
+logging.basicConfig(level=logging.DEBUG, format="mine %(message)s", stream=sys.stdout)
+log = logging.getLogger("lightning_fabric")
+log.setLevel(logging.ERROR)
+log.addHandler(logging.StreamHandler(sys.stdout))
+log.propagate = False
+warnings.simplefilter("error", FutureWarning)
+warnings.formatwarning = lambda *_, **__: "mine"
+signal.signal(signal.SIGTERM, lambda *_: None)
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+torch.set_float32_matmul_precision("medium")
+torch.use_deterministic_algorithms(True)
+torch.set_grad_enabled(False)
+torch.manual_seed(7)
+torch.compile = lambda *args, **kwargs: None
+os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", SLURM_NTASKS="2", OMP_NUM_THREADS="1")
+os.environ.update(NANO_LOOP_PRECISION="fp8", NANO_LOOP_TYPO="1", CUDA_VISIBLE_DEVICES="")
+"""
+USERS = {"a fresh process": "", "Fabric was imported": "import lightning_fabric", "all was set up": BY_THE_USER}
+
+
+def run(folder, before, doing):
+    """Return the finished process, and what of its state `doing` has changed."""
+    result = folder / "changed.json"
+    program = PROGRAM.format(before=textwrap.dedent(before), doing=doing, result=str(result))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done, json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_import_changes_nothing_and_says_nothing(tmp_path, user):
+    done, changed = run(tmp_path, USERS[user], "import nano_loop")
+    assert changed == {}
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_every_module_and_what_is_made_of_them_change_nothing(tmp_path):
+    doing = """
+import importlib, pkgutil, nano_loop
+for module in pkgutil.walk_packages(nano_loop.__path__, "nano_loop."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+nano_loop.TorchNano(precision="auto", channels_last=True)
+@nano_loop.nano(precision="auto", compile=True)
+def train(model): ...
+"""
+    done, changed = run(tmp_path, "", doing)
+    assert changed == {}
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children and masks are read from /proc")
+def test_what_an_import_could_leave_is_seen(tmp_path):
+    doing = """
+os.environ["LEFT"] = "1"
+torch.set_num_threads(torch.get_num_threads() + 1)
+nn.Module.__call__ = lambda *_: None
+torch.compile = None
+warnings.simplefilter("ignore")
+torch.rand(1)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+logging.getLogger("new").setLevel(1)
+import subprocess
+child = subprocess.Popen(["sleep", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+thread = threading.Thread(target=threading.Event().wait, name="left", daemon=True)
+thread.start()
+"""
+    _, changed = run(tmp_path, "", doing)
+    seen = {"environment", "intra-op threads", "classes", "torch functions", "warnings filters", "random", "signals"}
+    assert set(changed) == seen | {"loggers", "children", "affinity", "threads of Python"}
+
+
+def test_public_names_are_all_there_and_fabric_is_the_user_s_own():
+    program = """
+import nano_loop, lightning_fabric
+names = {}
+exec("from nano_loop import *", names)
+assert {*names} - {"__builtins__"} == {*nano_loop.__all__}, names
+assert issubclass(nano_loop.TorchNano, lightning_fabric.Fabric)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100)

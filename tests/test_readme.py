@@ -1,0 +1,88 @@
+"""The README's examples run, its report is the one that is printed, and its table holds the options that there are."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import nano_loop
+from nano_loop.config import OPTIONS, NanoConfig
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+DIFFS = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
+
+
+def run(source):
+    names = {"__name__": "__main__"}
+    exec(compile(source, "README.md", "exec"), names)
+    return names
+
+
+def decorated(source):
+    """Make the change that the README's first diff shows."""
+    added = [line[1:] for line in DIFFS[0].splitlines() if line.startswith("+")]
+    decorator = next(line for line in added if line.startswith("@"))
+    imports = next(line for line in added if line.startswith("from"))
+    return f"{imports}\n{source}".replace("def train(", f"{decorator}\ndef train(")
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) >= 2
+    assert len(DIFFS) == 2
+
+
+@pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_example_runs(source, capsys):
+    torch.manual_seed(0)
+    run(source)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("ignore::nano_loop.NanoWarning")  # on a CPU without bf16 instructions
+def test_decorated_example_trains_the_same_model_and_prints_the_report_that_is_shown(capsys):
+    torch.manual_seed(0)
+    plain = run(EXAMPLES[0])
+    torch.manual_seed(0)
+    capsys.readouterr()
+    fast = run(decorated(EXAMPLES[0]))
+    printed = capsys.readouterr().err
+    for mine, theirs in zip(fast["model"].parameters(), plain["model"].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=5e-3)
+    shown = re.search(r"```\n(nano_loop .*?)```", README, flags=re.DOTALL)[1]
+    assert steps_of(shown).keys() == steps_of(printed).keys()
+    for name in ("channels_last", "fused_optimizer", "precision", "fast_fetch"):
+        assert steps_of(shown)[name] == steps_of(printed)[name]
+
+
+def steps_of(report):
+    return {line.split()[1]: line.split(maxsplit=2)[2] for line in report.splitlines()[1:] if line.strip()}
+
+
+def test_class_of_the_second_diff_trains():
+    head, rest = EXAMPLES[0].split("def train(")
+    body, script = re.fullmatch(r".*?loader:\n(.*?)\n\n\n(.*)", rest, flags=re.DOTALL).groups()
+    added = [line[1:] for line in DIFFS[1].splitlines() if line.startswith("+")]
+    loop = "\n".join(f"    {line}" for line in body.splitlines())
+    call = added.pop()
+    script = script.replace(
+        "train(model, optimizer, DataLoader", call.split("(model")[0] + "(model, optimizer, DataLoader"
+    )
+    names = run("\n".join([head, *added, loop, script]))
+    assert isinstance(names["MyNano"](verbose=False), nano_loop.TorchNano)
+
+
+def test_every_option_is_named_with_its_default():
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", README, flags=re.MULTILINE))
+    defaults = {field.name: field.default for field in dataclasses.fields(NanoConfig)}
+    for name, default in rows.items():
+        assert repr(defaults[name]).replace("'", '"') == default, name
+    for name in OPTIONS:
+        assert f"`{name}" in README, f"{name} is not in the README"
+
+
+def test_links_lead_to_files():
+    for target in re.findall(r"\]\((\S+?\.md)(?:#\S+)?\)", README):
+        assert (Path(__file__).parent.parent / target).exists(), target

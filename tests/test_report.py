@@ -1,0 +1,73 @@
+"""The report says what was applied and skipped, in lines for a person and in plain values for a program."""
+
+import json
+
+import pytest
+
+from nano_loop import SetupReport, StepResult
+
+FUSED = StepResult("fused_optimizer", "applied", "AdamW")
+FETCH = StepResult("fast_fetch", "skipped", "there is no loader")
+FETCHED = StepResult("fast_fetch", "applied", "1 of 1 loaders")
+
+
+def report(*results, **fields):
+    return SetupReport("nano_loop 1", results=list(results), **fields)
+
+
+def test_text_has_a_line_a_result_under_the_title():
+    assert str(report(FUSED, FETCH)).splitlines() == [
+        "nano_loop 1",
+        "  applied  fused_optimizer  AdamW",
+        "  skipped  fast_fetch       there is no loader",
+    ]
+
+
+def test_text_says_what_the_environment_overrode():
+    lines = str(report(FUSED, from_environment=("NANO_LOOP_PRECISION=bf16", "NANO_LOOP_COMPILE=no"))).splitlines()
+    assert lines[1].strip() == "from the environment: NANO_LOOP_PRECISION=bf16, NANO_LOOP_COMPILE=no"
+    assert len(lines) == 3
+
+
+def test_names_are_by_status_each_once():
+    found = report(FUSED, FETCH, StepResult("fused_optimizer", "applied", "SGD"))
+    assert found.applied == ("fused_optimizer",)
+    assert found.skipped == ("fast_fetch",)
+
+
+def test_last_result_of_a_step_is_found_by_its_name():
+    assert report(FETCH, FUSED, FETCHED)["fast_fetch"] is FETCHED
+    with pytest.raises(KeyError, match="precision"):
+        report(FETCH)["precision"]
+
+
+def test_adding_gives_back_what_is_new():
+    found = report(FUSED)
+    assert found.add([FUSED, FETCH]) == [FETCH]
+    assert found.add([StepResult("fast_fetch", "skipped", "there is no loader")]) == []
+    assert found.results == [FUSED, FETCH]
+
+
+def test_dict_is_what_json_gives_back():
+    found = report(FUSED, FETCH, machine={"name": "cpu"}, options={"precision": "32-true"}, from_environment=("A=1",))
+    assert json.loads(json.dumps(found.as_dict())) == found.as_dict()
+    assert found.as_dict()["results"][1] == {
+        "name": "fast_fetch",
+        "status": "skipped",
+        "detail": "there is no loader",
+    }
+
+
+def test_changing_the_dict_leaves_the_report_alone():
+    found = report(FUSED, options={"precision": "32-true"})
+    changed = found.as_dict()
+    changed["results"][0]["status"] = "skipped"
+    changed["results"].clear()
+    changed["options"]["precision"] = "64-true"
+    assert found.results == [FUSED]
+    assert found.options == {"precision": "32-true"}
+
+
+def test_result_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        FUSED.status = "skipped"

@@ -1,0 +1,806 @@
+"""`TorchNano`: what `setup` gives back, what is there inside `train`, what is as before outside of it."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+
+import lightning_fabric
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nano_loop import NanoConfigError, NanoError, NanoWarning, SetupReport, TorchNano
+
+# A CPU without bf16 instructions is warned about, which other tests hold.
+pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
+
+
+class Loop(TorchNano):
+    """Runs a function of itself as its loop, silently unless it is told otherwise."""
+
+    def __init__(self, *args, verbose=False, **kwargs):
+        super().__init__(*args, verbose=verbose, **kwargs)
+
+    def train(self, function, *args, **kwargs):
+        return function(self, *args, **kwargs)
+
+
+class Net(nn.Module):
+    """Notes in which dtype its linear layer computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.seen = []
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.seen.append(out.dtype)
+        return out
+
+
+def make():
+    net = Net()
+    return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.randn(8, 3), torch.arange(8) % 2), batch_size=4)
+
+
+def fit(model, optimizer, data):
+    for x, y in data:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def is_fused(optimizer):
+    return bool(optimizer.param_groups[0]["fused"])
+
+
+def in_bf16(*models):
+    """Whether each model computes in bf16 now."""
+    return [net(torch.ones(1, 3)).dtype is torch.float32 and net.seen[-1] is torch.bfloat16 for net in models]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
+def job():
+    return make()
+
+
+# --- what setup gives back ---
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_setup_gives_back_the_very_objects(job, count):
+    loaders = [loader() for _ in range(count)]
+    result = Loop(precision="bf16").train(lambda self: self.setup(*job, *loaders))
+    expected = [(*job,), (*job, *loaders)][count > 0] if count < 2 else (*job, loaders)
+    assert type(result) is tuple
+    assert len(result) == len(expected)
+    assert result[0] is job[0]
+    assert result[1] is job[1]
+    if count == 1:
+        assert result[2] is loaders[0]
+    if count > 1:
+        assert type(result[2]) is list
+        assert all(found is given for found, given in zip(result[2], loaders, strict=True))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_list_of_optimizers_comes_back_as_a_list(count):
+    net = Net()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(count)]
+    _, found = Loop().train(lambda self: self.setup(net, optimizers))
+    assert found is optimizers or found == optimizers
+    assert type(found) is list
+
+
+def test_all_of_a_list_s_optimizers_are_accelerated():
+    net = Net()
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in net.parameters()]
+
+    def train(self):
+        self.setup(net, optimizers)
+        return [is_fused(each) for each in optimizers]
+
+    assert Loop().train(train) == [True, True]
+    assert [is_fused(each) for each in optimizers] == [False, False]
+
+
+def test_setup_takes_its_arguments_by_name(job):
+    result = Loop().train(lambda self: self.setup(model=job[0], optimizer=job[1], move_to_device=False))
+    assert result == job
+
+
+def test_setup_module_optimizers_and_dataloaders_give_back_the_very_objects(job):
+    other = torch.optim.SGD(job[0].parameters(), lr=0.1)
+    first, second = loader(), loader()
+
+    def train(self):
+        assert self.setup_module(job[0]) is job[0]
+        assert in_bf16(job[0]) == [True]
+        assert self.setup_optimizers(job[1]) is job[1]
+        assert is_fused(job[1])
+        assert self.setup_optimizers(job[1], other) == (job[1], other)
+        assert self.setup_dataloaders(first) is first
+        assert self.setup_dataloaders(first, second) == [first, second]
+        fit(job[0], job[1], first)
+
+    Loop(precision="bf16").train(train)
+    assert (in_bf16(job[0]), is_fused(job[1]), is_fused(other)) == ([False], False, False)
+
+
+def test_setup_dataloaders_takes_fabric_s_keywords():
+    data = loader()
+    setup = {"use_distributed_sampler": False, "move_to_device": False}
+    assert Loop().train(lambda self: self.setup_dataloaders(data, **setup)) is data
+
+
+@pytest.mark.parametrize("name", ["setup_dataloaders", "setup_module"])
+def test_keyword_that_nobody_knows_is_no_secret(job, name):
+    thing = loader() if name == "setup_dataloaders" else job[0]
+    with pytest.raises((TypeError, NanoConfigError), match="no_such_keyword"):
+        Loop().train(lambda self: getattr(self, name)(thing, no_such_keyword=True))
+
+
+def test_loaders_set_up_apart_take_nothing_from_what_the_report_said(job):
+    def train(self):
+        self.setup(*job)
+        self.setup_dataloaders(loader())
+
+    loop = Loop(precision="bf16")
+    loop.train(train)
+    assert loop.report["fused_optimizer"].status == "applied"
+    assert loop.report["precision"].status == "applied"
+    assert loop.report["fast_fetch"].status == "applied"
+    assert not {*loop.report.applied} & {*loop.report.skipped}
+
+
+def test_step_asked_for_by_name_holds_for_the_run_and_not_for_each_call(job):
+    def train(self):
+        self.setup(*job)
+        assert is_fused(job[1])
+        self.setup_dataloaders(loader())
+        self.setup_module(nn.Linear(1, 1))
+
+    loop = Loop(fused_optimizer=True)
+    loop.train(train)
+    assert "fused_optimizer" in loop.report.applied
+
+
+# --- several setups in one train ---
+
+
+def test_each_model_of_a_gan_is_set_up(job):
+    other = make()
+
+    def train(self):
+        generator, one, data = self.setup(*job, loader())
+        discriminator, two = self.setup(*other)
+        fit(generator, one, data)
+        fit(discriminator, two, data)
+        return in_bf16(generator, discriminator), [is_fused(one), is_fused(two)]
+
+    assert Loop(precision="bf16").train(train) == ([True, True], [True, True])
+    assert (in_bf16(job[0], other[0]), [is_fused(job[1]), is_fused(other[1])]) == ([False, False], [False, False])
+
+
+def test_same_model_is_set_up_again(job):
+    other = torch.optim.SGD(job[0].parameters(), lr=0.1)
+
+    def train(self):
+        for optimizer in (job[1], job[1], other):
+            model, optimizer = self.setup(job[0], optimizer)
+            fit(model, optimizer, loader())
+            assert (in_bf16(model), is_fused(optimizer)) == ([True], True)
+
+    loop = Loop(precision="bf16")
+    loop.train(train)
+    assert loop.report.applied.count("precision") == 1
+    assert (in_bf16(job[0]), is_fused(job[1]), is_fused(other)) == ([False], False, False)
+
+
+def test_submodule_is_set_up_beside_its_model(job):
+    def train(self):
+        self.setup(*job)
+        self.setup_module(job[0].layer)
+        out = job[0].layer(torch.ones(1, 3))
+        return in_bf16(job[0]), out.dtype
+
+    assert Loop(precision="bf16").train(train) == ([True], torch.float32)
+
+
+# --- what is refused ---
+
+
+def test_setup_outside_train_is_told(job):
+    loop = Loop()
+    for setup in (
+        lambda: loop.setup(*job),
+        lambda: loop.setup_module(job[0]),
+        lambda: loop.setup_optimizers(job[1]),
+        lambda: loop.setup_dataloaders(loader()),
+    ):
+        with pytest.raises(NanoError, match=r"outside train: .+\. Call it in train"):
+            setup()
+    assert loop.report is None
+    loop.train(lambda self: self.setup(*job))
+    with pytest.raises(NanoError, match="outside train"):
+        loop.setup(*job)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (lambda m, o, d: ("net", o), ["model is a builtins.str", "Module"]),
+        (lambda m, o, d: (m, "adam"), ["optimizer is a builtins.str", "Optimizer"]),
+        (lambda m, o, d: (m, None), ["optimizer is a builtins.NoneType"]),
+        (lambda m, o, d: (m, [o, 3]), ["optimizer is a builtins.int"]),
+        (lambda m, o, d: (m, type(o)), ["optimizer is a ", "Optimizer"]),
+        (lambda m, o, d: (m, torch.optim.lr_scheduler.ConstantLR(o)), ["optimizer is a ", "ConstantLR"]),
+        (lambda m, o, d: (m, o, [d, d]), ["dataloaders is a builtins.list", "DataLoader"]),
+        (lambda m, o, d: (m, o, d, d.dataset), ["dataloaders is a ", "TensorDataset"]),
+        (lambda m, o, d: (m.parameters(), o), ["model is a builtins.generator"]),
+        (lambda m, o, d: (type(m), o), ["model is a builtins.type"]),
+        (lambda m, o, d: (o, m), ["model is a ", "AdamW", "optimizer is a ", "Net"]),
+        (lambda m, o, d: (o, m, [d]), ["model is a ", "optimizer is a ", "dataloaders is a "]),
+    ],
+)
+def test_wrong_kinds_are_all_told(job, arguments, told):
+    with pytest.raises(NanoConfigError) as caught:
+        Loop(precision="bf16").train(lambda self: self.setup(*arguments(*job, loader())))
+    assert [part for part in told if part not in str(caught.value)] == []
+    assert in_bf16(job[0]) == [False]
+
+
+@pytest.mark.parametrize("name", ["setup_module", "setup_optimizers", "setup_dataloaders"])
+def test_wrong_kind_in_a_single_setup_is_told(name):
+    with pytest.raises(NanoConfigError, match=r"builtins\.str"):
+        Loop().train(lambda self: getattr(self, name)("thing"))
+
+
+def test_forgotten_init_is_told():
+    class Forgets(TorchNano):
+        def __init__(self):
+            self.epochs = 3
+
+        def train(self):
+            pytest.fail("the loop must not start")
+
+    with pytest.raises(NanoError, match=r"Forgets\.__init__ .+\. Call super\(\)\.__init__"):
+        Forgets().train()
+
+
+def test_forgotten_init_is_told_whatever_attributes_the_user_has():
+    class Forgets(TorchNano):
+        def __init__(self):
+            self.config, self.model = {"epochs": 3}, None
+
+        def train(self):
+            pytest.fail("the loop must not start")
+
+    with pytest.raises(NanoError, match=r"Call super\(\)\.__init__"):
+        Forgets().train()
+
+
+def test_user_s_own_attributes_do_no_harm(job):
+    class Own(TorchNano):
+        def __init__(self):
+            super().__init__(precision="bf16", verbose=False)
+            self.config = {"epochs": 3}
+            self.machine = self.pipeline = self.options = self.steps = self.model = None
+
+        def train(self):
+            model, _ = self.setup(*job)
+            return self.config["epochs"], in_bf16(model)
+
+    assert Own().train() == (3, [True])
+
+
+def test_base_class_has_nothing_to_train():
+    with pytest.raises(NanoError, match=r"TorchNano has no train method: .+\. Define train"):
+        TorchNano().train()
+
+    class Empty(TorchNano):
+        pass
+
+    with pytest.raises(NanoError, match="Empty has no train method"):
+        Empty().train(1, epochs=2)
+
+
+def define(train):
+    return type("Mine", (TorchNano,), {"train": train})
+
+
+def generate(self):
+    yield
+
+
+async def wait(self):
+    return None
+
+
+async def generate_later(self):
+    yield
+
+
+@pytest.mark.parametrize(
+    ("train", "kind"),
+    [
+        (generate, "a generator function"),
+        (wait, "an async function"),
+        (generate_later, "an async generator function"),
+        (Net, "a class"),
+        (3, "a int"),
+        (None, "a NoneType"),
+    ],
+    ids=["generator", "async", "async generator", "class", "int", "None"],
+)
+def test_train_that_cannot_train_is_told_when_the_class_is_defined(train, kind):
+    with pytest.raises(NanoConfigError, match=rf"^Mine\.train is {kind}: .+ plain function"):
+        define(train)
+
+
+# --- classes ---
+
+
+def test_subclass_of_a_subclass_calls_its_parent_s_train(job):
+    class Parent(TorchNano):
+        def train(self, model, optimizer):
+            model, optimizer = self.setup(model, optimizer)
+            fit(model, optimizer, loader())
+            return in_bf16(model)
+
+    class Child(Parent):
+        def train(self, model, optimizer):
+            result = super().train(model, optimizer)
+            assert is_fused(optimizer)  # what the parent set up lasts until the child has trained
+            return result, in_bf16(model)
+
+    assert Child(precision="bf16", verbose=False).train(*job) == ([True], [True])
+    assert Parent(precision="bf16", verbose=False).train(*job) == [True]
+    assert (in_bf16(job[0]), is_fused(job[1])) == ([False], False)
+
+
+def test_subclass_without_a_train_of_its_own_has_its_parent_s(job):
+    class Child(Loop):
+        pass
+
+    assert Child(precision="bf16").train(lambda self: in_bf16(self.setup(*job)[0])) == [True]
+
+
+def test_train_of_a_class_beside_torch_nano_is_a_run(job):
+    class Trains:
+        def train(self, model, optimizer):
+            return in_bf16(self.setup(model, optimizer)[0])
+
+    class Both(Trains, TorchNano):
+        pass
+
+    assert Both(precision="bf16", verbose=False).train(*job) == [True]
+    assert in_bf16(job[0]) == [False]
+
+
+def test_train_that_calls_itself_is_one_run(job):
+    def train(self, depth):
+        model, optimizer = self.setup(*job)
+        if depth:
+            self.train(train, depth - 1)
+        fit(model, optimizer, loader())
+        return in_bf16(model), is_fused(optimizer)
+
+    assert Loop(precision="bf16").train(train, 2) == ([True], True)
+
+
+def test_instance_inside_another_one_s_train(job):
+    def inner(self):
+        self.setup(*job)
+        return in_bf16(job[0])
+
+    def outer(self):
+        self.setup(*job)
+        assert Loop(precision="bf16").train(inner) == [True]
+        fit(*job, loader())
+        return in_bf16(job[0]), is_fused(job[1])
+
+    assert Loop().train(outer) == ([False], True)
+
+
+def test_train_keeps_its_metadata():
+    class Documented(TorchNano):
+        def train(self, epochs: int = 3) -> int:
+            """Train."""
+            return epochs
+
+    assert (Documented.train.__name__, Documented.train.__doc__) == ("train", "Train.")
+    assert Documented.train.__annotations__ == {"epochs": int, "return": int}
+    assert Documented().train() == 3
+    assert Documented().train(epochs=4) == 4
+    with pytest.raises(TypeError, match="'epoch'"):
+        Documented().train(epoch=4)
+
+
+def test_two_instances_train_in_two_threads():
+    results, ready = {}, threading.Barrier(2, timeout=60)
+
+    def train(self, name):
+        model, optimizer = self.setup(*make())
+        ready.wait()
+        fit(model, optimizer, loader())
+        results[name] = in_bf16(model)
+        ready.wait()
+
+    loops = {"bf16": Loop(precision="bf16"), "fp32": Loop()}
+    threads = [threading.Thread(target=loop.train, args=(train, name)) for name, loop in loops.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {"bf16": [True], "fp32": [False]}
+
+
+# --- it is a Fabric ---
+
+
+def test_it_is_a_fabric():
+    loop = Loop()
+    assert isinstance(loop, lightning_fabric.Fabric)
+    assert loop.device == torch.device("cpu")
+    assert (loop.world_size, loop.global_rank, loop.local_rank, loop.node_rank) == (1, 0, 0, 0)
+    assert loop.is_global_zero is True
+
+
+@pytest.mark.parametrize("precision", [32, "bf16"])
+def test_backward_and_autocast_in_train(job, precision):
+    def train(self):
+        model, optimizer = self.setup(*job)
+        before = model.layer.weight.clone()
+        self.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+        with self.autocast():
+            product = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        return product.dtype, bool((model.layer.weight != before).all())
+
+    expected = torch.float32 if precision == 32 else torch.bfloat16
+    assert Loop(precision=precision).train(train) == (expected, True)
+
+
+def test_collectives_of_one_process_in_train():
+    def train(self):
+        value = torch.tensor([1.0, 2.0])
+        assert torch.equal(self.all_reduce(value), value)
+        assert torch.equal(self.all_reduce(value, reduce_op="sum"), value)
+        assert torch.equal(self.all_gather(value).flatten(), value)
+        assert torch.equal(self.all_gather({"a": value})["a"].flatten(), value)
+        assert self.broadcast({"a": [1]}) == {"a": [1]}
+        self.barrier()
+        with self.rank_zero_first():
+            return self.to_device({"x": value})["x"]
+
+    assert torch.equal(Loop().train(train), torch.tensor([1.0, 2.0]))
+
+
+def test_print_goes_to_standard_output(capfd):
+    Loop().train(lambda self: self.print("loss", 1, sep="="))
+    assert capfd.readouterr() == ("loss=1\n", "")
+
+
+def test_save_and_load_in_train(job, tmp_path):
+    path = tmp_path / "run" / "checkpoint.pt"
+    other = make()
+
+    def train(self):
+        model, optimizer, data = self.setup(*job, loader())
+        fit(model, optimizer, data)
+        self.save(path, {"model": model, "optimizer": optimizer, "epoch": 3})
+        copy, its = self.setup(*other)
+        rest = self.load(path, {"model": copy, "optimizer": its})
+        return rest["epoch"]
+
+    assert Loop(precision="bf16").train(train) == 3
+    plain = torch.load(path, weights_only=True)
+    assert sorted(plain["model"]) == ["layer.bias", "layer.weight"]
+    for name, value in job[0].state_dict().items():
+        assert torch.equal(value, plain["model"][name])
+        assert torch.equal(value, other[0].state_dict()[name])
+    assert len(other[1].state_dict()["state"]) == 2
+
+
+def test_seed_everything_in_train_repeats(monkeypatch):
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")  # Fabric notes the seed there; let them be as before after this test
+
+    def train(self):
+        assert self.seed_everything(3, verbose=False) == 3
+        return torch.rand(4)
+
+    assert torch.equal(Loop().train(train), Loop().train(train))
+
+
+def test_model_is_moved_to_the_device_unless_told_otherwise():
+    meta = nn.Linear(2, 2, device="meta")
+
+    def train(self, **options):
+        model, _ = self.setup(meta.to_empty(device="cpu"), [], **options)
+        return model.weight.device.type
+
+    assert Loop().train(train) == "cpu"
+    assert Loop().train(train, move_to_device=False) == "cpu"
+    assert Loop().train(lambda self: self.to_device(torch.ones(1))).device.type == "cpu"
+
+
+def test_run_and_launch_of_fabric_do_no_harm(job):
+    loop = Loop(precision="bf16")
+    loop.launch()
+    assert loop.train(lambda self: in_bf16(self.setup(*job)[0])) == [True]
+
+
+# --- options ---
+
+
+def test_bignano_s_order_of_the_first_eight():
+    config = TorchNano(1, False, "spawn", "gloo", "bf16", None, True, False).config
+    assert config.as_dict() | {} == {
+        **TorchNano(precision="bf16", channels_last=True, auto_lr=False, process_group_backend="gloo").config.as_dict(),
+        "num_processes": 1,
+    }
+
+
+def test_ninth_argument_in_order_is_python_s_own_error():
+    with pytest.raises(TypeError, match="positional"):
+        TorchNano(1, False, "spawn", "gloo", "bf16", None, True, False, "auto")
+
+
+@pytest.mark.parametrize("auto_lr", [True, False])
+def test_auto_lr_changes_nothing_with_one_process(auto_lr):
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
+
+    def train(self):
+        self.setup(net, optimizer)
+        (-net(torch.ones(1, 1))).sum().backward()
+        optimizer.step()
+        return optimizer.param_groups[0]["lr"]
+
+    loop = Loop(auto_lr=auto_lr)
+    assert loop.train(train) == 0.25
+    assert net.weight.item() == 0.25
+    assert "learning_rate" not in (*loop.report.applied, *loop.report.skipped)
+
+
+@pytest.mark.parametrize("option", ["fused_optimizer", "allocator", "fast_fetch", "channels_last", "compile"])
+def test_what_is_off_is_silent(job, option):
+    loop = Loop(**{option: False})
+    loop.train(lambda self: self.setup(*job, loader()))
+    assert option not in str(loop.report)
+    assert "precision" not in str(loop.report)
+
+
+# --- report ---
+
+
+def test_report_is_none_before_the_first_setup():
+    loop = Loop()
+    assert loop.report is None
+    loop.train(lambda self: None)
+    assert loop.report is None
+
+
+def test_report_is_that_of_the_last_run(job):
+    loop = Loop(precision="bf16")
+    loop.train(lambda self: self.setup(*job, loader()))
+    first = loop.report
+    assert isinstance(first, SetupReport)
+    assert {"precision", "fused_optimizer", "fast_fetch"} <= {*first.applied}
+    loop.train(lambda self: self.setup(*make()))
+    assert loop.report is not first
+    assert "fast_fetch" in first.applied
+    assert "fast_fetch" not in loop.report.applied
+
+
+def test_run_without_a_setup_has_no_report(job):
+    loop = Loop()
+    loop.train(lambda self: self.setup(*job))
+    loop.train(lambda self: None)
+    assert loop.report is None
+
+
+def test_report_is_there_inside_train_and_after_an_error(job):
+    loop = Loop(precision="bf16")
+
+    def train(self):
+        self.setup(*job)
+        assert "precision" in self.report.applied
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        loop.train(train)
+    assert "precision" in loop.report.applied
+
+
+OPTIONS_OF_REPORTS = [
+    {"precision": "bf16", "channels_last": True, "timeout": 3, "bf16_ops": []},
+    {"compile": {"backend": "eager", "dynamic": False}},
+    {"compile": {"backend": lambda graph, inputs: graph.forward}},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS_OF_REPORTS, ids=["plain", "compile", "own backend"])
+def test_report_s_dict_is_json(job, options):
+    loop = Loop(num_processes=1, **options)
+    loop.train(lambda self: self.setup(*job, loader()))
+    found = loop.report.as_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert found["options"]["num_processes"] == 1
+    assert {each["status"] for each in found["results"]} <= {"applied", "skipped"}
+
+
+def test_report_is_printed_once_to_standard_error(job, capfd):
+    loop = Loop(precision="bf16", verbose=True)
+
+    def train(self):
+        model, optimizer, data = self.setup(*job, loader())
+        for _ in range(2):
+            fit(model, optimizer, data)
+        self.setup(model, optimizer, data)
+
+    loop.train(train)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == f"{loop.report}\n"
+    title, *lines = err.splitlines()
+    assert title.startswith("nano_loop ")
+    assert " process × " in title
+    assert all(line.startswith(("  applied  ", "  skipped  ")) for line in lines)
+    assert len({line.split()[1] for line in lines}) == len(lines)
+
+
+def test_second_setup_prints_only_what_is_new(job, capfd):
+    def train(self):
+        self.setup(*job)
+        capfd.readouterr()
+        self.setup(*make())
+        assert capfd.readouterr() == ("", "")
+        self.setup(*make(), loader())
+
+    Loop(verbose=True).train(train)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert [line.split()[:2] for line in err.splitlines()] == [["applied", "fast_fetch"]]
+
+
+def test_quiet_run_prints_nothing(job, capfd):
+    Loop(verbose=False).train(lambda self: fit(*self.setup(*job, loader())))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_printed_report_says_what_the_environment_overrode(job, capfd, monkeypatch):
+    monkeypatch.setenv("NANO_LOOP_PRECISION", "bf16")
+    loop = Loop(precision=32, verbose=True)
+    loop.train(lambda self: self.setup(*job))
+    err = capfd.readouterr().err
+    assert "NANO_LOOP_PRECISION=bf16" in err
+    assert "applied  precision" in err
+    assert loop.report.from_environment == ("NANO_LOOP_PRECISION=bf16",)
+    assert loop.report.options["precision"] == "bf16-mixed"
+
+
+# --- before and after ---
+
+
+@pytest.mark.parametrize("variables", [{}, {"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "x"}, {"OMP_NUM_THREADS": "1"}])
+def test_environment_is_as_before(job, monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    loop = Loop(precision="bf16")
+    assert dict(os.environ) == before
+    loop.train(lambda self: fit(*self.setup(*job, loader())))
+    assert dict(os.environ) == before
+
+
+def test_variables_that_the_loop_sets_stay(monkeypatch):
+    monkeypatch.setenv("MINE", "0")
+
+    def train(self):
+        self.setup(*make())
+        os.environ["MINE"] = "1"
+
+    Loop().train(train)
+    assert os.environ["MINE"] == "1"
+
+
+def test_train_runs_twice_and_gives_back_what_the_loop_returns(job):
+    loop = Loop(precision="bf16")
+    for result in (object(), None):
+        assert loop.train(lambda self, each: self.setup(*job) and each, result) is result
+    assert in_bf16(job[0]) == [False]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr)
+def test_instance_is_good_after_an_error(job, error):
+    loop = Loop(precision="bf16", channels_last=True)
+
+    def train(self, fails):
+        model, optimizer, data = self.setup(*job, loader())
+        fit(model, optimizer, data)
+        if fails:
+            raise error
+        return in_bf16(model), is_fused(optimizer)
+
+    with pytest.raises(type(error)) as caught:
+        loop.train(train, fails=True)
+    assert caught.value is error
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    assert (last.filename, last.line) == (__file__, "raise error")
+    assert (in_bf16(job[0]), is_fused(job[1])) == ([False], False)
+    with pytest.raises(NanoError, match="outside train"):
+        loop.setup(*job)
+    assert loop.train(train, fails=False) == ([True], True)
+    assert (in_bf16(job[0]), is_fused(job[1])) == ([False], False)
+
+
+def test_failed_setup_is_undone_and_the_loop_may_go_on(job):
+    rms = torch.optim.RMSprop(job[0].parameters())
+
+    def train(self):
+        with pytest.raises(NanoConfigError, match="fused_optimizer=True"):
+            self.setup(job[0], rms)
+        self.setup(*job)
+        return is_fused(job[1])
+
+    assert Loop(fused_optimizer=True).train(train) is True
+    assert not is_fused(job[1])
+
+
+def test_warning_of_strategy_does_not_end_the_run(job):
+    with pytest.warns(NanoWarning, match="strategy"):
+        loop = Loop(strategy="deepspeed", precision="bf16")
+    assert loop.train(lambda self: in_bf16(self.setup(*job)[0])) == [True]
+
+
+SCRIPT = """
+    import sys, torch
+    from nano_loop import TorchNano
+
+    class MyNano(TorchNano):
+        def train(self, how):
+            model = torch.nn.Linear(2, 1)
+            model, optimizer = self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            self.print("trained")
+            {end}
+
+    MyNano().train("now")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "last"),
+    [("return 1", 0, ""), ("sys.exit(3)", 3, ""), ("raise LookupError('mine')", 1, "LookupError: mine")],
+)
+def test_script_ends_as_its_loop_ends(end, code, last):
+    program = textwrap.dedent(SCRIPT.format(end=end))
+    environ = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONWARNINGS": "error"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environ)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "trained\n"
+    first, *_, final = done.stderr.splitlines()
+    assert first.startswith("nano_loop ")
+    assert final.startswith(last or "  ")
