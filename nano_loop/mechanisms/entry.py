@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from nano_loop.mechanisms.replace import replaced
 
@@ -91,7 +92,7 @@ class Entries:
             Is given the next call inwards and returns its own.
         """
         if id(model) not in self._by_model:
-            self._by_model[id(model)] = self._open(list(model.modules()))
+            self._by_model[id(model)] = self._open(list(_called_by_loops(model)))
         self._by_model[id(model)].add(name, layer)
 
     def close(self) -> None:
@@ -107,6 +108,13 @@ class Entries:
         self._undoing.callback(_restore, before)
         _entries.update(dict.fromkeys(before, entry))
         return entry
+
+
+def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of `model`, without those that a mere `layer.weight` calls to compute a parametrization."""
+    lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
+    parametrizations = {part for each in lists for part in each.modules()}
+    yield from (module for module in model.modules() if module not in parametrizations)
 
 
 def _innermost(function: Call, *args: Any, **kwargs: Any) -> Any:

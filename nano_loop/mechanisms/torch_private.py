@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
+from torch.optim import Optimizer
+
+_FUSED_CHECK = "_need_device_dtype_check_for_fused"
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -18,6 +21,16 @@ def is_compiled(model: nn.Module) -> bool:
 def forget_compiled(model: nn.Module) -> None:
     """Take back `model.compile()`, for which torch has no call."""
     model._compiled_call_impl = None
+
+
+def fused_check_pending(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has not yet looked at the dtypes of its parameters, as it does at the first fused step."""
+    return _FUSED_CHECK not in vars(optimizer)
+
+
+def forget_fused_check(optimizer: Optimizer) -> None:
+    """Remove the attribute that SGD and Adagrad give themselves at the first fused step."""
+    vars(optimizer).pop(_FUSED_CHECK, None)
 
 
 def is_loss(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.mechanisms.layout import guard_layout, is_dense
+from nano_loop.mechanisms.torch_private import forget_fused_check, fused_check_pending
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
@@ -22,8 +23,8 @@ _FLAGS = ("fused", "foreach")
 class FusedOptimizer(Step):
     """Sets ``fused`` in the live optimizer's parameter groups.
 
-    The layouts of gradients and state are guarded (see `nano_loop.mechanisms.layout`). ``state_dict()`` shows the user's own
-    flags; ``load_state_dict()``, which overwrites the flags, is followed by switching again.
+    The layouts of gradients and state are guarded (see `nano_loop.mechanisms.layout`). ``state_dict()`` shows the
+    user's own flags; ``load_state_dict()``, which overwrites the flags, is followed by switching again.
     """
 
     name = "fused_optimizer"
@@ -59,6 +60,8 @@ class FusedOptimizer(Step):
         ]
 
     def _switch(self, switch: _Switch) -> None:
+        if fused_check_pending(switch.optimizer):
+            self.undoing.callback(forget_fused_check, switch.optimizer)
         self.undoing.callback(switch.off)
         guard_layout(switch.optimizer, self.undoing)
         switch.on()
@@ -100,9 +103,9 @@ class _Switch:
         return state_dict
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Give a group back that met a sparse gradient, on which the fused kernels raise."""
+        """Give back a group on which the fused kernels would raise in this step."""
         for place in list(self._users):
-            if place < len(optimizer.param_groups) and _has_sparse_gradient(optimizer.param_groups[place]):
+            if place < len(optimizer.param_groups) and not _is_ready(optimizer, optimizer.param_groups[place]):
                 self._give_back(place, optimizer.param_groups)
 
     def _give_back(self, place: int, groups: list[dict[str, Any]]) -> None:
@@ -145,10 +148,28 @@ def _sparse_parameters(models: list[nn.Module]) -> set[int]:
     return {id(module.weight) for module in embeddings if module.sparse}
 
 
-def _has_sparse_gradient(group: dict[str, Any]) -> bool:
-    return any(
-        parameter.grad is not None and parameter.grad.layout is not torch.strided for parameter in group["params"]
-    )
+def _is_ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the fused kernel takes what it will find in `group` at this step."""
+    stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+    if any(parameter.grad.layout is not torch.strided for parameter in stepped):
+        return False
+    return not group.get("momentum") or _has_all_momenta(optimizer, group, stepped)
+
+
+def _has_all_momenta(optimizer: Optimizer, group: dict[str, Any], stepped: list[nn.Parameter]) -> bool:
+    """Give SGD's late-comers, such as a layer that was thawed, the zero momentum that their first step starts from.
+
+    torch's fused SGD raises where some parameters have a momentum and some have none. A first step without dampening
+    is one from zero; with dampening it is not, and the plain optimizer has to do it.
+    """
+    late = [parameter for parameter in stepped if optimizer.state[parameter].get("momentum_buffer") is None]
+    if not late or len(late) == len(stepped):
+        return True
+    if group["dampening"]:
+        return False
+    for parameter in late:
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+    return True
 
 
 def _steps_as_float32(optimizer: Optimizer) -> None:

@@ -8,8 +8,8 @@ from .running import command, environment, results, run
 
 SHAPE = ("--layers", 1, "--heads", 2, "--width", 32, "--context", 32)
 TINY = (*SHAPE, "--batch-size", 4, "--warmup", 5, "--sample", 20)
-# Dropout makes the loss depend on torch's random numbers, which a resumed run must draw as an uninterrupted one does.
 STEPS = 300
+# Dropout makes the loss depend on torch's random numbers, which a resumed run must draw as an uninterrupted one does.
 LONG = (*TINY, "--dropout", 0.1, "--steps", STEPS, "--eval-every", 20)
 MODES = {"plain": ["--plain"], "accelerated": ["--precision", 32]}
 

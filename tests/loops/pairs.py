@@ -247,5 +247,3 @@ def named(name, build):
     named_build = functools.partial(build)
     named_build.name = name
     return named_build
-
-

@@ -98,6 +98,15 @@ def test_what_computes_nothing_is_no_way_in(net, entries, touch):
     assert log == []
 
 
+def test_reading_a_parametrized_weight_is_no_call(entries):
+    log, model = [], nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)))
+    entries.add(model, "layer", counting(log))
+    assert model[0].weight.shape == (3, 3)
+    assert log == []
+    model(X)
+    assert log == ["layer"]
+
+
 def test_generator_method_is_left_alone(net, entries):
     log = []
     entries.add(net, "layer", counting(log))

@@ -100,6 +100,24 @@ def test_sparse_gradient_that_nobody_could_foresee_gives_the_group_back(step):
     assert flags(optimizer) == [(None, None)]
 
 
+@pytest.mark.parametrize("dampening", [0, 0.3])
+def test_layer_thawed_after_the_first_step_starts_its_momentum_as_in_the_plain_loop(step, dampening):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    twin, x = copy.deepcopy(model), torch.rand(5, 3)
+    given = parts(torch.optim.SGD, model, momentum=0.9, dampening=dampening, weight_decay=0.01)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, dampening=dampening, weight_decay=0.01)
+    step(FusedOptimizer).apply(given)
+    for each, optimizer in ((model, given.optimizers[0]), (twin, plain)):
+        each[0].requires_grad_(False)
+        for thawed in (False, True, True):
+            each[0].requires_grad_(thawed)
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+
+
 def test_groups_are_switched_one_by_one(step):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "foreach": True}], lr=0.1)
