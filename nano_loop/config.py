@@ -195,7 +195,6 @@ def refuse_what_is_not_in_this_version(config: NanoConfig, world_size: int) -> N
         'distributed_backend="ray"': config.distributed_backend == "ray",
         f"precision={config.precision!r}": config.precision in ("64-true", "16-mixed", "bf16-true"),
         "cpu_for_each_process": config.cpu_for_each_process is not None,
-        "fast_dropout=True": config.fast_dropout is True,
         "fast_attention=True": config.fast_attention is True,
         "bf16_ops": bool(config.bf16_ops),
         "fp32_ops": bool(config.fp32_ops),

@@ -54,7 +54,9 @@ class TorchNano(Fabric):
         Use the fused CPU kernels of Adam, AdamW, SGD and Adagrad.
     allocator : bool or "auto"
         Ask glibc to keep freed memory.
-    fast_dropout, fast_attention : bool or "auto"
+    fast_dropout : bool or "auto"
+        Draw dropout's masks with a faster generator; "auto" in reduced precision only.
+    fast_attention : bool or "auto"
         True is not in this version.
     fast_fetch : bool or "auto"
         Index in-memory datasets by whole batches.

@@ -13,7 +13,8 @@ LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELAST
 LAUNCH_NAMES = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 )
-PYTEST_S_OWN = "PYTEST_CURRENT_TEST"  # pytest sets it anew for a test's set-up, call and teardown
+# pytest sets the one anew for a test's set-up, call and teardown, torch the other when it first compiles something.
+NOT_OURS = frozenset(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"))
 
 # What a run replaces while it lasts; an attribute that a class only inherits has to be inherited again afterwards.
 REPLACED = (
@@ -64,7 +65,7 @@ def process_state():
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "torch.compile": torch.compile,
         **{f"{owner.__name__}.{name}": vars(owner).get(name, "inherited") for owner, name in REPLACED},
-        **{f"environment {name}": value for name, value in os.environ.items() if name != PYTEST_S_OWN},
+        **{f"environment {name}": value for name, value in os.environ.items() if name not in NOT_OURS},
     }
 
 

@@ -397,9 +397,10 @@ def test_train_of_a_class_beside_torch_nano_is_a_run(job):
 
 def test_train_that_calls_itself_is_one_run(job):
     def train(self, depth):
-        model, optimizer = self.setup(*job)
         if depth:
             self.train(train, depth - 1)
+            assert (in_bf16(job[0]), is_fused(job[1])) == ([True], True)
+        model, optimizer = self.setup(*job)
         fit(model, optimizer, loader())
         return in_bf16(model), is_fused(optimizer)
 

@@ -36,3 +36,8 @@ def forget_fused_check(optimizer: Optimizer) -> None:
 def is_loss(module: nn.Module) -> bool:
     """Whether a module is one of torch's losses, whose common base class has no public name."""
     return isinstance(module, _Loss)
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Take back at once what a library has registered, which torch else does when the library is collected."""
+    library._destroy()  # type: ignore[no-untyped-call]

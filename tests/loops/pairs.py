@@ -205,13 +205,13 @@ def built(build):
 
 
 def seed_all(seed):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also notes the stack, for CUDA
     random.seed(seed)
     numpy.random.seed(seed)
 
 
 def outcome(arguments, result):
-    generators = [torch.get_rng_state(), random.getstate(), list(numpy.random.get_state()[1])]
+    generators = [torch.get_rng_state(), repr(random.getstate()), numpy.random.get_state()[1].tobytes()]
     seen = {"result": result, **record(arguments)}
     layouts = {"strides": record_strides(arguments), "unlike": laid_otherwise(arguments)}
     return {"seen": seen, "random": generators, **layouts}
