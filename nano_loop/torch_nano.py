@@ -221,6 +221,7 @@ class TorchNano(Fabric):
     def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._pipeline is not None:  # train calls super().train()
             return train(self, *args, **kwargs)
+        self._report = None
         with Pipeline(self.config, self._machine) as self._pipeline:
             try:
                 return train(self, *args, **kwargs)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.mechanisms.autocast import bf16_autocast, to_fp32
-from nano_loop.mechanisms.entry import Call
+from nano_loop.mechanisms.entry import Call, Entries
 from nano_loop.mechanisms.nested import map_tensors
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
@@ -21,11 +23,16 @@ class Precision(Step):
     """Enters autocast for each outermost call into a model, and leaves it when the call returns.
 
     Autocast keeps its bf16 copies of the weights until it is left, so one autocast around the whole loop would go on
-    computing with the weights of the first step.
+    computing with the weights of the first step. A method of the model that steps the optimizer itself, a whole loop
+    even, is one call; so the copies are forgotten after each step, too.
     """
 
     name = "precision"
     required = False
+
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries) -> None:
+        super().__init__(config, machine, entries)
+        self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     @property
     def asked(self) -> bool:
@@ -44,6 +51,10 @@ class Precision(Step):
             self._warn()
         for model in parts.models:
             self.entries.add(model, self.name, _under_autocast)
+        for optimizer in parts.optimizers:
+            if optimizer not in self._hooked:
+                self._hooked.add(optimizer)
+                self.undoing.callback(optimizer.register_step_post_hook(_forget_casts).remove)
         return "bf16 autocast, outputs fp32"
 
     def _warn(self) -> None:
@@ -57,6 +68,10 @@ def resolve_precision(config: NanoConfig, machine: Machine) -> str:
     if config.precision != "auto":
         return str(config.precision)
     return "bf16-mixed" if machine.has_fast_bf16 else "32-true"
+
+
+def _forget_casts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    torch.clear_autocast_cache()
 
 
 def _under_autocast(call: Call) -> Call:

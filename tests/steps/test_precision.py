@@ -79,6 +79,33 @@ def test_gradients_are_fp32(net):
     assert {parameter.grad.dtype for parameter in net.parameters()} == {torch.float32}
 
 
+def test_method_that_holds_the_whole_loop_computes_with_the_weights_of_each_step(step):
+    class Fits(Net):
+        def fit(self, optimizer):
+            losses = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = self.my_loss(X)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            return losses
+
+    torch.manual_seed(0)
+    model = Fits()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    given = Parts([model], [optimizer])
+    made = step(Precision, precision="bf16")
+    made.apply(given)
+    made.apply(given)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    losses = model.fit(optimizer)
+    assert losses == sorted(set(losses), reverse=True)
+    assert losses[-1] < losses[0] / 2
+    made.undo()
+    assert not optimizer._optimizer_step_post_hooks
+
+
 def test_autocast_that_the_model_turns_off_stays_off(net):
     assert net.careful(X) is torch.float32
 
