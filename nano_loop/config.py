@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import os
-import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.environment import read_options, variable_of
+from nano_loop.errors import NanoConfigError, problem, shown
 from nano_loop.options import CHECKS, Auto, RefusedValueError
-
-_PREFIX = "NANO_LOOP_"
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,10 @@ class NanoConfig:
         Seconds that a process waits for the others.
     verbose : bool or "all"
         Whether the report is printed, and with ``"all"`` what every process prints.
+    given : dict
+        Each option as it was typed; not an option itself.
     from_environment : tuple of str
-        Environment variables that overrode arguments; not an argument itself.
+        Environment variables that overrode arguments, with their values; not an option itself.
 
     Raises
     ------
@@ -78,13 +77,16 @@ class NanoConfig:
     gradient_compression: str | None = None
     timeout: float = 600.0
     verbose: bool | Literal["all"] = True
+    given: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     from_environment: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         """Check the arguments one by one, then together, and put each into its one spelling."""
-        values, problems = _checked({name: getattr(self, name) for name in OPTIONS})
+        values = {name: getattr(self, name) for name in OPTIONS}
+        given = {name: self.given.get(name) or shown(name, value) for name, value in values.items()}
+        checked, problems = _checked(values, given)
         _raise_all(problems)
-        for name, value in values.items():
+        for name, value in {**checked, "given": given}.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -99,108 +101,56 @@ class NanoConfig:
             Holds options as ``NANO_LOOP_<OPTION>``.
         """
         known = {name: value for name, value in arguments.items() if name in OPTIONS}
-        problems = [_unknown(name, value) for name, value in arguments.items() if name not in OPTIONS]
-        overriding = {}
-        for variable in sorted(name for name in environ if name.startswith(_PREFIX)):
-            name = variable.removeprefix(_PREFIX).lower()
-            if name in OPTIONS:
-                overriding[name] = _read(environ[variable])
-            else:
-                problems.append(_unknown(variable, environ[variable], [_PREFIX + each.upper() for each in OPTIONS]))
-        values, more = _checked({**known, **overriding})
+        overriding, unknown = read_options(environ, OPTIONS)
+        given = {name: shown(name, value) for name, value in known.items()}
+        given |= {name: variable for name, (variable, _) in overriding.items()}
+        problems = [_unknown(name, shown(name, arguments[name]), OPTIONS) for name in arguments if name not in OPTIONS]
+        problems += [_unknown(name, text, [variable_of(each) for each in OPTIONS]) for name, text in unknown.items()]
+        values, more = _checked({**known, **{name: value for name, (_, value) in overriding.items()}}, given)
         _raise_all(problems + more)
-        variables = tuple(f"{_PREFIX}{name.upper()}={environ[_PREFIX + name.upper()]}" for name in overriding)
-        return cls(**values, from_environment=variables)
+        return cls(**values, given=given, from_environment=tuple(given[name] for name in overriding))
 
     def as_dict(self) -> dict[str, Any]:
         """Return every option by its name."""
         return {name: getattr(self, name) for name in OPTIONS}
 
 
-OPTIONS = tuple(each.name for each in fields(NanoConfig) if each.name != "from_environment")
+OPTIONS = tuple(CHECKS)
 
 
-def _checked(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _checked(values: Mapping[str, Any], given: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values in their one spelling, and a sentence for each that cannot be used."""
     good, problems = {}, []
     for name, value in values.items():
         try:
             good[name] = CHECKS[name](value)
         except RefusedValueError as refused:
-            problems.append(problem(_given(name, value), *refused.args))
-    problems += _contradictions(good)
-    return good, problems
+            problems.append(problem(given[name], *refused.args))
+        except Exception as error:  # a user's object may raise anything when it is looked at
+            raised = f"looking at it raised {type(error).__name__}"
+            problems.append(problem(given[name], raised, "Pass a plain Python value"))
+    return good, problems + _contradictions(good)
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
     problems = []
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
-    if shares is not None and len(shares) != count:
-        needed = f"it needs {count}, a list for each of num_processes={count}"
+    if shares is not None and "num_processes" in values and len(shares) != count:
+        needed = f"it needs one for each process, and {shown('num_processes', values['num_processes'])}"
         problems.append(problem(f"cpu_for_each_process has {len(shares)} lists", needed, "Make the two agree"))
     both = set(values.get("bf16_ops", ())) & set(values.get("fp32_ops", ()))
     if both:
-        given = f"{', '.join(sorted(both))} in both bf16_ops and fp32_ops"
-        problems.append(problem(given, "an operator runs in one of the two", "Take it out of one of them"))
+        named = f"{', '.join(sorted(both))} in both bf16_ops and fp32_ops"
+        problems.append(problem(named, "an operator runs in one of the two", "Take it out of one of them"))
     return problems
+
+
+def _unknown(name: str, given: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    advice = f"Write {close[0]}" if close else "Leave it out"
+    return problem(given, f"there is no such option, only {', '.join(known)}", advice)
 
 
 def _raise_all(problems: list[str]) -> None:
     if problems:
         raise NanoConfigError("\n".join(problems))
-
-
-def _unknown(name: str, value: Any, known: Sequence[str] = OPTIONS) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    advice = f"Write {close[0]}" if close else "Leave it out"
-    return problem(_given(name, value), f"there is no such option, only {', '.join(known)}", advice)
-
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 80
-
-
-def _given(name: str, value: Any) -> str:
-    return f"{name}={_repr.repr(value)}"
-
-
-def _read(text: str) -> Any:
-    """Read an option's value as it stands in an environment variable: a word, a Python literal or a list of names."""
-    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None}
-    if text.strip().lower() in words:
-        return words[text.strip().lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text.strip()
-
-
-# --- what this version does not do yet ---
-
-
-def refuse_what_is_not_in_this_version(config: NanoConfig, world_size: int) -> None:
-    """Raise a `NanoError` that names every option that a later version will honour.
-
-    Parameters
-    ----------
-    config : NanoConfig
-        The options.
-    world_size : int
-        The number of processes that torchrun, SLURM or MPI has started, 1 without them.
-    """
-    asked = {
-        f"num_processes={config.num_processes}": (config.num_processes or 1) > 1,
-        f"a launch of {world_size} processes": world_size > 1,
-        "use_ipex=True": config.use_ipex,
-        'distributed_backend="ray"': config.distributed_backend == "ray",
-        f"precision={config.precision!r}": config.precision in ("64-true", "16-mixed", "bf16-true"),
-        "cpu_for_each_process": config.cpu_for_each_process is not None,
-        "fast_attention=True": config.fast_attention is True,
-        "bf16_ops": bool(config.bf16_ops),
-        "fp32_ops": bool(config.fp32_ops),
-        "gradient_compression": config.gradient_compression is not None,
-    }
-    missing = [name for name, is_asked in asked.items() if is_asked]
-    if missing:
-        allowed = 'this version trains in one process, with precision 32, "bf16" or "auto"'
-        raise NanoError(problem(f"{', '.join(missing)}: not in this version of nano_loop", allowed, "Leave it out"))

@@ -19,6 +19,7 @@ from nano_loop.parts import Parts
 from nano_loop.torch_nano import TorchNano
 
 _Auto = bool | Literal["auto"]
+_METHODS = (staticmethod, classmethod)
 
 
 def nano(
@@ -79,30 +80,31 @@ def nano(
     >>> train(model, torch.optim.SGD(model.parameters(), lr=0.1), [(torch.rand(8, 4), torch.rand(8, 1))])
     """
     options = {name: value for name, value in locals().items() if name != "others"} | others
-    if callable(num_processes):  # @nano without parentheses
+    if callable(num_processes) or isinstance(num_processes, _METHODS):  # @nano without parentheses
         return _decorated(num_processes, {**options, "num_processes": None})
     _Loop(**options)  # a wrong option is told where it stands, and not at the first call
+    options.pop("strategy", None)  # and so is its warning
     return functools.partial(_decorated, options=options)
 
 
 class _Loop(TorchNano):
     """The run of one call of a decorated function."""
 
-    def train(self, function: Callable[..., Any], call: inspect.BoundArguments) -> Any:
-        self._accelerate(_parts(function, call))
-        return function(*call.args, **call.kwargs)
+    def train(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._accelerate(_parts(function, args, kwargs))
+        return function(*args, **kwargs)
 
 
-def _decorated(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    name = getattr(function, "__qualname__", repr(function))
-    check_loop(function, name)
-    signature = inspect.signature(function)
+def _decorated(function: Any, options: dict[str, Any]) -> Any:
+    if isinstance(function, _METHODS):  # @nano above @staticmethod
+        return type(function)(_decorated(function.__func__, options))
+    check_loop(function, _name(function))
 
     @functools.wraps(function)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
         loop = _Loop(**options)
         try:
-            return loop.train(function, signature.bind(*args, **kwargs))
+            return loop.train(function, args, kwargs)
         finally:
             accelerated.report = loop.report  # type: ignore[attr-defined]
 
@@ -110,14 +112,31 @@ def _decorated(function: Callable[..., Any], options: dict[str, Any]) -> Callabl
     return accelerated
 
 
-def _parts(function: Callable[..., Any], call: inspect.BoundArguments) -> Parts:
-    with_defaults = inspect.BoundArguments(call.signature, call.arguments.copy())
-    with_defaults.apply_defaults()
-    arguments = dict(with_defaults.arguments)
+def _parts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+    arguments = _arguments(function, args, kwargs)
     models = [module for module in find(nn.Module, arguments) if any(True for _ in module.parameters())]
     models = models or [module for module in find(nn.Module, arguments) if not is_loss(module)]
     if not models:
-        given = f"{getattr(function, '__qualname__', function)}({', '.join(arguments)}) was called without a model"
+        given = f"{_name(function)}({', '.join(arguments)}) was called without a model"
         needed = "nano accelerates the torch.nn.Module among the arguments, also in lists, tuples and dicts"
         raise NanoConfigError(problem(given, needed, "Pass the model as an argument"))
     return Parts(models, list(find(Optimizer, arguments)), list(find(DataLoader, arguments)))
+
+
+def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what `function` will get, by name and with its defaults."""
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # some builtins have none
+        return {"args": args, **kwargs}
+    try:
+        call = signature.bind(*args, **kwargs)
+    except TypeError:
+        function(*args, **kwargs)  # raises what Python says of such a call
+        raise
+    call.apply_defaults()
+    return dict(call.arguments)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+
 
 class NanoError(RuntimeError):
     """Something went wrong that is not a single argument's fault; the base of all errors of nano_loop."""
@@ -50,3 +56,11 @@ def problem(given: str, allowed: str, advice: str) -> str:
         What to do next, a sentence without its full stop.
     """
     return f"{given}: {allowed}. {advice}."
+
+
+def shown(name: str, value: Any) -> str:
+    """Return ``name=value`` as it was typed, shortened; the value's class where its ``repr`` raises."""
+    try:
+        return f"{name}={_repr.repr(value)}"
+    except Exception as error:  # a user's object may raise anything; a huge int raises ValueError
+        return f"{name}=<{type(value).__name__}, whose repr raises {type(error).__name__}>"

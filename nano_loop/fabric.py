@@ -25,6 +25,8 @@ def _leaving_no_trace() -> Iterator[None]:
         yield
         return
     environment, compile_, format_ = dict(os.environ), torch.compile, warnings.formatwarning
+    logger = logging.getLogger("lightning_fabric")
+    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
     try:
         with warnings.catch_warnings():
             yield
@@ -32,9 +34,8 @@ def _leaving_no_trace() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         torch.compile, warnings.formatwarning = compile_, format_
-        logger = logging.getLogger("lightning_fabric")
-        logger.handlers.clear()
-        logger.propagate, logger.level = True, logging.NOTSET
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 with _leaving_no_trace():

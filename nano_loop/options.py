@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
@@ -56,11 +57,17 @@ def _distributed_backend(value: Any) -> str:
 def _process_group_backend(value: Any) -> str | None:
     if value is None:
         return None
-    if value == "ccl" and isinstance(value, str):
+    if isinstance(value, str) and value == "ccl":
         raise RefusedValueError("oneCCL's binding for torch is retired", "Leave it out, which means gloo")
-    if isinstance(value, str) and torch.distributed.is_available() and torch.distributed.is_backend_available(value):
+    if isinstance(value, str) and _has_backend(value):
         return value
     raise RefusedValueError("it is None or a backend that this torch was built with", "Leave it out, which means gloo")
+
+
+def _has_backend(name: str) -> bool:
+    if not torch.distributed.is_available() or name == torch.distributed.Backend.UNDEFINED:
+        return False
+    return name in torch.distributed.Backend.backend_list and torch.distributed.is_backend_available(name)
 
 
 def _precision(value: Any) -> str:
@@ -85,11 +92,11 @@ def _cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | None:
 def _compile(value: Any) -> bool | dict[str, Any]:
     if isinstance(value, bool):
         return value
-    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+    arguments = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    if isinstance(value, dict) and value and set(value) <= set(arguments):
         return dict(value)
-    raise RefusedValueError(
-        "it is True, False or a dict of torch.compile's arguments", "Pass such as {'mode': 'max-autotune'}"
-    )
+    allowed = f"it is True, False or a dict of torch.compile's arguments: {', '.join(arguments)}"
+    raise RefusedValueError(allowed, 'Pass such as {"mode": "max-autotune"}')
 
 
 def _operators(value: Any) -> tuple[str, ...]:
@@ -141,8 +148,18 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+#: Options that are on or off, which an environment variable may say with 1 and 0.
+SWITCHES = frozenset(
+    name for name, check in CHECKS.items() if check in (_boolean, _auto_or_boolean, _compile, _verbose)
+)
+#: Options that are lists of names.
+LISTS = frozenset(name for name, check in CHECKS.items() if check is _operators)
+#: More CPUs than Linux knows.
+_TOO_MANY = 1 << 16
+
+
 def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple, range))
+    return isinstance(value, (list, tuple, range)) and len(value) < _TOO_MANY
 
 
 def _is_number(value: Any, kind: type) -> bool:

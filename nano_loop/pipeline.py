@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ class Pipeline:
         NanoConfigError
             If a step does not apply that the user asked for by name.
         """
-        results = [self._apply(step, parts) for step in self._steps if step.asked and not self._is_done(step)]
+        results = [self._apply(step, parts) for step in self._steps if self._concerns(step, parts)]
         first = self.report is None
         if self.report is None:
             self.report = self._empty_report()
@@ -65,8 +66,10 @@ class Pipeline:
             text = str(self.report) if first else "\n".join(map(str, new))
             print(text, file=sys.stderr, flush=True)
 
-    def _is_done(self, step: Step) -> bool:
-        return step.once and self.report is not None
+    def _concerns(self, step: Step, parts: Parts) -> bool:
+        if not step.asked or (step.once and self.report is not None):
+            return False
+        return step.needs is None or bool(getattr(parts, step.needs))
 
     def _apply(self, step: Step, parts: Parts) -> StepResult:
         reason = step.skip_reason(parts)
@@ -82,9 +85,18 @@ class Pipeline:
         return SetupReport(
             title=_title(self.machine),
             machine=self.machine.as_dict(),
-            options=self.config.as_dict(),
+            options=_plain(self.config.as_dict()),
             from_environment=self.config.from_environment,
         )
+
+
+def _plain(value: Any) -> Any:
+    """Turn options into what JSON holds."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (str, int, float, type(None))) else repr(value)
 
 
 def _title(machine: Machine) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,8 +80,8 @@ class SetupReport:
         """Return the report as plain dicts, lists, strings and numbers, which JSON can hold."""
         return {
             "title": self.title,
-            "machine": self.machine,
-            "options": self.options,
+            "machine": copy.deepcopy(self.machine),
+            "options": copy.deepcopy(self.options),
             "from_environment": list(self.from_environment),
             "results": [vars(result).copy() for result in self.results],
         }

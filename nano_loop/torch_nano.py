@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
@@ -13,14 +13,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nano_loop.checks import check_kinds, check_loop
-from nano_loop.config import NanoConfig, refuse_what_is_not_in_this_version
+from nano_loop.config import OPTIONS, NanoConfig
 from nano_loop.cpu import read_machine
-from nano_loop.errors import NanoError, NanoWarning, problem
+from nano_loop.environment import world_size
+from nano_loop.errors import NanoError, NanoWarning, problem, shown
 from nano_loop.fabric import Fabric, fabric_arguments
 from nano_loop.parts import Parts
 from nano_loop.pipeline import Pipeline
 from nano_loop.report import SetupReport
 from nano_loop.steps import resolve_precision
+from nano_loop.this_version import refuse_what_is_not_in_this_version
 
 _Auto = bool | Literal["auto"]
 
@@ -30,6 +32,8 @@ class TorchNano(Fabric):
 
     It is a `lightning_fabric.Fabric`: ``backward``, ``all_reduce``, ``save``, ``print``, ``device`` and their like are
     there. Everything that ``setup`` changes is as it was when ``train`` has returned or raised.
+
+    Each option may also come from the environment, as ``NANO_LOOP_<OPTION>``, which wins over the arguments.
 
     Parameters
     ----------
@@ -57,7 +61,7 @@ class TorchNano(Fabric):
     fast_dropout : bool or "auto"
         Draw dropout's masks with a faster generator; "auto" in reduced precision only.
     fast_attention : bool or "auto"
-        True is not in this version.
+        Compute bf16 attention by plain matrix products.
     fast_fetch : bool or "auto"
         Index in-memory datasets by whole batches.
     compile : bool or dict
@@ -75,10 +79,8 @@ class TorchNano(Fabric):
 
     Attributes
     ----------
-    config : NanoConfig
-        The options, checked; the environment's ``NANO_LOOP_<OPTION>`` wins over arguments.
     report : SetupReport or None
-        What the last run applied and skipped; None before the first ``setup``.
+        What the last run applied and skipped; None before its first ``setup``.
 
     Raises
     ------
@@ -126,20 +128,20 @@ class TorchNano(Fabric):
         verbose: bool | Literal["all"] = True,
         **others: Any,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name in NanoConfig.__dataclass_fields__}
+        arguments = {name: value for name, value in locals().items() if name in OPTIONS}
         if "strategy" in others:
             _warn_of_strategy(others.pop("strategy"))
-        self.config = NanoConfig.from_call({**arguments, **others})
-        refuse_what_is_not_in_this_version(self.config, _world_size(os.environ))
-        self._machine = read_machine()
-        self._pipeline: Pipeline | None = None
-        self._report: SetupReport | None = None
-        super().__init__(**fabric_arguments(resolve_precision(self.config, self._machine)))
+        self._nano_config = NanoConfig.from_call({**arguments, **others})
+        refuse_what_is_not_in_this_version(self._nano_config, world_size(os.environ))
+        self._nano_machine = read_machine()
+        self._nano_pipeline: Pipeline | None = None
+        self._nano_report: SetupReport | None = None
+        super().__init__(**fabric_arguments(resolve_precision(self._nano_config, self._nano_machine)))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make ``train`` of each subclass a run."""
         super().__init_subclass__(**kwargs)
-        if "train" in vars(cls):
+        if not hasattr(cls.train, "starts_run"):  # its own, or from a class beside TorchNano
             check_loop(cls.train, f"{cls.__name__}.train")
             cls.train = _as_run(cls.train)  # type: ignore[method-assign]
 
@@ -151,7 +153,7 @@ class TorchNano(Fabric):
     @property
     def report(self) -> SetupReport | None:
         """What the last run applied and skipped; None before the first ``setup``."""
-        return self._report
+        return self._nano_report
 
     def setup(  # type: ignore[override]
         self, model: nn.Module, optimizer: Any, *dataloaders: DataLoader[Any], move_to_device: bool = True
@@ -183,9 +185,11 @@ class TorchNano(Fabric):
             If it is called outside ``train``.
         """
         optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        check_kinds([("model", nn.Module, model)])
-        check_kinds([("optimizer", Optimizer, each) for each in optimizers])
-        check_kinds([("dataloaders", DataLoader, each) for each in dataloaders])
+        check_kinds(
+            ("model", nn.Module, [model]),
+            ("optimizer", Optimizer, optimizers),
+            ("dataloaders", DataLoader, dataloaders),
+        )
         if move_to_device:
             self.to_device(model)
         self._accelerate(Parts([model], optimizers, list(dataloaders)))
@@ -193,65 +197,61 @@ class TorchNano(Fabric):
             return model, optimizer
         return model, optimizer, dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
 
-    def setup_module(self, module: nn.Module, move_to_device: bool = True, **_: Any) -> nn.Module:  # type: ignore[override]
+    def setup_module(  # type: ignore[override]
+        self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
+    ) -> nn.Module:
         """Accelerate a model that needs no optimizer; see `setup`."""
         self.setup(module, [], move_to_device=move_to_device)
         return module
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Accelerate optimizers alone; see `setup`. One comes back as it is, several as a tuple."""
-        check_kinds([("optimizers", Optimizer, each) for each in optimizers])
+        check_kinds(("optimizers", Optimizer, optimizers))
         self._accelerate(Parts(optimizers=list(optimizers)))
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
-    def setup_dataloaders(self, *dataloaders: DataLoader[Any], **_: Any) -> Any:
-        """Accelerate loaders alone; see `setup`. One comes back as it is, several as a list."""
-        check_kinds([("dataloaders", DataLoader, each) for each in dataloaders])
+    def setup_dataloaders(
+        self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
+        """Accelerate loaders alone; see `setup`. One comes back as it is, several as a list.
+
+        The two options are Fabric's, and change nothing in one process on a CPU.
+        """
+        check_kinds(("dataloaders", DataLoader, dataloaders))
         self._accelerate(Parts(loaders=list(dataloaders)))
         return dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
 
     def _accelerate(self, parts: Parts) -> None:
-        if self._pipeline is None:
+        if self._nano_pipeline is None:
             given = "setup was called outside train"
             needed = "what it changes is put back when train ends"
             raise NanoError(problem(given, needed, "Call it in train, and call train from outside"))
-        self._pipeline.apply(parts)
-        self._report = self._pipeline.report
+        self._nano_pipeline.apply(parts)
+        self._nano_report = self._nano_pipeline.report
 
     def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._pipeline is not None:  # train calls super().train()
+        if self._nano_pipeline is not None:  # train calls super().train()
             return train(self, *args, **kwargs)
-        self._report = None
-        with Pipeline(self.config, self._machine) as self._pipeline:
+        self._nano_report = None
+        with Pipeline(self._nano_config, self._nano_machine) as self._nano_pipeline:
             try:
                 return train(self, *args, **kwargs)
             finally:
-                self._pipeline = None
+                self._nano_pipeline = None
 
 
 def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def run(self: TorchNano, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(self, "config"):
+        if "_nano_config" not in vars(self):
             given = f"{type(self).__name__}.__init__ did not call TorchNano's"
             raise NanoError(problem(given, "the options are read there", "Call super().__init__(...) in it"))
         return self._run(train, *args, **kwargs)
 
+    run.starts_run = True  # type: ignore[attr-defined]
     return run
 
 
 def _warn_of_strategy(value: Any) -> None:
     allowed = "nano_loop has one strategy, so the argument changes nothing"
-    warnings.warn(problem(f"strategy={value!r}", allowed, "Leave it out"), NanoWarning, stacklevel=3)
-
-
-def _world_size(environ: Mapping[str, str]) -> int:
-    """Return how many processes torchrun or MPI has started, 1 if neither has."""
-    for rank, size in (
-        ("RANK", "WORLD_SIZE"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("PMI_RANK", "PMI_SIZE"),
-    ):
-        if rank in environ and environ.get(size, "").isdigit():
-            return int(environ[size])
-    return 1
+    warnings.warn(problem(shown("strategy", value), allowed, "Leave it out"), NanoWarning, stacklevel=3)

@@ -17,11 +17,12 @@ ROOMS = (
     ("__init__", "__main__"),
     ("decorator", "cli"),
     ("torch_nano",),
-    ("pipeline", "fabric"),
+    ("pipeline", "fabric", "this_version"),
     ("steps", "distributed"),
     ("mechanisms", "parts"),
     ("config", "checks", "report"),
-    ("cpu", "options"),
+    ("cpu", "environment"),
+    ("options",),
     ("errors", "version"),
 )
 

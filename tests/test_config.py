@@ -512,7 +512,6 @@ NOT_YET = [
     ("precision", "16-mixed"),
     ("precision", "bf16-true"),
     ("cpu_for_each_process", [[0]]),
-    ("fast_dropout", True),
     ("fast_attention", True),
     ("bf16_ops", ["layer_norm"]),
     ("fp32_ops", ["softmax"]),

@@ -38,6 +38,11 @@ def is_loss(module: nn.Module) -> bool:
     return isinstance(module, _Loss)
 
 
+def softmax_backward(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a softmax over the last dimension from that of its output, in the output's dtype."""
+    return torch.ops.aten._softmax_backward_data(gradient, output, -1, output.dtype)  # type: ignore[no-any-return]
+
+
 def destroy_library(library: torch.library.Library) -> None:
     """Take back at once what a library has registered, which torch else does when the library is collected."""
     library._destroy()  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nano_loop.steps.allocator import Allocator
 from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.compile import Compile
+from nano_loop.steps.fast_attention import FastAttention
 from nano_loop.steps.fast_dropout import FastDropout
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.fused_optimizer import FusedOptimizer
@@ -20,6 +21,7 @@ STEPS: tuple[type[Step], ...] = (
     FusedOptimizer,  # once parameters lie still: its kernels need state and gradients of the same strides
     Precision,  # around the converted inputs, so that a conversion is done once, in fp32
     FastDropout,  # anywhere: it meets the models' operators, not the models
+    FastAttention,  # likewise
     Compile,  # what is compiled is called inside the entries that the steps above have made
     FastFetch,  # touches loaders alone
 )

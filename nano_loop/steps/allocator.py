@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nano_loop.parts import Parts
@@ -18,6 +20,7 @@ from nano_loop.steps.step import Step
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 1 << 26}
 _DEFAULTS = {_MMAP_THRESHOLD: 128 * 1024, _TRIM_THRESHOLD: 128 * 1024, _TOP_PAD: 128 * 1024}
+_runs: list[object] = []
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 _USERS_OWN = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
@@ -30,6 +33,7 @@ class Allocator(Step):
     """
 
     name = "allocator"
+    needs = None
     once = True
 
     def skip_reason(self, parts: Parts) -> str | None:
@@ -46,8 +50,7 @@ class Allocator(Step):
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
-        self.undoing.callback(_restore)
-        _set(_SETTINGS)
+        self.undoing.enter_context(_kept_memory())
         return "glibc keeps freed memory"
 
 
@@ -75,6 +78,15 @@ def _set(values: dict[int, int]) -> None:
         mallopt(parameter, value)
 
 
-def _restore() -> None:
-    _set(_DEFAULTS)
-    ctypes.CDLL(None).malloc_trim(0)
+@contextmanager
+def _kept_memory() -> Iterator[None]:
+    """Hold the settings until the last run that asked for them has ended: a run inside a run ends first."""
+    _runs.append(object())
+    _set(_SETTINGS)
+    try:
+        yield
+    finally:
+        _runs.pop()
+        if not _runs:
+            _set(_DEFAULTS)
+            ctypes.CDLL(None).malloc_trim(0)

@@ -28,12 +28,11 @@ class FastFetch(Step):
     """
 
     name = "fast_fetch"
+    needs = "loaders"
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
         reasons = [_refusal(loader) for loader in parts.loaders]
-        if not reasons:
-            return "there is no loader"
         return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
 
     def apply(self, parts: Parts) -> str:

@@ -28,6 +28,7 @@ class FusedOptimizer(Step):
     """
 
     name = "fused_optimizer"
+    needs = "optimizers"
 
     def __init__(self, config: NanoConfig, machine: Machine, entries: Entries) -> None:
         super().__init__(config, machine, entries)
@@ -35,8 +36,6 @@ class FusedOptimizer(Step):
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if not parts.optimizers:
-            return "there is no optimizer"
         reasons = self._refusals(parts)
         return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
 
@@ -127,6 +126,8 @@ def _refusal(optimizer: Optimizer, sparse: set[int]) -> str | None:
 
 
 def _group_refusal(group: dict[str, Any], sparse: set[int]) -> str | None:
+    if group.get("fused"):
+        return None  # by the user, or by a run around this one: what is left to do is to guard the layout
     if group.get("fused") is not None or group.get("foreach") is not None:
         return f"it was built with {'fused' if group.get('fused') is not None else 'foreach'}="
     if group.get("differentiable") or group.get("capturable") or isinstance(group.get("lr"), torch.Tensor):

@@ -58,7 +58,7 @@ class Precision(Step):
         return "bf16 autocast, outputs fp32"
 
     def _warn(self) -> None:
-        given = f"precision={self.config.precision!r} on {self.machine.name}"
+        given = f"{self.config.given['precision']} on {self.machine.name}"
         lack = "this CPU has no bf16 instructions, so bf16 will be slower than fp32"
         warnings.warn(problem(given, lack, 'Take precision="auto"'), NanoWarning, stacklevel=2)
 

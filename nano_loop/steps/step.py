@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
@@ -35,6 +35,8 @@ class Step(ABC):
 
     #: The step's name in the report; its option, where it has one, is called the same.
     name: ClassVar[str]
+    #: The parts without which the step has nothing to do, and is silent: models, optimizers, loaders, or none.
+    needs: ClassVar[Literal["models", "optimizers", "loaders"] | None] = "models"
     #: Whether the step is about the process, so that the first ``setup`` of a run does it for all of them.
     once: ClassVar[bool] = False
 

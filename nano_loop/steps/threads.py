@@ -20,6 +20,7 @@ class Threads(Step):
     """Lowers torch's thread count to the physical cores that the affinity, the cpuset and the quota leave."""
 
     name = "threads"
+    needs = None
     once = True
     asked = True
     required = False

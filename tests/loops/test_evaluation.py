@@ -2,11 +2,16 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from .pairs import CONVOLUTIONS, named, pair, untouched
+from nano_loop import nano
+
+from .nested import differences, mapped
+from .pairs import BF16, CONVOLUTIONS, EXACT, FUSED, built, left_as_found, named, pair, slow_bf16_is_fine, untouched
+from .records import laid_otherwise, record, record_strides
 from .tasks import ADAM, ADAMW, ConvNet, Net, fit, images, job, vectors
 
 
@@ -135,3 +140,53 @@ def test_weights_change_between_two_calls_without_gradients(model, optimizer, lo
             model.head.weight.mul_(0.9)
             outputs.append(by_hand(model.head)(torch.ones(1, 16)))
     return outputs
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_an_error_in_the_midst_of_a_step_leaves_nothing_behind(error):
+    """Inside the model, after some steps: the very error comes out, and everything is as the plain loop leaves it."""
+    options = {"precision": "bf16", "channels_last": True, "verbose": False}
+    results = []
+    for accelerate in (untouched, nano(**options)):
+        arguments = built(job(model=ConvNet, loader=images, optimizer=ADAM))
+        raising = error("in the midst")
+
+        def fail_at_the_second_call(module, args, calls=[], raising=raising):  # noqa: B006 - one list for each run
+            calls.append(module)
+            if len(calls) == 2:
+                raise raising
+
+        hook = arguments["model"].head.register_forward_pre_hook(fail_at_the_second_call)
+        with slow_bf16_is_fine(), left_as_found(), pytest.raises(error) as caught:
+            accelerate(fit)(**arguments, by_hand=untouched)
+        assert caught.value is raising
+        hook.remove()
+        results.append((record(arguments), record_strides(arguments), laid_otherwise(arguments)))
+    found = [*differences(results[1][1:], results[0][1:]), *differences(*(looks(r[0]) for r in results))]
+    assert not found, "\n".join(found)
+
+
+def looks(recorded):
+    """A record without its numbers, which another precision changes."""
+    return mapped(recorded, lambda tensor: torch.empty(0, dtype=tensor.dtype))
+
+
+def nested_runs(model, optimizer, loader, by_hand=untouched):
+    """Evaluates by a function that is accelerated itself, in other ways than the loop is."""
+    losses = []
+
+    @nano(precision="bf16", verbose=False)
+    def evaluate(model, loader):
+        with torch.no_grad():
+            return [model(x) for x, _ in loader]
+
+    for _ in range(2):
+        losses.append(fit(model, optimizer, loader, by_hand, epochs=1))
+        with slow_bf16_is_fine():
+            losses.append(evaluate(model, loader))
+    return losses
+
+
+@pair(job(optimizer=ADAM), configs=[EXACT, FUSED, BF16])
+def test_a_run_within_a_run(model, optimizer, loader, by_hand=untouched):
+    return nested_runs(model, optimizer, loader, by_hand)

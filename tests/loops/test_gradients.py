@@ -255,3 +255,23 @@ class WithOwnFunction(Net):
 @pair(job(model=WithOwnFunction))
 def test_an_autograd_function_of_the_users(model, optimizer, loader, by_hand=untouched):
     return fit(model, optimizer, loader, by_hand)
+
+
+class RecomputingInFp32(nn.Module):
+    """Recomputes a part that its author keeps in fp32."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.delicate, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = checkpoint(self.delicate, x.float(), use_reentrant=self.reentrant).tanh()
+        return self.last(x)
+
+
+@pair(*(job(name, functools.partial(RecomputingInFp32, name == "reentrant")) for name in ("reentrant", "not")))
+def test_activation_checkpointing_of_an_fp32_region(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)

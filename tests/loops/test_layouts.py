@@ -1,5 +1,7 @@
 """channels_last=True in loops whose code counts on PyTorch's usual layout."""
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -129,3 +131,110 @@ def test_nothing_of_a_batch_is_changed_in_place():
         train(nn.Conv2d(3, 4, 3), batches)
     assert strides == [x.stride() for x in batches]
     assert all(torch.equal(x, value) for x, value in zip(batches, values, strict=True))
+
+
+def edits_through_views(model, optimizer, loader, by_hand=untouched):
+    """Prunes weights and edits gradients through flat views of them, which a copy in a view's place would lose."""
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        weight = model.features[0].weight
+        weight.grad.view(-1)[::3] = 0
+        weight.grad.view(8, -1).mul_(0.5)
+        optimizer.step()
+        weight.data.view(-1)[:20] = 0
+        losses.append(loss.detach())
+    return losses
+
+
+def test_weights_and_gradients_edited_through_views():
+    against_plain(job(model=ConvNet, loader=images), edits_through_views)
+
+
+class InPlace(ConvNet):
+    """Normalises its input in place, so the loop's own batch changes with it."""
+
+    def forward(self, x):
+        x.sub_(x.mean((2, 3), keepdim=True))
+        return super().forward(x)
+
+
+def batches_after_the_call(model, optimizer, loader, by_hand=untouched):
+    outputs = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y) + x.square().mean()
+        loss.backward()
+        optimizer.step()
+        outputs.append((loss.detach(), x))
+    return outputs
+
+
+def test_a_model_that_changes_its_input_in_place():
+    against_plain(job(model=InPlace, loader=images), batches_after_the_call)
+
+
+class Filling(ConvNet):
+    """Takes a batch as a dict and leaves its results there."""
+
+    def forward(self, batch):
+        batch["features"] = self.features(batch["x"])
+        batch["logits"] = self.head(batch["features"].flatten(1))
+
+
+def filled_batches(model, optimizer, loader, by_hand=untouched):
+    outputs = []
+    for x, y in loader:
+        batch = {"x": x}
+        model(batch)
+        assert batch["x"] is x
+        optimizer.zero_grad()
+        cross_entropy(batch["logits"], y).backward()
+        optimizer.step()
+        outputs.append(batch)
+    return outputs
+
+
+def test_a_model_that_fills_the_dict_it_is_given():
+    against_plain(job(model=Filling, loader=images), filled_batches)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("kept", [copy.deepcopy, pickled])
+def test_a_copy_from_inside_the_run_works_after_it(kept):
+    """Its forward counts on the usual layout, like any plain model's."""
+
+    @nano(channels_last=True, verbose=False)
+    def train(model, x):
+        model(x)
+        return kept(model), {name: value.clone() for name, value in model.state_dict().items()}
+
+    model, x = Flattening().eval(), torch.randn(2, 3, 8, 8)
+    copied, state = train(model, x)
+    torch.testing.assert_close(copied(x), model(x))
+    other = Flattening().eval()
+    other.load_state_dict(state, assign=True)
+    torch.testing.assert_close(other(x), model(x))
+
+
+def test_a_compiled_model_that_counts_on_the_usual_layout():
+    config = replace(LOOSE, options={"channels_last": True, "compile": {"backend": "eager"}})
+    torch._dynamo.reset()
+    against_plain(job(model=Flattening, loader=images), plainest, config)
+    torch._dynamo.reset()
+
+
+def test_weights_initialised_again_inside_the_run():
+    """`orthogonal_` writes through `view_as`."""
+
+    def loop(model, optimizer, loader, by_hand=untouched):
+        torch.nn.init.orthogonal_(model.features[0].weight)
+        torch.nn.init.xavier_uniform_(model.features[3].weight)
+        return fit(model, optimizer, loader, by_hand)
+
+    against_plain(job(model=ConvNet, loader=images), loop)

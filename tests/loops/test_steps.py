@@ -270,3 +270,20 @@ def test_one_step_of_a_known_model(model, optimizer, by_hand=untouched):
     (3 * by_hand(model)(torch.ones(2, 1))).mean().backward()
     optimizer.step()
     assert model.weight.item() == 0.25
+
+
+@pair(job("sgd"), job("adam", optimizer=ADAM))
+def test_gradients_are_scaled(model, optimizer, loader, by_hand=untouched):
+    """The user's own GradScaler, with a step that it has to skip."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = cross_entropy(by_hand(model)(x), y) * (float("inf") if step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales

@@ -369,3 +369,93 @@ def test_a_module_added_and_one_replaced_inside_the_loop(model, optimizer, loade
     model.head = Watching(16, 3)
     optimizer.add_param_group({"params": [*model.encoder[-1].parameters(), *model.head.parameters()]})
     return losses, fit(model, optimizer, loader, by_hand, epochs=1), model.head.saw
+
+
+class Agent(Net):
+    """Trains itself: a method of the model holds the loop, as agents of reinforcement learning often have it."""
+
+    def update(self, optimizer, batches, by_hand):
+        losses = []
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = cross_entropy(by_hand(self)(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def descend(self, batches, by_hand):
+        """Gradient descent without an optimizer."""
+        losses = []
+        for x, y in batches:
+            loss = cross_entropy(by_hand(self)(x), y)
+            gradients = torch.autograd.grad(loss, [*self.parameters()])
+            with torch.no_grad():
+                for p, gradient in zip(self.parameters(), gradients, strict=True):
+                    p -= 0.1 * gradient
+            losses.append(loss.item())
+        return losses
+
+
+@pair(job(model=Agent))
+def test_a_method_of_the_model_that_changes_its_weights_itself(model, optimizer, loader, by_hand=untouched):
+    return model.descend(loader, by_hand)
+
+
+@pair(job("sgd", model=Agent), job("adamw", model=Agent, optimizer=ADAMW))
+def test_a_method_of_the_model_that_holds_the_loop(model, optimizer, loader, by_hand=untouched):
+    """Under one autocast around the method, each step would compute with the weights of the first."""
+    return [model.update(optimizer, loader, by_hand) for _ in range(2)]
+
+
+class Remembering(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+        self.memory, self.cache = [], {}
+
+    def notes(self):
+        return self.memory, self.cache
+
+    def forward(self, x, collected):
+        out = super().forward(x)
+        self.cache["last"] = out.detach().float()
+        collected.append(out.detach())
+        return out
+
+
+@pair(job(model=Remembering))
+def test_containers_that_the_model_and_the_loop_share(model, optimizer, loader, by_hand=untouched):
+    """What a method gives is the model's own list, and what the model is given is the loop's own."""
+    collected = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(by_hand(model)(x, collected), y).backward()
+        optimizer.step()
+        notes, cache = model.notes()
+        notes.append(y)
+        cache["seen"] = len(collected)
+    assert len(model.memory) == len(collected) == model.cache["seen"] == len(loader)
+    return collected, model.memory
+
+
+@pair(job())
+def test_a_module_of_the_loops_own_is_left_alone(model, optimizer, loader, by_hand=untouched):
+    """A head that the loop makes for itself is no part of the model, so it runs plain."""
+    probe = Watching(16, 3)
+    for x, y in loader:
+        optimizer.zero_grad()
+        features = by_hand(model.encoder)(x)
+        cross_entropy(probe(features), y).backward()
+        optimizer.step()
+    return probe.saw
+
+
+@pair(job())
+def test_a_replaced_module_called_directly(model, optimizer, loader, by_hand=untouched):
+    model.head = Watching(16, 3)
+    optimizer.add_param_group({"params": model.head.parameters()})
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(by_hand(model.head)(by_hand(model.encoder)(x)), y).backward()
+        optimizer.step()
+    return model.head.saw

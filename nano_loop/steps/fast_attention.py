@@ -1,0 +1,57 @@
+"""Computes bf16 attention by plain matrix products, which are two to three times faster than torch's CPU kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from nano_loop.mechanisms.attention import attention
+from nano_loop.mechanisms.operators import overridden
+from nano_loop.parts import Parts
+from nano_loop.steps.precision import resolve_precision
+from nano_loop.steps.step import Step
+
+_OPERATOR = "scaled_dot_product_attention"
+
+
+class FastAttention(Step):
+    """Stands in for `scaled_dot_product_attention` under bf16 autocast during the run, whoever calls it."""
+
+    name = "fast_attention"
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`; an fp32 run that did not ask for it does not hear of it."""
+        auto_in_fp32 = self.config.fast_attention == "auto" and self.config.precision == "32-true"
+        return self.config.fast_attention is not False and not auto_in_fp32
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        if resolve_precision(self.config, self.machine) == "32-true":
+            return "it is faster in bf16 only"
+        if not self.required and not any(map(_attends, parts.models)):
+            return "no attention was found in the model"
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        if not self._overridden:
+            self.undoing.enter_context(overridden(_OPERATOR, attention, "AutocastCPU"))
+            self._overridden = True
+        return "plain bf16 products in place of torch's CPU kernel"
+
+    _overridden = False
+
+
+def _attends(model: nn.Module) -> bool:
+    """Whether anything in the model is called attention, or calls torch's function itself."""
+    return any("attention" in name.lower() or "attn" in name.lower() for name in _names(model))
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        yield name
+        yield type(module).__name__
+        code = getattr(type(module).forward, "__code__", None)
+        yield from code.co_names if code else ()
