@@ -51,7 +51,7 @@ class TorchNano(Fabric):
     cpu_for_each_process : list of lists of int, optional
         The logical CPUs of each process. Not in this version.
     channels_last : bool
-        Lay 4-D and 5-D parameters and inputs out as NHWC.
+        Lay 4-D and 5-D inputs of models and of convolutions out as NHWC.
     auto_lr : bool
         Scale the learning rate with the processes; nothing with one.
     fused_optimizer : bool or "auto"

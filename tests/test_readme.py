@@ -53,7 +53,7 @@ def test_decorated_example_trains_the_same_model_and_prints_the_report_that_is_s
         torch.testing.assert_close(mine, theirs, rtol=0.05, atol=5e-3)
     shown = re.search(r"```\n(nano_loop .*?)```", README, flags=re.DOTALL)[1]
     assert steps_of(shown).keys() == steps_of(printed).keys()
-    for name in ("channels_last", "fused_optimizer", "precision", "fast_fetch"):
+    for name in ("channels_last", "fused_optimizer", "precision", "fast_attention", "fast_fetch"):
         assert steps_of(shown)[name] == steps_of(printed)[name]
 
 

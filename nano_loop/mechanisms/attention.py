@@ -21,6 +21,8 @@ from nano_loop.mechanisms.torch_private import softmax_backward
 MEMORY_BOUND = 256 * 2**20
 #: With fewer scores than this the Python around the products costs more than they gain.
 WORTH_IT = 1 << 14
+#: Narrower heads gain nothing, and torch's kernel, which rounds less there, is the more exact.
+_WIDTH_WORTH_IT = 16
 
 
 def attention(
@@ -88,7 +90,8 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
     if query.size(-1) != key.size(-1) or (enable_gqa and query.size(-3) % key.size(-3)):
         return False
     scores = math.prod(query.shape[:-1]) * key.size(-2)
-    return WORTH_IT <= scores <= MEMORY_BOUND // query.element_size() and min(query.size(-1), value.size(-1)) > 0
+    wide = min(query.size(-1), value.size(-1)) >= _WIDTH_WORTH_IT
+    return wide and WORTH_IT <= scores <= MEMORY_BOUND // query.element_size()
 
 
 def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:

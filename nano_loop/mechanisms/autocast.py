@@ -12,9 +12,15 @@ from torch.overrides import TorchFunctionMode
 from nano_loop.mechanisms.nested import map_tensors
 
 
-def bf16_autocast() -> AbstractContextManager[Any]:
-    """Return the context in which torch runs matrix products and convolutions in bf16 on the CPU."""
-    return torch.autocast("cpu", torch.bfloat16)
+def bf16_autocast(keep_casts: bool = True) -> AbstractContextManager[Any]:
+    """Return the context in which torch runs matrix products and convolutions in bf16 on the CPU.
+
+    Parameters
+    ----------
+    keep_casts : bool
+        Whether a weight is cast once for all its uses inside; right only where no weight changes inside.
+    """
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=keep_casts)
 
 
 @contextmanager

@@ -13,14 +13,17 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from nano_loop.mechanisms.replace import replaced
+from nano_loop.mechanisms.torch_private import in_backward
 
 #: A function and its arguments go in, its outputs come out.
 Call = Callable[..., Any]
@@ -38,20 +41,16 @@ class _Thread(threading.local):
 _NOT_THE_USERS = frozenset({"torch", "builtins", "typing", "abc", "collections"})
 
 _thread = _Thread()
-_entries: dict[int, Entry] = {}  # by the id of a module; an entry keeps its modules alive, so ids are not reused
+_entries: dict[int, Entry] = {}  # by the id of a module
+_FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
 
 
 class Entry:
-    """The layers around the outermost calls into one model, outside in.
+    """The layers around the outermost calls into one model, outside in."""
 
-    Parameters
-    ----------
-    modules : list of torch.nn.Module
-        The model's modules, each of which is a way in.
-    """
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules = modules
+    def __init__(self) -> None:
+        self._modules: dict[int, nn.Module] = {}  # kept alive, so that their ids are not used again
+        self._called: set[int] = set()
         self._layers: dict[str, Layer] = {}
         self._call: Call = _innermost
 
@@ -62,6 +61,31 @@ class Entry:
         for each in reversed(self._layers.values()):
             call = each(call)
         self._call = call
+
+    def cover(self, modules: Iterable[nn.Module]) -> None:
+        """Let calls into these modules come here."""
+        added = {id(module): module for module in modules}
+        self._modules.update(added)
+        _entries.update(dict.fromkeys(added, self))
+
+    def uncover(self) -> None:
+        """Let no call come here any more."""
+        for key in self._modules:
+            if _entries.get(key) is self:
+                del _entries[key]
+
+    def is_way_in(self, module: nn.Module) -> bool:
+        """Whether this call into `module` is the loop's.
+
+        An activation checkpoint inside a model calls modules again during the backward. What is to surround them then
+        was around them in the forward, and the checkpoint has seen to it, unless the loop had called them directly.
+        """
+        if torch.compiler.is_compiling():
+            return True
+        if in_backward():
+            return id(module) in self._called
+        self._called.add(id(module))
+        return True
 
     def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
         """Call `function` inside the layers; calls that it makes into models pass through."""
@@ -92,7 +116,7 @@ class Entries:
             Is given the next call inwards and returns its own.
         """
         if id(model) not in self._by_model:
-            self._by_model[id(model)] = self._open(list(_called_by_loops(model)))
+            self._by_model[id(model)] = self._open(model)
         self._by_model[id(model)].add(name, layer)
 
     def close(self) -> None:
@@ -100,14 +124,29 @@ class Entries:
         self._by_model.clear()
         self._undoing.close()
 
-    def _open(self, modules: list[nn.Module]) -> Entry:
-        entry = Entry(modules)
-        before = {id(module): _entries.get(id(module)) for module in modules}
+    def _open(self, model: nn.Module) -> Entry:
+        modules = list(_called_by_loops(model))
         for owner, name in _ways_in(modules):
             self._undoing.enter_context(replaced(owner, name, _through_entry))
-        self._undoing.callback(_restore, before)
-        _entries.update(dict.fromkeys(before, entry))
+        self._undoing.callback(register_module_module_registration_hook(_cover_newcomer).remove)
+        entry = Entry()
+        outer_run = {id(each): _entries[id(each)] for each in modules if id(each) in _entries}
+        self._undoing.callback(_entries.update, outer_run)
+        self._undoing.callback(entry.uncover)
+        entry.cover(modules)
         return entry
+
+
+def is_forward(function: Call) -> bool:
+    """Whether `function`, which a layer is given to call, is a module's call or its ``forward``, no other method."""
+    return getattr(function, "__name__", None) in _FORWARD
+
+
+def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Let a module that the loop puts into a set-up model be one of its ways in."""
+    entry = _entries.get(id(parent))
+    if entry is not None and module is not None:
+        entry.cover(each for each in _called_by_loops(module) if id(each) not in _entries)
 
 
 def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
@@ -119,14 +158,6 @@ def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
 
 def _innermost(function: Call, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
-
-
-def _restore(before: dict[int, Entry | None]) -> None:
-    for key, entry in before.items():
-        if entry is None:
-            _entries.pop(key, None)
-        else:
-            _entries[key] = entry
 
 
 def _ways_in(modules: list[nn.Module]) -> Iterator[tuple[type, str]]:
@@ -153,7 +184,7 @@ def _through_entry(original: Call) -> Call:
         if _thread.inside:
             return original(self, *args, **kwargs)
         entry = _entries.get(id(self))
-        if entry is None:
+        if entry is None or not entry.is_way_in(self):
             return original(self, *args, **kwargs)
         return entry(original, self, *args, **kwargs)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
+
+from nano_loop.mechanisms.torch_private import version
 
 _LEAVES = (str, bytes, int, float, type(None))
 
@@ -48,7 +51,7 @@ def _map_tuple(function: Callable[[torch.Tensor], torch.Tensor], value: tuple[An
     items = [map_tensors(function, item) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return _tuple_like(value, items)
 
 
 def _map_items(function: Callable[[torch.Tensor], torch.Tensor], value: Any, items: Iterable[tuple[Any, Any]]) -> Any:
@@ -72,6 +75,77 @@ def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     for name, new in changed:
         object.__setattr__(result, name, new)  # also where the dataclass is frozen
     return result
+
+
+class Substitution:
+    """Puts tensors in the place of others inside the arguments of a call, and leaves what the call did as it should be.
+
+    Lists and mappings get the other tensors themselves, for the called may well write into them; tuples are made anew.
+
+    Parameters
+    ----------
+    function : callable
+        Takes a tensor and returns the one to put in its place; the very same object where nothing has to change.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._function = function
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # the original, its substitute, its version
+        self._items: list[tuple[Any, Any, Any, Any]] = []  # a container, a key, the original item, its substitute
+
+    def __call__(self, value: Any) -> Any:
+        """Return `value` with its tensors substituted."""
+        if isinstance(value, torch.Tensor):
+            return self._substitute(value)
+        if isinstance(value, tuple):
+            items = [self(item) for item in value]
+            return value if all(map(operator.is_, items, value)) else _tuple_like(value, items)
+        if isinstance(value, list):
+            self._replace_items(value, list(enumerate(value)))
+        elif isinstance(value, MutableMapping):
+            self._replace_items(value, list(value.items()))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return _map_fields(self._substitute, value)
+        return value
+
+    def restore(self) -> None:
+        """Put the originals back where the substitutes still are, with what was written into those."""
+        for container, key, original, substitute in reversed(self._items):
+            if _holds(container, key, substitute):
+                container[key] = original
+        for tensor, substitute, before in self._tensors:
+            changed = version(substitute) != before or substitute.is_inference()  # which does not count its changes
+            if changed and not shares_memory(tensor, substitute):
+                with torch.no_grad():
+                    tensor.copy_(substitute)
+
+    def _substitute(self, tensor: torch.Tensor) -> torch.Tensor:
+        substitute = self._function(tensor)
+        if substitute is not tensor:
+            self._tensors.append((tensor, substitute, version(substitute)))
+        return substitute
+
+    def _replace_items(self, container: Any, items: list[tuple[Any, Any]]) -> None:
+        for key, item in items:
+            substitute = self(item)
+            if substitute is not item:
+                container[key] = substitute
+                self._items.append((container, key, item, substitute))
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors look at the same storage."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _holds(container: Any, key: Any, item: Any) -> bool:
+    if isinstance(container, list):
+        return key < len(container) and container[key] is item
+    return key in container and container[key] is item
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def find(kind: type | tuple[type, ...], value: Any) -> Iterator[Any]:

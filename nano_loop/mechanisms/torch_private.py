@@ -20,7 +20,17 @@ def is_compiled(model: nn.Module) -> bool:
 
 def forget_compiled(model: nn.Module) -> None:
     """Take back `model.compile()`, for which torch has no call."""
-    model._compiled_call_impl = None
+    vars(model).pop("_compiled_call_impl", None)
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward, as when an activation checkpoint computes its forward again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been changed in place; under inference mode nobody counts, and it is always 0."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def fused_check_pending(optimizer: Optimizer) -> bool:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nano_loop.mechanisms.entry import Call
-from nano_loop.mechanisms.layout import guard_layout, is_dense, laid_out_as, relay_state
-from nano_loop.mechanisms.nested import map_tensors
+from nano_loop.mechanisms.nested import Substitution
 from nano_loop.mechanisms.replace import replaced
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
+
+_converting: dict[int, nn.Module] = {}  # the convolutions of set-up models, by their id
 
 
 class ChannelsLast(Step):
-    """Re-lays 4-D and 5-D parameters and buffers, and the same inputs of every outermost call into the model.
+    """Converts what goes into the model, and into each of its convolutions, where it is not NHWC yet.
+
+    The weights stay as they are: oneDNN reorders them for each convolution in any case, and what comes out is the same
+    to the bit, in the same layout.
 
     `Tensor.view` is replaced for the time: the `x.view(batch, -1)` behind so many convolutions needs the strides of
     NCHW, and falls back to `reshape` where it does not find them.
@@ -35,71 +41,66 @@ class ChannelsLast(Step):
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
-        # Callbacks run last in, first out: state follows its parameters after those are back in their own layout.
-        for optimizer in parts.optimizers:
-            self.undoing.callback(relay_state, optimizer)
+        self.undoing.enter_context(replaced(Tensor, "view", _view_or_reshape))
+        for convolution in _CONVOLUTIONS:
+            self.undoing.enter_context(replaced(convolution, "forward", _converting_its_input))
         for model in parts.models:
-            self._relay(model)
-        for optimizer in parts.optimizers:
-            guard_layout(optimizer, self.undoing)
-        self.undoing.enter_context(replaced(torch.Tensor, "view", _view_or_reshape))
-        return self._detail(parts)
+            self.entries.add(model, self.name, _converting_inputs(_dimensions(model.parameters())))
+        count = sum(self._convert(module) for model in parts.models for module in model.modules())
+        inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_dimensions(parts.parameters())))
+        return f"{count} convolution{'s' * (count != 1)}, {inputs} inputs"
 
-    def _relay(self, model: nn.Module) -> None:
-        tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_image_like(tensor)]
-        for tensor in tensors:
-            wanted = torch.empty_like(tensor, device="meta", memory_format=_FORMATS[tensor.dim()]).stride()
-            if tensor.stride() != wanted and is_dense(tensor) and not _is_shared(tensor):
-                self.undoing.callback(_lay_out, tensor, tensor.stride())
-                _lay_out(tensor, wanted)
-        dimensions = frozenset(tensor.dim() for tensor in tensors)
-        self.entries.add(model, self.name, _converting_inputs(dimensions))
-
-    def _detail(self, parts: Parts) -> str:
-        parameters = list(parts.parameters())
-        dimensions = sorted({parameter.dim() for parameter in parameters} & set(_FORMATS))
-        count = sum(parameter.dim() in _FORMATS for parameter in parameters)
-        inputs = " and ".join(f"{dimension}-D" for dimension in dimensions)
-        return f"{count} of {len(parameters)} parameters, {inputs} inputs"
+    def _convert(self, module: nn.Module) -> bool:
+        if isinstance(module, _CONVOLUTIONS) and id(module) not in _converting:
+            self.undoing.callback(_converting.pop, id(module))
+            _converting[id(module)] = module
+        return isinstance(module, _CONVOLUTIONS)
 
 
-def _is_image_like(tensor: torch.Tensor) -> bool:
-    return tensor.dim() in _FORMATS and tensor.layout is torch.strided and not tensor.is_quantized
+def _dimensions(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
+    return frozenset(parameter.dim() for parameter in parameters) & frozenset(_FORMATS)
 
 
-def _is_shared(tensor: torch.Tensor) -> bool:
-    """Whether other processes look at the tensor's memory, which they would no longer share once it has moved."""
-    return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
-
-
-def _lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
-    """Move `tensor` and its gradient to new memory with these strides; the tensor object stays."""
-    moved = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    tensor.data = moved.copy_(tensor.data)
-    if tensor.grad is not None and tensor.grad.layout is torch.strided:
-        tensor.grad = laid_out_as(tensor, tensor.grad)
+def in_channels_last(tensor: Tensor) -> Tensor:
+    """Return a 4-D or 5-D tensor with the strides of NHWC or NDHWC: itself, a view where one will do, else a copy."""
+    if tensor.size(1) == 1 and tensor.is_contiguous():
+        # One channel lies in both layouts at once; only strides that say so make a convolution's output NHWC.
+        return tensor.reshape(tensor.size(0), *tensor.shape[2:], 1).movedim(-1, 1)
+    return tensor.contiguous(memory_format=_FORMATS[tensor.dim()])
 
 
 def _converting_inputs(dimensions: frozenset[int]) -> Any:
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() not in dimensions or not _is_image_like(tensor):
-            return tensor
-        return tensor.contiguous(memory_format=_FORMATS[tensor.dim()])
+    def convert(tensor: Tensor) -> Tensor:
+        images = tensor.dim() in dimensions and tensor.layout is torch.strided and tensor.is_floating_point()
+        return in_channels_last(tensor) if images else tensor
 
     def layer(call: Call) -> Call:
         def with_converted_inputs(function: Call, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = map_tensors(convert, (args, kwargs))
-            return call(function, *args, **kwargs)
+            substitution = Substitution(convert)
+            args, kwargs = substitution(args), substitution(kwargs)
+            try:
+                return call(function, *args, **kwargs)
+            finally:
+                substitution.restore()
 
         return with_converted_inputs
 
     return layer
 
 
+def _converting_its_input(forward: Call) -> Call:
+    def convert_and_forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if id(self) in _converting and input.dim() in _FORMATS:
+            input = in_channels_last(input)
+        return forward(self, input, *args, **kwargs)
+
+    return convert_and_forward
+
+
 def _view_or_reshape(view: Call) -> Call:
-    def view_or_reshape(self: torch.Tensor, *shape: Any, **kwargs: Any) -> torch.Tensor:
+    def view_or_reshape(self: Tensor, *shape: Any, **kwargs: Any) -> Tensor:
         try:
-            viewed: torch.Tensor = view(self, *shape, **kwargs)
+            viewed: Tensor = view(self, *shape, **kwargs)
             return viewed
         except RuntimeError:
             if kwargs or not shape or isinstance(shape[0], torch.dtype):

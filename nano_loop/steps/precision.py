@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.mechanisms.autocast import bf16_autocast, to_fp32
-from nano_loop.mechanisms.entry import Call, Entries
+from nano_loop.mechanisms.entry import Call, is_forward
 from nano_loop.mechanisms.nested import map_tensors
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
@@ -23,16 +21,12 @@ class Precision(Step):
     """Enters autocast for each outermost call into a model, and leaves it when the call returns.
 
     Autocast keeps its bf16 copies of the weights until it is left, so one autocast around the whole loop would go on
-    computing with the weights of the first step. A method of the model that steps the optimizer itself, a whole loop
-    even, is one call; so the copies are forgotten after each step, too.
+    computing with the weights of the first step. In methods other than ``forward``, which may change the weights
+    themselves, or hold the whole loop, it keeps no copies.
     """
 
     name = "precision"
     required = False
-
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries) -> None:
-        super().__init__(config, machine, entries)
-        self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     @property
     def asked(self) -> bool:
@@ -51,10 +45,6 @@ class Precision(Step):
             self._warn()
         for model in parts.models:
             self.entries.add(model, self.name, _under_autocast)
-        for optimizer in parts.optimizers:
-            if optimizer not in self._hooked:
-                self._hooked.add(optimizer)
-                self.undoing.callback(optimizer.register_step_post_hook(_forget_casts).remove)
         return "bf16 autocast, outputs fp32"
 
     def _warn(self) -> None:
@@ -70,16 +60,12 @@ def resolve_precision(config: NanoConfig, machine: Machine) -> str:
     return "bf16-mixed" if machine.has_fast_bf16 else "32-true"
 
 
-def _forget_casts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    torch.clear_autocast_cache()
-
-
 def _under_autocast(call: Call) -> Call:
     def with_autocast(function: Call, *args: Any, **kwargs: Any) -> Any:
         # An autocast or a `disable_casts` of the user's own around the call is what the plain loop would obey.
         if torch.is_autocast_enabled("cpu"):
             return call(function, *args, **kwargs)
-        with bf16_autocast():
+        with bf16_autocast(keep_casts=is_forward(function)):
             outputs = call(function, *args, **kwargs)
         return map_tensors(to_fp32, outputs)
 

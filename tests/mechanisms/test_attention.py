@@ -1,11 +1,12 @@
 """Attention by plain products is as exact as torch's kernel, and leaves to torch what it does not do."""
 
 import itertools
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -94,17 +95,18 @@ def test_output_and_gradients_are_as_exact_as_torchs(tensors, kwargs, calls):
     assert calls == [True]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.integers(1, 40),
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(1, 150),
+    st.integers(1, 150),
+    st.integers(1, 70),
+    st.integers(1, 70),
     st.sampled_from([{}, {"is_causal": True}, {"scale": 0.07}]),
     st.booleans(),
 )
 def test_random_shapes_are_as_exact_as_torchs(batch, length, source, width, value_width, kwargs, transposed):
+    assume(math.prod(batch) * length * source >= 1 << 14)  # smaller ones are left to torch
     tensors = inputs(tuple(batch), length, source, width, value_width, transposed=transposed and len(batch) > 1)
     assert_as_exact_as_torch(tensors, **kwargs)
 
@@ -186,9 +188,7 @@ def test_probabilities_above_the_bound_are_left_to_torch(calls, monkeypatch):
 @pytest.mark.parametrize(
     ("tensors", "kwargs"),
     [
-        (inputs(), {"is_causal": True, "attn_mask": torch.ones(17, 17, dtype=torch.bool)}),
         ([inputs()[0], inputs(width=8)[1], inputs()[2]], {}),
-        ([*inputs()[:2], inputs(length=9)[2]], {}),
         (inputs(), {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}),
     ],
 )

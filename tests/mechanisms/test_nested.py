@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from nano_loop.mechanisms.nested import find, map_tensors
+from nano_loop.mechanisms.nested import Substitution, find, map_tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -103,3 +103,60 @@ def test_find_does_not_follow_a_list_that_holds_itself_for_ever():
     loop = ["a"]
     loop.append(loop)
     assert list(find(str, loop)) == ["a"]
+
+
+@pytest.mark.parametrize("container", [[ONE, "kept"], {0: ONE, 1: "kept"}, OrderedDict({0: ONE}), UserDict({0: ONE})])
+def test_substitutes_stand_in_the_callers_containers_until_they_are_restored(container):
+    substitution = Substitution(double)
+    assert substitution(container) is container
+    assert torch.equal(container[0], ONE * 2)
+    substitution.restore()
+    assert container[0] is ONE
+
+
+@pytest.mark.parametrize("value", [(1, ONE), Pair(ONE, 2), Frozen(ONE)])
+def test_substitutes_stand_in_copies_of_what_cannot_be_written_to(value):
+    substituted = Substitution(double)(value)
+    assert type(substituted) is type(value)
+    assert substituted is not value
+    assert torch.equal(
+        next(iter(find(torch.Tensor, vars(substituted) if isinstance(value, Frozen) else substituted))), ONE * 2
+    )
+
+
+def test_what_a_call_writes_into_containers_stays():
+    batch, items = {"image": ONE, "gone": ONE}, [ONE, ONE]
+    substitution = Substitution(double)
+    substitution((batch, {"nested": items}))
+    batch["new"], items[1] = "written", "over"
+    del batch["gone"]
+    substitution.restore()
+    assert batch == {"image": ONE, "new": "written"}
+    assert items[0] is ONE
+    assert items[1] == "over"
+
+
+def test_what_a_call_writes_into_a_substitute_reaches_the_original():
+    original = torch.ones(2)
+    substitution = Substitution(torch.clone)
+    substitution([original])
+    substitution([original])[0].sub_(3)
+    substitution.restore()
+    assert original.tolist() == [-2, -2]
+
+
+def test_substitutes_that_are_views_are_written_through_once():
+    original = torch.ones(2, 3)
+    substitution = Substitution(torch.t)
+    substitution(original).mul_(2)
+    substitution.restore()
+    assert original.eq(2).all()
+
+
+def test_writes_under_inference_mode_reach_the_original_too():
+    with torch.inference_mode():
+        original = torch.ones(2)
+        substitution = Substitution(torch.clone)
+        substitution(original).mul_(3)
+        substitution.restore()
+    assert original.tolist() == [3, 3]

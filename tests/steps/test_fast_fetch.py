@@ -175,7 +175,3 @@ def test_undoing_leaves_no_trace(step, dataset):
     made.undo()
     assert dict(vars(DataLoader)) == before
     assert not fast_fetch._shadows
-
-
-def test_without_loaders_there_is_nothing_to_do(step):
-    assert step(FastFetch).skip_reason(Parts()) == "there is no loader"
