@@ -88,15 +88,15 @@ def test_right_kinds_pass():
     model = nn.Linear(1, 1)
     loader = DataLoader([1])
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    check_kinds([("model", nn.Module, model), ("optimizer", Optimizer, optimizer), ("dataloaders", DataLoader, loader)])
+    check_kinds(("model", nn.Module, [model]), ("optimizer", Optimizer, [optimizer]), ("loaders", DataLoader, [loader]))
 
 
 def test_wrong_kind_is_told_with_the_right_one():
     with pytest.raises(NanoConfigError, match=r"^optimizer is a builtins\.int: .+Optimizer\. Call setup"):
-        check_kinds([("model", nn.Module, nn.ReLU()), ("optimizer", Optimizer, 3)])
+        check_kinds(("model", nn.Module, [nn.ReLU()]), ("optimizer", Optimizer, [3]))
 
 
 def test_all_wrong_kinds_are_told_at_once():
     with pytest.raises(NanoConfigError) as caught:
-        check_kinds([("model", nn.Module, "net"), ("optimizer", Optimizer, 3), ("dataloaders", DataLoader, [])])
+        check_kinds(("model", nn.Module, ["net"]), ("optimizer", Optimizer, [3]), ("dataloaders", DataLoader, [[]]))
     assert all(name in str(caught.value) for name in ("model", "optimizer", "dataloaders"))

@@ -164,7 +164,7 @@ def test_bad_arguments_are_all_named_in_one_error():
 def test_bad_and_unknown_arguments_and_variables_are_told_together(monkeypatch):
     monkeypatch.setenv("NANO_LOOP_VERBOSITY", "1")
     message = refusal(TorchNano, precision="fp8", chanels_last=True)
-    for part in ("precision='fp8'", "chanels_last=True", "NANO_LOOP_VERBOSITY='1'"):
+    for part in ("precision='fp8'", "chanels_last=True", "NANO_LOOP_VERBOSITY=1"):
         assert part in message
 
 
@@ -334,6 +334,13 @@ VALID = {
     "timeout": [1, 0.5, np.float64(3)],
     "verbose": [False, "all"],
 }
+
+
+def odd(place):
+    """Hypothesis asks for the repr of what it samples from, so it samples places."""
+    return ODD[place]
+
+
 plain_values = st.one_of(
     st.none(),
     st.booleans(),
@@ -342,7 +349,7 @@ plain_values = st.one_of(
     st.complex_numbers(),
     st.text(st.characters(exclude_categories=())),
     st.binary(),
-    st.sampled_from(ODD),
+    st.integers(0, len(ODD) - 1).map(odd),
     st.sampled_from([value for values in VALID.values() for value in values]),
 )
 any_value = st.recursive(
@@ -451,18 +458,18 @@ def test_precision_comes_from_the_environment_in_each_spelling(text, expected):
 def test_environment_wins_over_the_code(monkeypatch):
     monkeypatch.setenv("NANO_LOOP_PRECISION", "auto")
     monkeypatch.setenv("NANO_LOOP_CHANNELS_LAST", "true")
-    config = TorchNano(precision="bf16", channels_last=False, auto_lr=False).config
+    config = TorchNano(precision="bf16", channels_last=False, auto_lr=False)._nano_config
     assert (config.precision, config.channels_last, config.auto_lr) == ("auto", True, False)
 
 
 def test_environment_wins_over_a_bad_value_in_the_code(monkeypatch):
     monkeypatch.setenv("NANO_LOOP_PRECISION", "bf16")
-    assert TorchNano(precision="fp8").config.precision == "bf16-mixed"
+    assert TorchNano(precision="fp8")._nano_config.precision == "bf16-mixed"
 
 
 def test_bad_value_in_the_environment_is_told_by_its_variable(monkeypatch):
     monkeypatch.setenv("NANO_LOOP_PRECISION", "fp8")
-    assert refusal(TorchNano, precision=32).startswith("NANO_LOOP_PRECISION='fp8': ")
+    assert refusal(TorchNano, precision=32).startswith("NANO_LOOP_PRECISION=fp8: ")
 
 
 @pytest.mark.parametrize(
@@ -471,7 +478,7 @@ def test_bad_value_in_the_environment_is_told_by_its_variable(monkeypatch):
 def test_typo_in_a_variable_is_told_with_the_right_name(monkeypatch, typo, meant):
     monkeypatch.setenv(typo, "bf16")
     message = refusal(TorchNano)
-    assert message.startswith(f"{typo}='bf16': ")
+    assert message.startswith(f"{typo}=bf16: ")
     assert message.endswith(f"Write {meant}.")
 
 
@@ -512,7 +519,6 @@ NOT_YET = [
     ("precision", "16-mixed"),
     ("precision", "bf16-true"),
     ("cpu_for_each_process", [[0]]),
-    ("fast_attention", True),
     ("bf16_ops", ["layer_norm"]),
     ("fp32_ops", ["softmax"]),
     ("gradient_compression", "bf16"),

@@ -553,10 +553,10 @@ def test_run_and_launch_of_fabric_do_no_harm(job):
 
 
 def test_first_eight_are_in_bigdl_nano_s_order():
-    found = TorchNano(1, False, "spawn", "gloo", "bf16", None, True, False).config
+    found = TorchNano(1, False, "spawn", "gloo", "bf16", None, True, False)._nano_config
     named = {"process_group_backend": "gloo", "precision": "bf16", "channels_last": True, "auto_lr": False}
-    assert found == TorchNano(num_processes=1, **named).config
-    assert found != TorchNano(num_processes=1).config
+    assert found == TorchNano(num_processes=1, **named)._nano_config
+    assert found != TorchNano(num_processes=1)._nano_config
 
 
 def test_ninth_argument_in_order_is_python_s_own_error():

@@ -205,10 +205,10 @@ def in_force(calls):
 
 
 def test_it_reaches_multi_head_attention_and_encoder_layers(in_force):
-    x = torch.randn(2, 11, 16)
+    x = torch.randn(2, 11, 64)
     for model in (
-        nn.MultiheadAttention(16, 4, batch_first=True),
-        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True),
+        nn.MultiheadAttention(64, 4, batch_first=True),
+        nn.TransformerEncoderLayer(64, 4, 32, batch_first=True),
     ):
         arguments = (x, x, x) if isinstance(model, nn.MultiheadAttention) else (x,)
         kwargs = {"need_weights": False} if isinstance(model, nn.MultiheadAttention) else {}

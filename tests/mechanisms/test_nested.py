@@ -119,9 +119,8 @@ def test_substitutes_stand_in_copies_of_what_cannot_be_written_to(value):
     substituted = Substitution(double)(value)
     assert type(substituted) is type(value)
     assert substituted is not value
-    assert torch.equal(
-        next(iter(find(torch.Tensor, vars(substituted) if isinstance(value, Frozen) else substituted))), ONE * 2
-    )
+    items = vars(substituted) if isinstance(value, Frozen) else substituted
+    assert torch.equal(next(find(torch.Tensor, items)), ONE * 2)
 
 
 def test_what_a_call_writes_into_containers_stays():
