@@ -18,7 +18,7 @@ from torch import nn
 
 import nano_loop
 
-REPEATS, CALLS = 30, 400
+REPEATS, CALLS = 60, 400
 
 
 def build(fused: bool | None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -50,24 +50,48 @@ def loop_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def difference(ours: Callable[..., float], theirs: Callable[..., float]) -> tuple[float, float]:
-    """Return the median seconds of theirs and what ours takes more, pair by pair."""
-    pairs = [(ours(*build(None)), theirs(*build(True))) for _ in range(REPEATS)][2:]
-    return statistics.median(b for _, b in pairs), statistics.median(a - b for a, b in pairs)
+    """Return the median seconds of theirs and what ours takes more, pair by pair, either of them first by turns."""
+    pairs = []
+    for number in range(REPEATS):
+        if number % 2:
+            pairs.append((ours(*build(None)), theirs(*build(True))))
+        else:
+            pairs.append((theirs(*build(True)), ours(*build(None)))[::-1])
+    return statistics.median(b for _, b in pairs), statistics.median(a - b for a, b in pairs[2:])
+
+
+def calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Return the seconds a call into the model."""
+    x = torch.ones(2, 4)
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        model(x)
+    return (time.perf_counter() - start) / CALLS
+
+
+def calls_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    x = torch.ones(2, 4)
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        out.float()
+    return (time.perf_counter() - start) / CALLS
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    fp32, bf16 = nano_loop.nano(verbose=False), nano_loop.nano(precision="bf16", verbose=False)
+    images = nano_loop.nano(precision="bf16", channels_last=True, verbose=False)
     cases = {
-        "fp32": (nano_loop.nano(verbose=False)(loop), loop),
-        "bf16": (nano_loop.nano(precision="bf16", verbose=False)(loop), loop_by_hand),
-        "bf16, channels_last": (
-            nano_loop.nano(precision="bf16", channels_last=True, verbose=False)(loop),
-            loop_by_hand,
-        ),
+        "a call, bf16": (bf16(calls), calls_by_hand),
+        "a call, bf16, channels_last": (images(calls), calls_by_hand),
+        "a step, fp32": (fp32(loop), loop),
+        "a step, bf16": (bf16(loop), loop_by_hand),
     }
     for name, (ours, theirs) in cases.items():
         base, more = difference(ours, theirs)
-        print(f"{name:<20} {base * 1e6:7.1f} µs a step by hand, nano_loop adds {more * 1e6:5.1f} µs")
+        print(f"{name:<28} {base * 1e6:7.1f} µs by hand, nano_loop adds {more * 1e6:5.1f} µs")
 
 
 if __name__ == "__main__":

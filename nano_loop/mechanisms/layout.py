@@ -46,28 +46,34 @@ def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
 
 
 class _Guard:
-    """What the hook before each step remembers of one optimizer."""
+    """The hook before each step of one optimizer."""
 
     def __init__(self) -> None:
-        self._strides: dict[int, tuple[int, ...]] = {}  # of each parameter, at the last step; by its id
+        self._strides: dict[int, tuple[int, ...]] = {}  # at the last step, of the parameters that are not contiguous
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         moved = False
         for group in optimizer.param_groups:
-            if not group.get("fused"):
-                continue
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                stride = parameter.stride()
-                if gradient.layout is torch.strided and gradient.stride() != stride:
-                    parameter.grad = laid_out_as(parameter, gradient)
-                if self._strides.get(id(parameter)) != stride:
-                    self._strides[id(parameter)] = stride
-                    moved = True
+            if group.get("fused"):
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    if gradient is None or gradient.layout is not torch.strided:
+                        continue
+                    # Nearly always both are contiguous, and were so before: this line is what a step costs.
+                    if parameter.is_contiguous() and gradient.is_contiguous() and id(parameter) not in self._strides:
+                        continue
+                    moved |= self._match(parameter, gradient)
         if moved:
             relay_state(optimizer)
+
+    def _match(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """Lay the gradient out as its parameter, and say whether the parameter has moved since the last step."""
+        stride = parameter.stride()
+        if gradient.stride() != stride:
+            parameter.grad = laid_out_as(parameter, gradient)
+        before = self._strides.get(id(parameter))
+        self._strides[id(parameter)] = stride
+        return before != stride
 
 
 def relay_state(optimizer: Optimizer) -> None:

@@ -151,18 +151,20 @@ def _sparse_parameters(models: list[nn.Module]) -> set[int]:
 
 def _is_ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the fused kernel takes what it will find in `group` at this step."""
-    stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-    if any(parameter.grad.layout is not torch.strided for parameter in stepped):
-        return False
-    return not group.get("momentum") or _has_all_momenta(optimizer, group, stepped)
+    for parameter in group["params"]:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            return False
+    return not group.get("momentum") or _has_all_momenta(optimizer, group)
 
 
-def _has_all_momenta(optimizer: Optimizer, group: dict[str, Any], stepped: list[nn.Parameter]) -> bool:
+def _has_all_momenta(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Give SGD's late-comers, such as a layer that was thawed, the zero momentum that their first step starts from.
 
     torch's fused SGD raises where some parameters have a momentum and some have none. A first step without dampening
     is one from zero; with dampening it is not, and the plain optimizer has to do it.
     """
+    stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
     late = [parameter for parameter in stepped if optimizer.state[parameter].get("momentum_buffer") is None]
     if not late or len(late) == len(stepped):
         return True

@@ -14,6 +14,8 @@ OPTIMIZERS = torch.optim.Optimizer, torch.optim.SGD, torch.optim.Adam, torch.opt
 MODULES = nn.Module, nn.Linear, nn.Conv2d, nn.Sequential
 CLASSES = *OPTIMIZERS, *MODULES, nn.Parameter, torch.Tensor, DataLoader, Dataset
 
+NOT_OURS = ("ThreadPoolExecutor", "tqdm_monitor")
+
 
 def record(value):
     """Everything worth comparing of `value`, as nested dicts and lists of tensors and plain values."""
@@ -130,7 +132,8 @@ def surroundings():
         "environment": dict(os.environ),
         "working folder": os.getcwd(),
         "affinity": affinity(),
-        "threads of Python": sorted(t.name for t in threading.enumerate()),
+        # torch's compiler and tqdm start threads of their own, which stay.
+        "threads of Python": sorted(t.name for t in threading.enumerate() if not t.name.startswith(NOT_OURS)),
         "signals": {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)},
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "classes": {c.__qualname__: {key: vars(c)[key] for key in attributes(c)} for c in CLASSES},

@@ -1,5 +1,7 @@
 """Masks have the right rate, are independent, and repeat with torch's generator."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -83,6 +85,12 @@ def test_masks_do_not_depend_on_the_number_of_threads():
     torch.set_num_threads(before)
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(masks[0], masks[2])
+
+
+def test_no_thread_is_left_behind():
+    before = threading.active_count()
+    mask()
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("p", [0, 1, 0.0, 1.0])
