@@ -147,8 +147,9 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
 
 def _unknown(name: str, given: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    advice = f"Write {close[0]}" if close else "Leave it out"
-    return problem(given, f"there is no such option, only {', '.join(known)}", advice)
+    if close:
+        return problem(given, "there is no such option", f"Write {close[0]}")
+    return problem(given, f"there is no such option, only {', '.join(known)}", "Leave it out")
 
 
 def _raise_all(problems: list[str]) -> None:

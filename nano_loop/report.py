@@ -29,7 +29,7 @@ class StepResult:
         return f"  {self.status}  {self.name:<15}  {self.detail}"
 
 
-@dataclass
+@dataclass(repr=False)
 class SetupReport:
     """The report of one run.
 
@@ -91,6 +91,8 @@ class SetupReport:
         if self.from_environment:
             lines.append(f"  from the environment: {', '.join(self.from_environment)}")
         return "\n".join([*lines, *map(str, self.results)])
+
+    __repr__ = __str__  # what a notebook shows
 
     def _names(self, status: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(result.name for result in self.results if result.status == status))
