@@ -91,6 +91,7 @@ class TorchNano(Fabric):
 
     Examples
     --------
+    >>> import torch
     >>> class MyNano(TorchNano):
     ...     def train(self, model, optimizer, loader):
     ...         model, optimizer, loader = self.setup(model, optimizer, loader)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from nano_loop.mechanisms.torch_private import softmax_backward
+from nano_loop.mechanisms.torch_private import in_functorch, softmax_backward
 
 #: The most that the probabilities of one call may take, in bytes; above it torch's kernel, which keeps none, runs.
 MEMORY_BOUND = 256 * 2**20
@@ -78,6 +78,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
     """Whether the call is one that the plain products do right and faster; torch answers all others, and all errors."""
     tensors = (query, key, value)
+    # Whoever turns torch's fast kernel off, with `sdpa_kernel`, wants what its plain one can do: a second derivative.
+    if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
     if torch.compiler.is_compiling() or any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
         return False
     if any(each.dtype is not torch.bfloat16 or each.dim() < 3 or each.layout is not torch.strided for each in tensors):

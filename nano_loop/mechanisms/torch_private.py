@@ -28,6 +28,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def in_functorch() -> bool:
+    """Whether a `torch.func` transform such as ``vmap`` or ``grad`` is at work, whose tensors look like plain ones."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def version(tensor: torch.Tensor) -> int:
     """Return how often a tensor has been changed in place; under inference mode nobody counts, and it is always 0."""
     return 0 if tensor.is_inference() else int(tensor._version)

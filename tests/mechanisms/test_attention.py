@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nano_loop.mechanisms import attention as module
 from nano_loop.mechanisms.attention import attention
@@ -217,6 +218,29 @@ def test_it_reaches_multi_head_attention_and_encoder_layers(in_force):
         (out[0] if isinstance(out, tuple) else out).float().sum().backward()
         assert in_force.pop()
         assert not in_force
+
+
+def test_second_derivatives_work_where_the_user_asks_for_torchs_plain_kernel(in_force):
+    tensors = inputs()
+    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(*tensors)
+    (gradient,) = torch.autograd.grad(out.float().sum(), tensors[0], create_graph=True)
+    gradient.float().square().sum().backward()
+    assert tensors[1].grad.isfinite().all()
+    assert in_force == [False]
+
+
+def test_functional_gradients_are_torchs(in_force):
+    tensors = [each.detach() for each in inputs()]
+
+    def loss(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v).float().square().sum()
+
+    leaf = tensors[0].clone().requires_grad_()
+    loss(leaf, *tensors[1:]).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(*tensors), leaf.grad, rtol=0.05, atol=0.05)
+    assert in_force == [True, False]
 
 
 def test_fp32_calls_are_torchs(in_force):

@@ -8,8 +8,12 @@ from nano_loop.mechanisms.torch_private import (
     forget_compiled,
     forget_fused_check,
     fused_check_pending,
+    in_backward,
+    in_functorch,
     is_compiled,
     is_loss,
+    softmax_backward,
+    version,
 )
 
 
@@ -28,6 +32,35 @@ def test_compiling_can_be_taken_back():
     forget_compiled(model)
     assert not is_compiled(model)
     assert vars(model).keys() - before.keys() <= {"_compiled_call_impl"}
+
+
+def test_backward_is_told_from_forward():
+    seen, x = [], torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(in_backward()))
+    x.sum().backward()
+    assert (seen, in_backward()) == ([True], False)
+
+
+def test_transforms_are_told_from_plain_calls():
+    seen = []
+    torch.func.grad(lambda x: seen.append(in_functorch()) or x.sum())(torch.ones(1))
+    assert (seen, in_functorch()) == ([True], False)
+
+
+def test_changes_in_place_are_counted_outside_of_inference_mode():
+    tensor = torch.ones(1)
+    before = version(tensor)
+    tensor.add_(1)
+    assert version(tensor) == before + 1
+    with torch.inference_mode():
+        assert version(torch.ones(1)) == 0
+
+
+def test_gradient_of_a_softmax_is_autograds():
+    x = torch.rand(2, 5, requires_grad=True)
+    gradient = torch.rand(2, 5)
+    (expected,) = torch.autograd.grad(x.softmax(-1), x, gradient)
+    torch.testing.assert_close(softmax_backward(gradient, x.softmax(-1).detach()), expected)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
