@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from watched import Net, in_bf16, is_fused, seeded  # noqa: F401 - a fixture
 
 from nano_loop import NanoConfigError, NanoError, SetupReport, nano
 
@@ -16,20 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning
 bf16 = nano(precision="bf16", verbose=False)
 quiet = nano(verbose=False)
 fused_only = nano(fused_optimizer=True, verbose=False)
-
-
-class Net(nn.Module):
-    """Notes in which dtype its linear layer computes, which says whether a call went through nano_loop."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.seen = []
-
-    def forward(self, x):
-        out = self.layer(x)
-        self.seen.append(out.dtype)
-        return out
 
 
 class Penalty(nn.Module):
@@ -56,22 +43,6 @@ def fit(model, optimizer, loader, loss=nn.functional.cross_entropy):
         loss(model(x), y).backward()
         optimizer.step()
     return model
-
-
-def is_fused(optimizer):
-    return bool(optimizer.param_groups[0]["fused"])
-
-
-def in_bf16(*models):
-    """Whether each model computes in bf16 now."""
-    return [net(torch.ones(1, 3)).dtype is torch.float32 and net.seen[-1] is torch.bfloat16 for net in models]
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 # --- what is found among the arguments ---

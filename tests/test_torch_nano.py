@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from watched import Net, in_bf16, is_fused, seeded  # noqa: F401 - a fixture
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, SetupReport, TorchNano
 
@@ -30,20 +31,6 @@ class Loop(TorchNano):
         return function(self, *args, **kwargs)
 
 
-class Net(nn.Module):
-    """Notes in which dtype its linear layer computes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.seen = []
-
-    def forward(self, x):
-        out = self.layer(x)
-        self.seen.append(out.dtype)
-        return out
-
-
 def make():
     net = Net()
     return net, torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -58,22 +45,6 @@ def fit(model, optimizer, data):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-
-
-def is_fused(optimizer):
-    return bool(optimizer.param_groups[0]["fused"])
-
-
-def in_bf16(*models):
-    """Whether each model computes in bf16 now."""
-    return [net(torch.ones(1, 3)).dtype is torch.float32 and net.seen[-1] is torch.bfloat16 for net in models]
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 @pytest.fixture

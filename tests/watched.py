@@ -1,0 +1,35 @@
+"""A model that notes how it is run, for tests that ask whether it is accelerated."""
+
+import pytest
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """Notes in which dtype its linear layer computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.seen = []
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.seen.append(out.dtype)
+        return out
+
+
+def is_fused(optimizer):
+    return bool(optimizer.param_groups[0]["fused"])
+
+
+def in_bf16(*models):
+    """Whether each model computes in bf16 now."""
+    return [net(torch.ones(1, 3)).dtype is torch.float32 and net.seen[-1] is torch.bfloat16 for net in models]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
