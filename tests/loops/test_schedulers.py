@@ -62,6 +62,7 @@ def train(model, optimizer, loader, scheduler, by_hand):
     return rates, scheduler.state_dict()
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR of torch 2.8, of itself
 @pair(*(job(name, scheduler=factory) for name, factory in SCHEDULERS.items()), configs=[EXACT, FUSED])
 def test_scheduler_built_before(model, optimizer, loader, scheduler, by_hand=untouched):
     return train(model, optimizer, loader, scheduler, by_hand)
@@ -71,6 +72,7 @@ def naming(name):
     return job(name, optimizer=ADAMW, scheduler=lambda _: name)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 @pair(*map(naming, SCHEDULERS), configs=[EXACT, FUSED])
 def test_scheduler_built_after(model, optimizer, loader, scheduler, by_hand=untouched):
     return train(model, optimizer, loader, SCHEDULERS[scheduler](optimizer), by_hand)
