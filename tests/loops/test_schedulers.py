@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler as schedulers
 
