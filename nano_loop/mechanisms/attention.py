@@ -2,7 +2,8 @@
 
 torch's own CPU kernel ("flash") works in blocks and never holds all the probabilities, but its small bf16 products run
 at a fifth of the speed of oneDNN's large ones. Here scores are computed and normalised in fp32, and the probabilities
-kept in bf16 for the backward. So the error against fp64 is that of torch's kernel, in a half to a third of the time.
+kept in bf16 for the backward. The error against fp64 stays near that of torch's
+kernel (docs/performance.md has both, and the times).
 """
 
 from __future__ import annotations
