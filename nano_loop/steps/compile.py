@@ -8,6 +8,7 @@ from torch import nn
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.mechanisms.torch_private import forget_compiled, is_compiled
 from nano_loop.parts import Parts
@@ -24,8 +25,8 @@ class Compile(Step):
     name = "compile"
     required = False
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries) -> None:
-        super().__init__(config, machine, entries)
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
         self._compiled: set[int] = set()  # the ids of models
 
     def skip_reason(self, parts: Parts) -> str | None:

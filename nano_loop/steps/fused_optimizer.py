@@ -10,6 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.mechanisms.layout import guard_layout, is_dense
 from nano_loop.mechanisms.torch_private import forget_fused_check, fused_check_pending
@@ -30,8 +31,8 @@ class FusedOptimizer(Step):
     name = "fused_optimizer"
     needs = "optimizers"
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries) -> None:
-        super().__init__(config, machine, entries)
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
         self._switches: dict[int, _Switch] = {}  # by the optimizer's id; a switch keeps its optimizer alive
 
     def skip_reason(self, parts: Parts) -> str | None:

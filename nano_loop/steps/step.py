@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.parts import Parts
 
@@ -31,6 +32,8 @@ class Step(ABC):
         What this process may use.
     entries : Entries
         Where a step puts what has to happen around the calls into a model.
+    ranks : Ranks
+        The processes of the run; a single one by default.
     """
 
     #: The step's name in the report; its option, where it has one, is called the same.
@@ -40,10 +43,11 @@ class Step(ABC):
     #: Whether the step is about the process, so that the first ``setup`` of a run does it for all of them.
     once: ClassVar[bool] = False
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries) -> None:
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         self.config = config
         self.machine = machine
         self.entries = entries
+        self.ranks = ranks
         self.undoing = ExitStack()
 
     @property

@@ -6,6 +6,7 @@ import pytest
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import LogicalCpu, Machine
+from nano_loop.distributed.ranks import ALONE
 from nano_loop.mechanisms.entry import Entries
 
 
@@ -26,9 +27,9 @@ def step(machine):
     """Make a step of a class, with options and a machine; it is undone when the test ends."""
     with ExitStack() as undoing:
 
-        def make(kind, on=None, **options):
+        def make(kind, on=None, ranks=ALONE, **options):
             entries = Entries()
-            made = kind(NanoConfig(**options), on or machine(), entries)
+            made = kind(NanoConfig(**options), on or machine(), entries, ranks)
             undoing.callback(entries.close)
             undoing.callback(made.undo)
             return made

@@ -1,0 +1,44 @@
+"""Values that travel between ranks arrive whole, everywhere."""
+
+import pytest
+import torch
+
+from nano_loop.distributed.ranks import ALONE
+
+
+def test_alone_everything_stays_what_it_is():
+    tensor = torch.arange(3.0)
+    assert ALONE.broadcast("x") == "x"
+    assert ALONE.gather("x") == ["x"]
+    assert ALONE.mean(tensor).equal(tensor)
+    ALONE.broadcast_tensors([tensor])
+    ALONE.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_objects_travel(team, size):
+    def exchange(ranks):
+        mine = {"rank": ranks.rank, "long": "x" * 1000 * ranks.rank}
+        return ranks.broadcast(mine, source=1), ranks.gather(mine)
+
+    for broadcast, gathered in team(size)(exchange):
+        assert broadcast == {"rank": 1, "long": "x" * 1000}
+        assert [each["rank"] for each in gathered] == list(range(size))
+
+
+def test_tensors_travel_whatever_their_layout(team):
+    def exchange(ranks):
+        tensors = [
+            torch.full((2, 3), float(ranks.rank)).t(),
+            torch.full((3,), ranks.rank, dtype=torch.bool),
+            torch.full((2,), ranks.rank * 1j, dtype=torch.complex64),
+            torch.full((2, 3, 4, 4), ranks.rank).contiguous(memory_format=torch.channels_last),
+            torch.tensor(ranks.rank, dtype=torch.bfloat16),
+            torch.empty(0),
+        ]
+        ranks.broadcast_tensors(tensors, source=1)
+        return tensors, ranks.mean(torch.tensor([ranks.rank, 4.0]))
+
+    for tensors, mean in team(2)(exchange):
+        assert [tensor.flatten()[:1].tolist() for tensor in tensors] == [[1.0], [True], [1j], [1], [1.0], []]
+        assert mean.tolist() == [0.5, 4.0]
