@@ -2,6 +2,7 @@
 
     python examples/char_gpt.py                                # accelerated
     python examples/char_gpt.py --plain                        # the same loop without nano_loop
+    python examples/char_gpt.py --num-processes 2              # two processes, each on half of the cores
     python examples/char_gpt.py --checkpoint gpt.pt            # keeps its state in gpt.pt ...
     python examples/char_gpt.py --checkpoint gpt.pt --resume   # ... and goes on from there
 
@@ -25,6 +26,7 @@ from tqdm import tqdm
 parser = argparse.ArgumentParser(description="Train a character GPT on Python's standard library.")
 parser.add_argument("--plain", action="store_true", help="run the same loop without nano_loop")
 parser.add_argument("--precision", default="auto", help="32, bf16 or auto (default: auto)")
+parser.add_argument("--num-processes", type=int, metavar="N", help="data-parallel processes (default: 1)")
 parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save to FILE at every evaluation")
 parser.add_argument("--resume", action="store_true", help="go on from the --checkpoint file")
 parser.add_argument("--sample", type=int, default=400, help="characters to write when trained (default: 400)")
@@ -35,7 +37,7 @@ parser.add_argument("--heads", type=int, default=4)
 parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--context", type=int, default=128, help="characters the model looks back (default: 128)")
 parser.add_argument("--dropout", type=float, default=0.0)
-parser.add_argument("--batch-size", type=int, default=16)
+parser.add_argument("--batch-size", type=int, default=16, help="windows a batch, of all processes (default: 16)")
 parser.add_argument("--accumulate", type=int, default=2, help="batches a step (default: 2)")
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--warmup", type=int, default=20, help="steps to the full rate (default: 20)")
@@ -44,7 +46,7 @@ parser.add_argument("--eval-every", type=int, default=50, metavar="STEPS")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
 
-run_options = {"plain", "precision", "checkpoint", "resume", "sample", "json"}
+run_options = {"plain", "precision", "num_processes", "checkpoint", "resume", "sample", "json"}
 settings = {name: value for name, value in vars(args).items() if name not in run_options}
 precision = 32 if args.precision == "32" else args.precision
 betas, weight_decay, max_norm = (0.9, 0.95), 0.1, 1.0
@@ -54,6 +56,9 @@ modules = (  # whose source is the text: files that every Python since 3.10 has
     "subprocess tarfile threading typing"
 )
 
+processes = args.num_processes or 1
+if args.batch_size % processes:
+    parser.error(f"--batch-size {args.batch_size} does not divide into {processes} processes")
 if args.resume and not (args.checkpoint and args.checkpoint.is_file()):
     parser.error(f"--resume goes on from the file that --checkpoint names, and got {args.checkpoint}")
 
@@ -62,7 +67,9 @@ if args.plain:
     class TorchNano:
         """Stand in for the base class: set nothing up."""
 
-        def __init__(self, **options):
+        is_global_zero = True
+
+        def __init__(self, *arguments, **options):
             pass
 
         def setup(self, *objects):
@@ -205,7 +212,7 @@ class Trainer(TorchNano):
 
             if step % args.eval_every == 0:
                 tqdm.write(f"step {step}: validation loss {validate(model, validation):.4f}")
-                if args.checkpoint:
+                if args.checkpoint and self.is_global_zero:
                     save(args.checkpoint, step, model, optimizer, scheduler)
         bar.close()
         return validate(model, validation)
@@ -253,13 +260,15 @@ if args.resume:
 
 # A loader draws a number when it is iterated: from a generator of its own, it leaves torch's to the model.
 loader = DataLoader(
-    training, args.batch_size, sampler=starts[first_step * windows_a_step :], generator=torch.Generator()
+    training, args.batch_size // processes, sampler=starts[first_step * windows_a_step :], generator=torch.Generator()
 )
 spread = range(0, len(held_out), 32 * args.context)
 validation = DataLoader(held_out, args.batch_size, sampler=spread, generator=torch.Generator())
 
 start = time.perf_counter()
-final_loss = Trainer(precision=precision).train(model, optimizer, scheduler, loader, validation, first_step)
+# All processes together take the batches of one, so the learning rate stays as it is: auto_lr=False.
+trainer = Trainer(args.num_processes, precision=precision, auto_lr=False)
+final_loss = trainer.train(model, optimizer, scheduler, loader, validation, first_step)
 seconds = time.perf_counter() - start
 
 print(write(model, args.sample))

@@ -3,6 +3,7 @@
     python examples/digits.py                        # accelerated
     python examples/digits.py --plain                # the same loop without nano_loop
     python examples/digits.py --precision 32         # accelerated, in fp32
+    python examples/digits.py --num-processes 2      # two processes, each on half of the cores
     python examples/digits.py --epochs 2 --seed 7
 
 It needs `pip install "nano-loop[examples]"`. The data comes inside scikit-learn, so nothing is downloaded.
@@ -10,6 +11,7 @@ It needs `pip install "nano-loop[examples]"`. The data comes inside scikit-learn
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 
@@ -24,8 +26,9 @@ from tqdm import tqdm
 parser = argparse.ArgumentParser(description="Train a small ResNet on scikit-learn's handwritten digits.")
 parser.add_argument("--plain", action="store_true", help="run the same loop without nano_loop")
 parser.add_argument("--precision", default="auto", help="32, bf16 or auto (default: auto)")
+parser.add_argument("--num-processes", type=int, metavar="N", help="data-parallel processes (default: 1)")
 parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--batch-size", type=int, default=64)
+parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all processes (default: 64)")
 parser.add_argument("--width", type=int, default=128, help="channels of the first stage (default: 128)")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
@@ -35,9 +38,13 @@ image_size = 32  # the digits are 8×8: upscaled, so that there is something to 
 precision = 32 if args.precision == "32" else args.precision
 max_lr, weight_decay = 2e-3, 0.01
 
+processes = args.num_processes or 1
+if args.batch_size % processes:
+    parser.error(f"--batch-size {args.batch_size} does not divide into {processes} processes")
+
 if args.plain:
 
-    def nano(**options):
+    def nano(*arguments, **options):
         """Stand in for the decorator: leave the function as it is."""
         return lambda function: function
 else:
@@ -96,7 +103,8 @@ def accuracy(model, loader):
     return correct / len(loader.dataset)
 
 
-@nano(precision=precision, channels_last=True)
+# All processes together take the batches of one, so the learning rate stays as it is: auto_lr=False.
+@nano(args.num_processes, precision=precision, channels_last=True, auto_lr=False)
 def train(model, optimizer, scheduler, train_loader, test_loader, epochs):
     """Train for some epochs and return the accuracy on the test set after the last one."""
     test_accuracy = 0.0
@@ -116,12 +124,12 @@ def train(model, optimizer, scheduler, train_loader, test_loader, epochs):
 
 torch.manual_seed(args.seed)
 train_set, test_set = digits()
-train_loader = DataLoader(train_set, args.batch_size, shuffle=True)
+train_loader = DataLoader(train_set, args.batch_size // processes, shuffle=True)
 test_loader = DataLoader(test_set, args.batch_size)
 
 model = ResNet(args.width)
 optimizer = torch.optim.AdamW(model.parameters(), max_lr, weight_decay=weight_decay)
-steps = args.epochs * len(train_loader)
+steps = args.epochs * math.ceil(len(train_loader) / processes)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr, total_steps=steps)
 
 start = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -89,6 +89,10 @@ def nano(
 
 class _Loop(TorchNano):
     """The run of one call of a decorated function."""
+
+    def _names(self, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+        function, *given = args
+        return {**_arguments(function, *given), _name(function): function}
 
     def train(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._accelerate(_parts(function, args, kwargs))

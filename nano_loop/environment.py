@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from nano_loop.options import LISTS, SWITCHES
 
 _PREFIX = "NANO_LOOP_"
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None}
-# Of torchrun, Open MPI, and MPICH and its kin: a launch is one where a rank has a size beside it.
-_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+# A launch is one where a rank has a size beside it. SLURM_NTASKS alone is not one: sbatch and salloc set it too.
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE"),
+)
+_LAUNCH_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_LAUNCH_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Launch(NamedTuple):
+    """The place that somebody else's launcher has given to this process."""
+
+    launcher: str
+    rank: int
+    size: int
 
 
 def variable_of(option: str) -> str:
@@ -54,9 +69,18 @@ def _read(option: str, text: str) -> Any:
         return [name.strip() for name in text.split(",")] if option in LISTS else text
 
 
-def world_size(environ: Mapping[str, str]) -> int:
-    """Return how many processes torchrun or MPI has started, 1 if neither has."""
-    for rank, size in _LAUNCHERS:
-        if rank in environ and environ.get(size, "").isdecimal():
-            return int(environ[size])
-    return 1
+def outside_launch(environ: Mapping[str, str]) -> Launch | None:
+    """Return the place that torchrun, srun or MPI has given to this process; None where there is one process."""
+    for launcher, rank, size in _LAUNCHERS:
+        if environ.get(rank, "").isdecimal() and environ.get(size, "").isdecimal() and int(environ[size]) > 1:
+            return Launch(launcher, int(environ[rank]), int(environ[size]))
+    return None
+
+
+def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without the variables by which launchers speak to the processes that they start."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_LAUNCH_PREFIXES) and name not in _LAUNCH_NAMES
+    }

@@ -1,4 +1,4 @@
-"""Lightning Fabric, without what its import does to the process, and set up for a CPU.
+"""Lightning Fabric, without what its import does to the process, and its precisions for a CPU.
 
 Importing Fabric sets environment variables, gives its logger a handler, changes how warnings are formatted, and
 replaces `torch.compile`. Importing nano_loop must change nothing, so all of that is put back.
@@ -40,9 +40,19 @@ def _leaving_no_trace() -> Iterator[None]:
 
 with _leaving_no_trace():
     from lightning_fabric import Fabric
-    from lightning_fabric.plugins import Precision
+    from lightning_fabric.plugins import ClusterEnvironment, Precision
     from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning_fabric.strategies.ddp import DDPStrategy
     from lightning_fabric.strategies.single_device import SingleDeviceStrategy
+    from lightning_fabric.utilities.rank_zero import rank_zero_only
+
+
+def note_rank(rank: int) -> int:
+    """Tell Fabric's messages which rank this process is, and return which it was."""
+    before = int(getattr(rank_zero_only, "rank", 0))
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+    return before
 
 
 class Bf16Precision(Precision):
@@ -66,23 +76,14 @@ class Fp32Precision(Precision):
         return nullcontext()
 
 
-def fabric_arguments(precision: str) -> dict[str, Any]:
-    """Return what `Fabric.__init__` needs for one process on the CPU.
-
-    Parameters
-    ----------
-    precision : {"32-true", "bf16-mixed"}
-        The precision in force.
-
-    Returns
-    -------
-    dict
-        The strategy and the cluster environment are given outright, for Fabric takes a mere ``SLURM_NTASKS`` in the
-        environment for a launch.
-    """
-    plugin = Bf16Precision() if precision == "bf16-mixed" else Fp32Precision()
-    strategy = SingleDeviceStrategy(torch.device("cpu"), precision=plugin)
-    return {"accelerator": "cpu", "devices": 1, "strategy": strategy, "plugins": [LightningEnvironment()]}
-
-
-__all__ = ["Fabric", "fabric_arguments"]
+__all__ = [
+    "Bf16Precision",
+    "ClusterEnvironment",
+    "DDPStrategy",
+    "Fabric",
+    "Fp32Precision",
+    "LightningEnvironment",
+    "SLURMEnvironment",
+    "SingleDeviceStrategy",
+    "note_rank",
+]

@@ -23,11 +23,19 @@ class Parts:
         The optimizers, changed in place.
     loaders : list of torch.utils.data.DataLoader
         The loaders, which keep their class and attributes.
+    shard : bool or None
+        Whether the loaders are always, or never, divided among the ranks; None leaves it to the models' mode.
     """
 
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     loaders: list[DataLoader[Any]] = field(default_factory=list)
+    shard: bool | None = None
+
+    @property
+    def trained(self) -> list[nn.Module | torch.optim.Optimizer]:
+        """Models and optimizers: what there is to train."""
+        return [*self.models, *self.optimizers]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter of every model, each once."""

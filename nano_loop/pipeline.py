@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine, format_cpu_list
+from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.parts import Parts
 from nano_loop.report import SetupReport, StepResult
-from nano_loop.steps import STEPS, Step
+from nano_loop.steps import STEPS, GradientAveraging, Step
 from nano_loop.version import __version__
 
 
@@ -26,16 +28,16 @@ class Pipeline:
     ----------
     config : NanoConfig
         The options.
-    machine : Machine
-        What this process may use.
+    seat : Seat
+        The place of this process among the ranks, and what it may use of the machine.
     """
 
-    def __init__(self, config: NanoConfig, machine: Machine) -> None:
+    def __init__(self, config: NanoConfig, seat: Seat) -> None:
         self.config = config
-        self.machine = machine
+        self.seat = seat
         self.report: SetupReport | None = None
         self._entries = Entries()
-        self._steps = [step(config, machine, self._entries) for step in STEPS]
+        self._steps = [step(config, seat.machine, self._entries, seat.ranks) for step in STEPS]
         self._undoing = ExitStack()
 
     def __enter__(self) -> Pipeline:
@@ -57,14 +59,21 @@ class Pipeline:
         NanoConfigError
             If a step does not apply that the user asked for by name.
         """
+        for step in self._steps:
+            step.see(parts)
         results = [self._apply(step, parts) for step in self._steps if self._concerns(step, parts)]
         first = self.report is None
         if self.report is None:
             self.report = self._empty_report()
         new = self.report.add(results)
-        if self.config.verbose and (first or new):
+        if self.config.verbose and self.seat.ranks.rank == 0 and (first or new):
             text = str(self.report) if first else "\n".join(map(str, new))
             print(text, file=sys.stderr, flush=True)
+
+    def without_averaging(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which the gradients of `model` stay those of this rank."""
+        averaging = next(step for step in self._steps if isinstance(step, GradientAveraging))
+        return averaging.paused([model])
 
     def _concerns(self, step: Step, parts: Parts) -> bool:
         if not step.asked or (step.once and self.report is not None):
@@ -83,8 +92,8 @@ class Pipeline:
 
     def _empty_report(self) -> SetupReport:
         return SetupReport(
-            title=_title(self.machine),
-            machine=self.machine.as_dict(),
+            title=_title(self.seat),
+            machine=self.seat.machine.as_dict(),
             options=_plain(self.config.as_dict()),
             from_environment=self.config.from_environment,
         )
@@ -99,12 +108,14 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, type(None))) else repr(value)
 
 
-def _title(machine: Machine) -> str:
+def _title(seat: Seat) -> str:
+    machine, ranks = seat.host, seat.ranks
     quota = "" if machine.quota is None else f" (quota {machine.quota:g})"
-    used = format_cpu_list(machine.allowed)
+    used = ", ".join(format_cpu_list(cpus) for cpus in ranks.shares or [machine.allowed])
+    hosts = "" if ranks.on_one_host else f", {ranks.local_size} on this host"
     parts = [
         f"nano_loop {__version__}",
-        f"1 process × {torch.get_num_threads()} threads",
+        f"{ranks.size} process{'es' if ranks.size > 1 else ''}{hosts} × {torch.get_num_threads()} threads",
         f"CPUs {used} of {len(machine.logical_cpus)}{quota}",
         ", ".join([machine.name, *_bf16_instructions(machine)]),
     ]

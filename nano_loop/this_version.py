@@ -6,29 +6,22 @@ from nano_loop.config import NanoConfig
 from nano_loop.errors import NanoError, problem
 
 
-def refuse_what_is_not_in_this_version(config: NanoConfig, world_size: int) -> None:
+def refuse_what_is_not_in_this_version(config: NanoConfig) -> None:
     """Raise a `NanoError` that names every option that a later version will honour.
 
     Parameters
     ----------
     config : NanoConfig
         The options.
-    world_size : int
-        The number of processes that torchrun or MPI has started, 1 without them.
     """
     asked = {
-        "num_processes": (config.num_processes or 1) > 1,
         "use_ipex": config.use_ipex,
         "distributed_backend": config.distributed_backend == "ray",
         "precision": config.precision in ("64-true", "16-mixed", "bf16-true"),
-        "cpu_for_each_process": config.cpu_for_each_process is not None,
         "bf16_ops": bool(config.bf16_ops),
         "fp32_ops": bool(config.fp32_ops),
-        "gradient_compression": config.gradient_compression is not None,
     }
     missing = [config.given[name] for name, is_asked in asked.items() if is_asked]
-    if world_size > 1:
-        missing.append(f"a launch of {world_size} processes")
     if missing:
-        allowed = 'this version trains in one process, with precision 32, "bf16" or "auto"'
+        allowed = 'this version trains with precision 32, "bf16" or "auto", in processes of its own'
         raise NanoError(problem(f"{', '.join(missing)}: not in this version of nano_loop", allowed, "Leave it out"))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
@@ -15,9 +16,11 @@ from torch.utils.data import DataLoader
 from nano_loop.checks import check_kinds, check_loop
 from nano_loop.config import OPTIONS, NanoConfig
 from nano_loop.cpu import read_machine
-from nano_loop.environment import world_size
+from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.run import Call, expected_ranks, joined
+from nano_loop.distributed.strategy import RanksStrategy, fabric_arguments
 from nano_loop.errors import NanoError, NanoWarning, problem, shown
-from nano_loop.fabric import Fabric, fabric_arguments
+from nano_loop.fabric import Fabric
 from nano_loop.parts import Parts
 from nano_loop.pipeline import Pipeline
 from nano_loop.report import SetupReport
@@ -38,22 +41,22 @@ class TorchNano(Fabric):
     Parameters
     ----------
     num_processes : int, optional
-        Data-parallel processes. More than one is not in this version.
+        Data-parallel processes, each on cores of its own; None means one, or as many as torchrun, srun or MPI started.
     use_ipex : bool
         Not in this version.
     distributed_backend : {"subprocess", "spawn", "ray"}
-        Who starts the processes. ``"ray"`` is not in this version.
+        Who starts the processes; the first two are one. ``"ray"`` is not in this version.
     process_group_backend : str, optional
         torch.distributed's backend; gloo by default.
     precision : {32, "bf16", "auto"} or one of Fabric's names for them
         ``"bf16"`` runs models under bf16 autocast; parameters, gradients and outputs stay fp32. ``"auto"`` does so
         where the CPU has the instructions. 64, 16 and ``"bf16-true"`` are not in this version.
     cpu_for_each_process : list of lists of int, optional
-        The logical CPUs of each process. Not in this version.
+        The logical CPUs of each process; by default even shares of what this process may use.
     channels_last : bool
         Lay 4-D and 5-D inputs of models and of convolutions out as NHWC.
     auto_lr : bool
-        Scale the learning rate with the processes; nothing with one.
+        Let the learning rate ramp up to its product with the number of processes, over the first 1,000 steps.
     fused_optimizer : bool or "auto"
         Use the fused CPU kernels of Adam, AdamW, SGD and Adagrad.
     allocator : bool or "auto"
@@ -69,11 +72,11 @@ class TorchNano(Fabric):
     bf16_ops, fp32_ops : list of str
         Not in this version.
     gradient_compression : {None, "bf16"}
-        Not in this version.
+        What gradients are rounded to on their way between processes.
     timeout : float
         Seconds that a process waits for the others.
     verbose : bool or "all"
-        Print the report to standard error.
+        Print the report to standard error; with ``"all"`` also what every process prints.
     **others
         ``strategy`` is tolerated for BigDL-Nano's sake, with a `NanoWarning`. Any other name is an error.
 
@@ -88,6 +91,10 @@ class TorchNano(Fabric):
         If arguments cannot be used; all of them are named.
     NanoError
         If what is asked for is not in this version.
+
+    Notes
+    -----
+    Calling ``train`` with several processes raises a `NanoWorkerError` where one of the others fails.
 
     Examples
     --------
@@ -133,11 +140,29 @@ class TorchNano(Fabric):
         if "strategy" in others:
             _warn_of_strategy(others.pop("strategy"))
         self._nano_config = NanoConfig.from_call({**arguments, **others})
-        refuse_what_is_not_in_this_version(self._nano_config, world_size(os.environ))
+        refuse_what_is_not_in_this_version(self._nano_config)
         self._nano_machine = read_machine()
         self._nano_pipeline: Pipeline | None = None
         self._nano_report: SetupReport | None = None
-        super().__init__(**fabric_arguments(resolve_precision(self._nano_config, self._nano_machine)))
+        self._be_fabric(expected_ranks(self._nano_config))
+
+    def _be_fabric(self, ranks: Ranks) -> None:
+        """Make the Fabric in this object, which stays behind when the object travels to a worker."""
+        own = set(vars(self))
+        super().__init__(**fabric_arguments(resolve_precision(self._nano_config, self._nano_machine), ranks))
+        if ranks.size > 1:
+            Fabric.launch(self)  # starts nothing, and lets Fabric's collectives be called
+        self._nano_ranks = ranks
+        self._nano_fabric = frozenset(set(vars(self)) - own)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what travels: all but Fabric's own attributes, which are made anew where it arrives."""
+        return {name: value for name, value in vars(self).items() if name not in self._nano_fabric}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up what has travelled."""
+        vars(self).update(state)
+        self._be_fabric(expected_ranks(self._nano_config))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make ``train`` of each subclass a run."""
@@ -212,14 +237,29 @@ class TorchNano(Fabric):
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def setup_dataloaders(
-        self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
+        self,
+        *dataloaders: DataLoader[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        shard: bool | None = None,
     ) -> Any:
         """Accelerate loaders alone; see `setup`. One comes back as it is, several as a list.
 
-        The two options are Fabric's, and change nothing in one process on a CPU.
+        Parameters
+        ----------
+        *dataloaders : torch.utils.data.DataLoader
+            Keep their class and their attributes.
+        use_distributed_sampler : bool
+            Fabric's: False means the same as ``shard=False``.
+        move_to_device : bool
+            Fabric's; batches are on the CPU already.
+        shard : bool, optional
+            Under several processes: whether each gets its own share of the batches, always or never. By default it
+            does, except while gradients are off or every model is in eval mode.
         """
         check_kinds(("dataloaders", DataLoader, dataloaders))
-        self._accelerate(Parts(loaders=list(dataloaders)))
+        shard = shard if use_distributed_sampler else False
+        self._accelerate(Parts(loaders=list(dataloaders), shard=shard))
         return dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
 
     def _accelerate(self, parts: Parts) -> None:
@@ -230,15 +270,59 @@ class TorchNano(Fabric):
         self._nano_pipeline.apply(parts)
         self._nano_report = self._nano_pipeline.report
 
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """Return a context in which backwards leave the gradients of `module` unaveraged.
+
+        They are averaged, with all that has come together, by the first backward outside of it. With one process there
+        is nothing to leave out.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            A model that was set up.
+        enabled : bool
+            With False, the context does nothing.
+        """
+        check_kinds(("module", nn.Module, [module]))
+        if self._nano_pipeline is None or not enabled:
+            return nullcontext()
+        return self._nano_pipeline.without_averaging(module)
+
     def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._nano_pipeline is not None:  # train calls super().train()
             return train(self, *args, **kwargs)
         self._nano_report = None
-        with Pipeline(self._nano_config, self._nano_machine) as self._nano_pipeline:
+        call = Call(self, args, kwargs, self._names(train, args, kwargs))
+        with (
+            joined(self._nano_config, self._nano_machine, call) as seat,
+            self._among(seat.ranks),
+            Pipeline(self._nano_config, seat) as self._nano_pipeline,
+        ):
             try:
                 return train(self, *args, **kwargs)
             finally:
                 self._nano_pipeline = None
+
+    def _names(self, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+        """Return what has to travel to workers, by the names that the user knows."""
+        try:
+            bound = inspect.signature(train).bind(self, *args, **kwargs).arguments
+        except TypeError:  # the call itself will say so
+            return {}
+        return {**bound, **{f"self.{name}": value for name, value in self.__getstate__().items()}}
+
+    @contextmanager
+    def _among(self, ranks: Ranks) -> Iterator[None]:
+        """Let Fabric's collectives be those of a run."""
+        if not isinstance(self.strategy, RanksStrategy):
+            yield
+            return
+        environment = self.strategy.environment
+        environment.ranks = ranks
+        try:
+            yield
+        finally:
+            environment.ranks = self._nano_ranks
 
 
 def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:

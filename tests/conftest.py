@@ -9,6 +9,8 @@ from hypothesis import settings
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.distributed.team import Team
+
 LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 LAUNCH_NAMES = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -24,6 +26,7 @@ REPLACED = (
     (torch.Tensor, "bernoulli_"),
     (DataLoader, "__iter__"),
     (DataLoader, "__init__"),
+    (DataLoader, "__len__"),
     (torch.optim.Optimizer, "step"),
     (torch.optim.Optimizer, "state_dict"),
 )
@@ -96,3 +99,26 @@ def moved_threads(before, after):
             yield f"affinity of the new thread {thread}: {sorted(mask)}, as no thread had before"
         elif old not in (None, mask):
             yield f"affinity of thread {thread}: {sorted(old)} before, {sorted(mask)} after"
+
+
+@pytest.fixture(scope="session")
+def teams():
+    """By their sizes; a team that a test has broken is made anew."""
+    made = {}
+    yield made
+    for team in made.values():
+        team.close()
+
+
+@pytest.fixture
+def team(teams):
+    """Give the team of a size: ``team(2)(function, *args)`` calls ``function(ranks, *args)`` in two processes."""
+
+    def of(size):
+        if size in teams and teams[size].broken:
+            teams.pop(size).close()
+        if size not in teams:
+            teams[size] = Team(size)
+        return teams[size]
+
+    return of

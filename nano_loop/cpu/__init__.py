@@ -1,8 +1,22 @@
-"""What CPUs this process may use: read from the machine, or from a recording of one."""
+"""What CPUs this process may use, how to divide them among processes, and how to bind threads to them."""
 
+from nano_loop.cpu.binding import bound
 from nano_loop.cpu.cpu_list import format_cpu_list, parse_cpu_list
 from nano_loop.cpu.host import Host
 from nano_loop.cpu.machine import LogicalCpu, Machine
+from nano_loop.cpu.partition import Share, given_shares, partition, restricted
 from nano_loop.cpu.reading import read_machine
 
-__all__ = ["Host", "LogicalCpu", "Machine", "format_cpu_list", "parse_cpu_list", "read_machine"]
+__all__ = [
+    "Host",
+    "LogicalCpu",
+    "Machine",
+    "Share",
+    "bound",
+    "format_cpu_list",
+    "given_shares",
+    "parse_cpu_list",
+    "partition",
+    "read_machine",
+    "restricted",
+]

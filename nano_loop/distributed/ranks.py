@@ -8,13 +8,35 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle
 import torch
 from torch import distributed
 
+from nano_loop.errors import NanoError
+
 Value = TypeVar("Value")
+
+
+class RankLeftError(NanoError):
+    """Another rank takes part no longer: it has returned from the loop, or it has failed, which it will tell itself.
+
+    Parameters
+    ----------
+    message : str
+        What happened, for a person.
+    rank : int
+        The rank that has left.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Ranks:
@@ -30,6 +52,12 @@ class Ranks:
         Raises where another rank has failed or left; it is called while this one waits.
     timeout : float
         Seconds that this rank waits for another.
+    shares : tuple of tuples of int
+        The logical CPUs of each rank of this host, by local rank; empty where nothing is bound.
+    loader_cpus : tuple of int
+        The logical CPUs for this rank's `DataLoader` workers; empty where nothing is bound.
+    folder : pathlib.Path or None
+        A private folder in shared memory, that the ranks of this host have in common.
     """
 
     def __init__(
@@ -41,6 +69,9 @@ class Ranks:
         local_size: int = 1,
         check: Callable[[], None] = lambda: None,
         timeout: float = 600.0,
+        shares: tuple[tuple[int, ...], ...] = (),
+        loader_cpus: tuple[int, ...] = (),
+        folder: Path | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -48,6 +79,10 @@ class Ranks:
         self.local_size = local_size
         self.check = check
         self.timeout = timeout
+        self.shares = shares
+        self.loader_cpus = loader_cpus
+        self.folder = folder
+        self.have_parted = False  # whether this rank draws random numbers of its own by now
 
     @property
     def on_one_host(self) -> bool:
@@ -58,7 +93,8 @@ class Ranks:
         """Return the value that rank `source` has; it is pickled. Collective."""
         if self.size == 1:
             return value
-        return self._exchange([value if self.rank == source else None], source)[0]  # type: ignore[return-value]
+        received: Value = self._exchange(value, source)
+        return received
 
     def gather(self, value: Value) -> list[Value]:
         """Return the values of all ranks, by rank, on every rank; they are pickled. Collective."""
@@ -102,13 +138,13 @@ class Ranks:
         wait_until(work.is_completed, self.check)
         work.wait()  # raises what went wrong
 
-    def _exchange(self, values: list[Any], source: int) -> list[Any]:
-        data = bytearray(cloudpickle.dumps(values) if self.rank == source else b"")
+    def _exchange(self, value: Any, source: int) -> Any:
+        data = bytearray(cloudpickle.dumps(value) if self.rank == source else b"")
         length = torch.tensor([len(data)])
         self.finish(distributed.broadcast(length, source, async_op=True))
         content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
         self.finish(distributed.broadcast(content, source, async_op=True))
-        return pickle.loads(bytes(content.numpy())) if self.rank != source else values
+        return pickle.loads(bytes(content.numpy())) if self.rank != source else value
 
 
 #: A run of one process.

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
@@ -26,6 +28,25 @@ def forget_compiled(model: nn.Module) -> None:
 def in_backward() -> bool:
     """Whether this thread is running a backward, as when an activation checkpoint computes its forward again."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def graph_task() -> int:
+    """Return the number of the backward that this thread is running, and -1 outside of one; no two have the same."""
+    return int(torch._C._current_graph_task_id())
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Run `function` at the end of the backward that this thread is in, before ``backward()`` returns.
+
+    It is not run if the backward raises; what it raises itself, ``backward()`` raises. torch's own FSDP does this.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def forget_empty_hooks(parameter: torch.Tensor) -> None:
+    """Drop the dict that `register_post_accumulate_grad_hook` leaves on a tensor, where no hook is left in it."""
+    if not parameter._post_accumulate_grad_hooks:
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 def in_functorch() -> bool:

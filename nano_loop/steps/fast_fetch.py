@@ -6,18 +6,14 @@ whole batch gives the same tensors in a sixth of the time.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from nano_loop.mechanisms.replace import replaced
+from nano_loop.mechanisms.loaders import LoaderChange, changed
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
-
-_shadows: dict[int, tuple[DataLoader[Any], DataLoader[Any]]] = {}  # a loader by its id, and what iterates for it
 
 
 class FastFetch(Step):
@@ -37,12 +33,9 @@ class FastFetch(Step):
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
-        self.undoing.enter_context(replaced(DataLoader, "__iter__", _through_shadow))
         fitting = [loader for loader in parts.loaders if not _refusal(loader)]
         for loader in fitting:
-            if id(loader) not in _shadows:
-                self.undoing.callback(_shadows.pop, id(loader), None)
-                _shadows[id(loader)] = (loader, _shadow(loader))
+            self.undoing.enter_context(changed(loader, _FETCHING))
         return f"{len(fitting)} of {len(parts.loaders)} loaders"
 
 
@@ -64,27 +57,21 @@ class _WholeBatches(Dataset[Any]):
         return [tensor[index].contiguous() for tensor in dataset.tensors]  # as torch.stack would lay it out
 
 
-def _shadow(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Copy `loader` with whole batches for its dataset; every other attribute is the loader's own object."""
-    shadow = copy.copy(loader)
-    # A DataLoader refuses a new dataset by assignment, since its samplers would not fit; these fit.
-    vars(shadow).update(dataset=_WholeBatches(loader.dataset), collate_fn=_as_it_is)  # type: ignore[arg-type]
-    return shadow
+class _Fetching(LoaderChange):
+    """Whole batches in place of samples; the samplers stay the loader's, since positions mean the same."""
+
+    def attributes(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        # Whoever puts another collate_fn or another worker count on the loader in the loop gets what they ask for.
+        if _refusal(loader):
+            return {}
+        return {"dataset": _WholeBatches(loader.dataset), "collate_fn": _as_it_is}  # type: ignore[arg-type]
+
+
+_FETCHING = _Fetching()
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _through_shadow(original: Callable[[DataLoader[Any]], Iterator[Any]]) -> Callable[[DataLoader[Any]], Any]:
-    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        entry = _shadows.get(id(self))
-        # Whoever puts another collate_fn or another worker count on the loader in the loop gets what they ask for.
-        if entry is None or _refusal(self):
-            return original(self)
-        return original(entry[1])
-
-    return iterate
 
 
 def _refusal(loader: DataLoader[Any]) -> str | None:

@@ -38,8 +38,8 @@ class Step(ABC):
 
     #: The step's name in the report; its option, where it has one, is called the same.
     name: ClassVar[str]
-    #: The parts without which the step has nothing to do, and is silent: models, optimizers, loaders, or none.
-    needs: ClassVar[Literal["models", "optimizers", "loaders"] | None] = "models"
+    #: The parts without which the step has nothing to do, and is silent: models, optimizers, either, loaders, or none.
+    needs: ClassVar[Literal["models", "optimizers", "trained", "loaders"] | None] = "models"
     #: Whether the step is about the process, so that the first ``setup`` of a run does it for all of them.
     once: ClassVar[bool] = False
 
@@ -59,6 +59,9 @@ class Step(ABC):
     def required(self) -> bool:
         """Whether the user asked for the step by name, so that skipping it is an error."""
         return getattr(self.config, self.name) is True
+
+    def see(self, parts: Parts) -> None:  # noqa: B027
+        """Take note of the parts of a ``setup`` call, also of one for which the step has nothing to do."""
 
     @abstractmethod
     def skip_reason(self, parts: Parts) -> str | None:

@@ -29,9 +29,9 @@ class Threads(Step):
         """See `Step.skip_reason`."""
         count, wanted = torch.get_num_threads(), self.machine.num_threads
         for variable in _USERS_OWN:
-            if variable in os.environ:
+            if variable in os.environ and not _is_torchruns(variable):
                 return f"{variable}={os.environ[variable]} is set, and stays in force"
-        if count < wanted:
+        if count < wanted and not _is_torchruns("OMP_NUM_THREADS"):
             return f"torch was set to {count}, fewer than the {wanted} physical cores"
         return None
 
@@ -43,3 +43,8 @@ class Threads(Step):
         self.undoing.callback(torch.set_num_threads, count)
         torch.set_num_threads(wanted)
         return f"{wanted}, one a physical core (torch had {count})"
+
+
+def _is_torchruns(variable: str) -> bool:
+    """Whether torchrun has set a thread count, as it does to 1 for several processes, and not the user."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and (variable, os.environ.get(variable)) == ("OMP_NUM_THREADS", "1")

@@ -1,28 +1,37 @@
-"""Teams of two and of three processes, shared by the tests."""
+"""A watch over what a run of several ranks leaves."""
 
+import gc
+import os
+import threading
+from pathlib import Path
+
+import psutil
 import pytest
-
-from .team import Team
-
-
-@pytest.fixture(scope="session")
-def teams():
-    """By their sizes; a team that a test has broken is made anew."""
-    made = {}
-    yield made
-    for team in made.values():
-        team.close()
 
 
 @pytest.fixture
-def team(teams):
-    """Give the team of a size: ``team(2)(function, *args)`` calls ``function(ranks, *args)`` in two processes."""
+def nothing_left():
+    """Fail a test after which there are more processes, threads, descriptors or shared files than before."""
+    before = belongings()
+    yield
+    after = belongings()
+    left = {name: sorted(after[name] - before[name]) for name in after if after[name] - before[name]}
+    assert not left, f"the test left {left}"
 
-    def of(size):
-        if size in teams and teams[size].broken:
-            teams.pop(size).close()
-        if size not in teams:
-            teams[size] = Team(size)
-        return teams[size]
 
-    return of
+def belongings():
+    gc.collect()  # an exception's frames hold what was at work when it was raised
+    return {
+        "processes": {child.pid for child in psutil.Process().children(recursive=True)},
+        "threads": {thread.name for thread in threading.enumerate() if thread.name.startswith("nano_loop")},
+        "shared files": {path.name for path in Path("/dev/shm").glob("nano_loop-*")},
+        "descriptors": {fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)},
+    }
+
+
+def _is_open(fd):
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

@@ -6,12 +6,15 @@ from torch import nn
 
 from nano_loop.mechanisms.torch_private import (
     forget_compiled,
+    forget_empty_hooks,
     forget_fused_check,
     fused_check_pending,
+    graph_task,
     in_backward,
     in_functorch,
     is_compiled,
     is_loss,
+    queue_callback,
     softmax_backward,
     version,
 )
@@ -39,6 +42,41 @@ def test_backward_is_told_from_forward():
     x.register_hook(lambda gradient: seen.append(in_backward()))
     x.sum().backward()
     assert (seen, in_backward()) == ([True], False)
+
+
+def test_backwards_are_numbered():
+    seen, x = [], torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(graph_task()))
+    x.sum().backward()
+    x.sum().backward()
+    assert graph_task() == -1
+    assert -1 not in seen
+    assert len(set(seen)) == 2
+
+
+def test_callback_runs_before_backward_returns_and_may_raise():
+    seen, x = [], torch.ones(1, requires_grad=True)
+
+    def callback():
+        seen.append(x.grad.clone())
+        raise ValueError("from the callback")
+
+    x.register_hook(lambda gradient: queue_callback(callback))
+    with pytest.raises(ValueError, match="from the callback"):
+        x.sum().backward()
+    assert seen == [torch.ones(1)]
+
+
+def test_dict_of_hooks_goes_when_it_is_empty_and_only_then():
+    x = torch.ones(1, requires_grad=True)
+    assert x._post_accumulate_grad_hooks is None
+    ours, users = (x.register_post_accumulate_grad_hook(lambda parameter: None) for _ in range(2))
+    ours.remove()
+    forget_empty_hooks(x)
+    assert len(x._post_accumulate_grad_hooks) == 1
+    users.remove()
+    forget_empty_hooks(x)
+    assert x._post_accumulate_grad_hooks is None
 
 
 def test_transforms_are_told_from_plain_calls():

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from torch.utils.data import (
 )
 
 from nano_loop.parts import Parts
-from nano_loop.steps import fast_fetch
 from nano_loop.steps.fast_fetch import FastFetch
 
 
@@ -43,6 +43,18 @@ def assert_same(one, other):
             torch.equal(x, y) and x.stride() == y.stride() and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
         )
     assert torch.equal(left_rng, right_rng), "the loop after the epoch would draw other numbers"
+
+
+@contextmanager
+def only_whole_batches():
+    """Fail where a sample is taken out of a TensorDataset by itself."""
+
+    def one_by_one(self, index):
+        raise AssertionError("a sample is fetched one by one")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorDataset, "__getitem__", one_by_one)
+        yield
 
 
 LOADERS = {
@@ -70,8 +82,8 @@ def test_batches_order_and_random_draws_are_the_default_loaders(step, dataset, m
     made = step(FastFetch)
     assert made.skip_reason(Parts(loaders=[loader])) is None
     made.apply(Parts(loaders=[loader]))
-    assert id(loader) in fast_fetch._shadows
-    assert_same(epochs(loader), expected)
+    with only_whole_batches():
+        assert_same(epochs(loader), expected)
 
 
 class OwnItems(TensorDataset):
@@ -140,6 +152,19 @@ def test_loader_keeps_its_class_attributes_and_pickles_plain(step, dataset):
     assert isinstance(pickle.loads(pickle.dumps(loader)).dataset, TensorDataset)
 
 
+def test_loader_set_up_twice_and_in_a_run_within_a_run_is_fast_until_the_last_has_ended(step, dataset):
+    loader = DataLoader(dataset, batch_size=4)
+    outer, inner = step(FastFetch), step(FastFetch)
+    for each in (outer, outer, inner):
+        each.apply(Parts(loaders=[loader]))
+    inner.undo()
+    with only_whole_batches():
+        next(iter(loader))
+    outer.undo()
+    with only_whole_batches(), pytest.raises(AssertionError, match="one by one"):
+        next(iter(loader))
+
+
 def test_subclass_with_an_iter_of_its_own_still_has_it(step, dataset):
     class Doubles(DataLoader):
         def __iter__(self):
@@ -174,4 +199,5 @@ def test_undoing_leaves_no_trace(step, dataset):
     made.apply(Parts(loaders=[loader]))
     made.undo()
     assert dict(vars(DataLoader)) == before
-    assert not fast_fetch._shadows
+    with only_whole_batches(), pytest.raises(AssertionError, match="one by one"):
+        next(iter(loader))

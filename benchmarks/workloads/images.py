@@ -1,0 +1,91 @@
+"""Images: two ResNets, a vision transformer and a U-Net, on random pixels or on JPEG files in folders."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.workloads.models import BasicBlock, Bottleneck, ResNet, UNet
+from benchmarks.workloads.workload import Workload
+
+
+def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def resnet50(small: bool) -> Workload:
+    """ResNet-50, 16 images of 224², SGD with momentum."""
+    model = ResNet(Bottleneck, 4, (3, 4, 6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    count, side = (8, 128) if small else (16, 224)
+    batch = torch.randn(count, 3, side, side), torch.randint(1000, (count,))
+    return Workload(model, optimizer, [batch], _classify, images=True)
+
+
+def vit(small: bool) -> Workload:
+    """ViT-S/16 of transformers, 16 images of 224², AdamW."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    layers = 2 if small else 12
+    config = ViTConfig(
+        hidden_size=384, num_hidden_layers=layers, num_attention_heads=6, intermediate_size=1536, num_labels=1000
+    )
+    model = ViTForImageClassification(config)
+    batch = torch.randn(16, 3, 224, 224), torch.randint(1000, (16,))
+    return Workload(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        [batch],
+        lambda model, batch: model(pixel_values=batch[0], labels=batch[1]).loss,
+    )
+
+
+def unet(small: bool) -> Workload:
+    """A U-Net of three levels, 4 images of 128², AdamW."""
+    model = UNet()
+    batch = torch.randn(4, 3, 128, 128), torch.randint(2, (4, 128, 128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Workload(model, optimizer, [batch], _classify, images=True, steps=6 if small else 20)
+
+
+class JpegFolder(Dataset[tuple[Tensor, int]]):
+    """The JPEG files in a folder of folders, one for each class, decoded when they are asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.files = sorted(root.glob("*/*.jpg"))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        with Image.open(self.files[index]) as image:
+            pixels = torch.from_numpy(numpy.asarray(image.convert("RGB")).copy())
+        return pixels.permute(2, 0, 1).float() / 127.5 - 1, int(self.files[index].parent.name)
+
+
+def resnet18_folder(small: bool) -> Workload:
+    """ResNet-18, 16 images of 160² a batch, decoded from JPEG files by the `DataLoader`; SGD with momentum."""
+    from PIL import Image
+
+    root = Path(tempfile.mkdtemp(prefix="nano_loop-jpeg-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    side, noise = 96 if small else 160, numpy.random.default_rng(0)
+    for number in range(128):
+        folder = root / str(number % 10)
+        folder.mkdir(exist_ok=True)
+        coarse = noise.integers(0, 256, (8, 8, 3), dtype=numpy.uint8)  # noise of single pixels is no picture
+        Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg")
+    model = ResNet(BasicBlock, 1, (2, 2, 2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    loader = DataLoader(JpegFolder(root), 16, shuffle=True)
+    return Workload(model, optimizer, loader, _classify, images=True, steps=len(loader))

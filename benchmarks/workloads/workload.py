@@ -1,0 +1,41 @@
+"""What a workload is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Workload:
+    """What training steps need.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    optimizer : torch.optim.Optimizer
+        Its optimizer.
+    batches : iterable
+        One batch in a list, or a `DataLoader`, whose loading is then part of the time.
+    loss : callable
+        Takes the model and a batch, calls the model as the loop would, and returns the loss.
+    images : bool
+        Whether the model has convolutions, so that channels_last is worth asking for.
+    steps : int
+        How many steps a case counts.
+    uncounted_flops : float
+        Matrix FLOPs of a step in operators that `torch.utils.flop_counter` does not know.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterable[Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    images: bool = False
+    steps: int = 6
+    uncounted_flops: float = 0.0

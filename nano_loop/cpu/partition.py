@@ -1,0 +1,213 @@
+"""Divides the cores of one host among its processes.
+
+All shares are of one size, since ranks in lockstep wait for the slowest: cores that do not divide evenly stay idle.
+For the same reason one share that straddles a boundary slows all. So the cores are cut inside each last-level cache
+where that gives enough shares of this size, or else inside each NUMA node, or else across the whole machine. Of more
+shares than are needed, those on the fewest nodes are taken, to keep the ranks' exchange there, and about as many
+from each of these nodes and caches, to use all of their memory's speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from nano_loop.cpu.cpu_list import format_cpu_list
+from nano_loop.cpu.machine import Machine
+from nano_loop.errors import NanoConfigError, NanoWarning, problem
+
+Core = tuple[int, ...]  # the allowed CPU ids of one physical core, the one to compute on first
+Piece = list[Core]  # the cores of one share
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process of this host gets.
+
+    Attributes
+    ----------
+    cpus : tuple of int
+        The ids of the logical CPUs to compute on, one a physical core, in the machine's order of cores.
+    loader_cpus : tuple of int
+        Those for the worker processes of its `DataLoader`: SMT siblings of `cpus`, or `cpus` where there are none.
+    """
+
+    cpus: tuple[int, ...]
+    loader_cpus: tuple[int, ...]
+
+
+def partition(machine: Machine, num_processes: int) -> tuple[Share, ...]:
+    """Give each process the same number of cores, as many as the affinity, the cpuset and the quota leave.
+
+    A hybrid machine's efficiency cores are used only where there are fewer performance cores than processes.
+
+    Parameters
+    ----------
+    machine : Machine
+        The host, as the process that starts the others may use it.
+    num_processes : int
+        How many processes of this host there are, 1 or more.
+
+    Returns
+    -------
+    tuple of Share
+        One for each process; no CPU is in two of them.
+
+    Raises
+    ------
+    NanoConfigError
+        If there are more processes than physical cores within the quota.
+    """
+    if num_processes > machine.num_threads:
+        raise NanoConfigError(_too_many(machine, num_processes))
+    cores = _cores_to_use(machine, num_processes)
+    size = min(len(cores), machine.num_threads) // num_processes
+    return tuple(_share(piece) for piece in _pieces(machine, cores, size, num_processes))
+
+
+def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]) -> tuple[Share, ...]:
+    """Make shares of the user's own lists of CPUs.
+
+    Of a core's siblings in one list the first given is computed on, and the others are for the `DataLoader`'s
+    workers. A list with no such others gets those allowed siblings of its cores that no list names.
+
+    Parameters
+    ----------
+    machine : Machine
+        The host, as this process may use it.
+    cpu_for_each_process : sequence of sequences of int
+        A list of CPU ids for each process; an id that a list repeats counts once.
+
+    Returns
+    -------
+    tuple of Share
+        One for each list, in their order.
+
+    Raises
+    ------
+    NanoConfigError
+        If a CPU is in two lists, or this process may use no CPU of a list. All problems are named at once.
+
+    Warns
+    -----
+    NanoWarning
+        If CPUs are left out because they do not exist or this process may not use them. All are named.
+    """
+    allowed = set(machine.allowed)
+    lists = [[cpu for cpu in dict.fromkeys(cpus) if cpu in allowed] for cpus in cpu_for_each_process]
+    claimed = Counter(cpu for cpus in lists for cpu in cpus)
+    unusable = [(index, given) for index, given in enumerate(cpu_for_each_process) if not lists[index]]
+    if problems := [*_without_cpus(machine, unusable), *_in_several_lists(claimed)]:
+        raise NanoConfigError("\n".join(problems))
+    if left_out := {cpu for cpus in cpu_for_each_process for cpu in cpus} - allowed:
+        text = problem("cpu_for_each_process", f"left out {_why_not(machine, left_out)}", "Take them out of the lists")
+        warnings.warn(text, NanoWarning, stacklevel=2)
+    return tuple(_given_share(machine, cpus, claimed) for cpus in lists)
+
+
+def restricted(machine: Machine, share: Share, num_processes: int) -> Machine:
+    """Return the machine as the process that was given `share` sees it: its CPUs, and its part of the quota.
+
+    A share that `partition` made keeps a thread for each of its CPUs: it has ``quota / num_processes`` of them at the
+    most. One that `given_shares` made may have more CPUs than its part of the quota pays for.
+
+    Parameters
+    ----------
+    machine : Machine
+        The host, as `partition` or `given_shares` was given it.
+    share : Share
+        What this process got of it.
+    num_processes : int
+        Into how many parts the quota is divided, 1 or more.
+    """
+    quota = None if machine.quota is None else machine.quota / num_processes
+    return dataclasses.replace(machine, allowed=share.cpus, quota=quota)
+
+
+def _cores_to_use(machine: Machine, num_processes: int) -> Piece:
+    """Return the performance cores where each process gets one, or else all cores."""
+    slow = {cpu.id for cpu in machine.logical_cpus if cpu.core_kind == "efficiency"}
+    fast = [core for core in machine.physical_cores if core[0] not in slow]
+    return fast if len(fast) >= num_processes else [*machine.physical_cores]
+
+
+def _pieces(machine: Machine, cores: Piece, size: int, count: int) -> list[Piece]:
+    """Cut `count` pieces of `size` cores, across no more boundaries than the file's head says."""
+    cpus = {cpu.id: cpu for cpu in machine.logical_cpus}
+    places: tuple[Callable[[Core], int], ...] = (
+        lambda core: cpus[core[0]].last_level_cache,
+        lambda core: cpus[core[0]].numa_node,
+    )
+    for place in places:
+        cuts: list[list[Piece]] = []
+        for node in _grouped(cores, places[-1]):
+            cuts += [_cut(group, size) for group in _grouped(node, place)]
+            if sum(map(len, cuts)) >= count:
+                return _about_as_many_from_each(cuts, count)
+    return _cut(cores, size)[:count]
+
+
+def _grouped(cores: Piece, place: Callable[[Core], int]) -> Collection[Piece]:
+    groups: defaultdict[int, Piece] = defaultdict(list)
+    for core in cores:
+        groups[place(core)].append(core)
+    return groups.values()
+
+
+def _cut(cores: Piece, size: int) -> list[Piece]:
+    """Return as many pieces of `size` neighbours as there are."""
+    return [cores[start : start + size] for start in range(0, len(cores) - size + 1, size)]
+
+
+def _about_as_many_from_each(groups: list[list[Piece]], count: int) -> list[Piece]:
+    group_of = [index for index, pieces in enumerate(groups) for _ in pieces]
+    # Steps of one length through all pieces pass each cache, and so each node, about equally often.
+    taken = Counter(group_of[step * len(group_of) // count] for step in range(count))
+    return [piece for index, pieces in enumerate(groups) for piece in pieces[: taken[index]]]
+
+
+def _share(cores: Iterable[Core], spare: Iterable[int] = ()) -> Share:
+    """Compute on the first CPU of each core; what is left of the cores, or else `spare`, is for loaders."""
+    cpus = tuple(core[0] for core in cores)
+    siblings = tuple(cpu for core in cores for cpu in core[1:])
+    return Share(cpus, siblings or tuple(spare) or cpus)
+
+
+def _given_share(machine: Machine, given: Sequence[int], claimed: Collection[int]) -> Share:
+    touched = [core for core in machine.physical_cores if set(core) & set(given)]
+    in_given_order = [tuple(cpu for cpu in given if cpu in core) for core in touched]
+    return _share(in_given_order, spare=[cpu for core in touched for cpu in core if cpu not in claimed])
+
+
+def _why_not(machine: Machine, cpus: Collection[int]) -> str:
+    """Name the CPUs that cannot be used, each with the reason, and those that can."""
+    online = {cpu.id for cpu in machine.logical_cpus}
+    reasons = {"no such CPU": set(cpus) - online, "not in this process's affinity mask": set(cpus) & online}
+    named = [f"{format_cpu_list(ids)} ({reason})" for reason, ids in reasons.items() if ids]
+    return f"{', '.join(named) or 'nothing'}; this process may use {_extent(machine)}"
+
+
+def _without_cpus(machine: Machine, lists: Iterable[tuple[int, Sequence[int]]]) -> Iterator[str]:
+    for index, given in lists:
+        why = f"no CPU is left without {_why_not(machine, given)}"
+        yield problem(f"cpu_for_each_process[{index}]={[*given]}", why, "Name some of those")
+
+
+def _in_several_lists(claimed: Counter[int]) -> Iterator[str]:
+    if shared := [cpu for cpu, lists in claimed.items() if lists > 1]:
+        given = f"cpu_for_each_process has CPU {format_cpu_list(shared)} in more than one list"
+        yield problem(given, "a CPU computes for one process", "Take it out of the others")
+
+
+def _too_many(machine: Machine, num_processes: int) -> str:
+    quota = "" if machine.quota is None else f", quota {machine.quota:g}"
+    limit = f"this process may use {machine.num_threads} ({_extent(machine)}{quota})"
+    advice = "Lower num_processes, or widen the CPU affinity" + (" or the quota" if quota else "")
+    return problem(f"num_processes={num_processes}", f"it needs {num_processes} physical cores, and {limit}", advice)
+
+
+def _extent(machine: Machine) -> str:
+    return f"CPUs {format_cpu_list(machine.allowed)} of {len(machine.logical_cpus)}"

@@ -1,0 +1,72 @@
+"""What a worker gets from the caller: the call to make, its seat among the ranks, and the state of the process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nano_loop.distributed.random_states import process_states, set_process_states
+from nano_loop.distributed.seat import Seat
+
+
+@dataclass
+class State:
+    """What a worker takes over from the caller's process besides the arguments."""
+
+    random_states: list[Any]
+    dtype: torch.dtype
+    matmul_precision: str
+    deterministic: bool
+    deterministic_warn_only: bool
+    grad: bool
+    threads: int | None
+
+    @classmethod
+    def of_this_process(cls, usual_threads: int) -> State:
+        """Read it.
+
+        Parameters
+        ----------
+        usual_threads : int
+            The compute threads that torch would have here: fewer mean that the user has chosen.
+        """
+        return cls(
+            random_states=process_states(),
+            dtype=torch.get_default_dtype(),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            grad=torch.is_grad_enabled(),
+            threads=torch.get_num_threads() if torch.get_num_threads() < usual_threads else None,
+        )
+
+    def take_over(self, threads: int) -> None:
+        """Put it in force in a worker, which has `threads` compute threads at the most."""
+        set_process_states(self.random_states, [True] * len(self.random_states))
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
+        torch.set_grad_enabled(self.grad)
+        if self.threads is not None:
+            torch.set_num_threads(min(self.threads, threads))
+
+
+@dataclass
+class Assignment:
+    """What a worker is to do, as it comes in the payload.
+
+    Parameters
+    ----------
+    call : tuple
+        A `TorchNano` and the positional and keyword arguments of its ``train``.
+    seats : list of Seat
+        The seats of all ranks, by rank.
+    state : State
+        torch's settings, and the seed.
+    """
+
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]]
+    seats: list[Seat]
+    state: State

@@ -1,0 +1,101 @@
+"""What a rank says of itself before each averaging, so that ranks which have diverged are told so at once."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from nano_loop.errors import NanoWorkerError, problem
+
+#: What arrived for a parameter since the last averaging.
+NOTHING, DENSE, SPARSE = range(3)
+
+#: To average gradients, or to make equal what the loop has added to a model.
+Purpose = Literal["average", "welcome"]
+
+_COUNTS = struct.Struct("<7s4q")  # purpose, averagings, steps, newcomers, learning rates
+_PLACES = {"average": "ended a backward", "welcome": "called a model with added parameters"}
+_ADVICE = "Let nothing in the loop depend on the rank, other than what is printed, saved and evaluated"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """One rank's state when it is about to do something with the others.
+
+    Parameters
+    ----------
+    purpose : {"average", "welcome"}
+        What it is about to do.
+    averagings : int
+        How many there have been.
+    steps : int
+        How many steps the optimizers have taken together.
+    newcomers : int
+        How many parameters and buffers were added that are not equal on all ranks yet.
+    rates : tuple of float
+        The learning rates of all groups of all optimizers; NaN for a group without one.
+    arrived : bytes
+        One of NOTHING, DENSE and SPARSE for each parameter.
+    """
+
+    purpose: Purpose
+    averagings: int
+    steps: int
+    newcomers: int
+    rates: tuple[float, ...]
+    arrived: bytes
+
+    def pack(self) -> torch.Tensor:
+        """Return it as a uint8 tensor."""
+        purpose = self.purpose.encode()
+        counts = _COUNTS.pack(purpose, self.averagings, self.steps, self.newcomers, len(self.rates))
+        rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
+        return torch.frombuffer(bytearray(counts + rates + self.arrived), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor) -> Fingerprint:
+        """Make one from what `pack` returned."""
+        content = packed.numpy().tobytes()
+        purpose, averagings, steps, newcomers, count = _COUNTS.unpack_from(content)
+        rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
+        return cls(purpose.decode(), averagings, steps, newcomers, rates, content[_COUNTS.size + 8 * count :])
+
+
+def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
+    """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
+
+    What arrived may differ. NaN equals NaN.
+    """
+    if all(_agree(each, fingerprints[0]) for each in fingerprints):
+        return
+    at = f"at step {fingerprints[0].steps}"
+    _refuse("the ranks have taken different numbers of steps", fingerprints, lambda each: f"{each.steps}")
+    _refuse(f"learning rates differ {at}", fingerprints, lambda each: f"{list(each.rates)}")
+    _refuse(f"numbers of parameters differ {at}", fingerprints, lambda each: f"{len(each.arrived)}")
+    _refuse(f"numbers of added parameters and buffers differ {at}", fingerprints, lambda each: f"{each.newcomers}")
+    _refuse(f"ranks are not at the same place {at}", fingerprints, lambda each: _PLACES[each.purpose])
+    _refuse(f"numbers of backwards differ {at}", fingerprints, lambda each: f"{each.averagings}")
+
+
+def _agree(one: Fingerprint, other: Fingerprint) -> bool:
+    """Whether two are the same but for what arrived; never of those with NaN, which `_refuse` compares as text."""
+    return replace(one, arrived=b"") == replace(other, arrived=b"") and len(one.arrived) == len(other.arrived)
+
+
+def _refuse(what: str, fingerprints: list[Fingerprint], tell: Callable[[Fingerprint], Any]) -> None:
+    """Raise if `tell` tells the fingerprints apart."""
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(fingerprints):
+        ranks.setdefault(tell(each), []).append(rank)
+    if len(ranks) > 1:
+        told = ", ".join(f"{_those(some)} {value}" for value, some in ranks.items())
+        other = list(ranks.values())[1][0]  # the first that is not like rank 0
+        raise NanoWorkerError(problem(f"{what}: {told}", "ranks must take the same steps", _ADVICE), rank=other)
+
+
+def _those(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

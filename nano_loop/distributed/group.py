@@ -1,0 +1,135 @@
+"""The process group of a run: made when it begins, destroyed when it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped,unused-ignore]
+from torch import distributed
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from nano_loop.environment import Launch
+from nano_loop.errors import NanoError, problem
+from nano_loop.fabric import SLURMEnvironment
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_stores: dict[tuple[str, int], Store] = {}  # a server has to outlive the runs that meet on it
+_runs: dict[tuple[str, int], int] = {}
+
+
+@contextmanager
+def process_group(
+    backend: str | None, store: Store, rank: int, size: int, timeout: float, *, local: bool
+) -> Iterator[None]:
+    """Make torch's default process group, and destroy it on leaving.
+
+    Parameters
+    ----------
+    backend : str or None
+        torch.distributed's name; None means gloo.
+    store : torch.Store
+        Where the ranks meet.
+    rank, size : int
+        This rank, and how many there are.
+    timeout : float
+        Seconds that a collective may take.
+    local : bool
+        Whether all ranks are on this host, and so meet on its loopback interface.
+    """
+    with _on_loopback() if local else nullcontext(), _own_excepthook():
+        distributed.init_process_group(
+            backend or "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        )
+    try:
+        yield
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()  # a process that leaves with work in flight is aborted
+
+
+def refuse_existing_group() -> None:
+    """Raise where the process is in a group already, for torch has one default group a process."""
+    if distributed.is_available() and distributed.is_initialized():
+        given = f"this process is in a process group of {distributed.get_world_size()} already"
+        needed = "num_processes makes a group of its own, and there can be one"
+        raise NanoError(problem(given, needed, "Call torch.distributed.destroy_process_group() before"))
+
+
+def local_store(folder: Path, size: int) -> Store:
+    """Return the store of ranks that have a folder in common."""
+    return FileStore(str(folder / "store"), size)
+
+
+def outside_store(launch: Launch, environ: Mapping[str, str], timeout: float) -> Store:
+    """Return a store that all ranks of a launch share, new for each run.
+
+    Raises
+    ------
+    NanoError
+        If the launcher does not say where the ranks can meet.
+    """
+    place = _meeting_place(launch, environ)
+    # torchrun's agent has the server; without it, rank 0 has.
+    serves = launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if place not in _stores:
+        waiting = timedelta(seconds=timeout)
+        _stores[place] = TCPStore(*place, is_master=serves, timeout=waiting, wait_for_workers=False)
+    _runs[place] = _runs.get(place, 0) + 1
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"nano_loop/{attempt}/{_runs[place]}", _stores[place])
+
+
+def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> tuple[str, int]:
+    if launch.launcher == "srun":
+        before = dict(os.environ)
+        try:
+            slurm = SLURMEnvironment(auto_requeue=False)
+            return slurm.main_address, slurm.main_port
+        finally:  # asking sets variables
+            os.environ.clear()
+            os.environ.update(before)
+    local = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(launch.size)
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if local else None)
+    port = environ.get("MASTER_PORT") or ("12910" if local else "")
+    if address is None or not port.isdecimal():
+        given = f"MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT={environ.get('MASTER_PORT')}"
+        needed = f"the {launch.size} processes of {launch.launcher} meet at the address of rank 0's host"
+        raise NanoError(problem(given, needed, "Set both for every rank: mpirun -x MASTER_ADDR=... -x MASTER_PORT=..."))
+    return address, int(port)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let gloo use the loopback interface, unless the user has chosen one: a host's name need not resolve."""
+    name = _loopback()
+    if _INTERFACE in os.environ or name is None:
+        yield
+        return
+    os.environ[_INTERFACE] = name
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
+
+
+@contextmanager
+def _own_excepthook() -> Iterator[None]:
+    """Keep the hook that shows exceptions: torch puts one in its place that marks every line with the rank."""
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+
+
+def _loopback() -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and each.address == "127.0.0.1" for each in addresses):
+            return str(name)
+    return None

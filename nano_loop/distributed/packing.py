@@ -1,0 +1,212 @@
+"""Packs lists of tensors into batches of a limited size, to be averaged as one, and takes the means of batches.
+
+How a list is packed follows from its shapes and dtypes alone, so it is the same on every rank, and computed once.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nano_loop.errors import NanoError, problem
+
+#: What can be averaged; each is summed in itself, but for numbers of 16 bits, which are summed in float32.
+AVERAGED = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+)
+_SUMMED_WIDER = (torch.bfloat16, torch.float16)
+_COMPRESSED = (torch.float32, torch.float64)
+
+#: The shape and the dtype of each tensor of a list.
+Signature = tuple[tuple[torch.Size, torch.dtype], ...]
+#: A view into a batch, and the tensor of the list that belongs there: all of it, or these of its elements.
+Place = tuple[torch.Tensor, int, slice | None]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor, or a part of one: which of the list, which of its elements (None for all), and where in the batch."""
+
+    index: int
+    bounds: slice | None
+    shape: torch.Size
+    offset: int
+
+
+@dataclass
+class Batch:
+    """Pieces of one dtype that are averaged as one; `length` counts elements."""
+
+    dtype: torch.dtype
+    length: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the batch takes."""
+        return self.length * self.dtype.itemsize
+
+    def add(self, index: int, shape: torch.Size, bounds: slice | None = None) -> None:
+        """Append a piece."""
+        self.pieces.append(Piece(index, bounds, shape, self.length))
+        self.length += shape.numel()
+
+    def places(self, memory: torch.Tensor) -> list[Place]:
+        """Return a view into `memory`, which is flat and of the batch's dtype, for each piece."""
+        return [
+            (memory[each.offset : each.offset + each.shape.numel()].view(each.shape), each.index, each.bounds)
+            for each in self.pieces
+        ]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The batches of one list; `split` are the tensors that more than one batch holds; `mark` tells lists apart."""
+
+    batches: tuple[Batch, ...]
+    split: tuple[int, ...]
+    mark: int
+
+    def flat(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the elements of the split tensors in a row: views of contiguous tensors, copies of others."""
+        return {index: tensors[index].contiguous().view(-1) for index in self.split}
+
+    def put_back(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
+        """Write what `flat` had to copy back into the tensors."""
+        for index, elements in flat.items():
+            if not tensors[index].is_contiguous():
+                tensors[index].copy_(elements.view(tensors[index].shape))
+
+
+def signature(tensors: Sequence[torch.Tensor]) -> Signature:
+    """Return the shapes and dtypes of `tensors`."""
+    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+
+
+def pack(signature: Signature, capacity: int, compression: torch.dtype | None = None) -> Packing:
+    """Pack a list of tensors into batches, those of one dtype together.
+
+    Parameters
+    ----------
+    signature : Signature
+        The shapes and dtypes of the list.
+    capacity : int
+        Bytes that a batch may take. A tensor that needs more is split.
+    compression : torch.dtype, optional
+        In which float32 and float64 travel.
+
+    Raises
+    ------
+    NanoError
+        If there is a dtype that cannot be averaged.
+    """
+    filling: dict[torch.dtype, list[Batch]] = {}
+    split = []
+    for index, (shape, dtype) in enumerate(signature):
+        _refuse_unknown(dtype)
+        travels_as = compression if compression and dtype in _COMPRESSED else dtype
+        batches = filling.setdefault(travels_as, [Batch(travels_as)])
+        if shape.numel() * travels_as.itemsize > capacity:
+            split.append(index)
+            _add_parts(batches, index, shape.numel(), capacity // travels_as.itemsize)
+        elif shape.numel():
+            if batches[-1].nbytes + shape.numel() * travels_as.itemsize > capacity:
+                batches.append(Batch(travels_as))
+            batches[-1].add(index, shape)
+    whole = tuple(batch for batches in filling.values() for batch in batches if batch.length)
+    return Packing(whole, tuple(split), zlib.crc32(repr(signature).encode()))
+
+
+def fill(places: Iterable[Place], tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
+    """Copy the tensors of a list to their places in a batch."""
+    for view, index, bounds in places:
+        view.copy_(tensors[index] if bounds is None else flat[index][bounds])
+
+
+def empty(places: Iterable[Place], tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
+    """Copy what a batch holds back into the tensors of a list."""
+    for view, index, bounds in places:
+        (tensors[index] if bounds is None else flat[index][bounds]).copy_(view)
+
+
+def is_summed_wider(dtype: torch.dtype) -> bool:
+    """Whether elements of this dtype are summed in float32 rather than in themselves."""
+    return dtype in _SUMMED_WIDER
+
+
+def real(batch: torch.Tensor) -> torch.Tensor:
+    """View complex elements as twice as many real ones, which are summed alike."""
+    return torch.view_as_real(batch).view(-1) if batch.is_complex() else batch
+
+
+def write_mean(out: torch.Tensor, parts: Sequence[torch.Tensor], scratch: torch.Tensor) -> None:
+    """Write the mean of `parts`, summed in their order, to `out`: flat real tensors of one dtype and length.
+
+    Parameters
+    ----------
+    out : torch.Tensor
+        Overwritten; it shares no memory with the parts.
+    parts : sequence of torch.Tensor
+        Two or more.
+    scratch : torch.Tensor
+        What `new_scratch` has made. Elements of 16 bits are summed there and rounded once.
+    """
+    if is_summed_wider(out.dtype):
+        room = scratch.shape[1]
+        for start in range(0, len(out), room):
+            part = slice(start, start + room)
+            out[part].copy_(_wide_mean([each[part] for each in parts], scratch))
+        return
+    torch.add(parts[0], parts[1], out=out)
+    for each in parts[2:]:
+        out.add_(each)
+    divide(out, len(parts))
+
+
+def new_scratch() -> torch.Tensor:
+    """Make the memory in which `write_mean` widens 16-bit numbers: small, so that it stays in a cache."""
+    return torch.empty(2, 1 << 18, dtype=torch.float32, device="cpu")
+
+
+def divide(total: torch.Tensor, count: int) -> None:
+    """Divide in place, rounding as a division does; by a power of two that is an exact, and faster, product."""
+    if math.frexp(count)[0] == 0.5:
+        total.mul_(1 / count)
+    else:
+        total.div_(count)
+
+
+def _wide_mean(parts: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
+    total, widened = scratch[0, : len(parts[0])], scratch[1, : len(parts[0])]
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(widened.copy_(part))
+    divide(total, len(parts))
+    return total
+
+
+def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None:
+    """Fill the last batch up, and then as many more as it takes; `room` is the elements of a batch."""
+    start = 0
+    while start < length:
+        if batches[-1].length == room:
+            batches.append(Batch(batches[-1].dtype))
+        part = min(room - batches[-1].length, length - start)
+        batches[-1].add(index, torch.Size([part]), slice(start, start + part))
+        start += part
+
+
+def _refuse_unknown(dtype: torch.dtype) -> None:
+    if dtype not in AVERAGED:
+        known = ", ".join(str(each).removeprefix("torch.") for each in AVERAGED)
+        advice = "Average it yourself, or give it one of these dtypes"
+        raise NanoError(problem(f"a gradient of {dtype}", f"ranks average {known}", advice))

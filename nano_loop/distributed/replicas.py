@@ -1,0 +1,106 @@
+"""Makes what the ranks hold equal: rank 0's values everywhere, once it is known that all hold the same tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim import Optimizer
+
+from nano_loop.distributed.ranks import Ranks
+from nano_loop.errors import NanoError, problem
+
+#: A tensor, and what a person calls it.
+Named = tuple[str, torch.Tensor]
+
+
+def named_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Named]:
+    """Yield the parameters of models, then what optimizers hold besides, each once.
+
+    The order follows from how the models and optimizers are built, so it is the same on every rank.
+    """
+    of_models = ((_name(model, name), each) for model in models for name, each in model.named_parameters())
+    yield from _each_once(itertools.chain(of_models, _of_optimizers(optimizers)))
+
+
+def named_buffers(models: Sequence[nn.Module]) -> Iterator[Named]:
+    """Yield the buffers of models, each once."""
+    yield from _each_once((_name(model, name), each) for model in models for name, each in model.named_buffers())
+
+
+def _name(model: nn.Module, name: str) -> str:
+    return f"{type(model).__name__}.{name}"
+
+
+def _of_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[Named]:
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, tensor in enumerate(group["params"]):
+                yield f"{type(optimizer).__name__}.param_groups[{number}]['params'][{place}]", tensor
+
+
+def _each_once(named: Iterable[Named]) -> Iterator[Named]:
+    seen: set[int] = set()
+    for name, tensor in named:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def make_equal(ranks: Ranks, named: Sequence[Named], more: Sequence[str] = ()) -> None:
+    """Overwrite the tensors in place with rank 0's. Collective.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The processes.
+    named : sequence of (str, torch.Tensor)
+        Of any dtypes and strides; they stay the same objects.
+    more : sequence of str
+        What else has to be the same on every rank, in words.
+
+    Raises
+    ------
+    NanoError
+        On every rank, if names, shapes, dtypes or strides of the tensors, or `more`, differ between ranks; the
+        message names the first difference. Also if a tensor has no shape yet.
+    """
+    _refuse_lazy(named)
+    _refuse_difference(ranks.gather([*(_signature(name, tensor) for name, tensor in named), *more]))
+    strided = [tensor for _, tensor in named if tensor.layout is torch.strided]
+    others = [tensor for _, tensor in named if tensor.layout is not torch.strided]
+    with torch.no_grad():
+        ranks.broadcast_tensors([_without_overlap(tensor) for tensor in strided])
+        for tensor, value in zip(others, ranks.broadcast([tensor.detach() for tensor in others]), strict=True):
+            tensor.copy_(value)
+
+
+def _refuse_lazy(named: Sequence[Named]) -> None:
+    lazy = [name for name, tensor in named if isinstance(tensor, (UninitializedParameter, UninitializedBuffer))]
+    if lazy:
+        needed = "ranks can only begin with equal values once the values are there"
+        raise NanoError(problem(f"{lazy[0]} has no shape yet", needed, "Call the model once before setup"))
+
+
+def _signature(name: str, tensor: torch.Tensor) -> str:
+    # Strides count: gradients are averaged in the order of the parameters' memory.
+    strides = f", strides {tensor.stride()}" if tensor.layout is torch.strided else f", {tensor.layout}"
+    return f"{name}, {tensor.dtype} of shape {tuple(tensor.shape)}{strides}"
+
+
+def _refuse_difference(signatures: list[list[str]]) -> None:
+    for rank, signature in enumerate(signatures):
+        for first, other in itertools.zip_longest(signatures[0], signature, fillvalue="nothing"):
+            if first != other:
+                given = f"rank {rank} has {other} where rank 0 has {first}"
+                needed = "all ranks must set up the same models and optimizers"
+                raise NanoError(problem(given, needed, "Build them without regard to the rank"))
+
+
+def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of an expanded tensor that lies in memory once; it cannot be written to as a whole."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.detach()[tuple(slice(0, 1) if stride == 0 and size else slice(None) for size, stride in sizes)]

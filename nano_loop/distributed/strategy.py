@@ -1,0 +1,159 @@
+"""What Fabric has to know of the ranks, so that `all_reduce`, `broadcast`, `barrier` and their like work in a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from nano_loop.distributed.ranks import Ranks
+from nano_loop.fabric import (
+    Bf16Precision,
+    ClusterEnvironment,
+    DDPStrategy,
+    Fp32Precision,
+    LightningEnvironment,
+    SingleDeviceStrategy,
+)
+
+
+class RanksEnvironment(ClusterEnvironment):
+    """Tells Fabric the place of this rank, which nano_loop has found out.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        Replaced when a run begins, by the ranks of that run.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: Fabric starts nothing."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Not used: the process group is there already."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """Not used either."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False: it is always given outright."""
+        return False
+
+    def world_size(self) -> int:
+        """Return how many ranks there are."""
+        return self.ranks.size
+
+    def set_world_size(self, size: int) -> None:
+        """Ignore what Fabric has computed."""
+
+    def global_rank(self) -> int:
+        """Return this rank."""
+        return self.ranks.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignore what Fabric has computed."""
+
+    def local_rank(self) -> int:
+        """Return the rank on this host."""
+        return self.ranks.local_rank
+
+    def node_rank(self) -> int:
+        """Return which host this is, where all have as many ranks."""
+        return self.ranks.rank // self.ranks.local_size
+
+
+class RanksStrategy(DDPStrategy):
+    """Collectives among the ranks of a run; models are not wrapped, for gradients are averaged by hooks.
+
+    Collectives over all ranks wait in Python, so that Ctrl-C and a rank that has failed end them.
+    """
+
+    # Fabric starts no process.
+    launcher = property(lambda self: None)  # type: ignore[assignment]
+
+    def __init__(self, environment: RanksEnvironment, precision: Any) -> None:
+        super().__init__(cluster_environment=environment, precision=precision)
+        self.environment = environment
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the run."""
+        return self.environment.ranks
+
+    @property
+    def root_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    def setup_environment(self) -> None:
+        """Do nothing: the process group is made when a run begins."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Return `module` itself."""
+        return module
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce `tensor` in place over all ranks, and return it; what is no tensor comes back as it is."""
+        if not isinstance(tensor, torch.Tensor) or not distributed.is_initialized():
+            return tensor
+        mean = reduce_op in ("mean", "avg")
+        named = distributed.ReduceOp.SUM if mean else reduce_op
+        operation = getattr(distributed.ReduceOp, named.upper()) if isinstance(named, str) else named
+        self.ranks.finish(distributed.all_reduce(tensor, operation, group, async_op=True))
+        if mean:
+            tensor.copy_(tensor / distributed.get_world_size(group))
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked along a new first dimension."""
+        if sync_grads or not distributed.is_initialized():
+            return super().all_gather(tensor, group, sync_grads)
+        tensor = tensor.detach().contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(distributed.get_world_size(group))]
+        self.ranks.finish(distributed.all_gather(gathered, tensor, group, async_op=True))
+        return torch.stack(gathered)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return what rank `src` has as `obj`."""
+        return self.ranks.broadcast(obj, src) if distributed.is_initialized() else obj
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        if distributed.is_initialized():
+            self.ranks.barrier()
+
+
+def fabric_arguments(precision: str, ranks: Ranks) -> dict[str, Any]:
+    """Return what `Fabric.__init__` needs on the CPU.
+
+    Parameters
+    ----------
+    precision : {"32-true", "bf16-mixed"}
+        The precision in force.
+    ranks : Ranks
+        How many ranks the next run will have.
+
+    Returns
+    -------
+    dict
+        The strategy and the cluster environment are given outright, for Fabric takes a mere ``SLURM_NTASKS`` in the
+        environment for a launch.
+    """
+    plugin = Bf16Precision() if precision == "bf16-mixed" else Fp32Precision()
+    if ranks.size == 1:
+        alone = SingleDeviceStrategy(torch.device("cpu"), precision=plugin)
+        return {"accelerator": "cpu", "devices": 1, "strategy": alone, "plugins": [LightningEnvironment()]}
+    strategy = RanksStrategy(RanksEnvironment(ranks), plugin)
+    return {"accelerator": "cpu", "devices": ranks.local_size, "strategy": strategy}

@@ -1,0 +1,75 @@
+"""Gives every rank the values of rank 0 before training begins."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.distributed.replicas import make_equal, named_buffers, named_parameters
+from nano_loop.mechanisms.entry import Entries
+from nano_loop.parts import Parts
+from nano_loop.steps.step import Step
+
+
+class Broadcast(Step):
+    """Overwrites parameters and buffers, in place, and optimizer state with rank 0's, each once a run."""
+
+    name = "broadcast"
+    needs = "trained"  # optimizers may come alone, and may hold parameters that no model has
+    required = False
+
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._done: dict[int, object] = {}  # tensors and optimizers by their ids, kept alive
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return self.ranks.size > 1
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        named = [*named_parameters(parts.models, parts.optimizers), *named_buffers(parts.models)]
+        new = [(name, tensor) for name, tensor in named if id(tensor) not in self._done]
+        optimizers = [optimizer for optimizer in parts.optimizers if id(optimizer) not in self._done]
+        groups = [f"{type(each).__name__} with {len(each.param_groups)} parameter groups" for each in optimizers]
+        make_equal(self.ranks, new, groups)
+        for optimizer in optimizers:
+            self._broadcast_state(optimizer)
+        self._done |= {id(each): each for each in (*optimizers, *(tensor for _, tensor in new))}
+        return "every rank begins with rank 0's values"
+
+    def _broadcast_state(self, optimizer: Optimizer) -> None:
+        """Give the optimizer rank 0's state, where a rank has another, such as a checkpoint that one rank loaded."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = [optimizer.state.get(each) for each in held]
+        if len(set(self.ranks.gather(_checksum(states)))) == 1:
+            return
+        for parameter, state in zip(held, self.ranks.broadcast(states), strict=True):
+            optimizer.state.pop(parameter, None)
+            if state is not None:
+                optimizer.state[parameter] = state
+
+
+def _checksum(value: Any, start: int = 0) -> int:
+    """Return a number that tells values apart: the CRC-32 of tensors inside dicts and lists, and of the rest's text."""
+    if isinstance(value, dict):
+        return _checksum([each for item in value.items() for each in item], start)
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            start = _checksum(each, start + 1)
+        return start
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        whole = value.detach().contiguous().resolve_conj().resolve_neg().view(-1)
+        return zlib.crc32(whole.view(torch.uint8).numpy().tobytes(), zlib.crc32(repr(value.shape).encode(), start))
+    return zlib.crc32(repr(value).encode(), start)

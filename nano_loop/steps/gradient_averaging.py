@@ -1,0 +1,87 @@
+"""Averages gradients over the ranks at the end of each backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import Machine
+from nano_loop.distributed.averaging import Averaging
+from nano_loop.distributed.process_group import ProcessGroupTransport
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.distributed.sharding import served_whole_by_mode
+from nano_loop.distributed.shared_memory import SharedMemoryTransport
+from nano_loop.distributed.transport import Transport
+from nano_loop.errors import NanoError
+from nano_loop.mechanisms.entry import Entries
+from nano_loop.parts import Parts
+from nano_loop.steps.step import Step
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class GradientAveraging(Step):
+    """Makes every backward end with the mean of all ranks' gradients; see `nano_loop.distributed.averaging`."""
+
+    name = "gradient_averaging"
+    needs = "trained"  # optimizers may come alone, and may hold parameters that no model has
+    required = False
+
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._averaging: Averaging | None = None
+        self._way = ""
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return self.ranks.size > 1
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        if self._averaging is None:
+            self._averaging = self._open()
+        self._averaging.add(parts.models, parts.optimizers)
+        for model in parts.models:
+            self.entries.add(model, self.name, self._averaging.around_call)
+        narrowed = f", as {self.config.gradient_compression}" if self.config.gradient_compression else ""
+        return f"at the end of each backward, {self._way}{narrowed}"
+
+    def paused(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Return a context in which gradients of `models` stay those of this rank; see `Averaging.paused`."""
+        return nullcontext() if self._averaging is None else self._averaging.paused(models)
+
+    def undo(self) -> None:
+        """See `Step.undo`."""
+        super().undo()
+        self._averaging = None
+
+    def _open(self) -> Averaging:
+        transport = self._make_transport()
+        self.undoing.callback(transport.close)
+        self.undoing.callback(transport.leave)
+        averaging = Averaging(self.ranks, transport, served_whole_by_mode)
+        self.undoing.callback(averaging.close)
+        return averaging
+
+    def _make_transport(self) -> Transport:
+        """Take the faster of the two, shared memory, where there is some, and nothing else was asked for."""
+        compression = torch.bfloat16 if self.config.gradient_compression else None
+        backend = self.config.process_group_backend
+        folder = self.ranks.folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+        if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
+            with suppress(NanoError):  # raised on every rank, where it is too small, as it is in many containers
+                transport = SharedMemoryTransport(self.ranks, folder, compression=compression)
+                self._way = "through shared memory"
+                return transport
+        self._way = f"by {backend or 'gloo'}"
+        return ProcessGroupTransport(self.ranks, compression=compression)

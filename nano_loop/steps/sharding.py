@@ -1,0 +1,90 @@
+"""Gives each rank its share of the loaders' batches; a loader that the loop evaluates on is served whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.distributed.sharding import Shares, forget_last_served, shared_by_user
+from nano_loop.mechanisms.entry import Entries
+from nano_loop.mechanisms.loaders import changed
+from nano_loop.parts import Parts
+from nano_loop.steps.step import Step
+
+
+class Sharding(Step):
+    """Lets rank r take batches r, r+N, … of what each loader's own sampler yields; the loaders are not changed."""
+
+    name = "loaders"
+    needs = "loaders"
+
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._models: list[nn.Module] = []
+        self._shares: dict[int, Shares] = {}  # by the id of a loader, which is kept alive by its change
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`: the step has no option, and is for several ranks."""
+        return self.ranks.size > 1
+
+    @property
+    def required(self) -> bool:
+        """See `Step.required`."""
+        return False
+
+    def see(self, parts: Parts) -> None:
+        """Note the models of a ``setup`` call, whose mode says whether the loop trains; also of one without loaders."""
+        known = set(map(id, self._models))
+        self._models.extend(model for model in parts.models if id(model) not in known)
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        if self.ranks.loader_cpus or not all(self._is_shared_by_user(loader) for loader in parts.loaders):
+            return None
+        return "their own samplers share them out"
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        self.see(parts)
+        for loader in parts.loaders:
+            self._share(loader, parts.shard)
+        kinds = [self._kind(loader) for loader in parts.loaders]
+        counts = {kind: kinds.count(kind) for kind in _KINDS if kind in kinds}
+        return "; ".join(f"{count} of {len(kinds)} loaders {kind}" for kind, count in counts.items())
+
+    def undo(self) -> None:
+        """See `Step.undo`."""
+        super().undo()
+        self._models.clear()
+        self._shares.clear()
+        forget_last_served()
+
+    def _share(self, loader: DataLoader[Any], shard: bool | None) -> None:
+        if id(loader) not in self._shares:
+            self._shares[id(loader)] = Shares(self.ranks, self._models)
+            self.undoing.enter_context(changed(loader, self._shares[id(loader)]))
+        if shard is not None:
+            self._shares[id(loader)].choose(shard)
+
+    def _kind(self, loader: DataLoader[Any]) -> str:
+        if self._is_shared_by_user(loader):
+            return _BY_USER
+        if self._shares[id(loader)].shard is False:
+            return _WHOLE
+        return _READ_BY_ALL if isinstance(loader.dataset, IterableDataset) else _BY_BATCH
+
+    def _is_shared_by_user(self, loader: DataLoader[Any]) -> bool:
+        return shared_by_user(loader, self.ranks.size)
+
+
+_BY_BATCH = "by batch, in rank 0's order"
+_READ_BY_ALL = "read by every rank, which keeps its share"
+_WHOLE = "whole (shard=False)"
+_BY_USER = "shared out by their own samplers"
+_KINDS = (_BY_BATCH, _READ_BY_ALL, _WHOLE, _BY_USER)

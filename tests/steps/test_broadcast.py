@@ -1,0 +1,175 @@
+"""Before training begins every rank has rank 0's values, in the objects that it had."""
+
+import pytest
+import torch
+from distributed.averaged import known_to_teams, make_step
+from torch import nn
+
+from nano_loop.distributed.ranks import ALONE
+from nano_loop.errors import NanoError
+from nano_loop.parts import Parts
+from nano_loop.steps.broadcast import Broadcast
+
+known_to_teams(__name__)
+
+
+def parts(seed, optimizer_of=lambda each: torch.optim.Adam(each)):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4))
+    model[1].running_mean.normal_()
+    return Parts([model], [optimizer_of(model.parameters())])
+
+
+def stepped(given):
+    given.models[0](torch.rand(2, 3, 4, 4)).square().sum().backward()
+    given.optimizers[0].step()
+    given.optimizers[0].zero_grad()
+    return given
+
+
+def test_one_process_has_nothing_to_do():
+    assert not make_step(Broadcast, ALONE)[0].asked
+
+
+def test_parameters_and_buffers_become_rank_0s_in_place(team):
+    def loop(ranks):
+        given = parts(ranks.rank)
+        model = given.models[0]
+        model[0].to(memory_format=torch.channels_last)
+        model.register_buffer("expanded", torch.tensor(ranks.rank).expand(3))
+        model.register_buffer("narrow", torch.full((2,), ranks.rank, dtype=torch.bfloat16), persistent=False)
+        model.register_buffer("sparse", torch.full((2,), ranks.rank + 1.0).to_sparse())
+        tensors = [*model.parameters(), *model.buffers()]
+        strides = model[0].weight.stride()
+        step, _ = make_step(Broadcast, ranks)
+        assert step.asked
+        assert step.skip_reason(given) is None
+        step.apply(given)
+        assert [id(each) for each in tensors] == [id(each) for each in (*model.parameters(), *model.buffers())]
+        assert model[0].weight.stride() == strides
+        assert model.expanded.stride() == (0,)
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: each.detach().to_dense() for name, each in named.items()}
+
+    first, second = team(2)(loop)
+    expected = parts(0).models[0]
+    for one, other in zip(first.values(), second.values(), strict=True):
+        assert one.equal(other)
+    assert first["0.weight"].equal(expected[0].weight)
+    assert first["1.running_mean"].equal(expected[1].running_mean)
+    assert second["narrow"].tolist() == [0.0, 0.0]
+    assert second["sparse"].tolist() == [1.0, 1.0]
+
+
+def test_parameter_that_only_an_optimizer_holds_becomes_rank_0s(team):
+    def loop(ranks):
+        free = torch.full((2,), float(ranks.rank), requires_grad=True)
+        make_step(Broadcast, ranks)[0].apply(Parts([], [torch.optim.SGD([free], lr=0.1)]))
+        return free.detach()
+
+    assert [each.tolist() for each in team(2)(loop)] == [[0.0, 0.0]] * 2
+
+
+def test_what_was_broadcast_once_is_left_alone_afterwards(team):
+    def loop(ranks):
+        given, step = parts(0), make_step(Broadcast, ranks)[0]
+        step.apply(given)
+        with torch.no_grad():
+            given.models[0][0].weight.fill_(ranks.rank)
+        step.apply(Parts(given.models, []))
+        return float(given.models[0][0].weight.max().detach())
+
+    assert team(2)(loop) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("loaded", [(0,), (1,), (0, 1)])
+def test_optimizer_state_becomes_rank_0s(team, loaded):
+    def loop(ranks):
+        given = parts(0)
+        if ranks.rank in loaded:
+            torch.manual_seed(ranks.rank)
+            stepped(given)
+        optimizer = given.optimizers[0]
+        make_step(Broadcast, ranks)[0].apply(given)
+        return [optimizer.state[each] for each in given.models[0].parameters() if each in optimizer.state]
+
+    first, second = team(2)(loop)
+    assert len(first) == len(second) == (4 if 0 in loaded else 0)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_equal_state_does_not_travel(team):
+    def loop(ranks):
+        given = parts(0)
+        torch.manual_seed(0)
+        stepped(given)
+        state = {key: id(value) for key, value in given.optimizers[0].state[given.models[0][0].weight].items()}
+        make_step(Broadcast, ranks)[0].apply(given)
+        return state == {key: id(value) for key, value in given.optimizers[0].state[given.models[0][0].weight].items()}
+
+    assert team(2)(loop) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "value", [[torch.ones(2), 3], {"a": torch.ones(2, dtype=torch.complex64).conj()}, None, 5, "x"]
+)
+def test_state_of_any_kind_travels_if_it_differs(team, value):
+    def loop(ranks):
+        given = parts(0, lambda each: torch.optim.SGD(each, lr=0.1))
+        weight = given.models[0][0].weight
+        given.optimizers[0].state[weight]["mine"] = value if ranks.rank == 0 else [torch.zeros(2), 3]
+        make_step(Broadcast, ranks)[0].apply(given)
+        return given.optimizers[0].state[weight]["mine"]
+
+    first, second = team(2)(loop)
+    assert str(first) == str(second) == str(value)
+
+
+def add_bias(model):
+    model[0] = nn.Conv2d(3, 4, 2, bias=False)
+
+
+DIFFERENT = {
+    "shape": (
+        lambda model: model.register_buffer("new", torch.ones(2)),
+        r"Sequential.new, torch.float32 of shape \(2,\)",
+    ),
+    "dtype": (lambda model: model[1].double(), r"Sequential.1.weight, torch.float64 .* rank 0 .* torch.float32"),
+    "name": (add_bias, r"rank 1 has Sequential.1.weight.*where rank 0 has Sequential.0.bias"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_with_different_models_are_told_so(team, what):
+    change, message = DIFFERENT[what]
+
+    def loop(ranks):
+        given = parts(0)
+        if ranks.rank == 1:
+            change(given.models[0])
+        with pytest.raises(NanoError, match=message):
+            make_step(Broadcast, ranks)[0].apply(Parts(given.models))
+        return True
+
+    assert team(2)(loop) == [True, True]
+
+
+def test_ranks_with_different_parameter_groups_are_told_so(team):
+    def loop(ranks):
+        given = parts(0)
+        if ranks.rank == 1:
+            given.optimizers[0].add_param_group({"params": []})
+        with pytest.raises(NanoError, match=r"rank 1 has Adam with 2 parameter groups where rank 0 has Adam with 1"):
+            make_step(Broadcast, ranks)[0].apply(given)
+        return True
+
+    assert team(2)(loop) == [True, True]
+
+
+def test_lazy_modules_have_to_be_called_first(team):
+    def loop(ranks):
+        with pytest.raises(NanoError, match=r"LazyLinear.weight has no shape yet"):
+            make_step(Broadcast, ranks)[0].apply(Parts([nn.LazyLinear(2)]))
+        return True
+
+    assert team(2)(loop) == [True, True]

@@ -1,0 +1,132 @@
+"""The step chooses how gradients travel, and leaves nothing behind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from distributed.averaged import known_to_teams, make_step
+from torch import nn
+
+from nano_loop.distributed.ranks import ALONE
+from nano_loop.parts import Parts
+from nano_loop.steps.gradient_averaging import GradientAveraging
+
+known_to_teams(__name__)
+
+
+def parts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    return Parts([model], [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
+
+
+def train(given, ranks, steps=3):
+    torch.manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(12, 6).chunk(ranks.size)[ranks.rank]
+        given.optimizers[0].zero_grad()
+        given.models[0](x).square().mean().backward()
+        given.optimizers[0].step()
+    return [each.detach() for each in given.models[0].parameters()]
+
+
+def test_one_process_has_nothing_to_average():
+    assert not make_step(GradientAveraging, ALONE)[0].asked
+
+
+WAYS = {
+    "shared memory": ({}, "at the end of each backward, through shared memory", 1e-6),
+    "gloo": ({"process_group_backend": "gloo"}, "at the end of each backward, through shared memory", 1e-6),
+    "bf16": ({"gradient_compression": "bf16"}, "at the end of each backward, through shared memory, as bf16", 2e-2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_take_the_steps_of_one_process(team, way):
+    options, detail, tolerance = WAYS[way]
+
+    def loop(ranks):
+        given = parts()
+        step, entries = make_step(GradientAveraging, ranks, **options)
+        assert step.asked
+        assert step.skip_reason(given) is None
+        assert step.apply(given) == detail
+        assert step.apply(Parts(given.models)) == detail
+        weights = train(given, ranks)
+        entries.close()
+        step.undo()
+        return weights
+
+    expected = train(parts(), ALONE)
+    first, second = team(2)(loop)
+    for one, other, alone in zip(first, second, expected, strict=True):
+        assert one.equal(other)
+        torch.testing.assert_close(one, alone, rtol=0, atol=tolerance * float(alone.abs().max()))
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_several_hosts_and_hosts_without_shared_memory_average_by_the_process_group(team, hosts):
+    def loop(ranks):
+        from nano_loop.steps import gradient_averaging
+
+        given = parts()
+        step, entries = make_step(GradientAveraging, ranks)
+        local_size, folder = ranks.local_size, gradient_averaging._SHARED_MEMORY
+        ranks.local_size = ranks.size // hosts
+        gradient_averaging._SHARED_MEMORY = Path("/nowhere")
+        try:
+            detail = step.apply(given)
+        finally:
+            ranks.local_size, gradient_averaging._SHARED_MEMORY = local_size, folder
+        weights = train(given, ranks)
+        entries.close()
+        step.undo()
+        return detail, weights
+
+    (detail, first), (_, second) = team(2)(loop)
+    assert detail == "at the end of each backward, by gloo"
+    for one, other, alone in zip(first, second, train(parts(), ALONE), strict=True):
+        assert one.equal(other)
+        torch.testing.assert_close(one, alone, rtol=0, atol=1e-6 * float(alone.abs().max()))
+
+
+def test_after_the_run_ranks_are_on_their_own(team, tmp_path):
+    def loop(ranks):
+        given, plain, folder = parts(), torch.autograd.backward, ranks.folder
+        step, entries = make_step(GradientAveraging, ranks)
+        ranks.folder = tmp_path
+        try:
+            step.apply(given)
+        finally:
+            ranks.folder = folder
+        train(given, ranks, steps=1)
+        entries.close()
+        step.undo()
+        step.undo()
+        ranks.barrier()
+        assert not list(tmp_path.iterdir())
+        assert torch.autograd.backward is plain
+        assert all(each._post_accumulate_grad_hooks is None for each in given.models[0].parameters())
+        if ranks.rank == 0:
+            train(given, ranks)
+        return True
+
+    assert team(2)(loop) == [True, True]
+
+
+def test_averaging_can_be_paused(team):
+    def loop(ranks):
+        given = parts()
+        step, entries = make_step(GradientAveraging, ranks)
+        with step.paused(given.models):
+            pass  # before anything was set up
+        step.apply(given)
+        with step.paused(given.models):
+            given.models[0](torch.ones(1, 6) * ranks.rank).sum().backward()
+        gradient = given.models[0][0].weight.grad.clone()
+        entries.close()
+        step.undo()
+        return gradient
+
+    first, second = team(2)(loop)
+    assert not first.equal(second)

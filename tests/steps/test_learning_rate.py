@@ -1,0 +1,324 @@
+"""Inside a step the learning rate is scaled for the ranks; everywhere else it is the user's very own."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from nano_loop.distributed.ranks import Ranks
+from nano_loop.parts import Parts
+from nano_loop.steps import learning_rate
+from nano_loop.steps.fused_optimizer import FusedOptimizer
+from nano_loop.steps.learning_rate import LearningRate
+
+FOUR = Ranks(0, 4)
+
+
+@pytest.fixture
+def of_four(step):
+    """Apply the step to an optimizer, as one of four ranks."""
+
+    def apply(optimizer):
+        made = step(LearningRate, ranks=FOUR)
+        made.apply(Parts(optimizers=[optimizer]))
+        return made
+
+    return apply
+
+
+def weight():
+    return nn.Parameter(torch.zeros(()))
+
+
+def moved(optimizer, parameter):
+    """Take a step with a gradient of 1, and return how far plain SGD has moved: the learning rate in force."""
+    before = float(parameter.detach())
+    parameter.grad = torch.ones(())
+    optimizer.step()
+    return before - float(parameter.detach())
+
+
+def at_step(optimizer, step):
+    """Let the optimizer be one that has taken `step` steps."""
+    state = optimizer.state_dict()
+    state["param_groups"][0]["auto_lr_step"] = step
+    optimizer.load_state_dict(state)
+
+
+def test_it_is_for_several_ranks_that_want_it(step):
+    assert step(LearningRate, ranks=FOUR).asked
+    assert not step(LearningRate, ranks=FOUR, auto_lr=False).asked
+    assert not step(LearningRate).asked
+    assert not step(LearningRate, ranks=FOUR).required
+
+
+@pytest.mark.parametrize(("taken", "ratio"), [(0, 1), (1, 1.003), (500, 2.5), (999, 3.997), (1000, 4), (5000, 4)])
+def test_ratio_grows_from_one_to_the_number_of_ranks(of_four, taken, ratio):
+    one = weight()
+    optimizer = torch.optim.SGD([one], lr=0.5)
+    of_four(optimizer)
+    at_step(optimizer, taken)
+    assert moved(optimizer, one) == pytest.approx(0.5 * ratio)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_report_says_how_far_and_how_long(step):
+    made = step(LearningRate, ranks=Ranks(0, 2))
+    given = Parts(optimizers=[torch.optim.SGD([weight()], lr=0.1)])
+    assert made.skip_reason(given) is None
+    assert made.apply(given) == "ramps to 2× over 1,000 steps (auto_lr)"
+
+
+def test_first_step_is_the_users_to_the_bit_and_each_step_counts(of_four, monkeypatch):
+    monkeypatch.setattr(learning_rate, "WARM_UP", 2)
+    one = weight()
+    optimizer = torch.optim.SGD([one], lr=0.5)
+    made = of_four(optimizer)
+    made.apply(Parts(optimizers=[optimizer]))  # set up again: no second ramp
+    assert [moved(optimizer, one) for _ in range(4)] == [0.5, 0.5 * 2.5, 2.0, 2.0]
+
+
+def test_groups_keep_their_ratio_and_one_without_lr_is_left_alone(of_four):
+    class Mine(torch.optim.Optimizer):
+        seen = ()
+
+        def step(self):
+            self.seen = [group.get("lr") for group in self.param_groups]
+
+    optimizer = Mine(
+        [{"params": [weight()], "lr": 0.5}, {"params": [weight()]}, {"params": [weight()], "lr": None}], {}
+    )
+    of_four(optimizer)
+    at_step(optimizer, 1000)
+    optimizer.step()
+    assert optimizer.seen == [2.0, None, None]
+    assert [group.get("lr", "none") for group in optimizer.param_groups] == [0.5, "none", None]
+
+
+SCHEDULERS = {
+    "StepLR": lambda each: torch.optim.lr_scheduler.StepLR(each, 2, 0.5),
+    "Cosine": lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 10),
+    "OneCycle": lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 0.5, total_steps=20),
+    "Cyclic": lambda each: torch.optim.lr_scheduler.CyclicLR(each, 0.1, 0.5),
+    "Exponential": lambda each: torch.optim.lr_scheduler.ExponentialLR(each, 0.9),
+    "Lambda": lambda each: torch.optim.lr_scheduler.LambdaLR(each, lambda epoch: 1 / (1 + epoch)),
+    "Plateau": lambda each: torch.optim.lr_scheduler.ReduceLROnPlateau(each, patience=0),
+    "Sequential": lambda each: torch.optim.lr_scheduler.SequentialLR(
+        each,
+        [torch.optim.lr_scheduler.ConstantLR(each), torch.optim.lr_scheduler.ExponentialLR(each, 0.5)],
+        milestones=[3],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # SequentialLR's own call
+@pytest.mark.parametrize("built_first", [True, False])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_see_what_they_would_see_without_it(of_four, name, built_first):
+    rates, steps = [], []
+    for accelerated in (False, True):
+        one = weight()
+        optimizer = torch.optim.SGD([one], lr=0.5, momentum=0.5)
+        scheduler = SCHEDULERS[name](optimizer) if built_first else None
+        if accelerated:
+            of_four(optimizer)
+            at_step(optimizer, 1000)
+        scheduler = scheduler or SCHEDULERS[name](optimizer)
+        momentum = [optimizer.param_groups[0]["momentum"]]
+        for _ in range(8):
+            optimizer.param_groups[0]["momentum"] = 0
+            steps.append((accelerated, moved(optimizer, one)))
+            optimizer.param_groups[0]["momentum"] = momentum[-1]
+            scheduler.step(*[1.0] * (name == "Plateau"))
+            rates.append((accelerated, optimizer.param_groups[0]["lr"]))
+    assert [each for accelerated, each in rates if accelerated] == [each for on, each in rates if not on]
+    plain = [each for accelerated, each in steps if not accelerated]
+    assert [each for accelerated, each in steps if accelerated] == pytest.approx([4 * each for each in plain], rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": False}])
+def test_tensor_stays_the_same_object_and_value(of_four, options):
+    one, lr = weight(), torch.tensor(0.5)
+    optimizer = torch.optim.Adam([one], lr=lr, **options)
+    of_four(optimizer)
+    at_step(optimizer, 1000)
+    lr = optimizer.param_groups[0]["lr"]  # load_state_dict copies it
+    assert moved(optimizer, one) == pytest.approx(2.0, rel=1e-5)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr == 0.5
+
+
+def test_fused_kernels_take_the_scaled_rate(step, of_four):
+    one = weight()
+    optimizer = torch.optim.SGD([one], lr=0.5)
+    step(FusedOptimizer, fused_optimizer=True).apply(Parts(optimizers=[optimizer]))
+    of_four(optimizer)
+    at_step(optimizer, 1000)
+    assert optimizer.param_groups[0]["fused"]
+    assert moved(optimizer, one) == 2.0
+
+
+def test_closure_sees_the_users_rate(of_four):
+    one = weight()
+    optimizer = torch.optim.SGD([one], lr=0.5)
+    of_four(optimizer)
+    at_step(optimizer, 1000)
+    seen = []
+
+    def closure():
+        seen.append(optimizer.param_groups[0]["lr"])
+        one.grad = torch.ones(())
+        return 7.0
+
+    assert optimizer.step(closure) == 7.0
+    assert optimizer.step(closure=closure) == 7.0
+    assert seen == [0.5, 0.5]
+    assert one.item() == -4.0
+
+
+def test_rate_that_the_closure_sets_is_scaled_and_stays(of_four):
+    one = weight()
+    optimizer = torch.optim.SGD([one], lr=0.5)
+    of_four(optimizer)
+    at_step(optimizer, 1000)
+
+    def closure():
+        optimizer.param_groups[0]["lr"] = 0.25
+        one.grad = torch.ones(())
+
+    optimizer.step(closure)
+    assert one.item() == -1.0
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_rate_that_the_step_itself_sets_stays(of_four):
+    class Decays(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.param_groups[0]["lr"] = 0.25
+
+    optimizer = Decays([weight()], lr=0.5)
+    of_four(optimizer)
+    at_step(optimizer, 1000)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def fail():
+    raise ValueError("in the closure")
+
+
+class Fails(torch.optim.SGD):
+    """Raises in its step, once."""
+
+    failed = False
+
+    def step(self, closure=None):
+        if not self.failed:
+            self.failed = True
+            raise ValueError("in the step")
+        return super().step(closure)
+
+
+def test_step_that_raises_neither_counts_nor_scales_twice(of_four, monkeypatch):
+    monkeypatch.setattr(learning_rate, "WARM_UP", 1)
+    one = weight()
+    optimizer = Fails([one], lr=0.5)
+    made = of_four(optimizer)
+    at_step(optimizer, 1)
+    with pytest.raises(ValueError, match="in the step"):
+        optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+    assert optimizer.state_dict()["param_groups"][0]["auto_lr_step"] == 1
+    optimizer.failed = False
+    with pytest.raises(ValueError, match="in the step"):
+        optimizer.step()
+    assert moved(optimizer, one) == 2.0
+    optimizer.failed = False
+    with pytest.raises(ValueError, match="in the step"):
+        optimizer.step()
+    made.undo()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_closure_that_raises_leaves_the_users_rate(of_four):
+    optimizer = torch.optim.SGD([weight()], lr=0.5)
+    of_four(optimizer)
+    at_step(optimizer, 1000)
+    with pytest.raises(ValueError, match="in the closure"):
+        optimizer.step(fail)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_is_left_alone(step, line_search):
+    made = step(LearningRate, ranks=FOUR)
+    lbfgs = torch.optim.LBFGS([weight()], line_search_fn=line_search)
+    assert made.skip_reason(Parts(optimizers=[lbfgs])) == "LBFGS searches its own step length"
+    detail = made.apply(Parts(optimizers=[lbfgs, torch.optim.SGD([weight()], lr=0.5)]))
+    assert detail == "ramps to 4× over 1,000 steps (auto_lr); LBFGS searches its own step length"
+    assert not lbfgs._optimizer_step_pre_hooks
+
+
+# --- checkpoints ---
+
+
+def saved_and_loaded(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def test_steps_are_in_the_checkpoint_and_never_in_the_groups(of_four, monkeypatch):
+    monkeypatch.setattr(learning_rate, "WARM_UP", 10)
+    one = weight()
+    optimizer = torch.optim.SGD([one], lr=0.5)
+    of_four(optimizer)
+    for _ in range(5):
+        moved(optimizer, one)
+    state = saved_and_loaded(optimizer.state_dict())
+    assert state["param_groups"][0]["auto_lr_step"] == 5
+    assert "auto_lr_step" not in optimizer.param_groups[0]
+
+    other = weight()
+    resumed = torch.optim.SGD([other], lr=0.1)
+    of_four(resumed)
+    resumed.load_state_dict(state)
+    assert state["param_groups"][0]["auto_lr_step"] == 5
+    assert resumed.param_groups[0].keys() == optimizer.param_groups[0].keys()
+    assert moved(resumed, other) == pytest.approx(0.5 * 2.5)
+
+
+def test_checkpoint_of_a_run_without_it_starts_the_ramp(of_four):
+    one = weight()
+    optimizer = torch.optim.SGD([one], lr=0.5)
+    of_four(optimizer)
+    at_step(optimizer, 1000)
+    optimizer.load_state_dict(torch.optim.SGD([weight()], lr=0.5).state_dict())
+    assert moved(optimizer, one) == 0.5
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_checkpoint_loads_into_a_plain_optimizer(of_four, kind):
+    one = weight()
+    optimizer = kind([one], lr=0.5)
+    of_four(optimizer)
+    moved(optimizer, one)
+    other = weight()
+    plain = kind([other], lr=0.1)
+    plain.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert moved(plain, other) == pytest.approx(0.5, rel=0.1)
+
+
+def test_copies_and_what_is_left_are_plain(of_four):
+    optimizer = torch.optim.SGD([weight()], lr=0.5)
+    made = of_four(optimizer)
+    at_step(optimizer, 1000)
+    twin = copy.deepcopy(optimizer)
+    assert moved(twin, twin.param_groups[0]["params"][0]) == 0.5
+    made.undo()
+    assert moved(optimizer, optimizer.param_groups[0]["params"][0]) == 0.5
+    assert "auto_lr_step" not in optimizer.state_dict()["param_groups"][0]
