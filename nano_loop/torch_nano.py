@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from nano_loop.checks import check_kinds, check_loop
 from nano_loop.config import OPTIONS, NanoConfig
 from nano_loop.cpu import read_machine
+from nano_loop.distributed.launch.run import Call, expected_ranks, joined
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.run import Call, expected_ranks, joined
 from nano_loop.distributed.strategy import RanksStrategy, fabric_arguments
 from nano_loop.errors import NanoError, NanoWarning, problem, shown
 from nano_loop.fabric import Fabric

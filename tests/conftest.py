@@ -1,36 +1,16 @@
 """Holds every test to leaving the process as it found it, and keeps the caller's launch variables out of the tests."""
 
 import os
-from pathlib import Path
 
 import pytest
-import torch
+from distributed.team import Team
 from hypothesis import settings
-from torch import nn
-from torch.utils.data import DataLoader
-
-from tests.distributed.team import Team
+from leaks import affinity_masks, changes, moved_threads, process_state
 
 LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 LAUNCH_NAMES = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 )
-# pytest sets the one anew for a test's set-up, call and teardown, torch the other when it first compiles something.
-NOT_OURS = frozenset(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"))
-
-# What a run replaces while it lasts; an attribute that a class only inherits has to be inherited again afterwards.
-REPLACED = (
-    (nn.Module, "__call__"),
-    (nn.Module, "forward"),
-    (torch.Tensor, "view"),
-    (torch.Tensor, "bernoulli_"),
-    (DataLoader, "__iter__"),
-    (DataLoader, "__init__"),
-    (DataLoader, "__len__"),
-    (torch.optim.Optimizer, "step"),
-    (torch.optim.Optimizer, "state_dict"),
-)
-
 # Slow machines are no fault of a test, and examples that were saved on one machine make another's runs differ.
 settings.register_profile("nano_loop", deadline=None, database=None, derandomize=True)
 settings.load_profile("nano_loop")
@@ -53,52 +33,6 @@ def nothing_leaks():
     left = [*changes(before, process_state()), *moved_threads(masks, affinity_masks())]
     if left:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
-
-
-def process_state():
-    return {
-        "thread count": torch.get_num_threads(),
-        "autocast enabled": torch.is_autocast_enabled("cpu"),
-        "autocast dtype": torch.get_autocast_dtype("cpu"),
-        "autocast cache": torch.is_autocast_cache_enabled(),
-        "grad enabled": torch.is_grad_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
-        "torch.compile": torch.compile,
-        **{f"{owner.__name__}.{name}": vars(owner).get(name, "inherited") for owner, name in REPLACED},
-        **{f"environment {name}": value for name, value in os.environ.items() if name not in NOT_OURS},
-    }
-
-
-def changes(before, after):
-    for name in sorted({*before, *after}):
-        old, new = before.get(name, "absent"), after.get(name, "absent")
-        if old != new:
-            yield f"{name}: {old!r} before, {new!r} after"
-
-
-def affinity_masks():
-    """The CPUs that each thread of this process may run on, by thread id; nothing where there are no masks."""
-    masks = {}
-    for task in Path("/proc/self/task").glob("*"):
-        try:
-            masks[int(task.name)] = frozenset(os.sched_getaffinity(int(task.name)))
-        except ProcessLookupError:
-            continue
-    return masks
-
-
-def moved_threads(before, after):
-    """Threads whose mask is another, and new threads with a mask that no thread had."""
-    known = set(before.values())
-    for thread, mask in after.items():
-        old = before.get(thread)
-        if old is None and mask not in known:
-            yield f"affinity of the new thread {thread}: {sorted(mask)}, as no thread had before"
-        elif old not in (None, mask):
-            yield f"affinity of thread {thread}: {sorted(old)} before, {sorted(mask)} after"
 
 
 @pytest.fixture(scope="session")

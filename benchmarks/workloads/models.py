@@ -84,7 +84,7 @@ class UNet(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         widths = [width, 2 * width, 4 * width, 8 * width]
-        self.down = nn.ModuleList(_two_convolutions(a, b) for a, b in zip([3, *widths], widths))
+        self.down = nn.ModuleList(_two_convolutions(a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True))
         upwards = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in upwards)
         self.join = nn.ModuleList(_two_convolutions(2 * b, b) for _, b in upwards)

@@ -49,11 +49,14 @@ def part_ways(ranks: Ranks) -> None:
 
     Ranks begin a run with the states of rank 0, so that a split or a weight that the loop draws is the same on all of
     them, and part when the loop takes its first batch: dropout and noise are to differ. What they go on with follows
-    from the states that they have.
+    from the states that they have. A loop that has seeded torch itself keeps what it has chosen.
     """
-    if ranks.rank == 0 or ranks.have_parted:
+    if ranks.common_seed is None:
         return
-    ranks.have_parted = True
+    seeded_by_loop = ranks.common_seed != torch.initial_seed()
+    ranks.common_seed = None
+    if ranks.rank == 0 or seeded_by_loop:
+        return
     states = repr([process_states()[1:], process_states()[0].tolist(), ranks.rank])
     seed = int.from_bytes(sha256(states.encode()).digest()[:8], "little")
     torch.default_generator.manual_seed(seed)

@@ -82,7 +82,8 @@ class Ranks:
         self.shares = shares
         self.loader_cpus = loader_cpus
         self.folder = folder
-        self.have_parted = False  # whether this rank draws random numbers of its own by now
+        #: torch's seed when the run began; None once this rank draws random numbers of its own.
+        self.common_seed: int | None = None
 
     @property
     def on_one_host(self) -> bool:

@@ -81,7 +81,7 @@ class RanksStrategy(DDPStrategy):
     """
 
     # Fabric starts no process.
-    launcher = property(lambda self: None)  # type: ignore[assignment]
+    launcher = property(lambda self: None)
 
     def __init__(self, environment: RanksEnvironment, precision: Any) -> None:
         super().__init__(cluster_environment=environment, precision=precision)
@@ -100,7 +100,7 @@ class RanksStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Do nothing: the process group is made when a run begins."""
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Return `module` itself."""
         return module
 

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
+from nano_loop.distributed.averaging.replicas import make_equal, named_buffers, named_parameters
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.distributed.replicas import make_equal, named_buffers, named_parameters
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
@@ -21,7 +21,7 @@ class Broadcast(Step):
     """Overwrites parameters and buffers, in place, and optimizer state with rank 0's, each once a run."""
 
     name = "broadcast"
-    needs = "trained"  # optimizers may come alone, and may hold parameters that no model has
+    needs = "trained"  # optimizers may come alone, with parameters that no model has
     required = False
 
     def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:

@@ -11,12 +11,12 @@ from torch import nn
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
-from nano_loop.distributed.averaging import Averaging
-from nano_loop.distributed.process_group import ProcessGroupTransport
+from nano_loop.distributed.averaging.averaging import Averaging
+from nano_loop.distributed.loaders.sharding import served_whole_by_mode
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.distributed.sharding import served_whole_by_mode
-from nano_loop.distributed.shared_memory import SharedMemoryTransport
-from nano_loop.distributed.transport import Transport
+from nano_loop.distributed.transport.process_group import ProcessGroupTransport
+from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
+from nano_loop.distributed.transport.transport import Transport
 from nano_loop.errors import NanoError
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.parts import Parts
@@ -29,7 +29,7 @@ class GradientAveraging(Step):
     """Makes every backward end with the mean of all ranks' gradients; see `nano_loop.distributed.averaging`."""
 
     name = "gradient_averaging"
-    needs = "trained"  # optimizers may come alone, and may hold parameters that no model has
+    needs = "trained"  # optimizers may come alone, with parameters that no model has
     required = False
 
     def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:

@@ -19,8 +19,8 @@ from torch import distributed
 
 from nano_loop.distributed.ranks import Ranks
 
-ROOT = Path(__file__).parents[2]
-START = "from tests.distributed.team import serve; serve({fd}, {rank}, {size}, {store!r})"
+TESTS = Path(__file__).parents[1]
+START = "from distributed.team import serve; serve({fd}, {rank}, {size}, {store!r})"
 TIMEOUT = 60.0  # seconds that a rank waits for another
 
 
@@ -62,9 +62,10 @@ class Team:
     def _start(self, rank):
         mine, theirs = os.pipe(), os.pipe()
         start = START.format(fd=(mine[0], theirs[1]), rank=rank, size=self.size, store=f"{self._folder.name}/store")
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", start]
-        self._processes.append(subprocess.Popen(command, pass_fds=(mine[0], theirs[1]), env=environment, cwd=ROOT))
+        fds = mine[0], theirs[1]
+        self._processes.append(subprocess.Popen(command, pass_fds=fds, env=environment, cwd=TESTS.parent))
         os.close(mine[0])
         os.close(theirs[1])
         self._pipes.append(_Pipe(theirs[0], mine[1]))
@@ -98,14 +99,14 @@ def serve(fds, rank, size, store):
         world_size=size,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    ranks = Ranks(rank, size, local_rank=rank, local_size=size, timeout=TIMEOUT)
     with contextlib.suppress(EOFError):
         while True:
-            pipe.send_bytes(_run(pipe.recv_bytes(), ranks))
+            pipe.send_bytes(_run(pipe.recv_bytes(), rank, size))
     distributed.destroy_process_group()
 
 
-def _run(call, ranks):
+def _run(call, rank, size):
+    ranks = Ranks(rank, size, local_rank=rank, local_size=size, timeout=TIMEOUT)
     try:
         function, args = cloudpickle.loads(call)
         return cloudpickle.dumps((False, function(ranks, *args)))

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from distributed.averaged import known_to_teams, make_step
+from distributed.averaging.averaged import make_step
 from torch import nn
 
 from nano_loop.distributed.ranks import ALONE
 from nano_loop.errors import NanoError
 from nano_loop.parts import Parts
 from nano_loop.steps.broadcast import Broadcast
-
-known_to_teams(__name__)
 
 
 def parts(seed, optimizer_of=lambda each: torch.optim.Adam(each)):

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed.averaged import known_to_teams, make_step
+from distributed.averaging.averaged import make_step
 from torch import nn
 
 from nano_loop.distributed.ranks import ALONE
 from nano_loop.parts import Parts
 from nano_loop.steps.gradient_averaging import GradientAveraging
-
-known_to_teams(__name__)
 
 
 def parts():

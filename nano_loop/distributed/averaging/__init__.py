@@ -1,0 +1,1 @@
+"""Gradients become the mean over the ranks when a backward ends."""

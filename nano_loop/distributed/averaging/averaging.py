@@ -1,0 +1,233 @@
+"""Averages gradients over the ranks at the end of each backward, with no wrapper around the model.
+
+A hook on each parameter notes what arrived. The first one in a backward asks for a callback at its end, so the
+gradients are averaged when `backward()` returns, and what the loop does with them next, such as clipping, sees the
+mean. Before anything is averaged the ranks tell each other what arrived and where they stand: a parameter that any
+rank used counts on all of them, and ranks that have diverged raise.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nano_loop.distributed.averaging.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
+from nano_loop.distributed.averaging.gradients import DenseShare, average_sparse, kind_of
+from nano_loop.distributed.averaging.parameters import Parameters
+from nano_loop.distributed.averaging.replicas import make_equal
+from nano_loop.distributed.random_states import part_ways
+from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.transport.transport import Transport
+from nano_loop.errors import NanoWarning, problem
+from nano_loop.mechanisms.backward import at_end_of_backward, nested_backwards_noticed
+from nano_loop.mechanisms.closure import closure_of, with_closure
+from nano_loop.mechanisms.entry import Call
+from nano_loop.mechanisms.torch_private import graph_task, in_backward
+
+
+class Averaging:
+    """The gradients of some models and optimizers, averaged over the ranks.
+
+    The whole of ``p.grad`` is averaged, so an earlier mean in it, which is equal on all ranks, stays what it is when
+    gradients are accumulated.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The processes.
+    transport : Transport
+        Carries the gradients; it is not closed.
+    served_whole : callable
+        Says whether the loop trains on batches that every rank was given alike because the models are in eval mode.
+    """
+
+    def __init__(self, ranks: Ranks, transport: Transport, served_whole: Callable[[], bool] = lambda: False) -> None:
+        self._ranks = ranks
+        self._transport = transport
+        self._served_whole = served_whole
+        self._warned = False
+        self._parameters = Parameters(self._note)
+        self._waiting: set[int] = set()  # ids of parameters whose gradients arrived and are not averaged yet
+        self._paused: list[nn.Module] = []
+        self._task = -1  # the backward whose end is waited for
+        self._noted = False  # whether anything arrived in it
+        self._averagings = 0
+        self._steps = 0
+        self._at_step: dict[int, int] = {}  # averagings before the last step, by the id of an optimizer
+        self._undoing = ExitStack()
+        self._undoing.callback(self._parameters.close)
+        self._undoing.enter_context(nested_backwards_noticed())
+
+    def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        """Average the gradients of these too, from now on; their tensors are equal on all ranks already."""
+        for optimizer in optimizers:
+            if id(optimizer) not in self._at_step:
+                self._at_step[id(optimizer)] = self._averagings
+                self._undoing.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+                self._undoing.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        self._parameters.add(models, optimizers)
+
+    @contextmanager
+    def paused(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Only note what arrives for the parameters of `models`; the first averaging afterwards takes it along."""
+        before = self._paused
+        self._paused = [*before, *models]
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def around_call(self, call: Call) -> Call:
+        """Make the layer around the calls into a model, in which what the loop has added becomes equal on all ranks."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or in_backward():
+                return call(*args, **kwargs)
+            # An evaluation, which a rank may do alone, is no time to talk to the others.
+            if torch.is_grad_enabled():
+                part_ways(self._ranks)
+                self._welcome()
+            result = call(*args, **kwargs)
+            self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
+            return result
+
+        return called
+
+    def average(self) -> None:
+        """Average what waits on any rank. Collective.
+
+        Raises
+        ------
+        NanoError
+            On every rank, if the ranks have diverged.
+        """
+        self._warn_of_whole_batches()
+        self._parameters.refresh()
+        held = {id(parameter) for model in self._paused for parameter in model.parameters()}
+        arrived = self._agree("average", self._waiting - held)
+        with torch.no_grad():
+            self._average(arrived)
+        self._averagings += 1
+        self._waiting &= held
+        self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        self._undoing.close()
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        """Take note that a gradient has arrived: the hook of every parameter."""
+        self._waiting.add(id(parameter))
+        self._noted = True
+        if self._task != graph_task():
+            self._task = graph_task()
+            at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        # Several may have been asked for in one backward, if others were run inside it.
+        if self._noted:
+            self._noted = False
+            if not self._all_paused():
+                self.average()
+
+    def _all_paused(self) -> bool:
+        paused = {id(model) for model in self._paused}
+        return bool(paused) and all(id(model) in paused for model in self._parameters.models)
+
+    def _agree(self, purpose: Purpose, waiting: set[int]) -> list[bytes]:
+        """Tell the other ranks where this one stands; return what of `waiting` arrived on each. Collective."""
+        groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
+        mine = Fingerprint(
+            purpose,
+            averagings=self._averagings,
+            steps=self._steps,
+            newcomers=len(self._parameters.newcomers),
+            rates=tuple(_as_number(group.get("lr")) for group in groups),
+            arrived=bytes(kind_of(each.grad) if id(each) in waiting else NOTHING for each in self._parameters.in_order),
+        )
+        fingerprints = [Fingerprint.unpack(each) for each in self._transport.exchange(mine.pack())]
+        refuse_divergence(fingerprints)
+        return [each.arrived for each in fingerprints]
+
+    def _average(self, arrived: list[bytes]) -> None:
+        """Average the parameters of which something arrived on any rank, all ranks in the same order."""
+        dense: list[torch.Tensor] = []
+        sparse: list[torch.Tensor] = []
+        for parameter, kinds in zip(self._parameters.in_order, zip(*arrived, strict=True), strict=True):
+            if any(kinds):
+                (dense if DENSE in kinds else sparse).append(parameter)
+        shares = [DenseShare(parameter) for parameter in dense]
+        flat = [share.flat for share in shares if share.flat.numel()]
+        if flat:
+            self._transport.average(flat)
+        for share in shares:
+            share.put_back()
+        average_sparse(sparse, self._ranks)
+
+    def _welcome(self) -> None:
+        """Give what the loop has added rank 0's values. Collective where there is something."""
+        self._parameters.refresh()
+        if self._parameters.newcomers:
+            self._agree("welcome", set())
+            make_equal(self._ranks, self._parameters.newcomers)
+            self._parameters.are_equal()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Let the closure return the mean over the ranks; without one, average what no backward has seen to."""
+        closure = closure_of(args, kwargs)
+        if closure is not None:
+            return with_closure(args, kwargs, lambda: _mean(closure(), self._ranks))
+        if not self._all_paused():
+            self._settle(optimizer)
+        return None
+
+    def _settle(self, optimizer: Optimizer) -> None:
+        """Average what a step would take and no averaging has seen.
+
+        That is a gradient that the loop has set by hand, one that arrived while averaging was paused, or one whose hook
+        steps in the middle of the backward. A rank whose backward did not reach any parameter joins the others here.
+        """
+        self._parameters.refresh()
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ready = {id(parameter) for parameter in held if parameter.grad is not None}
+        if in_backward() or self._at_step[id(optimizer)] == self._averagings:
+            self._waiting |= ready
+            self.average()
+        elif self._waiting & ready:
+            self.average()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps += 1
+        self._at_step[id(optimizer)] = self._averagings
+
+    def _warn_of_whole_batches(self) -> None:
+        if not self._warned and self._served_whole():
+            self._warned = True
+            if self._ranks.rank == 0:
+                given = "the models are trained in eval mode, in which every rank is given the same whole batches"
+                warnings.warn(problem(given, _WHOLE, _SHARD), NanoWarning, stacklevel=2)
+
+
+_WHOLE = "ranks that compute the same do not share the work"
+_SHARD = "Set the loader up with setup_dataloaders(loader, shard=True)"
+
+
+def _as_number(rate: Any) -> float:
+    """Return a learning rate as a number; NaN where a group has none."""
+    return float(rate) if isinstance(rate, (int, float, torch.Tensor)) else math.nan
+
+
+def _mean(loss: Any, ranks: Ranks) -> Any:
+    """Return the mean of all ranks' losses, so that line searches decide alike."""
+    if isinstance(loss, torch.Tensor):
+        return ranks.mean(loss)
+    if isinstance(loss, float):
+        return float(ranks.mean(torch.tensor(loss, dtype=torch.float64)))
+    return loss

@@ -1,0 +1,124 @@
+"""One gradient on its way to the other ranks: as flat memory in its parameter's order, and back as it was laid out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nano_loop.distributed.averaging.fingerprint import DENSE, NOTHING, SPARSE
+from nano_loop.distributed.ranks import Ranks
+from nano_loop.mechanisms.layout import is_dense, laid_out_as
+
+
+def kind_of(gradient: torch.Tensor | None) -> int:
+    """Say what `gradient` is to the other ranks: NOTHING, DENSE or SPARSE."""
+    if gradient is None:
+        return NOTHING
+    return DENSE if gradient.layout is torch.strided else SPARSE
+
+
+class DenseShare:
+    """What a rank gives to the mean of one parameter's gradients, and where it puts the mean.
+
+    Parameters
+    ----------
+    parameter : torch.Tensor
+        Without a gradient it gives zeros, and gets one.
+
+    Attributes
+    ----------
+    flat : torch.Tensor
+        One-dimensional; in the parameter's dtype and in the order of its memory, so that it fits the other ranks'.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+        gradient = parameter.grad
+        if gradient is not None and _is_plain(gradient, parameter):
+            self._mean = gradient.detach()  # averaged where it lies
+            self._in_place = True
+        else:
+            self._mean = _copy(gradient, parameter)
+            self._in_place = False
+        self.flat = self._mean.as_strided((self._mean.numel(),), (1,))
+
+    def put_back(self) -> None:
+        """Make the mean the parameter's gradient."""
+        gradient = self._parameter.grad
+        if self._in_place:
+            return
+        if gradient is None or gradient.layout is not torch.strided or _overlaps(gradient):
+            self._parameter.grad = self._mean
+        elif gradient.requires_grad:
+            with torch.enable_grad():
+                self._parameter.grad = _Mean.apply(gradient, self._mean)  # type: ignore[no-untyped-call]
+        else:
+            gradient.copy_(self._mean)
+
+
+class _Mean(torch.autograd.Function):
+    """The mean in value, this rank's own gradient in what it is made of.
+
+    A loss made of averaged gradients (``backward(create_graph=True)``) gives each rank its own part of the second
+    derivative in this way, and the mean of the parts, which the next averaging makes, is the derivative of the mean.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a gradient may be averaged where it lies, as flat memory."""
+    if gradient.layout is not torch.strided or gradient.requires_grad or gradient.dtype is not parameter.dtype:
+        return False
+    if gradient.is_conj() or gradient.is_neg():
+        return False
+    if gradient.is_contiguous() and parameter.is_contiguous():
+        return True
+    return gradient.stride() == parameter.stride() and is_dense(parameter)
+
+
+def _copy(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    if gradient is None or gradient.layout is not torch.strided:
+        zeros = torch.zeros_like(parameter, requires_grad=False)
+        return zeros if gradient is None else zeros.add_(gradient.detach())
+    return laid_out_as(parameter, gradient.detach()).to(parameter.dtype)
+
+
+def _overlaps(gradient: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
+
+
+def average_sparse(parameters: list[torch.Tensor], ranks: Ranks) -> None:
+    """Give every parameter the mean of all ranks' sparse gradients, coalesced. Collective.
+
+    Parameters
+    ----------
+    parameters : list of torch.Tensor
+        The same ones on every rank. Each has a sparse gradient or none, and on some rank it has one.
+    ranks : Ranks
+        The processes.
+    """
+    if not parameters:
+        return
+    gathered = ranks.gather([_parts(parameter.grad) for parameter in parameters])
+    for place, parameter in enumerate(parameters):
+        found = [parts for parts in (each[place] for each in gathered) if parts is not None]
+        indices = torch.cat([indices for indices, _ in found], dim=1)
+        values = torch.cat([values for _, values in found]) / ranks.size
+        # Every rank adds the same numbers up in the same order.
+        shape = parameter.shape
+        parameter.grad = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False).coalesce()
+
+
+def _parts(gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if gradient is None:
+        return None
+    whole = gradient.detach().coalesce()
+    return whole.indices(), whole.values()

@@ -1,0 +1,109 @@
+"""What a worker process does: it takes its seat, reads its payload, runs the loop, and reports what became of it.
+
+`nano_loop.distributed.launch.workers` starts it, with its CPUs bound before torch is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle
+import torch
+
+from nano_loop.distributed.launch import run
+from nano_loop.distributed.launch.assignment import Assignment
+from nano_loop.distributed.launch.failure import Failure, raised
+from nano_loop.distributed.payload.payload import load
+from nano_loop.fabric import note_rank
+
+_LOOKING = 1.0  # seconds between two looks at the parent
+
+
+def main(folder: Path, rank: int, report: int) -> NoReturn:
+    """Run one worker to its end.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        The folder that the ranks of the run have in common.
+    rank : int
+        Its rank.
+    report : int
+        The file descriptor to which it reports.
+    """
+    reports: Connection[Any, Any] = Connection(report, readable=False)
+    os.set_inheritable(report, False)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(), folder), daemon=True).start()
+    _be_silent()
+    note_rank(rank)
+    try:
+        assignment: Assignment = load(folder / run.PAYLOAD)
+        reports.send_bytes(pickle.dumps(("ready", None)))
+        _train(assignment, rank)
+    except BaseException as error:
+        _report(reports, raised(rank, error, traceback.format_exc()))
+    else:
+        _flush()
+        reports.send_bytes(pickle.dumps(("finished", None)))
+    os._exit(0)  # threads of the user's may be running; there is nothing to clean up that rank 0 does not
+
+
+def _train(assignment: Assignment, rank: int) -> None:
+    seat = assignment.seats[rank]
+    assignment.state.take_over(seat.machine.num_threads)
+    run.take_seat(seat)
+    loop, args, kwargs = assignment.call
+    loop.train(*args, **kwargs)
+
+
+def _report(reports: Connection[Any, Any], failure: Failure) -> None:
+    _flush()
+    for sent in (failure, replace(failure, error=None)):
+        try:
+            content = cloudpickle.dumps(("failed", sent))
+            pickle.loads(content)  # exceptions of the user's may pickle and not come back
+        except Exception:  # nothing is known of what a user's exception does when it is pickled
+            continue
+        with contextlib.suppress(OSError):  # rank 0 is gone
+            reports.send_bytes(content)
+        return
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _be_silent() -> None:
+    """Leave saving to rank 0, and do not warn of what the payload has brought about."""
+    torch.save = _save_nothing
+    # An optimizer that has travelled has lost the mark of its scheduler, not the scheduler.
+    warnings.filterwarnings("ignore", "Seems like `optimizer.step")
+
+
+def _save_nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: rank 0 saves, and several processes that write one file destroy it."""
+
+
+def _end_with_parent(parent: int, folder: Path) -> None:
+    """End this process and all that it has started when the caller's process is gone, which nothing else would."""
+    while os.getppid() == parent:
+        readable, _, _ = select.select([0], [], [], _LOOKING)
+        if readable and not os.read(0, 1):
+            break
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

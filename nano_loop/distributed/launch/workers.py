@@ -1,0 +1,297 @@
+"""Rank 0's side of the workers: starts them, watches them, passes on what they write, and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from nano_loop.distributed.launch.failure import Failure, Kind, died, first
+from nano_loop.errors import NanoWorkerError, problem
+
+# Runs before torch is imported, and so before a thread exists that would keep another mask.
+_BOOTSTRAP = """
+import json, os, pathlib, sys
+start = json.loads(sys.stdin.buffer.readline())
+if start["cpus"]:
+    os.sched_setaffinity(0, start["cpus"])
+sys.path[:], sys.argv[:] = start["path"], start["argv"]
+from nano_loop.distributed.launch.worker import main
+main(pathlib.Path(start["folder"]), start["rank"], start["report"])
+"""
+_LOOKING = 0.1  # seconds between two looks at the processes
+_GRACE = 1.0  # seconds that an echo waits for its cause
+_LAST_WORDS = 4000  # characters of standard error that are kept for a message
+
+
+@dataclass
+class Start:
+    """What it takes to start a worker.
+
+    Parameters
+    ----------
+    rank : int
+        Its rank.
+    cpus : list of int
+        The logical CPUs that it is bound to; empty for no binding.
+    folder : str
+        The folder that the ranks of the run have in common.
+    path, argv : list of str
+        ``sys.path`` and ``sys.argv`` of the caller.
+    environ : dict
+        Its environment.
+    verbose : bool
+        Whether what it prints is shown.
+    """
+
+    rank: int
+    cpus: list[int]
+    folder: str
+    path: list[str]
+    argv: list[str]
+    environ: dict[str, str]
+    verbose: bool
+
+    def as_line(self, report: int) -> bytes:
+        """Return what the new process reads, with the file descriptor to which it reports."""
+        told = ("rank", "cpus", "folder", "path", "argv")
+        return json.dumps({name: getattr(self, name) for name in told} | {"report": report}).encode() + b"\n"
+
+
+class Worker:
+    """One worker process, with the pipes to and from it."""
+
+    def __init__(self, start: Start) -> None:
+        self.rank = start.rank
+        self.ready = self.finished = False
+        self.last_words = ""
+        reading, writing = os.pipe()
+        self.reports: Connection[Any, Any] | None = Connection(reading, writable=False)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if start.verbose else subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=start.environ,
+                pass_fds=(writing,),
+                start_new_session=True,  # Ctrl-C is for rank 0
+            )
+        except BaseException:
+            self.reports.close()
+            raise
+        finally:
+            os.close(writing)
+        self._outputs = {
+            stream: getattr(sys, name)
+            for name, stream in (("stderr", self.process.stderr), ("stdout", self.process.stdout))
+            if stream is not None
+        }
+        self._lines = dict.fromkeys(self._outputs, b"")
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is seen soon enough
+            assert self.process.stdin is not None
+            self.process.stdin.write(start.as_line(writing))
+            self.process.stdin.flush()
+
+    @property
+    def sources(self) -> list[Any]:
+        """What it may write to."""
+        return [*self._outputs, *([self.reports] if self.reports else [])]
+
+    def read(self, source: Any) -> Failure | None:
+        """Take in what is waiting in one of `sources`."""
+        if source is self.reports:
+            return self._read_report()
+        data = os.read(source.fileno(), 1 << 16)
+        if not data:
+            self._show(source, b"\n" if self._lines[source] else b"")
+            del self._outputs[source]
+            source.close()
+        else:
+            self._show(source, data)
+        return None
+
+    def kill(self) -> None:
+        """Kill the process with all that it has started, also when it has ended by itself."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the process, reap it, and close the pipes."""
+        self.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, *self._outputs, self.reports):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._outputs.clear()
+        self.reports = None
+
+    def _read_report(self) -> Failure | None:
+        assert self.reports is not None
+        try:
+            kind, content = pickle.loads(self.reports.recv_bytes())
+        except (EOFError, OSError):
+            self.reports.close()
+            self.reports = None
+            return None
+        self.ready = self.ready or kind == "ready"
+        self.finished = self.finished or kind == "finished"
+        return content if kind == "failed" else None
+
+    def _show(self, source: Any, data: bytes) -> None:
+        *lines, self._lines[source] = (self._lines[source] + data).split(b"\n")
+        text = "".join(f"[rank {self.rank}] {line.decode(errors='replace')}\n" for line in lines)
+        if source is self.process.stderr:
+            self.last_words = (self.last_words + text)[-_LAST_WORDS:]
+        with contextlib.suppress(OSError, ValueError):  # the caller's own stream is closed
+            self._outputs[source].write(text)
+            self._outputs[source].flush()
+
+
+class Workers:
+    """The workers of one run, and the thread that watches them.
+
+    Parameters
+    ----------
+    starts : sequence of Start
+        One for each worker.
+    """
+
+    def __init__(self, starts: Sequence[Start]) -> None:
+        self._workers: list[Worker] = []
+        self._failures: list[Failure] = []
+        self._failed_at: float | None = None
+        self._changed = threading.Condition()
+        self._ending = False
+        try:
+            for start in starts:
+                self._workers.append(_started(start))
+        except BaseException:
+            self._close()
+            raise
+        self._watch = threading.Thread(target=self._look, name="nano_loop watch", daemon=True)
+        self._watch.start()
+
+    @property
+    def finished(self) -> list[int]:
+        """The ranks that have returned from the loop."""
+        return [worker.rank for worker in self._workers if worker.finished]
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Wait until every worker has imported what it needs and read its payload."""
+        self._wait("ready", timeout, "did not start", "Look whether its Python starts, or give it a longer timeout")
+
+    def wait_until_finished(self, timeout: float) -> None:
+        """Wait until the loop has returned on every worker."""
+        advice = "Let all ranks take the same number of steps, or give a longer timeout"
+        self._wait("finished", timeout, "did not return from the loop after rank 0 had", advice)
+
+    def check(self) -> None:
+        """Raise a `NanoWorkerError` if a worker has failed, once it is known which was the first."""
+        failure = self._decided()
+        if failure is not None:
+            raise failure.as_error()
+
+    def await_failure(self, timeout: float) -> Failure | None:
+        """Return the first failure, waiting for one that has not been seen yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._decided() is not None, timeout)
+            return self._decided() or first(self._failures)
+
+    def kill(self) -> None:
+        """Kill every worker."""
+        for worker in self._workers:
+            worker.kill()
+
+    def end(self) -> None:
+        """Kill every worker, show what it still had to say, and stop watching."""
+        self._ending = True
+        self.kill()
+        self._watch.join()
+        self._close()
+
+    def _close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    def _wait(self, state: str, timeout: float, what: str, advice: str) -> None:
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                self.check()
+                waiting = [worker.rank for worker in self._workers if not getattr(worker, state)]
+                if not waiting:
+                    return
+                if time.monotonic() > deadline:
+                    raise Failure(waiting[0], Kind.CAUSE, f"{what} within {timeout:g} s", advice).as_error()
+                self._changed.wait(_LOOKING)  # short, so that Ctrl-C is heard
+
+    def _decided(self) -> Failure | None:
+        failure = first(self._failures)
+        if failure is None or failure.kind is Kind.CAUSE:
+            return failure
+        assert self._failed_at is not None
+        return failure if time.monotonic() > self._failed_at + _GRACE else None
+
+    def _look(self) -> None:
+        """Watch until the run has ended and all has been read."""
+        while True:
+            heard = self._hear()
+            for worker in self._workers:
+                self._note(_death_of(worker))
+            if self._decided() is not None:
+                self.kill()  # which also ends what rank 0 waits for
+            with self._changed:
+                self._changed.notify_all()
+            if self._ending and not heard and all(worker.process.poll() is not None for worker in self._workers):
+                return
+
+    def _hear(self) -> bool:
+        """Read what workers have written, and say whether there was anything; it waits a moment for it."""
+        sources = {source: worker for worker in self._workers for source in worker.sources}
+        if not sources:
+            time.sleep(_LOOKING)
+        heard = wait(list(sources), _LOOKING) if sources else []
+        for source in heard:
+            self._note(sources[source].read(source))
+        return bool(heard)
+
+    def _note(self, failure: Failure | None) -> None:
+        if failure is None or any(each.rank == failure.rank for each in self._failures):
+            return
+        with self._changed:
+            self._failed_at = self._failed_at or time.monotonic()
+            self._failures.append(failure)
+
+
+def _started(start: Start) -> Worker:
+    try:
+        return Worker(start)
+    except OSError as error:
+        given = f"rank {start.rank} could not be started with {sys.executable!r} ({error})"
+        needed = "each rank but the first is a Python process of its own"
+        raise NanoWorkerError(
+            problem(given, needed, "Let sys.executable be a Python that has nano_loop"), rank=start.rank
+        ) from error
+
+
+def _death_of(worker: Worker) -> Failure | None:
+    """Return the failure of a worker that has ended without saying why, once all that it wrote has been read."""
+    exitcode = worker.process.poll()
+    if exitcode is None or worker.finished:
+        return None
+    worker.kill()  # a loader's workers would hold the pipes open
+    if worker.reports is not None:
+        return None
+    return died(worker.rank, exitcode, worker.last_words)

@@ -1,0 +1,1 @@
+"""Whose batches are whose, in an order that all ranks agree on."""

@@ -1,0 +1,110 @@
+"""How modules and functions are pickled that torch or a decorator has wrapped, compiled or given another class."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from nano_loop.distributed.payload.buffers import Reduction, reduced
+
+_COMPILER = "torch._dynamo.eval_frame"
+
+
+# --- modules ---
+
+
+def reduce_module(module: nn.Module) -> Reduction | None:
+    """Add what `module.compile()` has set, which `nn.Module` leaves behind; make parametrized modules anew."""
+    # parametrize.is_parametrized() would take a compiled module for the one that is compiled.
+    if "parametrizations" in vars(module).get("_modules", ()) and parametrize.is_parametrized(module):
+        return _reduce_parametrized(module)
+    context = _compile_context(vars(module).get("_compiled_call_impl"))
+    if context is None:
+        return None
+    make, arguments, state = reduced(module)[:3]
+    return make, arguments, (state, context), None, None, _set_compiled_module
+
+
+def _compile_context(compiled: Any) -> Any:
+    """Return what `torch.compile` has wrapped a function by, which can be pickled and called; None for others."""
+    # Where it was made, since functools.wraps copies torch's marks to other functions.
+    made_by_torch = isinstance(compiled, FunctionType) and compiled.__globals__.get("__name__") == _COMPILER
+    if not made_by_torch or "_torchdynamo_orig_callable" not in vars(compiled):
+        return None
+    return inspect.getclosurevars(compiled).nonlocals.get("self")
+
+
+def _set_compiled_module(module: nn.Module, state: tuple[Any, Any]) -> None:
+    attributes, context = state
+    module.__setstate__(attributes)  # type: ignore[no-untyped-call]
+    module._compiled_call_impl = context(module._call_impl)
+
+
+def _reduce_parametrized(module: nn.Module) -> Reduction:
+    """Pickle a module whose class torch has made for it alone, and that refuses."""
+    computed: Any = module.parametrizations
+    state = nn.Module.__getstate__(module)  # type: ignore[no-untyped-call]
+    make = _parametrized, (parametrize.type_before_parametrizations(module), [*computed])
+    return *make, state, None, None, _set_parametrized
+
+
+def _parametrized(kind: type[nn.Module], names: list[str]) -> nn.Module:
+    """Return an instance of `kind`, of a class that computes the attributes in `names`, and empty otherwise."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for name in names:
+        module.register_parameter(name, nn.Parameter(torch.empty(1)))
+        parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
+    return module
+
+
+def _set_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
+    vars(module).clear()
+    module.__setstate__(state)  # type: ignore[no-untyped-call]
+
+
+# --- functions ---
+
+
+def reduce_function(function: FunctionType) -> Reduction | None:
+    """Let a function be found behind the decorator that has replaced it in its module, and be compiled again."""
+    outer = _importable(function)
+    if outer is function:
+        return None
+    while isinstance(outer, FunctionType):
+        inner = vars(outer).get("__wrapped__")
+        if inner is function:
+            return getattr, (outer, "__wrapped__")
+        outer = inner
+    context = _compile_context(function)
+    return context and (_call, (context, vars(function)["_torchdynamo_orig_callable"]))
+
+
+def _importable(function: FunctionType) -> Any:
+    """Return what another process finds where `function` says that it is from; None if it has nothing there."""
+    by_value = ("__main__", *cloudpickle.list_registry_pickle_by_value())  # what a user has registered
+    if any(f"{function.__module__}.".startswith(f"{name}.") for name in by_value):
+        return None
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def reduce_imported(module: ModuleType) -> Reduction | None:
+    """Pickle by name what a library has put in place of its module; cloudpickle knows plain modules alone."""
+    replaced = type(module) is not ModuleType and sys.modules.get(module.__name__) is module
+    return (importlib.import_module, (module.__name__,)) if replaced else None
+
+
+def _call(function: Callable[[Any], Any], argument: Any) -> Any:
+    return function(argument)

@@ -1,0 +1,103 @@
+"""How tensors, optimizers and loaders are pickled with what plain pickling loses, and the table of all reductions."""
+
+from __future__ import annotations
+
+import copyreg
+import warnings
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from nano_loop.distributed.payload.buffers import Reduction, reduce_array, reduce_typed_storage, reduced, typed_storages
+from nano_loop.distributed.payload.code_reductions import reduce_function, reduce_imported, reduce_module
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+# --- tensors, generators ---
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    """Add a leaf's gradient and hooks, which torch leaves behind."""
+    kept = {name: hooks for name in _HOOKS if tensor.is_leaf and (hooks := getattr(tensor, name))}
+    make, arguments, *others = _reduced_silently(tensor) if kept else reduced(tensor)
+    if tensor.is_leaf and tensor.grad is not None:
+        kept["grad"] = tensor.grad
+    plain = make, typed_storages(arguments), *others
+    return (*plain, kept, None, None, _set_attributes) if kept and not others else plain
+
+
+def _reduced_silently(tensor: torch.Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "backward hook .* on tensor will not be serialized")
+        return reduced(tensor)
+
+
+def _set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
+    for name, attribute in attributes.items():
+        setattr(value, name, attribute)
+
+
+def _reduce_generator(generator: torch.Generator) -> Reduction | None:
+    """Let torch's own generator arrive as the other process's own."""
+    return (getattr, (torch, "default_generator")) if generator is torch.default_generator else None
+
+
+# --- optimizers, loaders ---
+
+
+def _reduce_optimizer(optimizer: Optimizer) -> Reduction | None:
+    """Add hooks and other attributes, of which `Optimizer.__getstate__` keeps three."""
+    if type(optimizer).__getstate__ is not Optimizer.__getstate__:
+        return None
+    state = dict(vars(optimizer))
+    # A scheduler puts a `step` on the optimizer that notes the call, and that holds the optimizer weakly.
+    watched = hasattr(state.get("step"), "_wrapped_by_lr_sched")
+    if watched:
+        del state["step"]
+    return copyreg.__newobj__, (type(optimizer),), (state, watched), None, None, _set_optimizer  # type: ignore[attr-defined]
+
+
+def _set_optimizer(optimizer: Optimizer, state: tuple[dict[str, Any], bool]) -> None:
+    attributes, watched = state
+    optimizer.__setstate__(attributes)
+    if watched:
+        groups, optimizer.param_groups = optimizer.param_groups, []  # a scheduler would note learning rates in them
+        _Watching(optimizer)
+        optimizer.param_groups = groups
+
+
+class _Watching(LRScheduler):
+    """Does to an optimizer what the constructor of each scheduler does, and nothing else."""
+
+    def step(self, epoch: int | None = None) -> None:
+        pass
+
+
+def _reduce_loader(loader: DataLoader[Any]) -> Reduction | None:
+    """Leave the iterator out that a loader with persistent workers keeps; the next epoch makes a new one."""
+    if vars(loader).get("_iterator") is None:
+        return None
+    make, arguments, state, *others = reduced(loader)
+    return make, arguments, {**state, "_iterator": None}, *others
+
+
+#: How instances of a class, and of those that inherit from it, are pickled; None from one of these leaves it to others.
+REDUCTIONS: dict[type, Callable[[Any], Reduction | None]] = {
+    torch.Tensor: _reduce_tensor,
+    torch.TypedStorage: reduce_typed_storage,
+    torch.Generator: _reduce_generator,
+    nn.Module: reduce_module,
+    Optimizer: _reduce_optimizer,
+    DataLoader: _reduce_loader,
+    np.ndarray: reduce_array,
+    FunctionType: reduce_function,
+    ModuleType: reduce_imported,
+}

@@ -1,0 +1,125 @@
+"""Training loops in pairs: by a team, each rank on its share of the batch, and by one process on the whole of it."""
+
+from contextlib import contextmanager
+
+import torch
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import LogicalCpu, Machine
+from nano_loop.distributed.averaging.averaging import Averaging
+from nano_loop.distributed.ranks import ALONE
+from nano_loop.mechanisms.entry import Entries
+
+MACHINE = Machine("A CPU", "x86_64", (LogicalCpu(id=0, physical_core=0),), (0,))
+
+
+class PlainTransport:
+    """A transport that is nothing but two collectives, to tell faults of the averaging from those of a transport."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.exchanges = 0
+        self.counts = []  # of tensors, a number for each averaging
+
+    def exchange(self, header):
+        self.exchanges += 1
+        return self.ranks.gather(header)
+
+    def average(self, tensors):
+        self.counts.append(len(tensors))
+        for tensor in tensors:
+            tensor.copy_(self.ranks.mean(tensor))
+
+    def leave(self):
+        pass
+
+    def close(self):
+        pass
+
+
+class Setup:
+    """What a loop is given in place of `TorchNano`: ``setup`` averages, and ``share`` cuts a batch."""
+
+    def __init__(self, ranks, served_whole=lambda: False):
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self.transport = PlainTransport(ranks)
+        self.averaging = Averaging(ranks, self.transport, served_whole) if ranks.size > 1 else None
+        self.entries = Entries()
+
+    def setup(self, model, *optimizers):
+        if self.averaging is not None:
+            self.averaging.add([model], list(optimizers))
+            self.entries.add(model, "averaging", self.averaging.around_call)
+
+    def share(self, batch):
+        return batch.chunk(self.ranks.size)[self.rank]
+
+    def paused(self, *models):
+        return self.averaging.paused(models) if self.averaging is not None else _nothing()
+
+    def close(self):
+        self.entries.close()
+        if self.averaging is not None:
+            self.averaging.close()
+
+
+@contextmanager
+def _nothing():
+    yield
+
+
+def make_step(kind, ranks, **options):
+    """Make a step as the pipeline does; also returns its entries."""
+    entries = Entries()
+    return kind(NanoConfig(**options), MACHINE, entries, ranks), entries
+
+
+def trained(ranks, loop, *args):
+    """Run ``loop(setup, *args)`` on one rank, from the same seed on all, and return what it returns, detached."""
+    torch.manual_seed(0)
+    setup = Setup(ranks)
+    try:
+        return plain(loop(setup, *args))
+    finally:
+        setup.close()
+
+
+def plain(value):
+    """Detach the tensors of models, optimizers, dicts and lists."""
+    if isinstance(value, torch.nn.Module):
+        return plain(value.state_dict())
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def assert_pair(team, loop, *args, tolerance=1e-6):
+    """Hold that every rank of `team` ends with the same bits, and with what one process ends with on whole batches."""
+    alone = trained(ALONE, loop, *args)
+    first, *others = team(trained, loop, *args)
+    for other in others:
+        assert_close(other, first, 0)
+    assert_close(first, alone, tolerance)
+
+
+def assert_close(actual, expected, tolerance):
+    """Compare plain values; tensors to within `tolerance` of the largest element."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        actual, expected = list(actual.values()), list(expected.values())
+    if isinstance(expected, list):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other, tolerance)
+    elif isinstance(expected, torch.Tensor):
+        one, other = (each.to_dense() if each.is_sparse else each for each in (actual, expected))
+        assert one.shape == other.shape
+        largest = float(other.abs().max()) if other.numel() else 0.0
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * largest)
+    elif isinstance(expected, float):
+        assert abs(actual - expected) <= tolerance * abs(expected)
+    else:
+        assert actual == expected

@@ -1,0 +1,932 @@
+"""Ranks that average gradients do what one process does on the batches of all of them."""
+
+import copy
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import embedding, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from distributed.averaging.averaged import Setup, assert_pair, trained
+from nano_loop.distributed.ranks import ALONE
+from nano_loop.errors import NanoError, NanoWarning
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batches(count=4, size=12, shape=(6,), out=(3,)):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield torch.randn(size, *shape, generator=generator), torch.randn(size, *out, generator=generator)
+
+
+def sgd(model, **kwargs):
+    return torch.optim.SGD(model.parameters(), lr=0.1, **kwargs)
+
+
+def fit(setup, model, optimizer, call=None, given=None):
+    """The plainest loop; returns the weights."""
+    for x, y in given or batches():
+        optimizer.zero_grad()
+        mse_loss((call or model)(setup.share(x)), setup.share(y)).backward()
+        optimizer.step()
+    return model
+
+
+# --- optimizers and what loops do with gradients ---
+
+OPTIMIZERS = {
+    "momentum": lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW": lambda each: torch.optim.AdamW(each, lr=0.01),
+    "Adagrad": lambda each: torch.optim.Adagrad(each, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_ranks_take_the_steps_of_one_process(team, size, kind):
+    def loop(setup):
+        model = net()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        setup.setup(model, optimizer)
+        return fit(setup, model, optimizer)
+
+    # AdamW and Adagrad divide by the root of the square: a gradient near zero is all rounding.
+    assert_pair(team(size), loop, tolerance=1e-6 if kind == "momentum" else 1e-5)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_gradients_are_accumulated(team, paused):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model, momentum=0.9)
+        setup.setup(model, optimizer)
+        for number, (x, y) in enumerate(batches(6)):
+            first = number % 2 == 0
+            with setup.paused(*([model] if paused and first else [])):
+                mse_loss(model(setup.share(x)), setup.share(y)).backward()
+            if not first:
+                optimizer.step()
+                optimizer.zero_grad()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+def test_pausing_saves_the_averaging(team):
+    def loop(setup):
+        model = net()
+        setup.setup(model, sgd(model))
+        with setup.paused(model):
+            model(torch.ones(1, 6)).sum().backward()
+        before = setup.transport.exchanges
+        model(torch.ones(1, 6)).sum().backward()
+        return before, setup.transport.exchanges
+
+    assert team(2)(trained, loop) == [[0, 1]] * 2
+
+
+def test_only_what_arrived_since_is_averaged(team):
+    def loop(setup):
+        model = net()
+        setup.setup(model, sgd(model))
+        model(torch.ones(1, 6)).sum().backward()
+        model[2](torch.ones(1, 8)).sum().backward()
+        return setup.transport.counts
+
+    assert team(2)(trained, loop) == [[4, 2]] * 2
+
+
+def test_one_of_two_models_can_be_paused(team):
+    def loop(setup):
+        one, other = nn.Linear(6, 6), net()
+        for each in (one, other):
+            setup.setup(each, sgd(each))
+        x = torch.full((1, 6), float(setup.rank))
+        with setup.paused(one):
+            other(one(x)).sum().backward()
+        during = one.weight.grad.clone(), other[0].weight.grad.clone()
+        other(one(x)).sum().backward()
+        return *during, one.weight.grad, other[0].weight.grad
+
+    first, second = team(2)(trained, loop)
+    assert [one.equal(other) for one, other in zip(first, second, strict=True)] == [False, True, True, True]
+
+
+def test_what_arrived_while_paused_is_averaged_with_the_next_backward_that_reaches_others(team):
+    def loop(setup):
+        model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, y in batches():
+            with setup.paused(model):
+                mse_loss(model[0](setup.share(x)), setup.share(y)).backward()
+            mse_loss(model[1](setup.share(x)), setup.share(y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+def test_step_averages_what_arrived_while_paused_and_was_never_averaged(team):
+    def loop(setup, later):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, y in batches():
+            optimizer.zero_grad()
+            if later:
+                mse_loss(model(setup.share(x)), setup.share(y)).backward()
+            with setup.paused(model):
+                mse_loss(model(setup.share(x)), setup.share(y)).backward()
+            optimizer.step()
+        return model
+
+    assert_pair(team(2), loop, False)
+    assert_pair(team(2), loop, True)
+
+
+def test_paused_model_may_take_steps_of_its_own(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        with setup.paused(model):
+            (model(torch.ones(1, 6)).sum() * setup.rank).backward()
+            optimizer.step()
+        return model[2].bias
+
+    first, second = team(2)(trained, loop)
+    assert not first.equal(second)
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_], ids=["norm", "value"])
+def test_clipping_sees_averaged_gradients(team, clip):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, y in batches():
+            optimizer.zero_grad()
+            mse_loss(model(setup.share(x)), setup.share(y)).backward()
+            clip(model.parameters(), 0.05)
+            optimizer.step()
+        return model
+
+    assert_pair(team(3), loop)
+
+
+def test_gan_keeps_the_gradients_of_its_two_models_apart(team):
+    def loop(setup):
+        one, other = nn.Linear(4, 6), net()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.5) for each in (one, other)]
+        setup.setup(one, optimizers[0])
+        setup.setup(other, optimizers[1])
+        for x, _ in batches():
+            fake = one(setup.share(x[:, :4]))
+            optimizers[1].zero_grad()
+            (other(setup.share(x)).square().mean() - other(fake.detach()).mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            other(fake).square().mean().backward()
+            optimizers[0].step()
+        return one, other
+
+    assert_pair(team(2), loop)
+
+
+def test_gradients_set_by_hand_are_averaged_by_the_step(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, y in batches():
+            loss = mse_loss(model(setup.share(x)), setup.share(y))
+            for parameter, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+            ):
+                parameter.grad = gradient
+            optimizer.step()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+@pytest.mark.parametrize("hooks_first", [False, True])
+def test_optimizers_that_step_inside_the_backward_take_averaged_gradients(team, hooks_first):
+    def loop(setup):
+        model = net()
+        optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+        if not hooks_first:
+            setup.setup(model, *optimizers.values())
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        handles = [each.register_post_accumulate_grad_hook(step) for each in model.parameters()]
+        if hooks_first:
+            setup.setup(model, *optimizers.values())
+        for x, y in batches():
+            mse_loss(model(setup.share(x)), setup.share(y)).backward()
+        for handle in handles:
+            handle.remove()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+def test_parameter_that_only_an_optimizer_holds_is_averaged(team):
+    def loop(setup):
+        model, scale = net(), torch.ones((), requires_grad=True)
+        optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+        setup.setup(model, optimizer)
+        fit(setup, model, optimizer, lambda x: model(x) * scale)
+        return model, scale
+
+    assert_pair(team(2), loop)
+
+
+# --- which parameters are used, and where ---
+
+
+def test_parameter_that_one_rank_alone_used_counts_on_all(team):
+    def loop(setup):
+        model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)])
+        optimizer = sgd(model, momentum=0.9)
+        setup.setup(model, optimizer)
+        for x, y in batches(size=4):
+            optimizer.zero_grad()
+            parts = zip(x.chunk(2), y.chunk(2), strict=True)  # the first half is for one layer, the second for another
+            for number, (x_part, y_part) in enumerate(parts):
+                if setup.ranks.size == 1 or number == setup.rank:
+                    (mse_loss(model[number](x_part), y_part) / (2 / setup.ranks.size)).backward()
+            optimizer.step()
+        return model, model[2].weight.grad is None
+
+    assert_pair(team(2), loop)
+
+
+def test_parameter_that_no_rank_used_keeps_the_gradient_it_has(team):
+    def loop(setup):
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        setup.setup(model, sgd(model))
+        held = model[1].weight.grad = torch.full((2, 2), float(setup.rank))
+        model[0](torch.ones(1, 2)).sum().backward()
+        return model[1].weight.grad is held, held, model[1].bias.grad
+
+    for rank, (same, gradient, other) in enumerate(team(2)(trained, loop)):
+        assert same
+        assert gradient.equal(torch.full((2, 2), float(rank)))
+        assert other is None
+
+
+def test_rank_whose_backward_reaches_nothing_joins_at_the_step(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, y in batches():
+            optimizer.zero_grad()
+            if setup.rank == 0:  # one process does it all
+                (mse_loss(model(x), y) * setup.ranks.size).backward()
+            optimizer.step()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+def test_frozen_parameters_stay_without_gradients_until_they_are_thawed(team):
+    def loop(setup):
+        model = net()
+        model[0].requires_grad_(False)
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        asks = [each.requires_grad for each in model.parameters()]
+        fit(setup, model, optimizer)
+        frozen = model[0].weight.grad is None
+        model[0].requires_grad_(True)
+        return fit(setup, model, optimizer), asks, frozen
+
+    assert_pair(team(2), loop)
+    assert trained(ALONE, loop)[1:] == [[False, False, True, True], True]
+
+
+def test_shared_parameter_is_averaged_once(team):
+    def loop(setup):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+        model[2].weight = model[0].weight
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        fit(setup, model, optimizer)
+        return model, setup.transport.counts if setup.ranks.size > 1 else [5] * 4
+
+    assert_pair(team(2), loop)
+
+
+def test_submodules_and_functions_of_weights_may_be_called(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        fit(setup, model, optimizer, lambda x: model[2](model[0](x)))
+        return fit(setup, model, optimizer, lambda x: torch.tanh(x @ model[0].weight.t()) @ model[2].weight.t())
+
+    assert_pair(team(2), loop)
+
+
+def test_two_forwards_may_share_a_backward(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        return fit(setup, model, optimizer, lambda x: model(x) + model(-x).square())
+
+    assert_pair(team(2), loop)
+
+
+def test_rank_0_may_evaluate_alone(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, y in batches():
+            fit(setup, model, optimizer, given=[(x, y)])
+            if setup.rank == 0:
+                with torch.no_grad():
+                    model(x)
+                other = copy.deepcopy(model)
+                other(x).sum().backward()
+                torch.autograd.grad(model(x).sum(), [*model.parameters()])
+        return model
+
+    assert_pair(team(2), loop)
+
+
+# --- kinds of graphs and of gradients ---
+
+
+def test_gradient_penalty(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, y in batches():
+            x = setup.share(x).requires_grad_()
+            optimizer.zero_grad()
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            (mse_loss(out, setup.share(y)) + slope.square().mean()).backward()
+            optimizer.step()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+def test_second_derivative_of_averaged_gradients_is_that_of_the_mean(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, y in batches():
+            optimizer.zero_grad()
+            mse_loss(model(setup.share(x)), setup.share(y)).backward(create_graph=True)
+            first = [each.grad for each in model.parameters()]
+            assert all(each.grad_fn is not None for each in first[:2])
+            optimizer.zero_grad()
+            sum(each.square().sum() for each in first).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        return model
+
+    # A gradient with a graph holds its parameter, which torch warns of.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph")
+        assert_pair(team(2), _ignoring_cycles(loop))
+        assert_pair(team(3), _ignoring_cycles(loop))
+
+
+def test_graph_of_a_gradient_outlives_the_averaging(team):
+    def loop(setup):
+        model, kept = net(), []
+        setup.setup(model, sgd(model))
+        model[0].weight.register_post_accumulate_grad_hook(lambda each: kept.append(each.grad.square().sum()))
+        model(torch.ones(1, 6)).square().sum().backward(create_graph=True)
+        torch.autograd.grad(kept[0], model[0].weight)  # raises if the gradient was changed in place
+        model.zero_grad()
+        return len(kept)
+
+    assert team(2)(trained, _ignoring_cycles(loop)) == [1, 1]
+
+
+def _ignoring_cycles(loop):
+    def ignoring(setup):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph")
+            return loop(setup)
+
+    return ignoring
+
+
+class Words(nn.Module):
+    """Two tables of words, sparse; the second is used by rank 1 alone, and densely by who asks for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Embedding(20, 4, sparse=True)
+        self.second = nn.Embedding(20, 4, sparse=True)
+        self.out = nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sparse_gradients_stay_sparse(team, size):
+    def loop(setup):
+        model = Words()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for step in range(4):
+            words = (torch.arange(12) * 7 + step) % 20
+            optimizer.zero_grad()
+            for _ in range(2):  # accumulated
+                model.out(model.first(setup.share(words))).square().mean().backward()
+            optimizer.step()
+        return model, model.first.weight.grad, model.second.weight.grad is None, model.first.weight.grad.is_sparse
+
+    assert_pair(team(size), loop)
+    assert trained(ALONE, loop)[2:] == [True, True]
+
+
+def test_sparse_gradient_of_one_rank_reaches_ranks_without(team):
+    def loop(setup):
+        model = Words()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        if setup.ranks.size == 1 or setup.rank == 1:
+            (model.out(model.second(torch.tensor([3, 5, 3]))).sum() * setup.ranks.size).backward()
+        else:
+            (model.out(torch.zeros(1, 4)).sum() * 0).backward()
+        optimizer.step()
+        return model, model.second.weight.grad.is_sparse
+
+    assert_pair(team(2), loop)
+
+
+def test_gradient_that_is_sparse_on_one_rank_and_dense_on_another_becomes_dense(team):
+    def loop(setup):
+        model = Words()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        words = torch.arange(6)
+        if setup.ranks.size == 1:
+            model.out(model.first(words)).sum().backward()
+        else:
+            sparse = setup.rank == 0
+            (model.out(embedding(setup.share(words), model.first.weight, sparse=sparse)).sum() * 2).backward()
+        optimizer.step()
+        return model.first.weight, model.first.weight.grad.to_dense()
+
+    assert_pair(team(2), loop)
+
+
+LAYOUTS = {
+    "channels_last": lambda: nn.Parameter(torch.rand(4, 3, 2, 2).to(memory_format=torch.channels_last)),
+    "transposed": lambda: nn.Parameter(torch.rand(3, 4).t()),
+    "with gaps": lambda: nn.Parameter(torch.rand(4, 6)[:, ::2]),
+    "0-d": lambda: nn.Parameter(torch.rand(())),
+    "empty": lambda: nn.Parameter(torch.rand(0, 3)),
+    "complex": lambda: nn.Parameter(torch.rand(3, 2, dtype=torch.complex64)),
+    "complex, transposed": lambda: nn.Parameter(torch.rand(3, 2, dtype=torch.complex128).t()),
+    "double": lambda: nn.Parameter(torch.rand(3, dtype=torch.float64)),
+    "bf16": lambda: nn.Parameter(torch.rand(8).bfloat16()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_keep_their_layout(team, layout):
+    def loop(setup):
+        model = nn.ParameterList([LAYOUTS[layout](), LAYOUTS[layout]()])
+        setup.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = (model[0] * (setup.rank + 1)).abs().sum()
+        if setup.rank == 0:
+            loss = loss + (model[1] * 2).abs().sum()
+        loss.backward()
+        return [(each.grad, f"{each.grad.stride()}, {each.grad.dtype}") for each in model]
+
+    first, second = team(2)(trained, loop)
+    made = LAYOUTS[layout]()
+    made.abs().sum().backward()
+    for (one, one_is), (other, other_is) in zip(first, second, strict=True):
+        assert one.equal(other)
+        assert one_is == other_is == f"{made.grad.stride()}, {made.dtype}"
+    one, other = first[0][0], first[1][0]
+    torch.testing.assert_close(one.abs(), torch.full_like(one, 1.5).abs())
+    torch.testing.assert_close(other.abs(), torch.full_like(other, 1).abs())
+
+
+def values(scale):
+    return torch.arange(6.0).view(2, 3) * scale
+
+
+ASSIGNED = {
+    "as torch does": values,
+    "transposed": lambda scale: values(scale).t().contiguous().t(),
+    "with gaps": lambda scale: values(scale).repeat_interleave(2, dim=1)[:, ::2],
+    "expanded": lambda scale: values(scale)[:, :1].expand(2, 3),
+    "negative view": lambda scale: (values(scale) * -1j).conj().imag,
+}
+
+
+@pytest.mark.parametrize("first", ASSIGNED)
+@pytest.mark.parametrize("second", ASSIGNED)
+def test_gradients_of_any_layout_meet(team, first, second):
+    def loop(setup):
+        model = nn.ParameterList([nn.Parameter(torch.zeros(2, 3))])
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        model[0].grad = given = ASSIGNED[(first, second)[setup.rank]](setup.rank + 1.0)
+        stride = given.stride()
+        optimizer.step()
+        kept = model[0].grad is given and model[0].grad.stride() == stride
+        return model[0], model[0].grad, kept
+
+    mean = (ASSIGNED[first](1.0) + ASSIGNED[second](2.0)) / 2
+    for rank, (weight, gradient, kept) in enumerate(team(2)(trained, loop)):
+        assert gradient.equal(mean)
+        torch.testing.assert_close(weight, mean * -0.1)
+        assert kept == ((first, second)[rank] != "expanded")
+
+
+def test_conjugated_gradient_is_averaged_as_what_it_stands_for(team):
+    def loop(setup):
+        model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        gradient = torch.full((2,), 1 + 1j * (setup.rank + 1), dtype=torch.complex64)
+        model[0].grad = gradient.conj() if setup.rank else gradient
+        optimizer.step()
+        return model[0].grad.resolve_conj()
+
+    for gradient in team(2)(trained, loop):
+        assert gradient.equal(torch.full((2,), 1 - 0.5j))
+
+
+class Segments(nn.Module):
+    """Three layers under activation checkpoints, the first of which is used twice; some ranks leave segments out."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x, order=(0, 1, 0, 2)):
+        for number in order:
+            x = checkpoint(lambda x, layer: layer(x).tanh(), x, self.layers[number], use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(team, reentrant):
+    def loop(setup):
+        model = Segments(reentrant)
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, _ in batches():
+            optimizer.zero_grad()
+            model(setup.share(x).requires_grad_()).square().mean().backward()
+            optimizer.step()
+        return model, len(setup.transport.counts) if setup.ranks.size > 1 else 4
+
+    assert_pair(team(2), loop)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ranks_may_use_different_checkpointed_segments(team, reentrant):
+    orders = (0, 1), (2, 0, 1)
+
+    def loop(setup):
+        model = Segments(reentrant)
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, _ in batches(size=4):
+            optimizer.zero_grad()
+            for rank, part in enumerate(x.chunk(2)):
+                if setup.ranks.size == 1 or setup.rank == rank:
+                    out = model(part.requires_grad_(), orders[rank])
+                    (out.square().mean() * setup.ranks.size / 2).backward()
+            optimizer.step()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models(team, backend):
+    def loop(setup):
+        torch.compiler.reset()
+        model = net()
+        compiled = torch.compile(model, backend=backend)
+        optimizer = sgd(model)
+        setup.setup(compiled, optimizer)
+        fit(setup, compiled, optimizer)
+        torch.compiler.reset()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_searches_alike_on_every_rank(team, line_search):
+    def loop(setup):
+        model = net().double()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn=line_search, max_iter=4)
+        setup.setup(model, optimizer)
+        losses = []
+        for x, y in batches(2):
+            x, y = setup.share(x.double()), setup.share(y.double())
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            losses.append(float(optimizer.step(closure).detach()))
+        return model, losses
+
+    assert_pair(team(2), loop)
+
+
+def test_closure_may_return_a_number_or_nothing(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        return [
+            optimizer.step(closure=lambda: setup.rank * 2.0),
+            optimizer.step(lambda: torch.tensor([float(setup.rank)])),
+            optimizer.step(lambda: None),
+        ]
+
+    for number, tensor, nothing in team(2)(trained, loop):
+        assert (number, tensor.tolist(), nothing) == (1.0, [0.5], None)
+
+
+def test_backward_may_run_in_another_thread(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, y in batches():
+            optimizer.zero_grad()
+            thread = threading.Thread(target=mse_loss(model(setup.share(x)), setup.share(y)).backward)
+            thread.start()
+            thread.join()
+            optimizer.step()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+def test_backward_that_fails_halfway_disturbs_none_after_it(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        for x, y in batches():
+            optimizer.zero_grad()
+            hidden = model[0](setup.share(x))
+            handle = hidden.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model[2](hidden).sum().backward()
+            handle.remove()
+            optimizer.zero_grad()
+            mse_loss(model(setup.share(x)), setup.share(y)).backward()
+            optimizer.step()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+# --- what the loop adds ---
+
+
+def test_layer_added_in_the_loop_begins_equal_and_is_averaged(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        fit(setup, model, optimizer)
+        torch.manual_seed(setup.rank)
+        model.append(nn.Linear(3, 3))
+        model.append(nn.utils.spectral_norm(nn.Linear(3, 3)).eval())  # has random buffers
+        optimizer.add_param_group({"params": [*model[3].parameters(), *model[4].parameters()]})
+        if setup.rank == 0:
+            with torch.no_grad():
+                model(torch.ones(1, 6))
+        setup.ranks.barrier()
+        return fit(setup, model, optimizer)
+
+    assert_pair(team(2), loop)
+
+
+def test_parameter_added_in_the_loop_begins_equal_and_is_averaged(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        torch.manual_seed(setup.rank)
+        model[0].bias = nn.Parameter(torch.randn(8))
+        free = torch.randn(3, requires_grad=True)
+        optimizer.add_param_group({"params": [model[0].bias, free]})
+        return fit(setup, model, optimizer, lambda x: model(x) + free), free
+
+    assert_pair(team(2), loop)
+
+
+def test_layer_that_a_model_adds_in_its_forward_ends_equal(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+
+        class Adds(nn.Module):
+            def forward(self, x):
+                if not hasattr(self, "late"):
+                    torch.manual_seed(setup.rank)
+                    self.late = nn.Linear(3, 3)
+                return self.late(x)
+
+        model.append(Adds())
+        model(torch.ones(2, 6) * setup.rank).sum().backward()
+        return model, [each.grad for each in model.parameters()]
+
+    first, second = team(2)(trained, loop)
+    for one, other in zip(first[1], second[1], strict=True):
+        assert one.equal(other)
+    assert all(one.equal(other) for one, other in zip(first[0].values(), second[0].values(), strict=True))
+
+
+def test_ranks_that_add_different_layers_are_told(team):
+    def loop(setup):
+        model = net()
+        setup.setup(model, sgd(model))
+        model.append(nn.Linear(3, 2 + setup.rank))
+        with pytest.raises(NanoError, match=r"rank 1 has Sequential.3.weight.*\(3, 3\).*where rank 0 has.*\(2, 3\)"):
+            model(torch.ones(1, 6))
+        return True
+
+    assert team(2)(trained, loop) == [True, True]
+
+
+def test_removed_parameters_are_let_go(team):
+    def loop(setup):
+        model = net()
+        setup.setup(model, sgd(net()))
+        old = model[2].weight
+        model[2] = nn.Linear(8, 3)
+        model(torch.ones(1, 6)).sum().backward()
+        return old._post_accumulate_grad_hooks is None, len(model[2].weight._post_accumulate_grad_hooks)
+
+    assert team(2)(trained, loop) == [[True, 1]] * 2
+
+
+# --- ranks that diverge ---
+
+
+def diverging(setup, message, change, **kwargs):
+    """Train, let rank 1 change something, and return whether the next backward raises `message` on this rank."""
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    setup.setup(model, optimizer)
+    fit(setup, model, optimizer)
+    if setup.rank == 1:
+        change(model, optimizer, scheduler)
+    with pytest.raises(NanoError, match=message):
+        fit(setup, model, optimizer)
+    return True
+
+
+def test_different_learning_rates_raise_on_every_rank(team):
+    message = r"learning rates differ at step 4: ranks 0, 2 have \[0.1\], rank 1 has \[0.01"
+    assert team(3)(trained, diverging, message, lambda model, optimizer, scheduler: scheduler.step()) == [True] * 3
+
+
+def test_different_numbers_of_steps_raise_on_every_rank(team):
+    def change(model, optimizer, scheduler):
+        optimizer.zero_grad()
+        optimizer.step(lambda: None)
+
+    def loop(setup):
+        setup.ranks.mean, mean = lambda value: value, setup.ranks.mean
+        try:
+            return diverging(setup, "rank 0 has 4, rank 1 has 5", change)
+        finally:
+            setup.ranks.mean = mean
+
+    assert team(2)(trained, loop) == [True] * 2
+
+
+def test_different_numbers_of_parameters_raise_on_every_rank(team):
+    def loop(setup):
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        setup.setup(model)
+        if setup.rank == 1:
+            model[1] = nn.Identity()
+        with pytest.raises(NanoError, match="parameters differ at step 0: rank 0 has 4, rank 1 has 2"):
+            model[0](torch.ones(1, 2)).sum().backward()
+        return True
+
+    assert team(2)(trained, loop) == [True] * 2
+
+
+def test_layer_that_one_rank_adds_alone_raises_on_every_rank(team):
+    def loop(setup):
+        model = nn.ModuleList([nn.Linear(2, 2)])
+        setup.setup(model)
+        if setup.rank == 1:
+            model.append(nn.Linear(2, 2))
+        with pytest.raises(NanoError, match="parameters differ at step 0: rank 0 has 2, rank 1 has 4"):
+            model[0](torch.ones(1, 2)).sum().backward()
+        return True
+
+    assert team(2)(trained, loop) == [True] * 2
+
+
+def test_learning_rates_of_nan_are_equal_and_groups_may_have_none(team):
+    def loop(setup):
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, optimizer)
+        optimizer.param_groups[0]["lr"] = float("nan")
+        model(torch.ones(1, 6)).sum().backward()
+        del optimizer.param_groups[0]["lr"]
+        model(torch.ones(1, 6)).sum().backward()
+        return len(setup.transport.counts)
+
+    assert team(2)(trained, loop) == [2, 2]
+
+
+# --- what is said, and what is left behind ---
+
+
+def test_training_on_batches_that_were_served_whole_is_warned_of_once_a_run(team):
+    def loop(setup):
+        setup = Setup(setup.ranks, served_whole=lambda: True)
+        model = net()
+        setup.setup(model, sgd(model))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(1, 6)).sum().backward()
+        setup.close()
+        return [(issubclass(each.category, NanoWarning), str(each.message)) for each in caught]
+
+    ((first,), second) = team(2)(trained, loop)
+    assert first[0]
+    assert "setup_dataloaders(loader, shard=True)" in first[1]
+    assert second == []
+
+
+def test_nothing_is_left_behind(team):
+    def loop(ranks):
+        plain, setup = torch.autograd.backward, Setup(ranks)
+        model = net()
+        model[0].requires_grad_(False)
+        optimizer = sgd(model)
+        handle = model[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        setup.setup(model, optimizer)
+        model(torch.ones(1, 6)).sum().backward()
+        setup.close()
+        hooks = [each._post_accumulate_grad_hooks for each in model.parameters()]
+        assert [hook and len(hook) for hook in hooks] == [None, None, 1, None]
+        assert [each.requires_grad for each in model.parameters()] == [False, False, True, True]
+        assert all(not vars(each) for each in model.parameters())
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+        assert not nn.modules.module._global_parameter_registration_hooks
+        assert not nn.modules.module._global_module_registration_hooks
+        handle.remove()
+        return torch.autograd.backward is plain
+
+    assert team(2)(loop) == [True, True]
+
+
+def test_copies_made_in_the_loop_are_plain(team):
+    def loop(setup):
+        model = net()
+        setup.setup(model, sgd(model))
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        if setup.rank == 0:  # no rank waits for another
+            for each in copies:
+                each(torch.ones(1, 6)).sum().backward()
+        return [parameter._post_accumulate_grad_hooks for each in copies for parameter in each.parameters()]
+
+    assert team(2)(trained, loop) == [[None] * 8] * 2

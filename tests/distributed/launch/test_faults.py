@@ -1,0 +1,298 @@
+"""Whatever becomes of a rank, the run ends soon with an error that names it, and nothing is left behind."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import distributed
+
+from distributed import small
+from nano_loop import NanoError, NanoWorkerError, TorchNano, nano
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+SOON = 10.0  # seconds from a fault to its error
+STEPS = (0, 3, 7)  # the first, one in the midst of an epoch, the last
+
+
+def run(each_step=lambda rank, step: None, **options):
+    model, optimizer, loader = small.parts()
+    return nano(**small.OPTIONS | options)(small.fit)(model, optimizer, loader, each_step)
+
+
+@contextlib.contextmanager
+def raises(kind, **attributes):
+    """Expect an error of `kind` with these attributes, soon after the fault, whose time goes into `when`."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    for name, value in attributes.items():
+        assert getattr(caught.value, name) == value, f"{name} of {caught.value}"
+
+
+def on(failing_rank, failing_step, do):
+    """A function for each step that does something on one rank, and notes the time in a file that ranks share."""
+
+    def each_step(rank, step):
+        if (rank, step) == (failing_rank, failing_step):
+            do()
+
+    return each_step
+
+
+@pytest.fixture
+def clock(tmp_path):
+    """Note when a fault happens, in whichever process, and check how long ago that was."""
+    file = tmp_path / "when"
+
+    class Clock:
+        def around(self, do):
+            def noted():
+                file.write_text(str(time.time()))
+                do()
+
+            return noted
+
+        def check(self):
+            assert time.time() - float(file.read_text()) < SOON
+
+    return Clock()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_exception_in_a_worker_is_raised_with_its_traceback(clock, step):
+    def fail():
+        raise ValueError("a bad batch")
+
+    with raises(NanoWorkerError, rank=1) as caught:
+        run(on(1, step, clock.around(fail)))
+    clock.check()
+    assert "rank 1 raised ValueError: a bad batch" in str(caught.value)
+    assert "in fail" in caught.value.traceback
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_exception_of_rank_0_is_the_user_s_own(clock, step):
+    class MineError(Exception):
+        pass
+
+    def fail():
+        raise MineError
+
+    with pytest.raises(MineError):
+        run(on(0, step, clock.around(fail)))
+    clock.check()
+
+
+def test_same_exception_on_every_rank_is_the_user_s_own():
+    def each_step(rank, step):
+        raise KeyError("everywhere")
+
+    with pytest.raises(KeyError, match="everywhere"):
+        run(each_step)
+
+
+def test_exception_that_cannot_be_pickled_is_told_all_the_same():
+    class StubbornError(Exception):
+        def __reduce__(self):
+            raise TypeError("never")
+
+    def fail():
+        raise StubbornError("as it is")
+
+    with raises(NanoWorkerError, rank=1) as caught:
+        run(on(1, 2, fail))
+    assert "StubbornError: as it is" in str(caught.value)
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "memory"), (signal.SIGSEGV, "SIGSEGV")])
+def test_killed_worker_is_named_with_its_signal(clock, number, words):
+    with raises(NanoWorkerError, rank=1, exitcode=-number) as caught:
+        run(on(1, 3, clock.around(lambda: os.kill(os.getpid(), number))))
+    clock.check()
+    assert number.name in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_worker_that_calls_sys_exit_is_named_with_the_code(clock, code):
+    with raises(NanoWorkerError, rank=1, exitcode=code) as caught:
+        run(on(1, 3, clock.around(lambda: sys.exit(code))))
+    clock.check()
+    assert f"sys.exit({code})" in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_worker_that_leaves_its_process_is_named_with_the_code(clock, code):
+    with raises(NanoWorkerError, rank=1, exitcode=code) as caught:
+        run(on(1, 3, clock.around(lambda: os._exit(code))))
+    clock.check()
+    assert f"exit code {code}" in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_sys_exit_of_rank_0_leaves_the_caller_as_it_would(clock, code):
+    with pytest.raises(SystemExit) as caught:
+        run(on(0, 3, clock.around(lambda: sys.exit(code))))
+    clock.check()
+    assert caught.value.code == code
+
+
+def test_sys_exit_of_every_rank_leaves_the_caller_as_it_would():
+    def each_step(rank, step):
+        sys.exit(4)
+
+    with pytest.raises(SystemExit) as caught:
+        run(each_step)
+    assert caught.value.code == 4
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_rank_that_takes_fewer_steps_is_named(clock, leaving):
+    def train(model, optimizer, loader):
+        for step, (x, y) in enumerate(loader):
+            if (small.rank(), step) == (leaving, 2):
+                clock.around(lambda: None)()
+                return
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    with raises(NanoWorkerError) as caught:
+        nano(**small.OPTIONS)(train)(*small.parts())
+    clock.check()
+    assert f"rank {leaving} has returned from train" in str(caught.value)
+    assert "same number of steps" in str(caught.value)
+
+
+def test_rank_that_skips_a_collective_of_the_loop_is_named(clock):
+    def train(model):
+        if small.rank() == 1:
+            clock.around(lambda: None)()
+            return
+        distributed.all_reduce(torch.ones(1))
+
+    with raises(NanoWorkerError, rank=1):
+        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+    clock.check()
+
+
+def test_learning_rates_that_differ_are_told(clock):
+    def train(model, optimizer, loader):
+        if small.rank() == 1:
+            clock.around(lambda: None)()
+            optimizer.param_groups[0]["lr"] = 0.05
+        small.fit(model, optimizer, loader)
+
+    with raises(NanoWorkerError) as caught:
+        nano(**small.OPTIONS)(train)(*small.parts())
+    clock.check()
+    assert "0.05" in str(caught.value)
+    assert "0.1" in str(caught.value)
+
+
+def test_ctrl_c_ends_a_wait_for_another_rank(clock):
+    def interrupt():
+        main = threading.main_thread().ident
+        threading.Timer(0.5, clock.around(lambda: signal.pthread_kill(main, signal.SIGINT))).start()
+
+    def each_step(rank, step):
+        if (rank, step) == (1, 3):
+            time.sleep(60)  # rank 0 waits for its gradients
+        if (rank, step) == (0, 3):
+            interrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(each_step)
+    clock.check()
+
+
+def test_argument_that_cannot_be_pickled_is_named():
+    model, optimizer, loader = small.parts()
+    with pytest.raises(NanoError, match="lock"):
+        nano(**small.OPTIONS)(small.fit)(model, optimizer, loader, threading.Lock())
+
+
+def test_attribute_of_the_loop_that_cannot_be_pickled_is_named():
+    class Loop(TorchNano):
+        def __init__(self):
+            super().__init__(**small.OPTIONS)
+            self.guard = threading.Lock()
+
+        def train(self):
+            pass
+
+    with pytest.raises(NanoError, match="guard"):
+        Loop().train()
+
+
+def test_payload_that_fails_in_the_worker_is_told(clock):
+    class Fragile:
+        def __reduce__(self):
+            return clock.around(fall_apart), ()
+
+    def fall_apart():
+        raise ImportError("no module for it here")
+
+    model, optimizer, loader = small.parts()
+    with raises(NanoWorkerError, rank=1) as caught:
+        nano(**small.OPTIONS)(small.fit)(model, optimizer, loader, Fragile())
+    clock.check()
+    assert "no module for it here" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, "#!/bin/sh\nexit 7\n", "#!/bin/sh\necho it is broken >&2\n"])
+def test_interpreter_that_does_not_start_is_told(monkeypatch, tmp_path, content):
+    broken = tmp_path / "python"
+    if content is not None:
+        broken.write_text(content)
+        broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    before = time.monotonic()
+    with raises(NanoWorkerError, rank=1):
+        run()
+    assert time.monotonic() - before < SOON
+
+
+def test_worker_that_never_gets_ready_is_told_after_the_timeout(monkeypatch, tmp_path):
+    sleeping = tmp_path / "python"
+    sleeping.write_text("#!/bin/sh\nsleep 60\n")
+    sleeping.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeping))
+    with raises(NanoWorkerError, rank=1) as caught:
+        run(timeout=2)
+    assert "within 2 s" in str(caught.value)
+
+
+def test_second_run_inside_the_first_is_refused():
+    inner = nano(**small.OPTIONS)(small.fit)
+
+    def train(model, optimizer, loader):
+        inner(model, optimizer, loader)
+
+    with pytest.raises(NanoError, match="a run inside a run of 2 processes"):
+        nano(**small.OPTIONS)(train)(*small.parts())
+
+
+def test_process_group_that_exists_is_refused(tmp_path):
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(NanoError, match="in a process group of 1 already"):
+            run()
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_run_after_a_failed_one_works():
+    def fail():
+        raise ValueError
+
+    with pytest.raises(NanoWorkerError):
+        run(on(1, 1, fail))
+    assert run() == 8

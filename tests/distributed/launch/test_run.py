@@ -1,0 +1,417 @@
+"""A run of several ranks leaves the caller with what was trained, and with the process as it was."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy
+import psutil
+import pytest
+import torch
+from leaks import affinity_masks
+from torch import distributed, nn
+
+import nano_loop
+from distributed import small
+from distributed.conftest import belongings
+from nano_loop import NanoConfigError, NanoWarning, TorchNano, nano
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def two(function):
+    return nano(**small.OPTIONS)(function)
+
+
+def test_known_gradient_gives_a_quarter_with_one_process_and_with_two():
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    for options in ({"verbose": False}, small.OPTIONS, {**small.OPTIONS, "auto_lr": True}):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 0.5)
+        nano(**options)(step)(model, torch.optim.SGD(model.parameters(), lr=0.25))
+        assert model.weight.item() == 0.25
+
+
+def test_two_ranks_train_the_caller_s_model_as_one_process_of_twice_the_batch_would():
+    model, optimizer, loader = small.parts(batch_size=4)
+    steps = two(small.fit)(model, optimizer, loader)
+    plain_model, plain_optimizer, plain_loader = small.parts(batch_size=8)
+    assert steps == small.fit(plain_model, plain_optimizer, plain_loader)
+    torch.testing.assert_close(small.weights(model), small.weights(plain_model), rtol=1e-6, atol=1e-6)
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+    expected = [plain_optimizer.state[p]["momentum_buffer"] for p in plain_model.parameters()]
+    torch.testing.assert_close(momenta, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_value_of_rank_0_and_what_it_appends_are_the_caller_s():
+    def train(model, losses, notes):
+        losses.append(small.rank())
+        notes["rank"] = small.rank()
+        return model, small.rank()
+
+    model, losses, notes = nn.Linear(1, 1), [], {}
+    assert two(train)(model, losses, notes) == (model, 0)
+    assert (losses, notes) == ([0], {"rank": 0})
+
+
+def test_caller_s_random_generators_go_on_as_if_there_were_one_process():
+    def draw(model):
+        return torch.rand(2), random.random(), numpy.random.rand()
+
+    def drawing(function):
+        torch.manual_seed(5)
+        random.seed(5)
+        numpy.random.seed(5)
+        return *function(nn.Linear(1, 1)), torch.rand(1)
+
+    torch.testing.assert_close(drawing(two(draw)), drawing(draw), rtol=0, atol=0)
+
+
+def drawn():
+    return torch.rand(1).item(), random.random(), numpy.random.rand()
+
+
+def seeded(function, *args):
+    torch.manual_seed(3)
+    random.seed(3)
+    numpy.random.seed(3)
+    return two(function)(*args)
+
+
+def everywhere(value):
+    gathered = [None, None]
+    distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+@pytest.mark.parametrize("begins_with", ["a batch", "a call"])
+def test_ranks_draw_the_same_numbers_until_training_begins_and_others_from_then_on(begins_with):
+    def train(model, loader):
+        before = drawn()
+        if begins_with == "a batch":
+            next(iter(loader))
+        else:
+            model(torch.ones(1, 3))
+        return everywhere((before, drawn()))
+
+    model, _, loader = small.parts()
+    first, second = results = seeded(train, model, loader)
+    assert seeded(train, model, loader) == results
+    assert first[0] == second[0]
+    assert all(a != b for a, b in zip(first[1], second[1], strict=True))
+
+
+def test_ranks_of_a_loop_that_seeds_itself_draw_what_it_has_chosen():
+    def train(model):
+        torch.manual_seed(9)
+        model(torch.ones(1, 3))
+        return everywhere(torch.rand(1).item())
+
+    first, second = two(train)(small.parts()[0])
+    assert first == second
+
+
+def test_settings_of_torch_travel():
+    def settings(model):
+        mine = (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled())
+        gathered = [None, None]
+        distributed.all_gather_object(gathered, mine)
+        return gathered
+
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.no_grad():
+            first, second = two(settings)(nn.Linear(1, 1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert first == second == (torch.float64, True, False)
+
+
+def test_what_fabric_tells_is_the_run_s():
+    class Loop(TorchNano):
+        def train(self):
+            mine = (self.global_rank, self.local_rank, self.world_size, self.is_global_zero, self.node_rank)
+            total = self.all_reduce(torch.tensor([float(self.global_rank)]), reduce_op="sum")
+            mean = self.all_reduce(torch.tensor([float(self.global_rank)]))
+            gathered = self.all_gather(torch.tensor([self.global_rank]))
+            told = self.broadcast({"from": self.global_rank}, src=1)
+            self.barrier()
+            with self.rank_zero_first():
+                pass
+            return self.broadcast(mine, src=1), total, mean, gathered, told
+
+    loop = Loop(**small.OPTIONS)
+    assert (loop.world_size, loop.global_rank) == (2, 0)
+    mine, total, mean, gathered, told = loop.train()
+    assert mine == (1, 1, 2, False, 0)
+    assert (total.item(), mean.item(), gathered.flatten().tolist(), told) == (1.0, 0.5, [0, 1], {"from": 1})
+    assert (loop.world_size, loop.global_rank) == (2, 0)
+
+
+def test_attributes_of_the_loop_travel_and_those_that_rank_0_sets_stay():
+    class Loop(TorchNano):
+        def __init__(self, power):
+            super().__init__(**small.OPTIONS)
+            self.power = power
+
+        def train(self):
+            self.seen = self.broadcast(self.power * 10, src=1)
+
+    loop = Loop(power=3)
+    loop.train()
+    assert loop.seen == 30
+
+
+def test_only_rank_0_prints_and_saves(tmp_path, capfd):
+    def train(model):
+        print("printed by", small.rank())
+        torch.save(small.rank(), tmp_path / f"saved by {small.rank()}")
+        print("warned by", small.rank(), file=sys.stderr)
+
+    two(train)(nn.Linear(1, 1))
+    out, err = capfd.readouterr()
+    assert out == "printed by 0\n"
+    assert sorted(err.splitlines()) == ["[rank 1] warned by 1", "warned by 0"]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved by 0"]
+
+
+def test_verbose_all_shows_what_every_rank_prints(capfd):
+    def train(model):
+        print("printed by", small.rank())
+
+    nano(**small.OPTIONS | {"verbose": "all"})(train)(nn.Linear(1, 1))
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 1] printed by 1", "printed by 0"]
+    assert err.count("nano_loop") == 1  # the report, once
+
+
+def test_report_tells_the_processes_and_their_cpus():
+    model, optimizer, loader = small.parts()
+    train = nano(**small.OPTIONS | {"auto_lr": True})(small.fit)
+    train(model, optimizer, loader)
+    assert "2 processes × 1 threads · CPUs 0, 1 of" in train.report.title
+    assert {"broadcast", "gradient_averaging", "loaders", "learning_rate"} <= set(train.report.applied)
+
+
+def masks_inside(model, optimizer, loader):
+    """The masks of the ranks' threads, their thread counts, and the masks of loader workers, by rank."""
+    workers = [tuple(worker.tolist()) for x, worker in loader]
+    mine = (set(map(tuple, map(sorted, affinity_masks().values()))), torch.get_num_threads(), set(workers))
+    gathered = [None, None]
+    distributed.all_gather_object(gathered, mine)
+    return gathered
+
+
+class MaskOfWorker(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.zeros(1), torch.tensor(small.mask())
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
+@pytest.mark.parametrize("given", [None, [[1], [0]]])
+def test_each_rank_is_on_its_own_cpus_with_all_its_threads(given):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("there is one CPU")
+    torch.rand(1 << 20).sum()  # OpenMP's threads exist now
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    before = affinity_masks()
+    loader = torch.utils.data.DataLoader(MaskOfWorker(), num_workers=1, batch_size=None)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    try:
+        options = small.OPTIONS | {"cpu_for_each_process": given}
+        found = nano(**options)(masks_inside)(model, optimizer, loader)
+        after = affinity_masks()
+    finally:
+        stop.set()
+        other.join()
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    wanted = [(first,), (second,)] if given is None else [tuple(each) for each in given]
+    assert found == [({mask}, 1, {mask}) for mask in wanted]
+    assert all(before[thread] == mask for thread, mask in after.items() if thread in before)
+    assert set(after.values()) == set(before.values())
+
+
+def test_more_processes_than_cores_are_refused_with_the_numbers():
+    with pytest.raises(NanoConfigError, match=r"num_processes=99.*99 physical cores"):
+        nano(**small.OPTIONS | {"num_processes": 99})(small.fit)(*small.parts())
+
+
+def test_cpu_ids_that_do_not_exist_are_warned_about_and_left_out():
+    options = small.OPTIONS | {"cpu_for_each_process": [[0, 7000], [1]]}
+    with pytest.warns(NanoWarning, match="7000"):
+        assert nano(**options)(small.fit)(*small.parts()) == 8
+
+
+def test_share_of_no_cpu_is_refused():
+    options = small.OPTIONS | {"cpu_for_each_process": [[7000], [1]]}
+    with pytest.raises(NanoConfigError, match="7000"):
+        nano(**options)(small.fit)(*small.parts())
+
+
+def test_environment_of_a_launcher_does_not_reach_workers(monkeypatch):
+    def variables(model):
+        gathered = [None, None]
+        distributed.all_gather_object(gathered, {name: os.environ.get(name) for name in names})
+        return gathered
+
+    names = ("SLURM_NTASKS", "SLURM_PROCID", "MASTER_PORT", "KEPT")
+    for name in names:
+        monkeypatch.setenv(name, "4")
+    first, second = two(variables)(nn.Linear(1, 1))
+    assert first == dict.fromkeys(names, "4")
+    assert second == {**dict.fromkeys(names), "KEPT": "4"}
+
+
+def test_exception_hook_stays_the_caller_s():
+    before = sys.excepthook
+    two(small.fit)(*small.parts())
+    assert sys.excepthook is before
+
+
+def test_three_ranks_on_two_cores_by_lists_of_their_own():
+    options = small.OPTIONS | {"num_processes": 2, "cpu_for_each_process": [[0], [1]]}
+    assert nano(**options)(small.fit)(*small.parts(samples=24)) == 6
+
+
+def test_scheduler_checkpoint_and_callable_arguments_work_in_every_rank():
+    def train(model, optimizer, loader, scheduler, loss):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    model, optimizer, loader = small.parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    assert two(train)(model, optimizer, loader, scheduler, lambda a, b: (a - b).abs().mean()) == 0.1 * 0.5**4
+    assert scheduler.last_epoch == 4
+
+
+def test_model_made_inside_train_is_made_equal():
+    class Loop(TorchNano):
+        def train(self):
+            model = nn.Linear(3, 1)  # ranks draw different weights
+            model, _ = self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            return self.all_gather(small.weights(model))
+
+    first, second = Loop(**small.OPTIONS).train()
+    assert torch.equal(first, second)
+
+
+def test_gradients_stay_unaveraged_inside_no_backward_sync():
+    class Loop(TorchNano):
+        def train(self):
+            model = nn.Linear(1, 1, bias=False)
+            self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            x = torch.ones(1, 1) * (self.global_rank + 1)
+            with self.no_backward_sync(model):
+                model(x).sum().backward()
+            alone = model.weight.grad.item()
+            model(x).sum().backward()
+            return self.all_gather(torch.tensor([alone, model.weight.grad.item()])).tolist()
+
+    assert Loop(**small.OPTIONS).train() == [[1.0, 3.0], [2.0, 3.0]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_runs_leave_no_more_than_one_does():
+    def tiny(model):
+        return None
+
+    run = two(tiny)
+    run(nn.Linear(1, 1))
+    threads, before = psutil.Process().num_threads(), belongings()
+    for _ in range(99):
+        run(nn.Linear(1, 1))
+    assert belongings() == before
+    assert psutil.Process().num_threads() <= threads
+
+
+MEMORY = """
+    import os, sys, torch, psutil
+    from nano_loop import nano
+
+    def pss(process):
+        return process.memory_full_info().pss
+
+    def total():
+        me = psutil.Process()
+        return sum(map(pss, [me, *me.children(recursive=True)]))
+
+    data = torch.rand(1 << 28)  # 1 GiB
+    model = torch.nn.Linear(1, 1)
+    import lightning_fabric
+    before = total()
+
+    @nano(num_processes=2, verbose=False)
+    def train(model, data):
+        torch.distributed.barrier()
+        assert data.sum() > 0
+        torch.distributed.barrier()
+        return total() if torch.distributed.get_rank() == 0 else None, torch.distributed.barrier()
+
+    print((train(model, data)[0] - before) / (1 << 30))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="proportional set sizes are Linux's")
+def test_dataset_in_memory_is_not_copied_for_each_rank():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEMORY)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=Path(nano_loop.__file__).parents[1],
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1.3
+
+
+KILLED = """
+    import os, sys, time, torch
+    from nano_loop import nano
+
+    @nano(num_processes=2, verbose=False)
+    def train(model):
+        if torch.distributed.get_rank() == 1:
+            open(sys.argv[1], "w").write(str(os.getpid()))
+        time.sleep(100)
+
+    train(torch.nn.Linear(1, 1))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_the_caller(tmp_path, number):
+    file = tmp_path / "pid"
+    caller = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(file)], cwd=Path(nano_loop.__file__).parents[1]
+    )
+    deadline = time.monotonic() + 60
+    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    worker = psutil.Process(int(file.read_text()))
+    caller.send_signal(number)
+    caller.wait()
+    worker.wait(timeout=10)

@@ -1,0 +1,856 @@
+"""Ranks share the plain loop's batches out among themselves: each batch once, in its order, as many on every rank."""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import sys
+import threading
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from nano_loop.distributed.loaders.loader_workers import BoundWorker
+from nano_loop.distributed.loaders.sharding import Shares, forget_last_served, served_whole_by_mode
+from nano_loop.distributed.ranks import Ranks
+from nano_loop.mechanisms.loaders import changed
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
+
+# --- loaders ---
+
+
+class Numbers(Dataset):
+    def __init__(self, count=23):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return index
+
+
+class Drawing(Sampler):
+    """Draws each position when it is asked for, as a curriculum does."""
+
+    def __init__(self, draw, count=23):
+        self.draw = draw
+        self.count = count
+
+    def __iter__(self):
+        for _ in range(self.count):
+            yield self.draw()
+
+    def __len__(self):
+        return self.count
+
+
+class DrawsAtIter(Drawing):
+    def __iter__(self):
+        return iter([self.draw() for _ in range(self.count)])
+
+
+class Endless(Sampler):
+    def __iter__(self):
+        while True:
+            yield random.randrange(23)
+
+
+class OneList(BatchSampler):
+    """Fills the list that it has yielded anew."""
+
+    def __iter__(self):
+        batch = []
+        for position in self.sampler:
+            batch.append(position)
+            if len(batch) == self.batch_size:
+                yield batch
+                batch.clear()
+
+
+class OwnShuffle(RandomSampler):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+def by_torch():
+    return int(torch.randint(23, ()))
+
+
+def by_random():
+    return random.randrange(23)
+
+
+def by_numpy():
+    return int(np.random.randint(23))
+
+
+def own_generator(kind):
+    """Make a sampler that has a generator of its own, seeded otherwise on every rank, as a script's may be."""
+    made = kind()
+    sampler = Drawing(made.random if not isinstance(made, torch.Generator) else None)
+    sampler.generator = made
+    sampler.draw = {
+        torch.Generator: lambda: int(torch.randint(23, (), generator=made)),
+        random.Random: lambda: made.randrange(23),
+        np.random.RandomState: lambda: int(made.randint(23)),
+        np.random.Generator: lambda: int(made.integers(23)),
+    }[type(made)]
+    return sampler
+
+
+def seeded_by_rank():
+    return 7 + 10 * (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Numbers(), batch_size=4),
+    "shuffled": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
+    "shuffled, drop_last": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, drop_last=True),
+    "generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "a generator of each rank": lambda: DataLoader(
+        Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(seeded_by_rank())
+    ),
+    "a sampler's generator of each rank": lambda: DataLoader(
+        Numbers(), 4, sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(seeded_by_rank()))
+    ),
+    "weighted": lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler(torch.ones(23), 30)),
+    "subset": lambda: DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(3, 20))),
+    "with replacement": lambda: DataLoader(Numbers(), 4, sampler=RandomSampler(Numbers(), True, 70)),
+    "a list": lambda: DataLoader(Numbers(), 4, sampler=[3, 1, 4, 1, 5, 9, 2, 6, 5]),
+    "a list of batches": lambda: DataLoader(Numbers(), batch_sampler=[[3, 1], [4], [1, 5, 9]]),
+    "own batch sampler": lambda: DataLoader(Numbers(), batch_sampler=OneList(RandomSampler(Numbers()), 3, False)),
+    "torch": lambda: DataLoader(Numbers(), 4, sampler=Drawing(by_torch)),
+    "random": lambda: DataLoader(Numbers(), 4, sampler=Drawing(by_random)),
+    "numpy": lambda: DataLoader(Numbers(), 4, sampler=Drawing(by_numpy)),
+    "torch, at iter": lambda: DataLoader(Numbers(), 4, sampler=DrawsAtIter(by_torch)),
+    "random, in iter of a batch sampler": lambda: DataLoader(
+        Numbers(), batch_sampler=DrawsAtIter(lambda: [by_random(), by_torch()])
+    ),
+    "random's own": lambda: DataLoader(Numbers(), 4, sampler=own_generator(lambda: random.Random(seeded_by_rank()))),
+    "numpy's own": lambda: DataLoader(
+        Numbers(), 4, sampler=own_generator(lambda: np.random.default_rng(seeded_by_rank()))
+    ),
+    "numpy's old own": lambda: DataLoader(
+        Numbers(), 4, sampler=own_generator(lambda: np.random.RandomState(seeded_by_rank()))
+    ),
+    "a subclass of torch's": lambda: DataLoader(Numbers(), 4, sampler=OwnShuffle(Numbers())),
+    "single items": lambda: DataLoader(Numbers(), batch_size=None, shuffle=True),
+    "workers": lambda: DataLoader(Numbers(), 4, shuffle=True, num_workers=1, prefetch_factor=3),
+    "persistent workers": lambda: DataLoader(
+        Numbers(), 4, sampler=Drawing(by_torch), num_workers=1, persistent_workers=True
+    ),
+}
+
+
+class Stream(IterableDataset):
+    """Draws as it goes, and has no end without a count."""
+
+    def __init__(self, count=23, draws=True):
+        self.count = count
+        self.draws = draws
+
+    def __iter__(self):
+        numbers = itertools.count() if self.count is None else range(self.count)
+        worker = get_worker_info()
+        for number in numbers:
+            if worker is None or number % worker.num_workers == worker.id:
+                yield [number, int(torch.randint(1000, ())), random.randrange(1000)] if self.draws else number
+
+
+class Measured(Stream):
+    def __len__(self):
+        return self.count
+
+
+STREAMS = {
+    "stream": lambda: DataLoader(Stream(), batch_size=4),
+    "stream, drop_last": lambda: DataLoader(Stream(), batch_size=4, drop_last=True),
+    "stream of single items": lambda: DataLoader(Stream(), batch_size=None),
+    "stream with workers": lambda: DataLoader(Stream(), batch_size=2, num_workers=2),
+    "stream with persistent workers": lambda: DataLoader(
+        Stream(), batch_size=2, num_workers=2, persistent_workers=True
+    ),
+    "stream, any order": lambda: DataLoader(Stream(), batch_size=2, num_workers=2, in_order=False),
+}
+
+# --- loops ---
+
+
+def seed(rank):
+    torch.manual_seed(100 + rank)
+    random.seed(200 + rank)
+    np.random.seed(300 + rank)
+
+
+def states():
+    return torch.get_rng_state().tolist(), random.getstate(), [*map(str, np.random.get_state())]
+
+
+def plain_lists(batch):
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    return [plain_lists(each) for each in batch] if isinstance(batch, (list, tuple)) else batch
+
+
+def epochs(loader, count=3, most=None):
+    return [[plain_lists(batch) for batch in itertools.islice(loader, most)] for _ in range(count)]
+
+
+def plain_epochs(make, count=3, most=None):
+    """What the plain loop sees with rank 0's seed, and the states that it leaves behind."""
+    seed(0)
+    return epochs(make(), count, most), states()
+
+
+@contextlib.contextmanager
+def sharing(ranks, *loaders, models=(), shard=None):
+    """Share loaders out among the ranks, for a loop whose own random states differ from rank to rank."""
+    seed(ranks.rank)
+    before = dict(vars(DataLoader))
+    with contextlib.ExitStack() as stack:
+        for loader in loaders:
+            stack.enter_context(changed(loader, Shares(ranks, list(models), shard)))
+        yield loaders[0]
+    assert dict(vars(DataLoader)) == before
+    assert not multiprocessing.active_children()
+
+
+def sharded_epochs(ranks, make, count=3, most=None):
+    with sharing(ranks, make()) as loader:
+        return epochs(loader, count, most), states()
+
+
+def shares_of(batches, size):
+    """The batches of each rank, by the promise: r, r+N, …, and the last group filled up from the first batches."""
+    missing = -len(batches) % size
+    filled = batches + [batch for batch, _ in zip(itertools.cycle(batches), range(missing), strict=False)]
+    return [filled[rank::size] for rank in range(size)]
+
+
+def by_rank(plain, size):
+    """The epochs of each rank."""
+    return [list(epochs) for epochs in zip(*(shares_of(batches, size) for batches in plain), strict=True)]
+
+
+# --- the order ---
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_ranks_share_the_batches_of_the_plain_loop_epoch_after_epoch(team, make, size):
+    plain, after = plain_epochs(make)
+    results = team(size)(sharded_epochs, make)
+    assert [batches for batches, _ in results] == by_rank(plain, size)
+    assert results[0][1] == after, "rank 0's loop would draw other numbers after the epoch than the plain loop"
+
+
+@pytest.mark.parametrize("make", [LOADERS["shuffled"], LOADERS["torch, at iter"], LOADERS["random"]])
+def test_order_is_another_each_epoch(team, make):
+    for batches, _ in team(2)(sharded_epochs, make):
+        assert batches[0] != batches[1] != batches[2]
+
+
+@pytest.mark.parametrize("name", ["shuffled", "torch", "random", "numpy", "torch, at iter", "subset"])
+def test_a_ranks_own_random_states_only_give_the_seed_that_every_loader_draws(team, name):
+    for rank, (_, after) in list(enumerate(team(3)(sharded_epochs, LOADERS[name])))[1:]:
+        seed(rank)
+        for _ in range(3):
+            torch.empty((), dtype=torch.int64).random_()  # for the loader's workers
+        assert after == states()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["shuffled", "random", "torch", "torch, at iter"])
+def test_ranks_agree_where_their_loops_draw_numbers_too(team, name, size):
+    def loop(ranks, make):
+        with sharing(ranks, make()) as loader:
+            seen = []
+            for batch in loader:
+                seen.append(batch.tolist())
+                torch.rand(ranks.rank + 1)
+                np.random.rand()
+            return seen, states()
+
+    results = team(size)(loop, LOADERS[name])
+    reference = team(size)(loop, LOADERS[name])
+    assert results == reference
+    if name in ("shuffled", "random"):  # those that the loop's draws do not touch
+        seed(0)
+        plain = epochs(LOADERS[name](), 1)[0]
+        assert [seen for seen, _ in results] == shares_of(plain, size)
+    if name == "torch, at iter":  # drawn before the loop draws anything
+        plain, _ = plain_epochs(LOADERS[name], 1)
+        assert [seen for seen, _ in results] == shares_of(plain[0], size)
+
+
+def test_ranks_draw_one_stream_where_rank_0s_loop_draws_in_between(team):
+    def loop(ranks, make):
+        drawn = []
+
+        def draw():
+            drawn.append(by_torch())
+            return drawn[-1]
+
+        with sharing(ranks, make(draw)) as loader:
+            own = [float(torch.rand(())) for _ in loader]
+        return drawn, own
+
+    results = team(3)(loop, lambda draw: DataLoader(Numbers(), 1, sampler=Drawing(draw)))
+    assert results[0][0] == results[1][0] == results[2][0]
+    assert len(set(results[0][0])) > 10
+    assert results[0][1] != results[1][1] != results[2][1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_the_loop_has_seeded_alike_stay_alike(team, size):
+    def loop(ranks):
+        with sharing(ranks, DataLoader(Numbers(), 4, sampler=Drawing(by_torch))) as loader:
+            torch.manual_seed(5)
+            list(loader)
+            return torch.rand(3).tolist()
+
+    results = team(size)(loop)
+    assert all(result == results[0] for result in results)
+
+
+# --- the number of steps ---
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_rank_takes_as_many_steps_whatever_remains(team, size, drop_last):
+    def loop(ranks):
+        def make(count):
+            return DataLoader(Numbers(count), batch_size=2, shuffle=bool(count), drop_last=drop_last)
+
+        seen = []
+        for count in range(15):
+            with sharing(ranks, make(count)) as loader:
+                seen.append((epochs(loader, 2), len(loader), len(iter(loader))))
+        return seen
+
+    def plain(count):
+        return plain_epochs(lambda: DataLoader(Numbers(count), 2, shuffle=bool(count), drop_last=drop_last), 2)[0]
+
+    results = team(size)(loop)
+    for count in range(15):
+        expected = by_rank(plain(count), size)
+        for rank, seen in enumerate(results):
+            assert seen[count] == (expected[rank], len(expected[0][0]), len(expected[0][0]))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_streams_fill_their_last_group_up_too(team, size):
+    def loop(ranks):
+        seen = []
+        for count in range(9):
+            with sharing(ranks, DataLoader(Measured(count, draws=False), batch_size=None)) as loader:
+                seen.append((epochs(loader, 2), len(loader)))
+        return seen
+
+    results = team(size)(loop)
+    for count in range(9):
+        expected = shares_of(list(range(count)), size)
+        for rank, seen in enumerate(results):
+            assert seen[count] == ([expected[rank]] * 2, len(expected[0]))
+
+
+# --- lengths ---
+
+
+def test_length_is_the_ranks_own_where_it_is_shared_and_the_plain_one_where_it_is_whole(team):
+    def loop(ranks):
+        model = nn.Linear(1, 1)
+        lengths = []
+        with sharing(ranks, DataLoader(Numbers(), batch_size=4), models=[model]) as loader:
+            lengths.append(len(loader))
+            with torch.no_grad():
+                lengths.append(len(loader))
+            model.eval()
+            lengths.append(len(loader))
+        return [*lengths, len(loader)]
+
+    assert team(3)(loop) == [[2, 6, 6, 6]] * 3
+
+
+def test_length_stays_that_of_a_whole_iteration_until_the_next_batch_is_shared(team):
+    def loop(ranks):
+        model = nn.Linear(1, 1)
+        with sharing(ranks, DataLoader(Numbers(), batch_size=4), models=[model]) as loader:
+            model.eval()
+            with torch.no_grad():
+                list(loader)
+            model.train()
+            after_metric = len(loader)
+            return after_metric, [len(loader) for _ in loader], len(loader)
+
+    assert team(3)(loop) == [(6, [2, 2], 2)] * 3
+
+
+def test_length_that_nobody_knows_is_an_error_as_ever(team):
+    def loop(ranks):
+        errors = []
+        for made in (DataLoader(Stream()), DataLoader(Numbers(), sampler=Endless())):
+            with sharing(ranks, made) as loader:
+                for ask in (len, lambda each: len(iter(each))):
+                    with contextlib.suppress(TypeError):
+                        ask(loader)
+                        errors.append(ask)
+        return errors
+
+    assert team(2)(loop) == [[], []]
+
+
+# --- whole ---
+
+
+def no_grad_loop(loader, model):
+    with torch.no_grad():
+        return epochs(loader)
+
+
+def inference_loop(loader, model):
+    with torch.inference_mode():
+        return epochs(loader)
+
+
+def eval_loop(loader, model):
+    model.eval()
+    return epochs(loader)
+
+
+@pytest.mark.parametrize("loop", [no_grad_loop, inference_loop, eval_loop])
+@pytest.mark.parametrize("name", ["in order", "shuffled", "random", "stream", "stream with workers"])
+def test_evaluation_sees_the_whole_loader_on_every_rank(team, name, loop):
+    make = {**LOADERS, **STREAMS}[name]
+
+    def evaluate(ranks):
+        model = nn.Linear(1, 1)
+        with sharing(ranks, make(), models=[model]) as loader:
+            return loop(loader, model)
+
+    assert team(2)(evaluate) == [plain_epochs(make)[0]] * 2
+
+
+def test_rank_0_may_evaluate_alone_where_no_order_is_drawn(team):
+    def loop(ranks):
+        with sharing(ranks, DataLoader(Numbers(), 4)) as loader, torch.no_grad():
+            return 0 if ranks.rank else len(list(loader))
+
+    assert team(2)(loop) == [6, 0]
+
+
+def test_one_model_in_train_mode_is_enough_for_sharing(team):
+    def loop(ranks):
+        frozen, trained = nn.Linear(1, 1).eval(), nn.Linear(1, 1)
+        with sharing(ranks, DataLoader(Numbers(), 4), models=[frozen, trained]) as loader:
+            return epochs(loader, 1)[0]
+
+    assert team(2)(loop) == shares_of(plain_epochs(LOADERS["in order"], 1)[0][0], 2)
+
+
+def test_without_models_only_gradients_count(team):
+    def loop(ranks):
+        with sharing(ranks, DataLoader(Numbers(), 4)) as loader:
+            shared = len(epochs(loader, 1)[0])
+            with torch.no_grad():
+                return shared, len(epochs(loader, 1)[0])
+
+    assert team(2)(loop) == [(3, 6)] * 2
+
+
+def test_a_persistent_loader_is_whole_and_shared_in_turn(team):
+    def loop(ranks):
+        made = DataLoader(Numbers(), 4, num_workers=1, persistent_workers=True)
+        with sharing(ranks, made) as loader:
+            with torch.no_grad():
+                whole = epochs(loader, 1)[0]
+            workers = {each.pid for each in multiprocessing.active_children()}
+            shared = epochs(loader, 1)[0]
+            return whole, shared, workers == {each.pid for each in multiprocessing.active_children()}
+
+    plain = plain_epochs(LOADERS["in order"], 1)[0][0]
+    assert team(2)(loop) == [(plain, share, True) for share in shares_of(plain, 2)]
+
+
+@pytest.mark.parametrize("make", [LOADERS["in order"], STREAMS["stream"]])
+def test_asked_for_sharing_and_wholeness_win_over_modes(team, make):
+    def loop(ranks):
+        model, counts = nn.Linear(1, 1).eval(), []
+        for shard in (True, False):
+            with sharing(ranks, make(), models=[model], shard=shard) as loader:
+                with torch.no_grad():
+                    counts.append(len(list(loader)))
+                counts.append(len(list(loader)))
+                model.train()
+                counts.append(len(list(loader)))
+                model.eval()
+        return counts
+
+    assert team(2)(loop) == [[3, 3, 3, 6, 6, 6]] * 2
+
+
+def test_what_is_decided_when_the_iteration_starts_holds_to_its_end(team):
+    def loop(ranks):
+        model = nn.Linear(1, 1)
+        with sharing(ranks, DataLoader(Numbers(), 4), models=[model]) as loader:
+            batches = iter(loader)
+            next(batches)
+            model.eval()
+            with torch.no_grad():
+                return 1 + len(list(batches))
+
+    assert team(2)(loop) == [3, 3]
+
+
+def test_it_is_known_that_a_batch_was_whole_because_of_the_mode_alone(team):
+    def loop(ranks):
+        model, told = nn.Linear(1, 1), []
+        train, check = DataLoader(Numbers(), 4), DataLoader(Numbers(), 4)
+        with sharing(ranks, train, check, models=[model]):
+            told.append(served_whole_by_mode())
+            for _ in train:
+                told.append(served_whole_by_mode())
+                model.eval()
+                with torch.no_grad():
+                    next(iter(check))
+                told.append(served_whole_by_mode())
+                next(iter(check))
+                told.append(served_whole_by_mode())
+                model.train()
+                break
+            next(iter(train))
+            told.append(served_whole_by_mode())
+            model.eval()
+            next(iter(train))
+            told.append(served_whole_by_mode())
+        forget_last_served()
+        return [*told, served_whole_by_mode()]
+
+    assert team(2)(loop) == [[False, False, False, True, False, True, False]] * 2
+
+
+# --- streams ---
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", STREAMS)
+def test_ranks_share_what_a_stream_yields(team, name, size):
+    make = STREAMS[name.replace(", any order", " with workers")]
+    plain, _ = plain_epochs(make)
+    results = team(size)(sharded_epochs, STREAMS[name])
+    assert [batches for batches, _ in results] == by_rank(plain, size)
+
+
+def test_a_ranks_own_states_are_back_between_a_streams_batches(team):
+    def loop(ranks):
+        with sharing(ranks, DataLoader(Stream(), batch_size=4)) as loader:
+            return [float(torch.rand(())) for _ in loader], random.random()
+
+    results = team(2)(loop)
+    seed(1)
+    assert results[1] == ([float(torch.rand(())) for _ in range(3)], random.random())
+    assert results[0] != results[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_streams_without_an_end_are_read_a_group_at_a_time(team, workers):
+    def loop(ranks):
+        made = DataLoader(Stream(None, draws=False), batch_size=2, num_workers=workers)
+        with sharing(ranks, made) as loader:
+            return epochs(loader, 2, most=3)
+
+    assert team(2)(loop) == [
+        [[[0, 1], [4, 5], [8, 9]]] * 2,
+        [[[2, 3], [6, 7], [10, 11]]] * 2,
+    ]
+
+
+def test_a_stream_is_read_no_further_than_a_group_ahead(team):
+    def loop(ranks):
+        read = []
+
+        class Told(IterableDataset):
+            def __iter__(self):
+                for number in range(20):
+                    read.append(number)
+                    yield number
+
+        with sharing(ranks, DataLoader(Told(), batch_size=None)) as loader:
+            return [len(read) for _ in loader]
+
+    assert team(2)(loop) == [list(range(2, 21, 2))] * 2
+
+
+# --- samplers of the user's ---
+
+
+def test_endless_samplers_are_drawn_a_group_at_a_time(team):
+    def make():
+        return DataLoader(Numbers(), 4, sampler=Endless())
+
+    plain, _ = plain_epochs(make, 1, most=6)
+    results = team(3)(sharded_epochs, make, 1, 2)
+    assert [batches for batches, _ in results] == by_rank(plain, 3)
+
+
+def test_sampler_that_the_loop_changes_is_drawn_lazily_and_alike(team):
+    def loop(ranks):
+        class Curriculum(Sampler):
+            level = 0
+
+            def __iter__(self):
+                for _ in range(8):
+                    yield self.level
+
+        sampler, seen = Curriculum(), []
+        with sharing(ranks, DataLoader(Numbers(), batch_size=1, sampler=sampler)) as loader:
+            for batch in loader:
+                seen.append(int(batch))
+                sampler.level += 1
+        return seen
+
+    assert team(2)(loop) == [[0, 1, 2, 3]] * 2
+
+
+def test_set_epoch_reaches_the_sampler(team):
+    def loop(ranks):
+        class ByEpoch(Sampler):
+            epoch = 0
+
+            def set_epoch(self, epoch):
+                self.epoch = epoch
+
+            def __iter__(self):
+                return iter([self.epoch] * 4)
+
+            def __len__(self):
+                return 4
+
+        seen = []
+        with sharing(ranks, DataLoader(Numbers(), sampler=ByEpoch())) as loader:
+            for epoch in range(3):
+                loader.sampler.set_epoch(epoch)
+                seen += [int(batch) for batch in loader]
+        return seen
+
+    assert team(2)(loop) == [[0, 0, 1, 1, 2, 2]] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_distributed_sampler_of_the_users_is_left_alone(team, size):
+    def loop(ranks, wrapped):
+        sampler = DistributedSampler(Numbers(12), ranks.size, ranks.rank, shuffle=False)
+        if wrapped:
+            made = DataLoader(Numbers(12), batch_sampler=BatchSampler(sampler, 2, False))
+        else:
+            made = DataLoader(Numbers(12), sampler=sampler)
+        with sharing(ranks, made) as loader:
+            positions = [int(each) for batch in loader for each in batch]
+            return positions, len(loader) == len(sampler) // (2 if wrapped else 1)
+
+    for wrapped in (False, True):
+        assert team(size)(loop, wrapped) == [(list(range(rank, 12, size)), True) for rank in range(size)]
+
+
+def test_sampler_of_the_users_for_other_ranks_is_shared(team):
+    def loop(ranks):
+        sampler = DistributedSampler(Numbers(12), 3, 0, shuffle=False)
+        with sharing(ranks, DataLoader(Numbers(12), batch_size=1, sampler=sampler)) as loader:
+            return [int(batch) for batch in loader]
+
+    assert team(2)(loop) == [[0, 6], [3, 9]]
+
+
+def test_sampler_that_raises_is_heard_and_leaves_the_states_right(team):
+    def loop(ranks):
+        def fail():
+            torch.rand(1)
+            random.random()
+            raise KeyError("no such sample")
+
+        with sharing(ranks, DataLoader(Numbers(), 1, sampler=Drawing(fail))) as loader:
+            with contextlib.suppress(KeyError):
+                list(loader)
+                return None
+            after = states()
+        seed(ranks.rank)
+        torch.empty((), dtype=torch.int64).random_()
+        if ranks.rank == 0:
+            torch.rand(1)
+            random.random()
+        return after == states()
+
+    assert team(2)(loop) == [True, True]
+
+
+def test_two_loaders_may_share_a_sampler(team):
+    def loop(ranks):
+        sampler = RandomSampler(Numbers())
+        one, other = (DataLoader(Numbers(), size, sampler=sampler) for size in (4, 2))
+        with sharing(ranks, one, other):
+            return epochs(one, 1)[0], epochs(other, 1)[0]
+
+    seed(0)
+    plain = [epochs(DataLoader(Numbers(), size, shuffle=True), 1)[0] for size in (4, 2)]
+    assert team(2)(loop) == list(zip(*(shares_of(batches, 2) for batches in plain), strict=True))
+
+
+# --- ways to iterate ---
+
+
+@pytest.mark.parametrize("make", [LOADERS["shuffled"], STREAMS["stream"]])
+def test_an_epoch_that_ends_early_is_followed_by_a_new_one(team, make):
+    plain, _ = plain_epochs(make, 2, most=4)
+    results = team(2)(sharded_epochs, make, 2, 2)
+    seen = [batches for batches, _ in results]
+    assert [each[0] for each in seen] == shares_of(plain[0], 2)
+    assert seen[0][1] != seen[0][0]
+
+
+def pairs(loader):
+    return [plain_lists([one, other]) for one, other in zip(loader, loader, strict=True)]
+
+
+def nested(loader):
+    return [plain_lists([one, other]) for one in loader for other in loader]
+
+
+@pytest.mark.parametrize("way", [pairs, nested])
+def test_a_loader_may_be_iterated_twice_at_once(team, way):
+    def loop(ranks):
+        with sharing(ranks, DataLoader(Numbers(8), 2, shuffle=True)) as loader:
+            return way(loader)
+
+    seed(0)
+    first, second = pairs_of_epochs(way)
+    results = team(2)(loop)
+    for rank, seen in enumerate(results):
+        assert [one for one, _ in seen] == first[rank]
+        assert [other for _, other in seen] == second[rank]
+
+
+def pairs_of_epochs(way):
+    """What each rank sees as the first and the second of each pair."""
+    seen = way(DataLoader(Numbers(8), 2, shuffle=True))
+    if way is pairs:
+        return [shares_of([each[place] for each in seen], 2) for place in (0, 1)]
+    # Two ranks start two of the four inner epochs, each of two steps.
+    outer = shares_of([seen[4 * step][0] for step in range(4)], 2)
+    inner = [shares_of([other for _, other in seen[4 * step : 4 * step + 4]], 2) for step in (0, 1)]
+    return [[each for each in share for _ in (0, 1)] for share in outer], [inner[0][r] + inner[1][r] for r in (0, 1)]
+
+
+def test_cycle_enumerate_and_next_are_ordinary(team):
+    def loop(ranks):
+        with sharing(ranks, DataLoader(Numbers(8), 2)) as loader:
+            cycled = [batch.tolist() for batch in itertools.islice(itertools.cycle(loader), 3)]
+            return cycled, [number for number, _ in enumerate(loader)], next(iter(loader)).tolist()
+
+    assert team(2)(loop) == [
+        ([[0, 1], [4, 5], [0, 1]], [0, 1], [0, 1]),
+        ([[2, 3], [6, 7], [2, 3]], [0, 1], [2, 3]),
+    ]
+
+
+def test_a_thread_may_iterate(team):
+    def loop(ranks):
+        with sharing(ranks, DataLoader(Numbers(), 4, shuffle=True)) as loader:
+            seen = []
+            thread = threading.Thread(target=lambda: seen.extend(epochs(loader, 2)))
+            thread.start()
+            thread.join()
+            return seen
+
+    assert team(2)(loop) == by_rank(plain_epochs(LOADERS["shuffled"], 2)[0], 2)
+
+
+def test_subclasses_keep_their_own_ways(team):
+    def loop(ranks):
+        class Doubles(DataLoader):
+            def __init__(self, count, *, times):
+                self.times = times
+                super().__init__(Numbers(count), batch_size=2)
+
+            def __iter__(self):
+                for batch in super().__iter__():
+                    yield batch * self.times
+
+            def __len__(self):
+                return super().__len__() * 10
+
+        made = Doubles(8, times=3)
+        before = dict(vars(made))
+        with sharing(ranks, made) as loader:
+            return epochs(loader, 1)[0], len(loader), vars(loader) == before, type(loader) is Doubles
+
+    assert team(2)(loop) == [([[0, 3], [12, 15]], 20, True, True), ([[6, 9], [18, 21]], 20, True, True)]
+
+
+def test_collate_and_workers_of_spawn_are_the_users(team):
+    def loop(ranks):
+        data = TensorDataset(torch.arange(8))
+        made = DataLoader(
+            data, 2, collate_fn=len, num_workers=1, worker_init_fn=random.seed, multiprocessing_context="spawn"
+        )
+        with sharing(ranks, made) as loader:
+            return epochs(loader, 1)[0]
+
+    assert team(2)(loop) == [[2, 2], [2, 2]]
+
+
+# --- workers ---
+
+
+class Bound(Dataset):
+    """Tells on which CPUs its worker may run, and what its init function has left."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([sorted(os.sched_getaffinity(0))[0], len(os.sched_getaffinity(0)), int(os.environ["INIT"])])
+
+
+def note_worker(worker):
+    os.environ["INIT"] = str(worker + 5)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+def test_workers_are_bound_and_the_users_init_function_runs(team):
+    def loop(ranks):
+        cpu = max(os.sched_getaffinity(0))
+        own = os.sched_getaffinity(0)
+        bound = Ranks(ranks.rank, ranks.size, loader_cpus=(cpu,))
+        with sharing(bound, DataLoader(Bound(), num_workers=1, worker_init_fn=note_worker)) as loader:
+            seen = epochs(loader, 1)[0]
+        assert loader.worker_init_fn is note_worker
+        return seen == [[[cpu, 1, 5]]] * 2 and os.sched_getaffinity(0) == own
+
+    assert team(2)(loop) == [True, True]
+
+
+def test_cpus_that_are_not_to_be_had_stop_no_worker():
+    ran = []
+    BoundWorker((1 << 20,), ran.append)(3)
+    assert ran == [3]
+    BoundWorker((1 << 20,), None)(3)

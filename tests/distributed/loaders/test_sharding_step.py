@@ -1,0 +1,118 @@
+"""Ranks share loaders out for as long as the run of their step lasts, with fast_fetch too."""
+
+import multiprocessing
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import Machine
+from nano_loop.distributed.loaders.sharding import served_whole_by_mode
+from nano_loop.mechanisms.entry import Entries
+from nano_loop.parts import Parts
+from nano_loop.steps.fast_fetch import FastFetch
+from nano_loop.steps.sharding import Sharding
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
+
+
+def numbers(count=10, **options):
+    return DataLoader(TensorDataset(torch.arange(count)), batch_size=2, **options)
+
+
+def made(kind, ranks):
+    return kind(NanoConfig(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks)
+
+
+def seen(loader):
+    return [batch[0].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_share_with_and_without_whole_batches(team, size, fast):
+    def loop(ranks):
+        torch.manual_seed(ranks.rank)
+        before = dict(vars(DataLoader))
+        loader = numbers(shuffle=True)
+        steps = [made(kind, ranks) for kind in ([FastFetch] if fast else []) + [Sharding]]
+        for each in steps:
+            each.apply(Parts(loaders=[loader]))
+        with pytest.MonkeyPatch.context() as patch:
+            if fast:
+                patch.delattr(TensorDataset, "__getitem__")
+            epochs = [seen(loader), seen(loader)]
+        for each in reversed(steps):
+            each.undo()
+        assert dict(vars(DataLoader)) == before
+        return epochs, len(seen(loader))
+
+    torch.manual_seed(0)
+    plain = numbers(shuffle=True)
+    expected = [(each + each)[:6] for each in (seen(plain), seen(plain))]
+    results = team(size)(loop)
+    for rank, (epochs, after) in enumerate(results):
+        assert epochs == [each[rank::size] for each in expected]
+        assert after == 5
+
+
+def test_models_of_other_calls_count_too(team):
+    def loop(ranks):
+        model, late = nn.Linear(1, 1).eval(), nn.Linear(1, 1)
+        loader, sharding = numbers(), made(Sharding, ranks)
+        sharding.see(Parts(models=[model]))
+        sharding.apply(Parts(loaders=[loader]))
+        counts = [len(seen(loader))]
+        told = served_whole_by_mode()
+        sharding.see(Parts(models=[late]))
+        counts += [len(seen(loader)), len(loader)]
+        late.eval()
+        counts += [len(seen(loader)), len(loader)]
+        sharding.undo()
+        return counts, told, served_whole_by_mode()
+
+    assert team(2)(loop) == [([5, 3, 3, 5, 5], True, False)] * 2
+
+
+def test_shard_of_a_later_call_wins_and_none_changes_nothing(team):
+    def loop(ranks):
+        model = nn.Linear(1, 1).eval()
+        loader, sharding = numbers(), made(Sharding, ranks)
+        counts = []
+        for shard in (None, True, None, False, None):
+            sharding.apply(Parts(models=[model], loaders=[loader], shard=shard))
+            counts.append((len(seen(loader)), len(loader), served_whole_by_mode()))
+        sharding.undo()
+        return counts
+
+    whole, shared = (5, 5, False), (3, 3, False)
+    assert team(2)(loop) == [[(5, 5, True), shared, shared, whole, whole]] * 2
+
+
+def test_a_run_within_a_run_shares_once(team):
+    def loop(ranks):
+        loader, outer, inner = numbers(), made(Sharding, ranks), made(Sharding, ranks)
+        outer.apply(Parts(loaders=[loader]))
+        inner.apply(Parts(loaders=[loader]))
+        both = seen(loader)
+        inner.undo()
+        return both, seen(loader), outer.undo(), len(seen(loader))
+
+    shares = [[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]
+    assert team(2)(loop) == [(share, share, None, 5) for share in shares]
+
+
+def test_persistent_workers_end_with_the_run(team):
+    def loop(ranks):
+        loader, sharding = numbers(num_workers=1, persistent_workers=True), made(Sharding, ranks)
+        sharding.apply(Parts(loaders=[loader]))
+        seen(loader)
+        alive = len(multiprocessing.active_children())
+        sharding.undo()
+        return alive, len(multiprocessing.active_children())
+
+    assert team(2)(loop) == [(1, 0)] * 2

@@ -1,0 +1,51 @@
+"""Lists of tensors are cut into batches that hold each element once and no more bytes than they may."""
+
+import pytest
+import torch
+
+from distributed.transport.transports import DTYPES, random_list
+from nano_loop.distributed.transport.packing import pack, signature
+
+CAPACITY = 512
+
+
+def packed(tensors, compression=None):
+    return pack(signature(tensors), CAPACITY, compression)
+
+
+@pytest.mark.parametrize("compression", [None, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(30))
+def test_each_element_is_in_one_batch(seed, compression):
+    tensors = random_list(seed, 0)
+    packing, seen = packed(tensors, compression), [torch.zeros(each.numel(), dtype=torch.int) for each in tensors]
+    for batch in packing.batches:
+        assert 0 < batch.nbytes <= CAPACITY
+        offset = 0
+        for piece in batch.pieces:
+            assert piece.offset == offset
+            offset += piece.shape.numel()
+            seen[piece.index][piece.bounds or slice(None)] += 1
+        assert offset == batch.length
+    assert all(each.eq(1).all() for each in seen)
+    assert set(packing.split) == {piece.index for batch in packing.batches for piece in batch.pieces if piece.bounds}
+
+
+def test_small_tensors_stay_whole_and_large_ones_fill_batches_up():
+    packing = packed([torch.empty(100), torch.empty(100), torch.empty(300)])
+    assert [batch.length for batch in packing.batches] == [100, 128, 128, 128, 16]
+    assert packing.split == (2,)
+
+
+def test_dtypes_travel_apart_and_compressed_ones_with_their_like():
+    tensors = [torch.empty(3, dtype=dtype) for dtype in (*DTYPES, *DTYPES)]
+    assert [batch.dtype for batch in packed(tensors).batches] == [*DTYPES]
+    kinds = [torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+    assert [batch.dtype for batch in packed(tensors, torch.bfloat16).batches] == kinds
+
+
+def test_marks_tell_lists_apart():
+    lists = [[], [torch.empty(0)], [torch.empty(2, 3)], [torch.empty(3, 2)], [torch.empty(2, 3).half()]]
+    marks = [packed(each).mark for each in lists]
+    assert len(set(marks)) == len(marks)
+    assert min(marks) >= 0
+    assert packed([torch.empty(3, 2).t()]).mark == marks[2]

@@ -1,0 +1,334 @@
+"""The shared-memory transport keeps ranks in step, tells them when they are not, and leaves nothing behind."""
+
+import gc
+import mmap
+import os
+import random
+import resource
+import sys
+import time
+from copy import copy
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+
+from distributed.transport import transports
+from distributed.transport.transports import averaged, opened, random_list, same_bits, values
+from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
+from nano_loop.distributed.transport.shared_segment import SharedSegment
+from nano_loop.errors import NanoError
+
+# The processes of a team do not find the tests' modules by name.
+cloudpickle.register_pickle_by_value(transports)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+KIND = "shared memory"
+
+
+def message(transport, tensors):
+    """What a NanoError of averaging `tensors` says; None where there is none."""
+    try:
+        transport.average(tensors)
+    except NanoError as error:
+        return str(error)
+    return None
+
+
+def outcome(ranks, folder, **options):
+    """What a NanoError of making a transport says; None where there is none."""
+    try:
+        SharedMemoryTransport(ranks, folder, **options).close()
+    except NanoError as error:
+        return str(error)
+    return None
+
+
+def with_timeout(ranks, seconds):
+    impatient = copy(ranks)
+    impatient.timeout = seconds
+    return impatient
+
+
+# --- in step ---
+
+
+@pytest.mark.parametrize(("size", "slots", "rounds"), [(2, 3, 2000), (2, 2, 300), (3, 3, 200), (4, 4, 100)])
+def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rounds):
+    def run(ranks):
+        transport, naps = opened(KIND, ranks, tmp_path, size=128, slots=slots), random.Random(ranks.rank)
+        wrong = []
+        for turn in range(rounds):
+            length = (turn * 37) % 200
+            tensor = torch.full((length,), float(turn + ranks.rank))
+            if naps.random() < 0.05:
+                time.sleep(naps.random() / 1000)
+            transport.average([tensor, tensor.new_full((turn % 5,), turn * 2.0)])
+            wrong += [turn] * (not tensor.eq(turn + (ranks.size - 1) / 2).all())
+            if turn % 7 == 0:
+                received = transport.exchange(torch.tensor([turn % 256, ranks.rank], dtype=torch.uint8))
+                wrong += [turn] * ([each.tolist() for each in received] != [[turn % 256, r] for r in range(ranks.size)])
+        transport.close()
+        return wrong
+
+    assert team(size)(run) == [[]] * size
+
+
+@pytest.mark.parametrize("stalling", ["fill", "empty", "write_mean"])
+def test_a_rank_that_stalls_anywhere_is_waited_for(team, tmp_path, stalling):
+    def run(ranks):
+        from nano_loop.distributed.transport import shared_ring
+
+        original, naps = getattr(shared_ring, stalling), random.Random(ranks.rank)
+
+        def stall(*args):
+            if naps.random() < 0.2:
+                time.sleep(0.003)
+            original(*args)
+
+        setattr(shared_ring, stalling, stall)
+        try:
+            return averaged(ranks, KIND, tmp_path, range(20, 40))
+        finally:
+            setattr(shared_ring, stalling, original)
+
+    by_rank = team(2)(run)
+    for number, seed in enumerate(range(20, 40)):
+        transports.assert_means([each[number] for each in by_rank], [random_list(seed, rank) for rank in range(2)])
+
+
+def test_three_ranks_sum_in_the_order_of_ranks(team, tmp_path):
+    def run(ranks):
+        transport = opened(KIND, ranks, tmp_path)
+        tensor = values(5, ranks.rank, (5000,), torch.float32)
+        transport.average([tensor])
+        transport.close()
+        return tensor
+
+    first, second, third = (values(5, rank, (5000,), torch.float32) for rank in range(3))
+    for got in team(3)(run):
+        assert same_bits(got, (first + second + third) / 3)
+
+
+def test_more_lists_than_plans_are_kept(team, tmp_path):
+    def run(ranks):
+        transport, wrong = opened(KIND, ranks, tmp_path), []
+        for length in [*range(150), *range(150)]:
+            tensor = torch.full((length,), float(ranks.rank))
+            transport.average([tensor])
+            wrong += [length] * (not tensor.eq(0.5).all())
+        transport.close()
+        return wrong
+
+    assert team(2)(run) == [[], []]
+
+
+# --- out of step ---
+
+
+def test_a_rank_that_left_is_named(team, tmp_path):
+    def run(ranks):
+        transport = opened(KIND, ranks, tmp_path)
+        results = [message(transport, [torch.ones(1000)]) for _ in range(20)]
+        said = None
+        if ranks.rank == 1:
+            transport.leave()
+        else:
+            said = message(transport, [torch.ones(1000)])
+        transport.close()
+        return results, said
+
+    (results, said), (others, _) = team(2)(run)
+    assert results == others == [None] * 20
+    assert said.startswith("rank 1 has returned from train, and rank 0 is still averaging gradients: all ranks have to")
+
+
+def test_a_rank_that_leaves_right_after_the_last_averaging_is_no_fault(team, tmp_path):
+    def run(ranks):
+        results = []
+        for turn in range(60):
+            transport = opened(KIND, ranks, tmp_path)
+            tensor = torch.full((1000,), float(ranks.rank))
+            results.append(message(transport, [tensor]))
+            transport.leave()
+            results.append(tensor.eq(0.5).all().item())
+            if turn % 2 == ranks.rank:
+                time.sleep(0.001)
+            transport.close()
+        return results
+
+    assert team(2)(run) == [[None, True] * 60] * 2
+
+
+def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):
+    ranks = Ranks()
+    segment = SharedSegment(ranks, str(tmp_path), 1, 8)
+    (place,) = segment.places(0)
+
+    def arrive_and_leave():
+        segment.publish(place, 1)
+        segment.leave()
+
+    ranks.check = arrive_and_leave
+    segment.wait([place], 1)
+    with pytest.raises(NanoError, match="rank 0 has returned from train"):
+        segment.wait([place], 2)
+    segment.close()
+
+
+def test_other_gradients_are_told_before_any_is_touched(team, tmp_path):
+    def run(ranks):
+        said, kept = [], True
+        for mine, yours in (((5,), (6,)), ((900,), (3,)), ((2, 3), (3, 2)), ((0,), (4,)), ((4,), None)):
+            transport = opened(KIND, ranks, tmp_path)
+            shape = mine if ranks.rank == 0 else yours
+            if shape is None:
+                with pytest.raises(NanoError) as caught:
+                    transport.exchange(torch.zeros(3, dtype=torch.uint8))
+                said.append(str(caught.value))
+            else:
+                tensor = torch.full(shape, float(ranks.rank))
+                said.append(message(transport, [tensor]))
+                kept &= tensor.eq(ranks.rank).all().item()
+            transport.close()
+        return said, kept
+
+    for rank, (said, kept) in enumerate(team(2)(run)):
+        assert len(said) == 5
+        expected = f"rank {rank} is not about to average the gradients that rank {1 - rank} is about to average"
+        assert all(each.startswith(expected) for each in said), said
+        assert kept
+
+
+def test_a_late_rank_is_named_after_the_timeout(team, tmp_path):
+    def run(ranks):
+        transport = opened(KIND, with_timeout(ranks, 0.2), tmp_path)
+        transport.average([torch.ones(3)])
+        said = message(transport, [torch.ones(3)]) if ranks.rank != 1 else None
+        ranks.barrier()
+        transport.close()
+        return said
+
+    said = team(3)(run)
+    for rank in (0, 2):
+        assert said[rank].startswith(f"rank {rank} has waited 0.2 seconds for rank 1 to average gradients: ")
+
+
+def test_what_check_raises_ends_the_wait_and_the_transport(team, tmp_path):
+    def run(ranks):
+        watched, transport = copy(ranks), None
+
+        def check():
+            raise KeyError("rank 1 failed")
+
+        transport = opened(KIND, watched, tmp_path)
+        transport.average([torch.ones(3)])
+        seen = []
+        watched.check = check
+        if ranks.rank == 0:
+            with pytest.raises(KeyError, match="rank 1 failed"):
+                transport.average([torch.ones(3)])
+            for use in (lambda: transport.average([torch.ones(3)]), lambda: transport.exchange(torch.zeros(1).byte())):
+                with pytest.raises(NanoError, match="the ranks are out of step") as caught:
+                    use()
+                seen.append(str(caught.value))
+        ranks.barrier()
+        transport.close()
+        return len(seen)
+
+    assert team(2)(run) == [2, 0]
+
+
+# --- the file ---
+
+
+def test_nothing_is_left_and_nothing_is_held_after_close(team, tmp_path):
+    def mapped():
+        return sum("averaging-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    def run(ranks):
+        counts = []
+        for _ in range(3):
+            descriptors, before = len(os.listdir("/proc/self/fd")), mapped()
+            transport = opened(KIND, ranks, tmp_path)
+            ranks.barrier()  # until then rank 0 may not have come to removing it
+            files, held = list(tmp_path.iterdir()), mapped()
+            gc.disable()  # what is given back has to be so at once
+            try:
+                for length in (10, 5000):
+                    transport.average([torch.ones(length), torch.ones(3, dtype=torch.complex64)])
+                transport.exchange(torch.ones(3, dtype=torch.uint8))
+                transport.close()
+                counts.append((files, before, held, mapped(), len(os.listdir("/proc/self/fd")) - descriptors))
+            finally:
+                gc.enable()
+        return counts
+
+    assert team(2)(run) == [[([], 0, 1, 0, 0)] * 3] * 2
+
+
+def test_a_full_file_system_is_an_error_on_every_rank(team, tmp_path):
+    def run(ranks):
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)  # what a full file system answers, without mounting one
+        if ranks.rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
+        try:
+            return outcome(ranks, tmp_path, chunk=1 << 20)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    for said in team(2)(run):
+        assert said.startswith(f"9 MiB of shared memory in {tmp_path} ([Errno 27] File too large): ")
+        assert said.endswith("--shm-size=1g.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_an_error_on_every_rank(team, tmp_path):
+    def run(ranks):
+        return outcome(ranks, tmp_path / "absent")
+
+    for said in team(2)(run):
+        assert "No such file or directory" in said
+
+
+def test_a_rank_that_cannot_map_the_file_is_an_error_on_every_rank(team, tmp_path):
+    def run(ranks):
+        original = mmap.mmap
+
+        def refuse(*args):
+            raise OSError("no address space")
+
+        if ranks.rank == 1:
+            mmap.mmap = refuse
+        try:
+            return outcome(ranks, tmp_path)
+        finally:
+            mmap.mmap = original
+
+    for said in team(2)(run):
+        assert "(no address space)" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_memory_is_there_before_it_is_used(team, tmp_path):
+    def run(ranks):
+        sizes = []
+        if ranks.rank == 0:
+            original = os.unlink
+
+            def look(path):
+                status = os.stat(path)
+                sizes.append((status.st_blocks * 512 >= status.st_size >= 9 << 20, oct(status.st_mode & 0o777)))
+                original(path)
+
+            os.unlink = look
+        try:
+            opened(KIND, ranks, tmp_path, size=1 << 20).close()
+        finally:
+            if ranks.rank == 0:
+                os.unlink = original
+        return sizes
+
+    assert team(2)(run) == [[(True, "0o600")], []]

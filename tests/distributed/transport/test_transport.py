@@ -1,0 +1,261 @@
+"""Both transports give the means of what the ranks have, the same to the bit everywhere."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+
+from distributed.transport import transports
+from distributed.transport.transports import (
+    KINDS,
+    SMALL,
+    assert_means,
+    averaged,
+    opened,
+    random_list,
+    same_bits,
+    values,
+)
+from nano_loop.errors import NanoError
+
+# The processes of a team do not find the tests' modules by name.
+cloudpickle.register_pickle_by_value(transports)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SIZES = (2, 3, 4)
+kinds = pytest.mark.parametrize("kind", KINDS)
+sizes = pytest.mark.parametrize("size", SIZES)
+
+
+@kinds
+@sizes
+def test_random_lists_become_their_means(team, tmp_path, kind, size):
+    seeds = range(30)
+    by_rank = team(size)(averaged, kind, tmp_path, seeds)
+    for number, seed in enumerate(seeds):
+        assert_means([results[number] for results in by_rank], [random_list(seed, rank) for rank in range(size)])
+
+
+@kinds
+@sizes
+def test_compressed_tensors_arrive_rounded_and_alike(team, tmp_path, kind, size):
+    seeds, dtypes = range(20), (torch.float32, torch.float64, torch.complex64)
+
+    def run(ranks):
+        return averaged(ranks, kind, tmp_path, seeds, dtypes, compression=torch.bfloat16)
+
+    by_rank = team(size)(run)
+    for number, seed in enumerate(seeds):
+        lists = [random_list(seed, rank, dtypes) for rank in range(size)]
+        assert_means([results[number] for results in by_rank], lists, eps=torch.finfo(torch.bfloat16).eps)
+        for got in by_rank[0][number]:
+            rounded = got if got.is_complex() else got.to(torch.bfloat16).to(got.dtype)
+            assert same_bits(rounded, got)
+
+
+@kinds
+def test_what_is_not_compressed_keeps_its_precision(team, tmp_path, kind):
+    def run(ranks):
+        transport = opened(kind, ranks, tmp_path, compression=torch.bfloat16)
+        tensor = values(1, ranks.rank, (50,), torch.complex64)
+        transport.average([tensor])
+        transport.close()
+        return [tensor]
+
+    assert_means(team(2)(run), [[values(1, rank, (50,), torch.complex64)] for rank in range(2)])
+
+
+@kinds
+@sizes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_numbers_are_summed_in_float32(team, tmp_path, kind, size, dtype):
+    def run(ranks):
+        transport = opened(kind, ranks, tmp_path)
+        tensor = values(7, ranks.rank, (1000,), dtype)
+        transport.average([tensor])
+        transport.close()
+        return tensor
+
+    total = sum(values(7, rank, (1000,), dtype).float() for rank in range(size))
+    in_16_bits = sum(values(7, rank, (1000,), dtype) for rank in range(size)) / size
+    for got in team(size)(run):
+        assert same_bits(got, (total / size).to(dtype))
+        assert size == 2 or not same_bits(got, in_16_bits)
+
+
+@kinds
+@sizes
+def test_means_are_sums_divided(team, tmp_path, kind, size):
+    def run(ranks):
+        transport = opened(kind, ranks, tmp_path)
+        own, equal = values(3, ranks.rank, (999,), torch.float32), values(3, 0, (999,), torch.float32)
+        transport.average([own, equal])
+        transport.close()
+        return own, equal
+
+    first, second = (values(3, rank, (999,), torch.float32) for rank in range(2))
+    for own, equal in team(size)(run):
+        assert size != 2 or same_bits(own, (first + second) / 2)
+        assert same_bits(equal, sum([first] * size) / size)
+        assert size == 3 or same_bits(equal, first)
+
+
+@kinds
+@sizes
+def test_lengths_around_whole_chunks(team, tmp_path, kind, size):
+    room = SMALL // 4
+    lengths = [max(0, n * room + more) for n in (0, 1, 2, 3, 4, 6) for more in (-1, 0, 1)]
+
+    def run(ranks):
+        transport = opened(kind, ranks, tmp_path)
+        alone = [values(n, ranks.rank, (n,), torch.float32) for n in lengths]
+        for tensor in alone:
+            transport.average([tensor])
+        together = [values(n, ranks.rank, (n,), torch.float32) for n in lengths]
+        transport.average(together)
+        transport.close()
+        return alone + together
+
+    lists = [[values(n, rank, (n,), torch.float32) for n in lengths * 2] for rank in range(size)]
+    assert_means(team(size)(run), lists)
+
+
+@kinds
+def test_nothing_is_averaged_too(team, tmp_path, kind):
+    def run(ranks):
+        transport = opened(kind, ranks, tmp_path)
+        transport.average([])
+        transport.average([torch.empty(0), torch.empty(3, 0, 2)])
+        tensors = [torch.empty(0), torch.tensor(float(ranks.rank)), torch.empty(0, dtype=torch.float64)]
+        transport.average(tensors)
+        transport.close()
+        return tensors[1].item()
+
+    assert team(2)(run) == [0.5, 0.5]
+
+
+@kinds
+def test_gradients_that_need_gradients_are_averaged_where_gradients_are_on(team, tmp_path, kind):
+    def run(ranks):
+        transport = opened(kind, ranks, tmp_path)
+        weight = torch.full((300,), ranks.rank + 1.0, requires_grad=True)
+        (gradient,) = torch.autograd.grad((weight**3).sum(), weight, create_graph=True)
+        transport.average([gradient, weight])
+        transport.close()
+        return gradient.requires_grad, gradient.detach(), weight.detach()
+
+    for needed, gradient, weight in team(2)(run):
+        assert needed
+        assert gradient.unique().tolist() == [7.5]
+        assert weight.unique().tolist() == [1.5]
+
+
+@kinds
+def test_a_large_list_in_chunks_of_the_usual_size(team, tmp_path, kind):
+    shapes = [(700_001,), (10,), (600, 512), (300, 5), (1_048_576,), (1,)]
+
+    def make(rank):
+        return [values(n, rank, shape, torch.float32) for n, shape in enumerate(shapes)]
+
+    def run(ranks):
+        transport = opened(kind, ranks, tmp_path, size=1 << 20)
+        first, second = make(ranks.rank), make(ranks.rank)
+        transport.average(first)
+        transport.average(second)
+        transport.close()
+        return all(map(same_bits, first, second)), first
+
+    results = team(2)(run)
+    assert [alike for alike, _ in results] == [True, True]
+    assert_means([first for _, first in results], [make(0), make(1)])
+
+
+@kinds
+@sizes
+def test_headers_of_any_lengths_arrive_between_averages(team, tmp_path, kind, size):
+    lengths = (0, 1, 247, 248, 249, 1000, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 200_000)
+
+    def header(turn, rank):
+        length = lengths[(turn * (rank + 1)) % len(lengths)] if turn % 3 else lengths[turn % len(lengths)]
+        return torch.arange(length).add(turn + rank).remainder(251).to(torch.uint8)
+
+    def run(ranks):
+        transport, wrong = opened(kind, ranks, tmp_path), []
+        for turn in range(60):
+            if turn % 4:
+                tensor = torch.full((turn * 7,), float(ranks.rank))
+                transport.average([tensor])
+                wrong += [(turn, "mean")] * (not tensor.eq((ranks.size - 1) / 2).all())
+            received = transport.exchange(header(turn, ranks.rank))
+            wrong += [(turn, r) for r, each in enumerate(received) if not same_bits(each, header(turn, r))]
+        transport.close()
+        return wrong
+
+    assert team(size)(run) == [[]] * size
+
+
+@kinds
+def test_received_headers_stay_as_they_are(team, tmp_path, kind):
+    def run(ranks):
+        transport = opened(kind, ranks, tmp_path)
+        received = [transport.exchange(torch.tensor([turn, ranks.rank], dtype=torch.uint8)) for turn in range(8)]
+        transport.close()
+        return [[each.tolist() for each in turn] for turn in received]
+
+    assert team(2)(run) == [[[[turn, 0], [turn, 1]] for turn in range(8)]] * 2
+
+
+@kinds
+def test_unknown_dtypes_are_refused_and_the_transport_goes_on(team, tmp_path, kind):
+    def run(ranks):
+        transport = opened(kind, ranks, tmp_path)
+        with pytest.raises(NanoError, match=r"gradient of torch.int64: ranks average float32, .*complex128"):
+            transport.average([torch.ones(3), torch.ones(3, dtype=torch.int64)])
+        tensor = torch.full((3,), float(ranks.rank))
+        transport.average([tensor])
+        transport.close()
+        return tensor.tolist()
+
+    assert team(2)(run) == [[0.5] * 3] * 2
+
+
+@kinds
+def test_closed_transport_says_so(team, tmp_path, kind):
+    def run(ranks):
+        transport = opened(kind, ranks, tmp_path)
+        transport.average([torch.ones(3)])
+        transport.leave()
+        transport.close()
+        transport.close()
+        for use in (lambda: transport.average([torch.ones(3)]), lambda: transport.exchange(torch.zeros(1).byte())):
+            with pytest.raises(NanoError, match="the transport is closed"):
+                use()
+
+    team(2)(run)
+
+
+@kinds
+def test_a_rank_that_is_killed_ends_the_wait_of_the_others(team, tmp_path, kind):
+    def run(ranks):
+        transport, pids = opened(kind, ranks, tmp_path), ranks.gather(os.getpid())
+
+        def check():
+            if Path(f"/proc/{pids[1]}/stat").read_text().split()[2] == "Z":
+                raise ProcessLookupError("rank 1 was killed")
+
+        ranks.check = check
+        for turn in range(100):
+            if turn == 50 and ranks.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            transport.average([torch.ones(1000)])
+
+    with pytest.raises(AssertionError) as caught:
+        team(2)(run)
+    assert "rank 1: is gone" in str(caught.value)
+    expected = "rank 1 was killed" if kind == "shared memory" else "rank 0: Traceback"
+    assert expected in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

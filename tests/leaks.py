@@ -1,0 +1,70 @@
+"""What a process has that a run may leave changed: settings, environment, replaced attributes, affinity masks."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+# pytest sets the one anew for a test's set-up, call and teardown, torch the other when it first compiles something.
+NOT_OURS = frozenset(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"))
+
+# What a run replaces while it lasts; an attribute that a class only inherits has to be inherited again afterwards.
+REPLACED = (
+    (nn.Module, "__call__"),
+    (nn.Module, "forward"),
+    (torch.Tensor, "view"),
+    (torch.Tensor, "bernoulli_"),
+    (DataLoader, "__iter__"),
+    (DataLoader, "__init__"),
+    (DataLoader, "__len__"),
+    (torch.optim.Optimizer, "step"),
+    (torch.optim.Optimizer, "state_dict"),
+)
+
+
+def process_state():
+    return {
+        "thread count": torch.get_num_threads(),
+        "autocast enabled": torch.is_autocast_enabled("cpu"),
+        "autocast dtype": torch.get_autocast_dtype("cpu"),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "grad enabled": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "torch.compile": torch.compile,
+        **{f"{owner.__name__}.{name}": vars(owner).get(name, "inherited") for owner, name in REPLACED},
+        **{f"environment {name}": value for name, value in os.environ.items() if name not in NOT_OURS},
+    }
+
+
+def changes(before, after):
+    for name in sorted({*before, *after}):
+        old, new = before.get(name, "absent"), after.get(name, "absent")
+        if old != new:
+            yield f"{name}: {old!r} before, {new!r} after"
+
+
+def affinity_masks():
+    """The CPUs that each thread of this process may run on, by thread id; nothing where there are no masks."""
+    masks = {}
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            masks[int(task.name)] = frozenset(os.sched_getaffinity(int(task.name)))
+        except ProcessLookupError:
+            continue
+    return masks
+
+
+def moved_threads(before, after):
+    """Threads whose mask is another, and new threads with a mask that no thread had."""
+    known = set(before.values())
+    for thread, mask in after.items():
+        old = before.get(thread)
+        if old is None and mask not in known:
+            yield f"affinity of the new thread {thread}: {sorted(mask)}, as no thread had before"
+        elif old not in (None, mask):
+            yield f"affinity of thread {thread}: {sorted(old)} before, {sorted(mask)} after"
