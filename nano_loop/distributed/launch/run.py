@@ -167,8 +167,11 @@ def _launched(config: NanoConfig, machine: Machine, call: Call) -> Iterator[Seat
     with ExitStack() as stack:
         folder = _folder(stack)
         seats = _seats(config, machine, shares, folder)
-        workers = _workers(config, machine, seats, call)
+        refuse_existing_group()
+        workers = Workers([_start(config, seat) for seat in seats[1:]])
         stack.callback(workers.end)
+        _send(machine, seats, call)  # while they import torch
+        workers.go()
         stack.enter_context(bound(shares[0].cpus))
         workers.wait_until_ready(config.timeout)
         shutil.rmtree(folder / PAYLOAD)  # every worker has mapped it: whatever happens now, its memory is freed
@@ -214,8 +217,8 @@ def _folder(stack: ExitStack) -> Path:
     return folder
 
 
-def _workers(config: NanoConfig, machine: Machine, seats: list[Seat], call: Call) -> Workers:
-    refuse_existing_group()
+def _send(machine: Machine, seats: list[Seat], call: Call) -> None:
+    """Write the payload, of which no worker reads before it is told to."""
     assert seats[0].ranks.folder is not None
     folder = seats[0].ranks.folder / PAYLOAD
     folder.mkdir()
@@ -224,7 +227,6 @@ def _workers(config: NanoConfig, machine: Machine, seats: list[Seat], call: Call
         dump(Assignment((call.loop, call.args, call.kwargs), seats, state), folder, call.names)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error
-    return Workers([_start(config, seat) for seat in seats[1:]])
 
 
 def _start(config: NanoConfig, seat: Seat) -> Start:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import select
@@ -46,11 +47,15 @@ def main(folder: Path, rank: int, report: int) -> NoReturn:
     """
     reports: Connection[Any, Any] = Connection(report, readable=False)
     os.set_inheritable(report, False)
+    if not sys.stdin.buffer.readline():  # nothing comes where the caller is gone, or could not write the payload
+        os._exit(1)
     threading.Thread(target=_end_with_parent, args=(os.getppid(), folder), daemon=True).start()
     _be_silent()
     note_rank(rank)
     try:
         assignment: Assignment = load(folder / run.PAYLOAD)
+        gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
+        gc.enable()
         reports.send_bytes(pickle.dumps(("ready", None)))
         _train(assignment, rank)
     except BaseException as error:
