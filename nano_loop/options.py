@@ -39,10 +39,10 @@ def _auto_or_boolean(value: Any) -> Auto:
 def _num_processes(value: Any) -> int | None:
     if value is None:
         return None
-    if _is_number(value, Integral) and value >= 1:
+    if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
         return int(value)
     raise RefusedValueError(
-        "it is None or an int of at least 1", "Pass the number of processes, or leave it out for one"
+        f"it is None or an int from 1 to {_TOO_MANY - 1}", "Pass the number of processes, or leave it out for one"
     )
 
 

@@ -510,7 +510,6 @@ def test_config_cannot_be_changed():
 # --- what is not in this version ---
 
 NOT_YET = [
-    ("num_processes", 2),
     ("use_ipex", True),
     ("distributed_backend", "ray"),
     ("precision", 64),
@@ -518,10 +517,8 @@ NOT_YET = [
     ("precision", 16),
     ("precision", "16-mixed"),
     ("precision", "bf16-true"),
-    ("cpu_for_each_process", [[0]]),
     ("bf16_ops", ["layer_norm"]),
     ("fp32_ops", ["softmax"]),
-    ("gradient_compression", "bf16"),
 ]
 
 
@@ -536,26 +533,30 @@ def test_what_is_not_in_this_version_is_told_as_it_was_typed(call, name, value):
 
 def test_all_that_is_not_in_this_version_is_told_at_once():
     with pytest.raises(NanoError, match="not in this version") as caught:
-        TorchNano(num_processes=2, use_ipex=True, distributed_backend="ray", precision="bf16-true")
-    for part in ("num_processes=2", "use_ipex=True", "distributed_backend='ray'", "precision='bf16-true'"):
+        TorchNano(use_ipex=True, distributed_backend="ray", precision="bf16-true")
+    for part in ("use_ipex=True", "distributed_backend='ray'", "precision='bf16-true'"):
         assert part in str(caught.value).replace('"', "'")
 
 
 @pytest.mark.parametrize(
     "launched",
     [
-        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "2"},
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
-        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"},
     ],
     ids=lambda launched: " ".join(launched),
 )
-def test_launch_of_several_processes_is_not_in_this_version(monkeypatch, launched):
+def test_launch_from_outside_is_recognised_and_has_to_agree(monkeypatch, launched):
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(NanoError, match=r"2 processes.*not in this version"):
-        TorchNano()
+    for fabric in (TorchNano(), TorchNano(num_processes=2)):
+        assert (fabric.world_size, fabric.global_rank) == (2, 1)
+    for wrong in (1, 3):
+        with pytest.raises(NanoConfigError, match=rf"num_processes={wrong}: .* has started 2 processes\. Leave it out"):
+            TorchNano(num_processes=wrong)
 
 
 @pytest.mark.parametrize(
@@ -563,6 +564,7 @@ def test_launch_of_several_processes_is_not_in_this_version(monkeypatch, launche
     [
         {"SLURM_NTASKS": "4"},
         {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
         {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
         {"WORLD_SIZE": "2"},
         {"RANK": "0"},

@@ -12,13 +12,14 @@ from lightning_fabric.strategies import SingleDeviceStrategy
 from torch import nn
 
 from nano_loop import TorchNano
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.distributed.strategy import fabric_arguments
 from nano_loop.fabric import Fabric as Ours
-from nano_loop.fabric import fabric_arguments
 
 
 @pytest.fixture(params=["32-true", "bf16-mixed"])
 def fabric(request):
-    return Fabric(**fabric_arguments(request.param)), request.param
+    return Fabric(**fabric_arguments(request.param, ALONE)), request.param
 
 
 def test_it_is_fabric_s_own_class():
@@ -71,7 +72,7 @@ def test_making_one_reads_no_launch_and_leaves_the_environment_alone(monkeypatch
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    made = Fabric(**fabric_arguments("32-true"))
+    made = Fabric(**fabric_arguments("32-true", ALONE))
     assert made.world_size == 1
     assert dict(os.environ) == before
 
@@ -88,3 +89,14 @@ def test_fabric_works_as_ever_beside_nano_loop():
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_several_ranks_are_told_before_the_run_and_nothing_is_started():
+    before = dict(os.environ)
+    made = Fabric(**fabric_arguments("32-true", Ranks(2, 4, local_rank=0, local_size=2)))
+    assert (made.world_size, made.global_rank, made.local_rank, made.node_rank) == (4, 2, 0, 1)
+    assert not made.is_global_zero
+    made.launch()  # starts nothing
+    assert made.broadcast("mine") == "mine"  # there is no group yet
+    made.barrier()
+    assert dict(os.environ) == before

@@ -15,13 +15,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from nano_loop.mechanisms.replace import replaced
+from nano_loop.mechanisms.torch_private import own_iterator, stop_kept_workers, without_kept_iterator
 
 Loader = DataLoader[Any]
 #: Starts the iteration of a loader.
 Start = Callable[[], Iterator[Any]]
-
-# torch's name for the iterator that a loader with persistent workers keeps between epochs.
-_KEPT_ITERATOR = "_iterator"
 
 
 class LoaderChange:
@@ -71,10 +69,9 @@ class _StandIn:
         self.loader = loader  # kept alive, so that its id is not used again
         # Neither `copy.copy`, which leaves a cache on the class and runs its pickling methods, nor its __init__.
         self.copy: Loader = object.__new__(type(loader))
-        vars(self.copy).update(vars(loader))
+        vars(self.copy).update(without_kept_iterator(vars(loader)))
         self.changes: list[LoaderChange] = []
         self._in_force: list[LoaderChange] = []
-        forget_kept_workers(self.copy)
 
     def add(self, change: LoaderChange) -> None:
         self.changes.append(change)
@@ -100,12 +97,12 @@ class _StandIn:
         """Note the latest change of each class."""
         latest = list({type(change): change for change in self.changes}.values())
         if latest != self._in_force and self.changes:
-            forget_kept_workers(self.copy)  # they were started for other changes
+            vars(self.copy).update(without_kept_iterator({}))  # its workers were started for other changes
         self._in_force = latest
 
     def _refresh(self) -> None:
         """Give the copy what the loader has now, for a loop may have put something else on it, and the changes."""
-        attributes = {name: value for name, value in vars(self.loader).items() if name != _KEPT_ITERATOR}
+        attributes = {**vars(self.loader), **own_iterator(self.copy)}
         for change in self._in_force:
             attributes.update(change.attributes(self.loader))
         # Not by assignment: a DataLoader refuses new samplers and datasets that way, since they might not fit.
@@ -131,16 +128,3 @@ def _changed_length(original: Callable[[Loader], int]) -> Callable[[Loader], int
         return original(self) if stand_in is None else stand_in.length(original(self))
 
     return length
-
-
-def forget_kept_workers(loader: Loader) -> None:
-    """Let a loader start anew, not with the worker processes that it keeps; they end when nobody iterates over them."""
-    vars(loader)[_KEPT_ITERATOR] = None
-
-
-def stop_kept_workers(loader: Loader) -> None:
-    """End the worker processes that a loader keeps between epochs, also where a traceback still holds them."""
-    iterator: Any = vars(loader).get(_KEPT_ITERATOR)
-    forget_kept_workers(loader)
-    if iterator is not None:
-        iterator._shutdown_workers()  # what it calls when it is collected

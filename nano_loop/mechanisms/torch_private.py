@@ -5,14 +5,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 _FUSED_CHECK = "_need_device_dtype_check_for_fused"
+_KEPT_ITERATOR = "_iterator"
+_ORIGINAL_FUNCTION = "_torchdynamo_orig_callable"
+_COMPILER = "torch._dynamo.eval_frame"
+
+#: The attributes of a leaf tensor that hold its hooks, which pickling leaves behind.
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -82,3 +92,60 @@ def softmax_backward(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tens
 def destroy_library(library: torch.library.Library) -> None:
     """Take back at once what a library has registered, which torch else does when the library is collected."""
     library._destroy()  # type: ignore[no-untyped-call]
+
+
+def kept_iterator(loader: DataLoader[Any]) -> Any:
+    """Return the iterator that a loader with ``persistent_workers`` keeps between epochs; None if it has none."""
+    return vars(loader).get(_KEPT_ITERATOR)
+
+
+def own_iterator(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the one attribute of a loader in which it keeps its iterator."""
+    return {_KEPT_ITERATOR: kept_iterator(loader)}
+
+
+def without_kept_iterator(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return a loader's attributes for a copy that starts worker processes of its own."""
+    return {**attributes, _KEPT_ITERATOR: None}
+
+
+def stop_kept_workers(loader: DataLoader[Any]) -> None:
+    """End the worker processes that a loader keeps between epochs, also where a traceback still holds them."""
+    iterator = kept_iterator(loader)
+    vars(loader)[_KEPT_ITERATOR] = None
+    if iterator is not None:
+        iterator._shutdown_workers()  # what it calls when it is collected
+
+
+def is_watched_by_scheduler(step: Any) -> bool:
+    """Whether an optimizer's `step` is the function that a scheduler has put there to note the call."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def bytes_of(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    """Return the storage inside a typed one, without the warning that its own method gives."""
+    return storage._untyped_storage
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Return what `module.compile()` has made of the module's call; None where it was not called."""
+    return vars(module).get("_compiled_call_impl")
+
+
+def compile_call(module: nn.Module, context: Callable[[Any], Any]) -> None:
+    """Compile a module in place by the context of another one that was; see `compile_context`."""
+    module._compiled_call_impl = context(module._call_impl)
+
+
+def compile_context(compiled: Any) -> Any:
+    """Return what `torch.compile` has wrapped a function by, which can be pickled and called; None for others."""
+    # Where it was made, since functools.wraps copies torch's marks to other functions.
+    made_by_torch = isinstance(compiled, FunctionType) and compiled.__globals__.get("__name__") == _COMPILER
+    if not made_by_torch or _ORIGINAL_FUNCTION not in vars(compiled):
+        return None
+    return inspect.getclosurevars(compiled).nonlocals.get("self")
+
+
+def uncompiled(function: FunctionType) -> Any:
+    """Return the function that `torch.compile` was given, for one that has a `compile_context`."""
+    return vars(function)[_ORIGINAL_FUNCTION]

@@ -217,13 +217,3 @@ def test_nothing_stays_where_the_run_fails():
         run()
     assert caught.traceback  # which holds the frame, and so the iterator
     assert not workers()
-
-
-def test_the_iterator_that_torch_keeps_is_still_called_so():
-    loader = DataLoader(Numbers(), num_workers=1, persistent_workers=True)
-    assert vars(loader)[loaders._KEPT_ITERATOR] is None
-    iterator = iter(loader)
-    assert vars(loader)[loaders._KEPT_ITERATOR] is iterator
-    loaders.stop_kept_workers(loader)
-    assert vars(loader)[loaders._KEPT_ITERATOR] is None
-    assert not workers()

@@ -3,8 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from nano_loop.mechanisms.torch_private import (
+    TENSOR_HOOKS,
+    bytes_of,
+    compile_call,
+    compile_context,
+    compiled_call,
     forget_compiled,
     forget_empty_hooks,
     forget_fused_check,
@@ -14,9 +20,15 @@ from nano_loop.mechanisms.torch_private import (
     in_functorch,
     is_compiled,
     is_loss,
+    is_watched_by_scheduler,
+    kept_iterator,
+    own_iterator,
     queue_callback,
     softmax_backward,
+    stop_kept_workers,
+    uncompiled,
     version,
+    without_kept_iterator,
 )
 
 
@@ -120,3 +132,58 @@ def test_losses_are_told_from_models():
     assert is_loss(nn.MSELoss())
     assert is_loss(nn.TripletMarginLoss())
     assert not is_loss(nn.ReLU())
+
+
+def test_hooks_of_tensors_are_called_so():
+    tensor = torch.ones(1, requires_grad=True)
+    assert [getattr(tensor, name) for name in TENSOR_HOOKS] == [None, None]
+    tensor.register_hook(print)
+    tensor.register_post_accumulate_grad_hook(print)
+    assert [[*getattr(tensor, name).values()] for name in TENSOR_HOOKS] == [[print], [print]]
+
+
+def test_loader_keeps_its_iterator_and_ends_its_workers():
+    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
+    assert kept_iterator(loader) is None
+    assert [int(each) for each in loader] == [1, 2]
+    iterator = kept_iterator(loader)
+    assert iterator is not None
+    assert own_iterator(loader) == {"_iterator": iterator}
+    assert without_kept_iterator(vars(loader)) == {**vars(loader), "_iterator": None}
+    (process,) = torch.multiprocessing.active_children()
+    stop_kept_workers(loader)
+    assert kept_iterator(loader) is None
+    process.join(10)
+    assert process.exitcode is not None
+
+
+def test_step_that_a_scheduler_watches_is_told_from_others():
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    assert not is_watched_by_scheduler(optimizer.step)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert is_watched_by_scheduler(vars(optimizer)["step"])
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_bytes_of_a_typed_storage_are_its_memory():
+    tensor = torch.arange(3.0)
+    assert bytes_of(tensor.storage()).data_ptr() == tensor.data_ptr()
+
+
+def test_compiled_functions_are_found_and_compiled_again():
+    def double(x):
+        return 2 * x
+
+    compiled = torch.compile(double, backend="eager")
+    assert compile_context(double) is None
+    assert uncompiled(compiled) is double
+    assert compile_context(compiled)(double)(torch.ones(1)) == 2
+
+
+def test_call_of_a_module_is_compiled_by_the_context_of_another():
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert compiled_call(one) is None
+    one.compile(backend="eager")
+    compile_call(other, compile_context(compiled_call(one)))
+    assert is_compiled(other)
+    assert other(torch.ones(1, 1)).shape == (1, 1)

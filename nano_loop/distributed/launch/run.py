@@ -23,7 +23,7 @@ from nano_loop.distributed.launch.group import local_store, process_group, refus
 from nano_loop.distributed.launch.outside import joined_outside
 from nano_loop.distributed.launch.workers import Start, Workers
 from nano_loop.distributed.payload.payload import dump
-from nano_loop.distributed.ranks import ALONE, RankLeftError, Ranks
+from nano_loop.distributed.ranks import RankLeftError, Ranks
 from nano_loop.distributed.seat import Seat
 from nano_loop.environment import outside_launch, without_launch
 from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, problem
@@ -127,17 +127,23 @@ def _way_in(config: NanoConfig, machine: Machine, call: Call) -> AbstractContext
     launch = outside_launch(os.environ)
     if _thread.sizes:
         _refuse_ranks_inside(config)
-        return _alone(machine)
+        return _alone(config, machine)
     if _taken:
         return _as_worker(config, _taken.pop())
     if launch is not None:
         return joined_outside(config, machine, launch, SHARED_MEMORY)
-    return _alone(machine) if (config.num_processes or 1) == 1 else _launched(config, machine, call)
+    return _alone(config, machine) if (config.num_processes or 1) == 1 else _launched(config, machine, call)
 
 
 @contextmanager
-def _alone(machine: Machine) -> Iterator[Seat]:
-    yield Seat(ALONE, machine, machine)
+def _alone(config: NanoConfig, machine: Machine) -> Iterator[Seat]:
+    if config.cpu_for_each_process is None:
+        yield Seat(Ranks(), machine, machine)
+        return
+    (share,) = _shares(config, machine, 1)
+    with bound(share.cpus):
+        ranks = Ranks(shares=(share.cpus,), loader_cpus=share.loader_cpus)
+        yield Seat(ranks, restricted(machine, share, 1), machine)
 
 
 def _refuse_ranks_inside(config: NanoConfig) -> None:
@@ -184,8 +190,15 @@ def _launched(config: NanoConfig, machine: Machine, call: Call) -> Iterator[Seat
 
 def _shares(config: NanoConfig, machine: Machine, count: int) -> tuple[Share, ...]:
     if config.cpu_for_each_process is not None:
+        _refuse_where_nothing_can_be_bound(config)
         return given_shares(machine, config.cpu_for_each_process)
     return partition(machine, count)
+
+
+def _refuse_where_nothing_can_be_bound(config: NanoConfig) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        needed = f"{sys.platform} has no way to bind a process to CPUs"
+        raise NanoConfigError(problem(config.given["cpu_for_each_process"], needed, "Leave it out"))
 
 
 def _seats(config: NanoConfig, machine: Machine, shares: tuple[Share, ...], folder: Path) -> list[Seat]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nano_loop.mechanisms.torch_private import bytes_of
+
 Reduction = tuple[Any, ...]
 
 
@@ -38,7 +40,7 @@ def _storage(buffer: Any, changing: bool) -> torch.UntypedStorage:
 
 def reduce_typed_storage(storage: torch.TypedStorage) -> Reduction | None:
     """Pickle a storage of another class by way of its bytes."""
-    return _typed_storage, (storage._untyped_storage, storage.dtype)
+    return _typed_storage, (bytes_of(storage), storage.dtype)
 
 
 def typed_storages(arguments: Any) -> Any:

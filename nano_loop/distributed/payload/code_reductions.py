@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -15,9 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from nano_loop.distributed.payload.buffers import Reduction, reduced
-
-_COMPILER = "torch._dynamo.eval_frame"
-
+from nano_loop.mechanisms.torch_private import compile_call, compile_context, compiled_call, uncompiled
 
 # --- modules ---
 
@@ -25,28 +22,19 @@ _COMPILER = "torch._dynamo.eval_frame"
 def reduce_module(module: nn.Module) -> Reduction | None:
     """Add what `module.compile()` has set, which `nn.Module` leaves behind; make parametrized modules anew."""
     # parametrize.is_parametrized() would take a compiled module for the one that is compiled.
-    if "parametrizations" in vars(module).get("_modules", ()) and parametrize.is_parametrized(module):
+    if "parametrizations" in dict(module.named_children()) and parametrize.is_parametrized(module):
         return _reduce_parametrized(module)
-    context = _compile_context(vars(module).get("_compiled_call_impl"))
+    context = compile_context(compiled_call(module))
     if context is None:
         return None
     make, arguments, state = reduced(module)[:3]
     return make, arguments, (state, context), None, None, _set_compiled_module
 
 
-def _compile_context(compiled: Any) -> Any:
-    """Return what `torch.compile` has wrapped a function by, which can be pickled and called; None for others."""
-    # Where it was made, since functools.wraps copies torch's marks to other functions.
-    made_by_torch = isinstance(compiled, FunctionType) and compiled.__globals__.get("__name__") == _COMPILER
-    if not made_by_torch or "_torchdynamo_orig_callable" not in vars(compiled):
-        return None
-    return inspect.getclosurevars(compiled).nonlocals.get("self")
-
-
 def _set_compiled_module(module: nn.Module, state: tuple[Any, Any]) -> None:
     attributes, context = state
     module.__setstate__(attributes)  # type: ignore[no-untyped-call]
-    module._compiled_call_impl = context(module._call_impl)
+    compile_call(module, context)
 
 
 def _reduce_parametrized(module: nn.Module) -> Reduction:
@@ -85,8 +73,8 @@ def reduce_function(function: FunctionType) -> Reduction | None:
         if inner is function:
             return getattr, (outer, "__wrapped__")
         outer = inner
-    context = _compile_context(function)
-    return context and (_call, (context, vars(function)["_torchdynamo_orig_callable"]))
+    context = compile_context(function)
+    return context and (_call, (context, uncompiled(function)))
 
 
 def _importable(function: FunctionType) -> Any:

@@ -17,16 +17,19 @@ from torch.utils.data import DataLoader
 
 from nano_loop.distributed.payload.buffers import Reduction, reduce_array, reduce_typed_storage, reduced, typed_storages
 from nano_loop.distributed.payload.code_reductions import reduce_function, reduce_imported, reduce_module
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
+from nano_loop.mechanisms.torch_private import (
+    TENSOR_HOOKS,
+    is_watched_by_scheduler,
+    kept_iterator,
+    without_kept_iterator,
+)
 
 # --- tensors, generators ---
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     """Add a leaf's gradient and hooks, which torch leaves behind."""
-    kept = {name: hooks for name in _HOOKS if tensor.is_leaf and (hooks := getattr(tensor, name))}
+    kept = {name: hooks for name in TENSOR_HOOKS if tensor.is_leaf and (hooks := getattr(tensor, name))}
     make, arguments, *others = _reduced_silently(tensor) if kept else reduced(tensor)
     if tensor.is_leaf and tensor.grad is not None:
         kept["grad"] = tensor.grad
@@ -59,7 +62,7 @@ def _reduce_optimizer(optimizer: Optimizer) -> Reduction | None:
         return None
     state = dict(vars(optimizer))
     # A scheduler puts a `step` on the optimizer that notes the call, and that holds the optimizer weakly.
-    watched = hasattr(state.get("step"), "_wrapped_by_lr_sched")
+    watched = is_watched_by_scheduler(state.get("step"))
     if watched:
         del state["step"]
     return copyreg.__newobj__, (type(optimizer),), (state, watched), None, None, _set_optimizer  # type: ignore[attr-defined]
@@ -83,10 +86,10 @@ class _Watching(LRScheduler):
 
 def _reduce_loader(loader: DataLoader[Any]) -> Reduction | None:
     """Leave the iterator out that a loader with persistent workers keeps; the next epoch makes a new one."""
-    if vars(loader).get("_iterator") is None:
+    if kept_iterator(loader) is None:
         return None
     make, arguments, state, *others = reduced(loader)
-    return make, arguments, {**state, "_iterator": None}, *others
+    return make, arguments, without_kept_iterator(state), *others
 
 
 #: How instances of a class, and of those that inherit from it, are pickled; None from one of these leaves it to others.

@@ -249,6 +249,19 @@ def test_each_rank_is_on_its_own_cpus_with_all_its_threads(given):
     assert set(after.values()) == set(before.values())
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
+def test_one_process_is_bound_to_a_list_of_its_own():
+    loader = torch.utils.data.DataLoader(MaskOfWorker(), num_workers=1, batch_size=None)
+
+    def masks(model, loader):
+        return small.mask(), torch.get_num_threads(), {tuple(mask.tolist()) for _, mask in loader}
+
+    before = small.mask()
+    train = nano(cpu_for_each_process=[[before[-1]]], verbose=False)(masks)
+    assert train(nn.Linear(1, 1), loader) == ([before[-1]], 1, {(before[-1],)})
+    assert small.mask() == before
+
+
 def test_more_processes_than_cores_are_refused_with_the_numbers():
     with pytest.raises(NanoConfigError, match=r"num_processes=99.*99 physical cores"):
         nano(**small.OPTIONS | {"num_processes": 99})(small.fit)(*small.parts())
