@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ class State:
     deterministic_warn_only: bool
     grad: bool
     threads: int | None
+    warning_filters: list[Any]
 
     @classmethod
     def of_this_process(cls, usual_threads: int) -> State:
@@ -40,6 +42,7 @@ class State:
             deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             grad=torch.is_grad_enabled(),
             threads=torch.get_num_threads() if torch.get_num_threads() < usual_threads else None,
+            warning_filters=[*warnings.filters],
         )
 
     def take_over(self, threads: int) -> None:
@@ -51,6 +54,8 @@ class State:
         torch.set_grad_enabled(self.grad)
         if self.threads is not None:
             torch.set_num_threads(min(self.threads, threads))
+        warnings.resetwarnings()
+        warnings.filters.extend(self.warning_filters)  # type: ignore[attr-defined]
 
 
 @dataclass

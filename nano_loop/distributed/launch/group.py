@@ -88,13 +88,16 @@ def outside_store(launch: Launch, environ: Mapping[str, str], timeout: float) ->
 def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> tuple[str, int]:
     if launch.launcher == "srun":
         before = dict(os.environ)
+        if "SLURM_STEP_NODELIST" in environ:  # Fabric reads the job's, of which a step may have a part
+            os.environ["SLURM_NODELIST"] = environ["SLURM_STEP_NODELIST"]
         try:
             slurm = SLURMEnvironment(auto_requeue=False)
             return slurm.main_address, slurm.main_port
         finally:  # asking sets variables
             os.environ.clear()
             os.environ.update(before)
-    local = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(launch.size)
+    # OpenMPI's name, and that of MPICH and Intel MPI.
+    local = str(launch.size) in map(environ.get, ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if local else None)
     port = environ.get("MASTER_PORT") or ("12910" if local else "")
     if address is None or not port.isdecimal():

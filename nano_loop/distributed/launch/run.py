@@ -20,6 +20,7 @@ from nano_loop.cpu import Machine, Share, bound, given_shares, partition, restri
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.failure import Kind, kind_of
 from nano_loop.distributed.launch.group import local_store, process_group, refuse_existing_group
+from nano_loop.distributed.launch.interrupts import unheard_interrupts
 from nano_loop.distributed.launch.outside import joined_outside
 from nano_loop.distributed.launch.workers import Start, Workers
 from nano_loop.distributed.payload.payload import dump
@@ -182,6 +183,7 @@ def _launched(config: NanoConfig, machine: Machine, call: Call) -> Iterator[Seat
         workers.wait_until_ready(config.timeout)
         shutil.rmtree(folder / PAYLOAD)  # every worker has mapped it: whatever happens now, its memory is freed
         seats[0].ranks.check = workers.check
+        stack.enter_context(unheard_interrupts(workers.interrupt))
         with _local_group(config, seats[0].ranks), _ending_together(workers):
             yield seats[0]
         with _ending_together(workers, has_returned=True):
@@ -272,6 +274,8 @@ def _ending_together(workers: Workers, *, has_returned: bool = False) -> Iterato
 
 def _cause_of(error: BaseException, workers: Workers, has_returned: bool) -> BaseException:
     """Return what is to be raised for an exception of rank 0: itself, or what another rank has done."""
+    if workers.interrupted:
+        return KeyboardInterrupt()
     if has_returned:
         return _left_behind(error, workers)
     if kind_of(error) is Kind.CAUSE:

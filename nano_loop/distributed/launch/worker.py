@@ -50,7 +50,7 @@ def main(folder: Path, rank: int, report: int) -> NoReturn:
     if not sys.stdin.buffer.readline():  # nothing comes where the caller is gone, or could not write the payload
         os._exit(1)
     threading.Thread(target=_end_with_parent, args=(os.getppid(), folder), daemon=True).start()
-    _be_silent()
+    torch.save = _save_nothing
     note_rank(rank)
     try:
         assignment: Assignment = load(folder / run.PAYLOAD)
@@ -69,6 +69,8 @@ def main(folder: Path, rank: int, report: int) -> NoReturn:
 def _train(assignment: Assignment, rank: int) -> None:
     seat = assignment.seats[rank]
     assignment.state.take_over(seat.machine.num_threads)
+    # An optimizer that has travelled has lost the mark of its scheduler, not the scheduler.
+    warnings.filterwarnings("ignore", "Seems like `optimizer.step")
     run.take_seat(seat)
     loop, args, kwargs = assignment.call
     loop.train(*args, **kwargs)
@@ -91,13 +93,6 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-
-
-def _be_silent() -> None:
-    """Leave saving to rank 0, and do not warn of what the payload has brought about."""
-    torch.save = _save_nothing
-    # An optimizer that has travelled has lost the mark of its scheduler, not the scheduler.
-    warnings.filterwarnings("ignore", "Seems like `optimizer.step")
 
 
 def _save_nothing(*args: Any, **kwargs: Any) -> None:

@@ -20,9 +20,12 @@ from nano_loop.distributed.launch.failure import Failure, Kind, died, first
 from nano_loop.errors import NanoWorkerError, problem
 
 # Runs before torch is imported, and so before a thread exists that would keep another mask. Nothing of what imports
-# make is garbage: to look for it takes a fifth of the start.
+# make is garbage: to look for it takes a fifth of the start. Of the working folder, which -c puts first on the path, a
+# json.py would be taken for Python's own.
 _BOOTSTRAP = """
-import gc, json, os, pathlib, sys
+import sys
+sys.path[:] = filter(None, sys.path)
+import gc, json, os, pathlib
 gc.disable()
 start = json.loads(sys.stdin.buffer.readline())
 if start["cpus"]:
@@ -34,6 +37,15 @@ main(pathlib.Path(start["folder"]), start["rank"], start["report"])
 _LOOKING = 0.1  # seconds between two looks at the processes
 _GRACE = 1.0  # seconds that an echo waits for its cause
 _LAST_WORDS = 4000  # characters of standard error that are kept for a message
+_FLAGS = (
+    ("optimize", "-O"),  # else an assert would fail on one rank alone
+    ("isolated", "-I"),
+    ("ignore_environment", "-E"),
+    ("no_user_site", "-s"),
+    ("no_site", "-S"),
+    ("dont_write_bytecode", "-B"),
+    ("bytes_warning", "-b"),
+)
 
 
 @dataclass
@@ -81,7 +93,7 @@ class Worker:
         self.reports: Connection[Any, Any] | None = Connection(reading, writable=False)
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP],
+                [sys.executable, *_own_options(), "-c", _BOOTSTRAP],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if start.verbose else subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -183,6 +195,7 @@ class Workers:
         self._failed_at: float | None = None
         self._changed = threading.Condition()
         self._ending = False
+        self.interrupted = False  # whether the user has
         try:
             for start in starts:
                 self._workers.append(_started(start))
@@ -222,6 +235,11 @@ class Workers:
         with self._changed:
             self._changed.wait_for(lambda: self._decided() is not None, timeout)
             return self._decided() or first(self._failures)
+
+    def interrupt(self) -> None:
+        """Kill every worker because the user has interrupted the run, which ends rank 0's wait for them."""
+        self.interrupted = True
+        self.kill()
 
     def kill(self) -> None:
         """Kill every worker."""
@@ -288,6 +306,13 @@ class Workers:
         with self._changed:
             self._failed_at = self._failed_at or time.monotonic()
             self._failures.append(failure)
+
+
+def _own_options() -> list[str]:
+    """Return the options of Python itself that this process was started with, for a worker to have the same."""
+    flags = [option for name, option in _FLAGS for _ in range(getattr(sys.flags, name))]
+    settings = [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
+    return [*flags, *settings, *(f"-W{each}" for each in sys.warnoptions)]
 
 
 def _started(start: Start) -> Worker:

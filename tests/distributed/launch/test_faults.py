@@ -212,6 +212,37 @@ def test_ctrl_c_ends_a_wait_for_another_rank(clock):
     clock.check()
 
 
+def test_ctrl_c_ends_a_wait_inside_torch(clock):
+    def train(model):
+        if small.rank() == 1:
+            time.sleep(60)
+        main = threading.main_thread().ident
+        threading.Timer(0.5, clock.around(lambda: signal.pthread_kill(main, signal.SIGINT))).start()
+        distributed.all_reduce(torch.ones(1))  # waits in C++, where Python hears no signal
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+    clock.check()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_interrupt_that_the_loop_handles_ends_nothing():
+    def train(model, heard):
+        if small.rank() == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(1)
+            except KeyboardInterrupt:
+                heard.append(True)
+        time.sleep(3)
+        distributed.barrier()
+        return heard
+
+    assert nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1), []) == [True]
+
+
 def test_argument_that_cannot_be_pickled_is_named():
     model, optimizer, loader = small.parts()
     with pytest.raises(NanoError, match="lock"):
