@@ -112,10 +112,11 @@ def _title(seat: Seat) -> str:
     machine, ranks = seat.host, seat.ranks
     quota = "" if machine.quota is None else f" (quota {machine.quota:g})"
     used = ", ".join(format_cpu_list(cpus) for cpus in ranks.shares or [machine.allowed])
+    threads = torch.get_num_threads()
     hosts = "" if ranks.on_one_host else f", {ranks.local_size} on this host"
     parts = [
         f"nano_loop {__version__}",
-        f"{ranks.size} process{'es' if ranks.size > 1 else ''}{hosts} × {torch.get_num_threads()} threads",
+        f"{ranks.size} process{'es' if ranks.size > 1 else ''}{hosts} × {threads} thread{'s' if threads > 1 else ''}",
         f"CPUs {used} of {len(machine.logical_cpus)}{quota}",
         ", ".join([machine.name, *_bf16_instructions(machine)]),
     ]

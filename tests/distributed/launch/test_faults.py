@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -260,6 +262,31 @@ def test_attribute_of_the_loop_that_cannot_be_pickled_is_named():
 
     with pytest.raises(NanoError, match="guard"):
         Loop().train()
+
+
+@pytest.fixture
+def small_folder(monkeypatch, tmp_path):
+    """A place for shared memory with room for one megabyte: a file system, or else a limit on files."""
+    monkeypatch.setattr("nano_loop.distributed.launch.run.SHARED_MEMORY", tmp_path)
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True).returncode == 0:
+        yield tmp_path
+        subprocess.run(["umount", str(tmp_path)], check=True)
+        return
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    yield tmp_path
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_full_folder_for_shared_memory_is_told_with_the_numbers(small_folder):
+    def train(model, data):
+        return data.sum()
+
+    with pytest.raises(NanoWorkerError, match=r"(?s)bytes|MiB|MB") as caught:
+        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1), torch.ones(1 << 20))
+    assert str(small_folder) in str(caught.value)
+    assert list(small_folder.iterdir()) == []
 
 
 def test_payload_that_fails_in_the_worker_is_told(clock):

@@ -201,7 +201,7 @@ def test_report_tells_the_processes_and_their_cpus():
     model, optimizer, loader = small.parts()
     train = nano(**small.OPTIONS | {"auto_lr": True})(small.fit)
     train(model, optimizer, loader)
-    assert "2 processes × 1 threads · CPUs 0, 1 of" in train.report.title
+    assert "2 processes × 1 thread · CPUs 0, 1 of" in train.report.title
     assert {"broadcast", "gradient_averaging", "loaders", "learning_rate"} <= set(train.report.applied)
 
 
