@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from nano_loop.checks import check_kinds, check_loop
 from nano_loop.config import OPTIONS, NanoConfig
 from nano_loop.cpu import read_machine
-from nano_loop.distributed.launch.run import Call, expected_ranks, joined
+from nano_loop.distributed.launch.launcher import Call
+from nano_loop.distributed.launch.run import expected_ranks, joined
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.strategy import RanksStrategy, fabric_arguments
 from nano_loop.errors import NanoError, NanoWarning, problem, shown
@@ -43,7 +44,7 @@ class TorchNano(Fabric):
     num_processes : int, optional
         Data-parallel processes, each on cores of its own; None means one, or as many as torchrun, srun or MPI started.
     use_ipex : bool
-        Not in this version.
+        Run the kernels of Intel Extension for PyTorch, of which 2.8 works with torch 2.8 alone.
     distributed_backend : {"subprocess", "spawn", "ray"}
         Who starts the processes; the first two are one. ``"ray"`` is not in this version.
     process_group_backend : str, optional

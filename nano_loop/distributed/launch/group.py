@@ -6,14 +6,15 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 
 import psutil  # type: ignore[import-untyped,unused-ignore]
 from torch import distributed
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from nano_loop.config import NanoConfig
+from nano_loop.distributed.ranks import Ranks
 from nano_loop.environment import Launch
 from nano_loop.errors import NanoError, problem
 from nano_loop.fabric import SLURMEnvironment
@@ -61,9 +62,11 @@ def refuse_existing_group() -> None:
         raise NanoError(problem(given, needed, "Call torch.distributed.destroy_process_group() before"))
 
 
-def local_store(folder: Path, size: int) -> Store:
-    """Return the store of ranks that have a folder in common."""
-    return FileStore(str(folder / "store"), size)
+def local_group(config: NanoConfig, ranks: Ranks) -> AbstractContextManager[None]:
+    """Return the process group of ranks that nano_loop has started, as a context."""
+    assert ranks.folder is not None
+    store = FileStore(str(ranks.folder / "store"), ranks.size)
+    return process_group(config.process_group_backend, store, ranks.rank, ranks.size, config.timeout, local=True)
 
 
 def outside_store(launch: Launch, environ: Mapping[str, str], timeout: float) -> Store:
@@ -86,25 +89,24 @@ def outside_store(launch: Launch, environ: Mapping[str, str], timeout: float) ->
 
 
 def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> tuple[str, int]:
-    if launch.launcher == "srun":
-        before = dict(os.environ)
-        if "SLURM_STEP_NODELIST" in environ:  # Fabric reads the job's, of which a step may have a part
-            os.environ["SLURM_NODELIST"] = environ["SLURM_STEP_NODELIST"]
-        try:
-            slurm = SLURMEnvironment(auto_requeue=False)
-            return slurm.main_address, slurm.main_port
-        finally:  # asking sets variables
-            os.environ.clear()
-            os.environ.update(before)
     # OpenMPI's name, and that of MPICH and Intel MPI.
     local = str(launch.size) in map(environ.get, ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
-    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if local else None)
-    port = environ.get("MASTER_PORT") or ("12910" if local else "")
-    if address is None or not port.isdecimal():
+    usual = _usual_place_of_srun(environ) if launch.launcher == "srun" else ("127.0.0.1", 12910) if local else ("", "")
+    address, port = environ.get("MASTER_ADDR") or usual[0], environ.get("MASTER_PORT") or str(usual[1])
+    if not address or not port.isdecimal():
         given = f"MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT={environ.get('MASTER_PORT')}"
         needed = f"the {launch.size} processes of {launch.launcher} meet at the address of rank 0's host"
         raise NanoError(problem(given, needed, "Set both for every rank: mpirun -x MASTER_ADDR=... -x MASTER_PORT=..."))
     return address, int(port)
+
+
+def _usual_place_of_srun(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the first host of the step, and a port that other steps and jobs are unlikely to have."""
+    # A step may have a part of the job's nodes. Fabric's own answer is for jobs with --ntasks-per-node alone.
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
+    job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    number = 7 * int(job if job.isdecimal() else 0) + int(step if step.isdecimal() else 0)
+    return SLURMEnvironment.resolve_root_node_address(nodes), 15000 + number % 10000
 
 
 @contextmanager

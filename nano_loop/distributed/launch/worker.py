@@ -24,9 +24,10 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from nano_loop.distributed.launch import run
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.failure import Failure, raised
+from nano_loop.distributed.launch.launcher import PAYLOAD
+from nano_loop.distributed.launch.run import take_seat
 from nano_loop.distributed.payload.payload import load
 from nano_loop.fabric import note_rank
 
@@ -53,7 +54,7 @@ def main(folder: Path, rank: int, report: int) -> NoReturn:
     torch.save = _save_nothing
     note_rank(rank)
     try:
-        assignment: Assignment = load(folder / run.PAYLOAD)
+        assignment: Assignment = load(folder / PAYLOAD)
         gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
         gc.enable()
         reports.send_bytes(pickle.dumps(("ready", None)))
@@ -71,7 +72,7 @@ def _train(assignment: Assignment, rank: int) -> None:
     assignment.state.take_over(seat.machine.num_threads)
     # An optimizer that has travelled has lost the mark of its scheduler, not the scheduler.
     warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-    run.take_seat(seat)
+    take_seat(seat)
     loop, args, kwargs = assignment.call
     loop.train(*args, **kwargs)
 

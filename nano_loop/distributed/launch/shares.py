@@ -1,0 +1,30 @@
+"""The shares of a host that its ranks get: the user's own lists, or even ones."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import Machine, Share, given_shares, partition
+from nano_loop.errors import NanoConfigError, problem
+
+
+def shares_of(config: NanoConfig, machine: Machine, count: int) -> tuple[Share, ...]:
+    """Return a share of `machine` for each of `count` ranks.
+
+    Raises
+    ------
+    NanoConfigError
+        If there are fewer cores than ranks, or the system cannot bind processes to the CPUs that were asked for.
+    """
+    if config.cpu_for_each_process is not None:
+        _refuse_where_nothing_can_be_bound(config)
+        return given_shares(machine, config.cpu_for_each_process)
+    return partition(machine, count)
+
+
+def _refuse_where_nothing_can_be_bound(config: NanoConfig) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        needed = f"{sys.platform} has no way to bind a process to CPUs"
+        raise NanoConfigError(problem(config.given["cpu_for_each_process"], needed, "Leave it out"))
