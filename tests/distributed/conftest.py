@@ -24,7 +24,7 @@ def belongings():
     return {
         "processes": {child.pid for child in psutil.Process().children(recursive=True)},
         "threads": {thread.name for thread in threading.enumerate() if thread.name.startswith("nano_loop")},
-        "shared files": {path.name for path in Path("/dev/shm").glob("nano_loop-*")},
+        "shared files": {path.name for path in Path("/dev/shm").glob(f"nano_loop-{os.getpid()}-*")},
         "descriptors": {fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)},
     }
 

@@ -37,6 +37,11 @@ def test_it_trains_as_plain_does(precision, plain, tmp_path):
     assert accelerated["accuracy"] == pytest.approx(plain["accuracy"], abs=BAND)
 
 
+def test_two_processes_train_as_plain_does(plain, tmp_path):
+    two = results("digits.py", "--num-processes", 2, "--precision", 32, *SMALL, folder=tmp_path)
+    assert two["accuracy"] == pytest.approx(plain["accuracy"], abs=BAND)
+
+
 def test_a_bad_precision_is_named():
     process = run("digits.py", "--precision", "fp7")
     assert process.returncode == 1

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nano_loop.distributed.averaging.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
 from nano_loop.distributed.averaging.gradients import DenseShare, average_sparse, kind_of
@@ -52,7 +53,7 @@ class Averaging:
         self._ranks = ranks
         self._transport = transport
         self._served_whole = served_whole
-        self._warned = False
+        self._warned: set[str] = set()
         self._parameters = Parameters(self._note)
         self._waiting: set[int] = set()  # ids of parameters whose gradients arrived and are not averaged yet
         self._paused: list[nn.Module] = []
@@ -63,6 +64,7 @@ class Averaging:
         self._at_step: dict[int, int] = {}  # averagings before the last step, by the id of an optimizer
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
+        self._undoing.callback(register_optimizer_step_pre_hook(self._before_any_step).remove)
         self._undoing.enter_context(nested_backwards_noticed())
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
@@ -179,6 +181,17 @@ class Averaging:
             make_equal(self._ranks, self._parameters.newcomers)
             self._parameters.are_equal()
 
+    def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """See to an optimizer that the loop has made itself, of parameters that were set up; warn of other ones."""
+        if id(optimizer) in self._at_step:
+            return None
+        self._parameters.refresh()
+        held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        averaged = set(map(id, self._parameters.in_order))
+        if not averaged.issuperset(map(id, held)):
+            self._warn(f"{type(optimizer).__name__} steps parameters that were not set up", _OWN, _SET_UP)
+        return None if averaged.isdisjoint(map(id, held)) else self._before_step(optimizer, args, kwargs)
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Let the closure return the mean over the ranks; without one, average what no backward has seen to."""
         closure = closure_of(args, kwargs)
@@ -197,7 +210,7 @@ class Averaging:
         self._parameters.refresh()
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         ready = {id(parameter) for parameter in held if parameter.grad is not None}
-        if in_backward() or self._at_step[id(optimizer)] == self._averagings:
+        if in_backward() or self._at_step.get(id(optimizer)) == self._averagings:
             self._waiting |= ready
             self.average()
         elif self._waiting & ready:
@@ -208,14 +221,21 @@ class Averaging:
         self._at_step[id(optimizer)] = self._averagings
 
     def _warn_of_whole_batches(self) -> None:
-        if not self._warned and self._served_whole():
-            self._warned = True
+        if self._served_whole():
+            given = "the models are trained in eval mode, in which every rank is given the same whole batches"
+            self._warn(given, _WHOLE, _SHARD)
+
+    def _warn(self, given: str, needed: str, advice: str) -> None:
+        """Warn on rank 0, once a run."""
+        if needed not in self._warned:
+            self._warned.add(needed)
             if self._ranks.rank == 0:
-                given = "the models are trained in eval mode, in which every rank is given the same whole batches"
-                warnings.warn(problem(given, _WHOLE, _SHARD), NanoWarning, stacklevel=2)
+                warnings.warn(problem(given, needed, advice), NanoWarning, stacklevel=2)
 
 
 _WHOLE = "ranks that compute the same do not share the work"
+_OWN = "every rank trains a copy of its own, and that of rank 0 stays"
+_SET_UP = "Call self.setup(model, optimizer) in train, or make them before and pass them as arguments"
 _SHARD = "Set the loader up with setup_dataloaders(loader, shard=True)"
 
 

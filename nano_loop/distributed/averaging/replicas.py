@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
@@ -32,7 +33,9 @@ def named_buffers(models: Sequence[nn.Module]) -> Iterator[Named]:
 
 
 def _name(model: nn.Module, name: str) -> str:
-    return f"{type(model).__name__}.{name}"
+    # A traced model has the name of what was traced, until it has travelled.
+    kind = GraphModule if isinstance(model, GraphModule) else type(model)
+    return f"{kind.__name__}.{name}"
 
 
 def _of_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[Named]:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 _PATIENCE = 2.0  # seconds that Python has to hear of a signal by itself
+_END = b"\0"  # no signal has this number
 
 
 @contextmanager
@@ -56,7 +57,8 @@ def _watch(stack: ExitStack, heard: threading.Event, act: Callable[[], None]) ->
     thread = threading.Thread(target=_listen, args=(reading, heard, act), name="nano_loop interrupts", daemon=True)
     stack.callback(os.close, reading)
     stack.callback(thread.join)
-    stack.callback(os.close, writing)  # which ends the thread
+    stack.callback(os.close, writing)
+    stack.callback(os.write, writing, _END)  # closing alone would not end the thread: a loader's workers have it open
     stack.callback(heard.set)
     stack.callback(signal.set_wakeup_fd, -1)
     thread.start()
@@ -64,7 +66,7 @@ def _watch(stack: ExitStack, heard: threading.Event, act: Callable[[], None]) ->
 
 
 def _listen(reading: int, heard: threading.Event, act: Callable[[], None]) -> None:
-    while signals := os.read(reading, 64):
+    while 0 not in (signals := os.read(reading, 64)):
         if signal.SIGINT in signals:
             if not heard.wait(_PATIENCE):
                 act()

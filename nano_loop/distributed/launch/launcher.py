@@ -15,11 +15,13 @@ from typing import Any
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.launch.assignment import Assignment, State
+from nano_loop.distributed.launch.checkpoints import checkpoints_noted
+from nano_loop.distributed.launch.child import Start
 from nano_loop.distributed.launch.ending import ending_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
 from nano_loop.distributed.launch.interrupts import unheard_interrupts
 from nano_loop.distributed.launch.shares import shares_of
-from nano_loop.distributed.launch.workers import Start, Workers
+from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat
@@ -81,6 +83,7 @@ def launched(config: NanoConfig, machine: Machine, call: Call, shared_memory: Pa
         shutil.rmtree(folder / PAYLOAD)  # every worker has mapped it: whatever happens now, its memory is freed
         seats[0].ranks.check = workers.check
         stack.enter_context(unheard_interrupts(workers.interrupt))
+        stack.enter_context(checkpoints_noted(folder))
         with local_group(config, seats[0].ranks), ending_together(workers):
             yield seats[0]
         with ending_together(workers, has_returned=True):
@@ -111,7 +114,7 @@ def _seats(config: NanoConfig, machine: Machine, shares: tuple[Share, ...], fold
 def _folder(stack: ExitStack, shared_memory: Path) -> Path:
     """Make a private folder that all ranks can map files of: in memory where there is a file system there."""
     parent = shared_memory if os.access(shared_memory, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="nano_loop-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"nano_loop-{os.getpid()}-", dir=parent))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
@@ -130,7 +133,7 @@ def _send(machine: Machine, seats: list[Seat], call: Call) -> None:
 
 def _start(config: NanoConfig, seat: Seat) -> Start:
     environ = {name: value for name, value in without_launch(os.environ).items() if name not in _NOT_FOR_WORKERS}
-    defaults = {"OMP_NUM_THREADS": str(seat.machine.num_threads), "TQDM_DISABLE": "1"}
+    defaults = {"OMP_NUM_THREADS": str(seat.machine.num_threads), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0"}
     ranks = seat.ranks
     return Start(
         rank=ranks.rank,

@@ -109,7 +109,7 @@ def _common_folder(everyone: Ranks, shared_memory: Path, stack: ExitStack) -> Pa
     folder = None
     if everyone.rank == 0:
         parent = shared_memory if os.access(shared_memory, os.W_OK) else None
-        folder = Path(tempfile.mkdtemp(prefix="nano_loop-", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=f"nano_loop-{os.getpid()}-", dir=parent))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
     found = everyone.broadcast(folder)
     assert found is not None

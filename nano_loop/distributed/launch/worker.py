@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import cloudpickle
-import torch
 
 from nano_loop.distributed.launch.assignment import Assignment
+from nano_loop.distributed.launch.checkpoints import Checkpoints, save_memory_alone
 from nano_loop.distributed.launch.failure import Failure, raised
 from nano_loop.distributed.launch.launcher import PAYLOAD
 from nano_loop.distributed.launch.run import take_seat
@@ -50,8 +50,9 @@ def main(folder: Path, rank: int, report: int) -> NoReturn:
     os.set_inheritable(report, False)
     if not sys.stdin.buffer.readline():  # nothing comes where the caller is gone, or could not write the payload
         os._exit(1)
+    sys.stdin = open(os.devnull)  # noqa: SIM115 (for as long as the process lives: a worker is asked nothing)
     threading.Thread(target=_end_with_parent, args=(os.getppid(), folder), daemon=True).start()
-    torch.save = _save_nothing
+    save_memory_alone()
     note_rank(rank)
     try:
         assignment: Assignment = load(folder / PAYLOAD)
@@ -73,6 +74,8 @@ def _train(assignment: Assignment, rank: int) -> None:
     # An optimizer that has travelled has lost the mark of its scheduler, not the scheduler.
     warnings.filterwarnings("ignore", "Seems like `optimizer.step")
     take_seat(seat)
+    assert seat.ranks.folder is not None
+    Checkpoints(seat.ranks.folder, seat.ranks.timeout).begin()
     loop, args, kwargs = assignment.call
     loop.train(*args, **kwargs)
 
@@ -94,10 +97,6 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-
-
-def _save_nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: rank 0 saves, and several processes that write one file destroy it."""
 
 
 def _end_with_parent(parent: int, folder: Path) -> None:

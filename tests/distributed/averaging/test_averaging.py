@@ -895,6 +895,72 @@ def test_training_on_batches_that_were_served_whole_is_warned_of_once_a_run(team
     assert second == []
 
 
+def test_optimizers_made_in_the_loop_step_inside_the_backward_with_averaged_gradients(team):
+    def loop(setup):
+        model = net()
+        setup.setup(model)
+        optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for x, y in batches():
+            mse_loss(model(setup.share(x)), setup.share(y)).backward()
+        return model
+
+    assert_pair(team(2), loop)
+
+
+def test_lbfgs_made_in_the_loop_searches_alike(team):
+    def loop(setup):
+        model = net()
+        setup.setup(model)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+        for x, y in batches():
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = mse_loss(model(setup.share(x)), setup.share(y))
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return model
+
+    assert_pair(team(2), loop, tolerance=1e-3)  # a search makes much of rounding
+
+
+def test_training_of_what_was_not_set_up_is_warned_of_once_a_run(team):
+    def loop(setup):
+        model = net()
+        setup.setup(model, sgd(model))
+        other = copy.deepcopy(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(setup, other, sgd(other), given=batches(count=2))
+            fit(setup, other, torch.optim.Adam(other.parameters()), given=batches(count=2))
+        return [str(each.message) for each in caught if issubclass(each.category, NanoWarning)]
+
+    (warned,), silent = team(2)(trained, loop)
+    assert "SGD steps parameters that were not set up" in warned
+    assert silent == []
+
+
+def test_optimizer_of_what_was_set_up_is_not_warned_of(team):
+    def loop(setup):
+        model = net()
+        setup.setup(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(setup, model, sgd(model))
+        return [str(each.message) for each in caught]
+
+    assert team(2)(trained, loop) == [[], []]
+
+
 def test_nothing_is_left_behind(team):
     def loop(ranks):
         plain, setup = torch.autograd.backward, Setup(ranks)

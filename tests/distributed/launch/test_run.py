@@ -187,6 +187,16 @@ def test_only_rank_0_prints_and_saves(tmp_path, capfd):
     assert [path.name for path in tmp_path.iterdir()] == ["saved by 0"]
 
 
+def test_workers_are_asked_nothing(capfd):
+    def train(model):
+        if small.rank() == 1:
+            breakpoint()
+            with pytest.raises(EOFError):
+                input()
+
+    two(train)(nn.Linear(1, 1))
+
+
 def test_verbose_all_shows_what_every_rank_prints(capfd):
     def train(model):
         print("printed by", small.rank())

@@ -1,0 +1,234 @@
+"""Processes that torchrun, srun or mpirun has started train together as those that nano_loop starts itself."""
+
+import json
+import os
+import sys
+import time
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from distributed import small
+from nano_loop import NanoConfigError, NanoError, nano
+from nano_loop.cpu import read_machine
+from nano_loop.environment import Launch, outside_launch
+
+from .started import LOOP, agents, environment, free_port, run_together, torchrun
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+# With HOST_OF=RANK, each rank seems to be on a host of its own.
+HOSTS = """
+import os, socket
+if "HOST_OF" in os.environ:
+    name = "host " + os.environ[os.environ["HOST_OF"]]
+    socket.gethostname = lambda: name
+"""
+TRAIN = """
+@nano(**OPTIONS | {"num_processes": None})
+def train(model, optimizer, loader):
+    mask = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return fit(model, optimizer, loader), everywhere([mask, torch.get_num_threads()])
+
+def found():
+    before = torch.distributed.is_initialized(), torch.get_num_threads()
+    ours = parts(4)
+    size, (masks, threads) = (lambda size, each: (size, zip(*each)))(*train(*ours))
+    return {
+        "size": size,
+        "masks": masks,
+        "threads": threads,
+        "weights": weights(ours[0]),
+        "way": train.report["gradient_averaging"].detail,
+        "left as it was": before == (torch.distributed.is_initialized(), torch.get_num_threads()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+def tell(*values):
+    rank = os.environ.get("RANK") or os.environ.get("PMI_RANK") or os.environ.get("SLURM_PROCID")
+    with open("found " + (rank or os.environ["OMPI_COMM_WORLD_RANK"]), "w") as file:
+        json.dump(values, file)
+
+"""
+TWO_RUNS = """
+first, second = found(), found()
+torch.distributed.init_process_group("gloo")
+tell(first, second, found())
+torch.distributed.destroy_process_group()
+"""
+
+
+def told(folder, size=2):
+    """What each rank has told."""
+    return [json.loads((folder / f"found {rank}").read_text()) for rank in range(size)]
+
+
+def run(commands, folder, program, **variables):
+    """Run a program as the launchers' command lines say, and return what each rank tells."""
+    (folder / "ranks.py").write_text(HOSTS + LOOP + TRAIN + program)
+    environments = [environment(**variables)] * len(commands)
+    for code, output in run_together([[*command, "ranks.py"] for command in commands], environments, folder):
+        assert code == 0, output
+    return told(folder)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The weights that one process of twice the batch ends with."""
+    names = {}
+    exec(LOOP + "\nfound = alone()", names)
+    return pytest.approx(names["found"], abs=2e-6)
+
+
+def test_torchrun_on_one_host_trains_twice_and_in_a_group_of_the_user_s(tmp_path, expected):
+    runs = run([torchrun("--nproc-per-node", 2)], tmp_path, TWO_RUNS, OMP_NUM_THREADS=2)
+    assert [len(each) for each in runs] == [3, 3]
+    for each in (*runs[0], *runs[1]):
+        assert each["size"] == 2
+        assert each["weights"] == expected
+        assert "shared memory" in each["way"]
+        assert each["left as it was"]
+        assert each["threads"] == [2, 2]  # the user's own
+        if read_machine().num_threads > 1 and hasattr(os, "sched_getaffinity"):
+            mine, other = map(set, each["masks"])
+            assert mine
+            assert other
+            assert not mine & other
+
+
+def test_ranks_of_two_hosts_use_the_network_and_all_cores_of_their_hosts(tmp_path, expected):
+    runs = run([torchrun("--nproc-per-node", 2)], tmp_path, "tell(found())", HOST_OF="RANK", OMP_NUM_THREADS=None)
+    for (each,) in runs:
+        assert each["OMP_NUM_THREADS"] == "1"  # torchrun's
+        assert each["threads"] == [read_machine().num_threads] * 2
+        assert each["masks"][0] == each["masks"][1] or not each["masks"][0]
+        assert "by gloo" in each["way"]
+        assert each["weights"] == expected
+        assert each["left as it was"]
+
+
+def test_two_agents_of_torchrun_make_one_run(tmp_path, expected):
+    runs = run(agents(), tmp_path, "tell(found(), found())", HOST_OF="GROUP_RANK")
+    for each in (*runs[0], *runs[1]):
+        assert (each["size"], each["weights"]) == (2, expected)
+        assert "by gloo" in each["way"]
+
+
+FAILS = """
+@nano(timeout=60)
+def train(model, optimizer, loader):
+    for step, (x, y) in enumerate(loader):
+        if step == 2 and torch.distributed.get_rank() == 1:
+            raise ValueError("a bad batch")
+        optimizer.zero_grad()
+        error(model(x), y).backward()
+        optimizer.step()
+
+train(*parts(4))
+"""
+
+
+def test_rank_that_fails_under_torchrun_ends_all(tmp_path):
+    (tmp_path / "ranks.py").write_text(LOOP + FAILS)
+    command = [*torchrun("--nproc-per-node", 2), "ranks.py"]
+    started = time.monotonic()
+    ((code, output),) = run_together([command], [environment()], tmp_path)
+    assert code == 1
+    assert "ValueError: a bad batch" in output
+    assert time.monotonic() - started < 60  # the timeout of those that wait
+
+
+LAUNCHERS = {
+    "srun": [
+        {
+            "SLURM_PROCID": str(rank),
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_NTASKS": "4",
+            "SLURM_STEP_NODELIST": "127.0.0.1",
+            "SLURM_NODELIST": "first-of-the-job,127.0.0.1",
+        }
+        for rank in range(2)
+    ],
+    "mpirun": [
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"},  # MPICH says it so, and the test both at once
+    ],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_with_the_variables_of_a_launcher_find_each_other(tmp_path, launcher, expected):
+    (tmp_path / "ranks.py").write_text(LOOP + TRAIN + "tell(found())")
+    port = free_port()
+    environments = [environment(MASTER_PORT=port, **variables) for variables in LAUNCHERS[launcher]]
+    for code, output in run_together([[sys.executable, "ranks.py"]] * 2, environments, tmp_path):
+        assert code == 0, output
+    for (each,) in told(tmp_path):
+        assert (each["size"], each["weights"]) == (2, expected)
+        assert "shared memory" in each["way"]
+        assert each["left as it was"]
+
+
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "launch"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # sbatch
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"RANK": "1"}, None),
+        ({"RANK": "", "WORLD_SIZE": "2"}, None),
+        (SRUN, Launch("srun", 1, 2)),
+        ({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("srun", 1, 2)),
+        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, Launch("mpirun", 3, 4)),
+        ({**SRUN, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, Launch("mpirun", 3, 4)),
+        ({**SRUN, "RANK": "3", "WORLD_SIZE": "4"}, Launch("torchrun", 3, 4)),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, None),  # a run of its own on each host
+    ],
+)
+def test_launch_is_that_of_the_innermost_launcher(variables, launch):
+    assert outside_launch(variables) == launch
+
+
+def launched(monkeypatch, **variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_variables_of_sbatch_alone_change_nothing(monkeypatch):
+    launched(monkeypatch, SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_JOB_ID="7", SLURM_NODELIST="nowhere")
+
+    def train(model):
+        return distributed.is_initialized()
+
+    train = nano(verbose=False)(train)
+    assert train(nn.Linear(1, 1)) is False
+    assert train.report.title.count("1 process ×") == 1
+
+
+def test_other_number_of_processes_than_the_launcher_s_is_refused(monkeypatch):
+    launched(monkeypatch, RANK="0", WORLD_SIZE="4")
+    with pytest.raises(NanoConfigError, match=r"num_processes=2.*torchrun has started 4.*Leave it out"):
+        nano(num_processes=2)
+    nano(num_processes=4)
+
+
+def test_group_of_another_size_than_the_launch_is_refused(monkeypatch, tmp_path):
+    launched(monkeypatch, RANK="0", WORLD_SIZE="4")
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(NanoError, match=r"in a process group of 1.*torchrun has started 4"):
+            nano(verbose=False)(small.fit)(*small.parts())
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_launch_that_does_not_say_where_to_meet_is_refused(monkeypatch):
+    launched(monkeypatch, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    with pytest.raises(NanoError, match=r"MASTER_ADDR=None.*mpirun -x MASTER_ADDR"):
+        nano(verbose=False)(small.fit)(*small.parts())
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,340 @@
+"""From wherever several processes are started, the loop finds what it needs in each and trains the caller's model."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from torch import distributed, nn
+
+from distributed import small
+from nano_loop import nano
+
+from .started import LOOP, environment, run_python
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+# --- as a program of its own ---
+
+SCRIPT = """
+with open("ran", "a") as file:
+    file.write("x")
+
+class Project:
+    rate = 3
+    @staticmethod
+    @nano(**OPTIONS)
+    def train(model, optimizer, loader):
+        return fit(model, optimizer, loader), everywhere(Project.rate)
+
+class Trainer(TorchNano):
+    def train(self, model, optimizer, loader):
+        return fit(*self.setup(model, optimizer, loader)), everywhere(torch.get_num_threads())
+
+torch.set_num_threads(1)
+decorated, subclassed = parts(4), parts(4)
+found = Project.train(*decorated), Trainer(**OPTIONS).train(*subclassed), torch.get_num_threads()
+print(json.dumps([found, weights(decorated[0]), weights(subclassed[0]), alone()]))
+"""
+
+
+def test_script_without_a_main_guard_runs_once_and_its_own_classes_travel(tmp_path):
+    (tmp_path / "train.py").write_text(LOOP + SCRIPT)
+    (found, decorated, subclassed, alone), stderr = run_python("train.py", folder=tmp_path)
+    assert found == [[2, [3, 3]], [2, [1, 1]], 1]
+    assert decorated == subclassed == pytest.approx(alone, abs=2e-6)
+    assert (tmp_path / "ran").read_text() == "x"
+    assert stderr == ""
+
+
+OPTIONED = """
+import warnings
+
+@nano(**OPTIONS)
+def train(model, optimizer, loader):
+    warned = []
+    try:
+        warnings.warn("as an error?", UserWarning)
+    except UserWarning:
+        warned.append("raised")
+    return fit(model, optimizer, loader), everywhere((sys.flags.optimize, sys.flags.dev_mode, warned))
+
+ours = parts(4)
+print(json.dumps([train(*ours), weights(ours[0]), alone()]))
+"""
+
+
+@pytest.mark.slow
+def test_options_of_python_hold_in_workers_and_a_run_from_c_warns_of_nothing(tmp_path):
+    (tmp_path / "json.py").write_text("raise ImportError('of the working folder')")  # which is not on the path
+    script = "import sys; del sys.path[0]" + LOOP + OPTIONED
+    flags = ("-O", "-W", "error", "-X", "dev")
+    ((size, everywhere), ours, alone), stderr = run_python(*flags, "-c", script, folder=tmp_path)
+    assert size == 2
+    assert everywhere == [[1, True, ["raised"]]] * 2
+    assert ours == pytest.approx(alone, abs=2e-6)
+    assert stderr == ""
+
+
+THREADS = """
+import warnings
+warnings.filterwarnings("ignore", "told to nobody")
+
+@nano(**OPTIONS)
+def train(model, optimizer, loader):
+    warnings.warn("told to nobody")
+    return fit(model, optimizer, loader), everywhere(torch.get_num_threads())
+
+ours, before = parts(4), torch.get_num_threads()
+print(json.dumps([train(*ours), weights(ours[0]), alone(), before, torch.get_num_threads()]))
+"""
+
+
+def test_script_on_standard_input_with_threads_and_warnings_of_the_user_s_choice(tmp_path):
+    found, stderr = run_python(folder=tmp_path, stdin=LOOP + THREADS, OMP_NUM_THREADS=2)
+    (size, threads), ours, alone, before, after = found
+    assert size == 2
+    assert threads == [2, 2]
+    assert before == after == 2
+    assert ours == pytest.approx(alone, abs=2e-6)
+    assert stderr == ""
+
+
+def test_functions_typed_at_a_prompt_train_and_the_prompt_goes_on(tmp_path):
+    prompt = Prompt(tmp_path)
+    try:
+        for block in LOOP.split("\n\n"):
+            prompt.enter(block)
+        prompt.enter("ours = parts(4); size = nano(**OPTIONS)(fit)(*ours)")
+        prompt.enter("print('found', size, weights(ours[0]) == alone(), 1 + 1)")
+        assert "\nfound 2 True 2" in prompt.leave()
+    finally:
+        prompt.close()
+
+
+class Prompt:
+    """An interactive Python at a terminal of its own."""
+
+    def __init__(self, folder):
+        self.terminal, theirs = pty.openpty()
+        variables = environment(TERM="dumb", PYTHON_BASIC_REPL=1, PYTHONSTARTUP=None, PYTHON_HISTORY=os.devnull)
+        self.process = subprocess.Popen(
+            [sys.executable, "-i", "-q"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=variables
+        )
+        os.close(theirs)
+        self.shown = ""
+        self._await(1)
+
+    def enter(self, block):
+        """Type some lines and an empty one, and wait until it asks for more."""
+        for line in [*block.strip().split("\n"), ""]:
+            asked = self._asked()
+            os.write(self.terminal, line.encode() + b"\n")
+            self._await(asked + 1)
+
+    def leave(self):
+        """End it, and return all that was shown."""
+        os.write(self.terminal, b"exit()\n")
+        assert self.process.wait(timeout=20) == 0
+        return self.shown.replace("\r", "")
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.terminal)
+
+    def _asked(self):
+        return self.shown.count(">>> ") + self.shown.count("... ")
+
+    def _await(self, count):
+        while self._asked() < count:
+            assert select.select([self.terminal], [], [], 60)[0], self.shown
+            self.shown += os.read(self.terminal, 1 << 16).decode()
+
+
+# --- from a notebook ---
+
+NOTEBOOK_LOOP = """
+@nano(**OPTIONS | {"verbose": True})
+def train(model, optimizer, loader):
+    print("trained by", torch.distributed.get_rank())
+    return fit(model, optimizer, loader)
+
+ours = parts(4)
+"""
+INTERRUPTED = """
+@nano(**OPTIONS)
+def stay(model):
+    everywhere(0)
+    if torch.distributed.get_rank() == 0:
+        with open("pid", "w") as file:
+            print(os.getpid(), file=file)
+    while True:
+        everywhere(0)
+
+stay(ours[0])
+"""
+LEFT = "import psutil; print([each.cmdline() for each in psutil.Process().children()])"
+
+
+# In a process of its own, for it leaves an event loop behind. Prints what each cell shows: streams by name, its result,
+# its error.
+RUN_CELLS = """
+import json, sys
+import nbformat
+from nbclient import NotebookClient
+
+def shown_by(cell):
+    shown = {}
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            shown[output.name] = shown.get(output.name, "") + output.text
+        elif output.output_type == "error":
+            shown["error"] = output.ename
+        else:
+            shown["result"] = output.data["text/plain"]
+    return shown
+
+cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(sys.stdin)]
+notebook = nbformat.v4.new_notebook(cells=cells)
+NotebookClient(notebook, timeout=100, kernel_name="python3", allow_errors=True).execute()
+print(json.dumps([shown_by(cell) for cell in notebook.cells]))
+"""
+
+
+@pytest.mark.slow
+def test_cells_of_a_notebook_train_its_model_and_can_be_interrupted(tmp_path):
+    cells = [LOOP + NOTEBOOK_LOOP, "train(*ours)", "train(*ours)", "weights(ours[0])", INTERRUPTED, LEFT]
+    interrupting = threading.Thread(target=interrupt_when_there, args=(tmp_path / "pid",))
+    interrupting.start()
+    try:
+        outputs, _ = run_python("-c", RUN_CELLS, folder=tmp_path, stdin=json.dumps(cells), JUPYTER_PLATFORM_DIRS=1)
+    finally:
+        interrupting.join()
+    assert outputs[0] == {}
+    for first_or_second in outputs[1:3]:
+        assert first_or_second["stdout"] == "trained by 0\n"
+        assert first_or_second["stderr"].count("gradient_averaging") == 1
+        assert first_or_second["result"] == "2"
+    assert outputs[4]["error"] == "KeyboardInterrupt"
+    assert outputs[5]["stdout"] == "[]\n"
+    expected = {}
+    exec(LOOP + "\nargs.epochs = 4\nexpected = alone()", expected)
+    assert eval(outputs[3]["result"]) == pytest.approx(expected["expected"], abs=2e-6)
+
+
+def interrupt_when_there(file):
+    """Interrupt the process whose id comes to stand in the file."""
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        if file.exists() and file.read_text().endswith("\n"):
+            psutil.Process(int(file.read_text())).send_signal(signal.SIGINT)
+            return
+        time.sleep(0.1)
+
+
+# --- from this process ---
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The weights that one process of twice the batch ends with."""
+    model, optimizer, loader = small.parts(batch_size=8)
+    small.fit(model, optimizer, loader)
+    return small.weights(model)
+
+
+def test_method_of_a_class_of_this_function_trains(alone):
+    class Project:
+        def __init__(self, rate):
+            self.rate = rate
+
+        @nano(**small.OPTIONS)
+        def train(self, model, optimizer, loader):
+            found = [None, None]
+            distributed.all_gather_object(found, (self.rate, isinstance(self, Project), alone.tolist()))
+            return found, small.fit(model, optimizer, loader)
+
+    model, optimizer, loader = small.parts()
+    assert Project(3).train(model, optimizer, loader) == ([(3, True, alone.tolist())] * 2, 8)
+    torch.testing.assert_close(small.weights(model), alone, rtol=1e-6, atol=1e-6)
+
+
+PACKAGE = {
+    "__init__.py": "",
+    "rates.py": "RATE = 0.25",
+    "loops.py": """
+        import os, torch
+        from nano_loop import nano
+
+        with open("imported", "a") as file:
+            print(os.getpid(), file=file)
+
+        class Line(torch.nn.Linear):
+            pass
+
+        @nano(num_processes=2, auto_lr=False, verbose=False)
+        def train(model):
+            from .rates import RATE
+            loss = model(torch.ones(1, 1)).sum() * RATE
+            loss.backward()
+            with torch.no_grad():
+                model.weight -= model.weight.grad
+            found = [None, None]
+            mine = type(model) is Line, train.__wrapped__.__globals__ is globals(), os.getcwd(), os.getpid()
+            torch.distributed.all_gather_object(found, mine)
+            return found
+    """,
+}
+
+
+def test_decorated_function_of_a_module_is_imported_in_workers_wherever_they_stand(tmp_path, monkeypatch):
+    folder = tmp_path / "packages" / "of_this_test"
+    folder.mkdir(parents=True)
+    for name, text in PACKAGE.items():
+        (folder / name).write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("packages")  # found from here alone
+    from of_this_test import loops
+
+    try:
+        model = loops.Line(1, 1, bias=False)
+        nn.init.constant_(model.weight, 1.0)
+        found = loops.train(model)
+        assert [each[:3] for each in found] == [(True, True, str(tmp_path))] * 2
+        assert model.weight.item() == 0.75
+        assert (tmp_path / "imported").read_text().split() == [str(each[3]) for each in found]
+    finally:
+        for name in ("of_this_test", "of_this_test.rates", "of_this_test.loops"):
+            sys.modules.pop(name, None)
+
+
+def test_another_thread_runs_with_one_number_of_processes_after_the_other(alone):
+    def sized(model, optimizer, loader):
+        small.fit(model, optimizer, loader)
+        return distributed.get_world_size() if distributed.is_initialized() else 1
+
+    found = []
+
+    def runs():
+        for count, batch_size in ((2, 4), (1, 8), (2, 4)):
+            model, optimizer, loader = small.parts(batch_size=batch_size)
+            size = nano(**small.OPTIONS | {"num_processes": count})(sized)(model, optimizer, loader)
+            found.append((size, small.weights(model)))
+
+    thread = threading.Thread(target=runs)
+    thread.start()
+    thread.join()
+    assert [size for size, _ in found] == [2, 1, 2]
+    for _, weights in found:
+        torch.testing.assert_close(weights, alone, rtol=1e-6, atol=1e-6)
