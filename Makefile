@@ -4,6 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 
 VENV := .venv
+REQUIREMENTS := requirements/default.txt
 RUN := $(VENV)/bin/python
 PIP_INSTALL := $(RUN) -m pip install -qq --progress-bar off
 
@@ -36,15 +37,16 @@ READY := $(VENV)/ready-$(VERSION)
 # Two `make` at once: the second waits here for the first one's set-up.
 LOCK := $(if $(shell command -v flock 2>/dev/null),flock Makefile)
 
-.PHONY: help demo test lint bench bench-overhead clean ready
+.PHONY: help demo test test-ipex lint bench bench-overhead clean ready
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    run an example plain and accelerated, side by side"
 	@echo "make test    run the tests; arguments for pytest: make test ARGS='-k precision'"
+	@echo "make test-ipex   the tests with IPEX and the torch it needs, in .venv-ipex: a download of several GB"
 	@echo "make lint    ruff and mypy"
-	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--only resnet50 --rounds 5'"
-	@echo "make clean   remove .venv, builds and caches"
+	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
+	@echo "make clean   remove .venv, .venv-ipex, .venv-bench, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
 
 demo: ready
@@ -55,13 +57,23 @@ test: export OMP_WAIT_POLICY := passive
 test: ready
 	@$(RUN) -m pytest $(ARGS)
 
+# The same rules in another environment. Its torch is built for CUDA too, which is not to be looked for.
+test-ipex: export CUDA_VISIBLE_DEVICES :=
+test-ipex:
+	@$(MAKE) --no-print-directory VENV=.venv-ipex REQUIREMENTS=requirements/ipex.txt test
+
 lint: ready
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy --strict nano_loop
 
-bench: ready
-	@$(RUN) -m benchmarks.run $(ARGS)
+# The peers have an environment of their own, so that nothing of ours comes to rely on them.
+BENCH_VENV := .venv-bench
+bench:
+	$(if $(MISSING),$(error $(MISSING)))
+	$(if $(filter 3.10,$(VERSION)),$(error transformers needs Python 3.11 or later. Name one: make PYTHON=python3.12 bench))
+	@$(MAKE) -s ready VENV=$(BENCH_VENV) REQUIREMENTS="requirements/default.txt requirements/bench.txt"
+	@$(BENCH_VENV)/bin/python -m benchmarks.run $(ARGS)
 
 bench-overhead: ready
 	@$(RUN) -m benchmarks.overhead
@@ -72,10 +84,10 @@ ready:
 	@test "$$(cat $(READY) 2>/dev/null)" = "$(CURDIR)" || rm -f $(READY)
 	@$(LOCK) $(MAKE) -s $(READY)
 
-$(PINS): requirements/default.txt
+$(PINS): $(REQUIREMENTS)
 	@echo "Setting up $(VENV) with Python $(VERSION): one to three minutes"
 	@"$(PYTHON)" -m venv --clear $(VENV)
-	@$(PIP_INSTALL) -r requirements/default.txt
+	@$(PIP_INSTALL) $(addprefix -r ,$(REQUIREMENTS))
 	@touch $@
 
 $(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py
@@ -84,5 +96,5 @@ $(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py
 	@printf '%s' "$(CURDIR)" > $@
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-ipex $(BENCH_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,35 +1,111 @@
-"""One workload under one system, in this process; prints the measurement as one line of JSON."""
+"""What one process measures: a workload's steps under a system, its FLOPs, or the machine's matrix products.
+
+python -m benchmarks.case '{"task": "steps", "workload": "mlp", "system": "nano", "small": true}'
+
+It prints one line of JSON: what was measured, or the reason why not.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
+import re
 import resource
 import statistics
+import sys
 import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.systems import SYSTEMS
-from benchmarks.workloads import WORKLOADS
+from benchmarks import systems
+from benchmarks.limits import matmul_gflops, step_flops
+from benchmarks.names import find
+from benchmarks.workloads import WORKLOADS, Workload
+
+Train = Callable[[Workload, int], list[float]]
+
+
+def steps(workload: str, system: str, small: bool) -> dict[str, float]:
+    """Measure training steps under a system."""
+    return _measured(workload, find(system, systems.SYSTEMS), small)
+
+
+def ranks(workload: str, cpus: Sequence[int], small: bool) -> dict[str, float]:
+    """Measure training steps of nano_loop in one process for each of these CPUs."""
+    return _measured(workload, lambda work, count: systems.nano_ranks(work, count, cpus), small)
+
+
+def flops(workload: str, small: bool) -> dict[str, float]:
+    """Count the matrix FLOPs of a step."""
+    return {"flops": step_flops(_build(workload, small))}
+
+
+def _measured(workload: str, train: Train, small: bool) -> dict[str, float]:
+    work = _build(workload, small)
+    warmup = max(2, work.steps // 10)
+    seconds = train(work, warmup + work.steps)
+    return {
+        "median_ms": statistics.median(seconds[warmup:]) * 1e3,
+        "first_step_ms": seconds[0] * 1e3,
+        "peak_rss_mb": _peak_rss_mb(),
+    }
+
+
+def _build(workload: str, small: bool) -> Workload:
+    torch.manual_seed(0)
+    work: Workload = find(workload, WORKLOADS)(small)
+    work.model.train()
+    return work
+
+
+def _peak_rss_mb() -> float:
+    """Return the most memory that this process has had; Linux lets `ru_maxrss` begin at what the parent had."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    if found:
+        return int(found[1]) / 1024
+    unit = 1024**2 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+TASKS: dict[str, Callable[..., dict[str, float]]] = {
+    "steps": steps,
+    "ranks": ranks,
+    "flops": flops,
+    "matmul": matmul_gflops,
+}
+
+
+def perform(job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job, and return what it measured, or the reason why not."""
+    arguments = dict(job)
+    warnings.simplefilter("ignore")  # the peers' advice about GPUs and loader workers
+    try:
+        return TASKS[arguments.pop("task")](**arguments)
+    except Exception as error:  # whatever a system does, the run goes on and says so
+        return {"reason": reason(error)}
+
+
+def reason(error: BaseException) -> str:
+    """Return an error in one line."""
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}".rstrip(": ")
+
+
+def keep_output() -> Any:
+    """Send what anything prints to standard error from now on, and return the true standard output."""
+    sys.stdout.flush()
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return output
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument("system", choices=SYSTEMS)
-    parser.add_argument("--steps", type=int, default=6, help="steps that are counted")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")  # the peers' advice about GPUs and loader workers
-    torch.manual_seed(0)
-    work = WORKLOADS[arguments.workload]()
-    seconds = SYSTEMS[arguments.system](work, arguments.warmup + arguments.steps)[arguments.warmup :]
-    result = {
-        "median_ms": statistics.median(seconds) * 1e3,
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
-    print(json.dumps(result))
+    output = keep_output()
+    print(json.dumps(perform(json.loads(sys.argv[1]))), file=output, flush=True)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,16 @@ def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def resnet50(small: bool) -> Workload:
-    """ResNet-50, 16 images of 224², SGD with momentum."""
+    """ResNet-50, 16 images of 224² (small: 8 of 128²), SGD with momentum."""
     model = ResNet(Bottleneck, 4, (3, 4, 6, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     count, side = (8, 128) if small else (16, 224)
     batch = torch.randn(count, 3, side, side), torch.randint(1000, (count,))
-    return Workload(model, optimizer, [batch], _classify, images=True)
+    return Workload(model, optimizer, [batch], _classify, images=True, steps=4 if small else 6)
 
 
 def vit(small: bool) -> Workload:
-    """ViT-S/16 of transformers, 16 images of 224², AdamW."""
+    """ViT-S/16 of transformers, 16 images of 224², AdamW; small, 2 of its 12 layers."""
     from transformers import ViTConfig, ViTForImageClassification
 
     layers = 2 if small else 12
@@ -45,6 +45,7 @@ def vit(small: bool) -> Workload:
         torch.optim.AdamW(model.parameters(), lr=1e-4),
         [batch],
         lambda model, batch: model(pixel_values=batch[0], labels=batch[1]).loss,
+        steps=4 if small else 6,
     )
 
 

@@ -10,19 +10,31 @@ from benchmarks.workloads.workload import Workload
 
 
 def bert(small: bool) -> Workload:
-    """BERT-base with its dropout, 8 sequences of 128 tokens, AdamW."""
+    """BERT-base with its dropout, 8 sequences of 128 tokens, AdamW; small, 4, 2 of its 12 layers and 8,000 words."""
     from transformers import BertConfig, BertForMaskedLM
 
-    model = BertForMaskedLM(BertConfig(num_hidden_layers=2 if small else 12))
-    return _language_model(model, batch=8, length=128, words=30522)
+    layers, words, batch = (2, 8000, 4) if small else (12, 30522, 8)
+    model = BertForMaskedLM(BertConfig(vocab_size=words, num_hidden_layers=layers))
+    return _language_model(model, torch.randint(words, (batch, 128)), steps=4 if small else 6)
 
 
 def gpt2(small: bool) -> Workload:
-    """GPT-2 with 6 layers and its dropout, 4 sequences of 256 tokens, AdamW."""
+    """GPT-2 with 6 layers and its dropout, 4 sequences of 256 tokens, AdamW; small, 2, 2 layers and 8,000 words."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1 if small else 6))
-    return _language_model(model, batch=4, length=128 if small else 256, words=50257)
+    layers, words, batch = (2, 8000, 2) if small else (6, 50257, 4)
+    config = GPT2Config(vocab_size=words, n_layer=layers, bos_token_id=0, eos_token_id=0)
+    return _language_model(GPT2LMHeadModel(config), torch.randint(words, (batch, 256)), steps=4 if small else 6)
+
+
+def _language_model(model: nn.Module, tokens: Tensor, steps: int) -> Workload:
+    return Workload(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        [tokens],
+        lambda model, tokens: model(input_ids=tokens, labels=tokens).loss,
+        steps=steps,
+    )
 
 
 class LstmModel(nn.Module):
@@ -42,8 +54,9 @@ def lstm(small: bool) -> Workload:
     """A language model of two LSTM layers 512 wide over 10,000 words, 16 sequences of 64 tokens, AdamW."""
     words, width, batch, length = 10_000, 512, 16, 64
     model = LstmModel(words, width)
-    tokens = torch.randint(words, (batch, length))
-    # Four gates of a product with the input and one with the state; twice that again in the backward.
+    tokens = torch.randint(words, (batch, length + 1))
+    # torch's counter does not know oneDNN's LSTM. In each of the two layers four gates of a product with the input
+    # and one with the state; in the backward twice that again.
     gates = 3 * 2 * batch * length * 2 * (4 * width) * (2 * width)
     return Workload(
         model,
@@ -53,9 +66,3 @@ def lstm(small: bool) -> Workload:
         steps=6 if small else 20,
         uncounted_flops=gates,
     )
-
-
-def _language_model(model: nn.Module, batch: int, length: int, words: int) -> Workload:
-    tokens = torch.randint(words, (batch, length))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return Workload(model, optimizer, [tokens], lambda model, tokens: model(input_ids=tokens, labels=tokens).loss)

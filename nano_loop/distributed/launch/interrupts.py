@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 _PATIENCE = 2.0  # seconds that Python has to hear of a signal by itself
+_ECHO = 0.5  # seconds in which other processes of the terminal write of the same Ctrl-C
 _END = b"\0"  # no signal has this number
 
 
@@ -31,20 +33,38 @@ def unheard_interrupts(act: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    heard = threading.Event()
-
-    def hear(number: int, frame: FrameType | None) -> Any:
-        heard.set()
-        return handler(number, frame)
-
+    heard = _Heard(handler)
     with ExitStack() as stack:
         if _watch(stack, heard, act):
-            stack.callback(signal.signal, signal.SIGINT, handler)
-            signal.signal(signal.SIGINT, hear)
+            stack.callback(heard.put_back)
+            signal.signal(signal.SIGINT, heard)
         yield
 
 
-def _watch(stack: ExitStack, heard: threading.Event, act: Callable[[], None]) -> bool:
+class _Heard:
+    """Stands in for the user's handler, and notes that it is called."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.called = threading.Event()
+        self.at = float("-inf")
+        self._handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> Any:
+        self.at = time.monotonic()
+        self.called.set()
+        return self._handler(number, frame)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the loop has not put a handler of its own in place, of whose calls nothing is known."""
+        return signal.getsignal(signal.SIGINT) is self
+
+    def put_back(self) -> None:
+        if self.in_place:
+            signal.signal(signal.SIGINT, self._handler)
+
+
+def _watch(stack: ExitStack, heard: _Heard, act: Callable[[], None]) -> bool:
     """Start the thread that learns of signals from Python's wake-up descriptor, unless that is taken."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -59,15 +79,16 @@ def _watch(stack: ExitStack, heard: threading.Event, act: Callable[[], None]) ->
     stack.callback(thread.join)
     stack.callback(os.close, writing)
     stack.callback(os.write, writing, _END)  # closing alone would not end the thread: a loader's workers have it open
-    stack.callback(heard.set)
+    stack.callback(heard.called.set)
     stack.callback(signal.set_wakeup_fd, -1)
     thread.start()
     return True
 
 
-def _listen(reading: int, heard: threading.Event, act: Callable[[], None]) -> None:
+def _listen(reading: int, heard: _Heard, act: Callable[[], None]) -> None:
     while 0 not in (signals := os.read(reading, 64)):
-        if signal.SIGINT in signals:
-            if not heard.wait(_PATIENCE):
+        # A loader's processes have inherited the descriptor, and Ctrl-C is a signal to all.
+        if signal.SIGINT in signals and time.monotonic() - heard.at > _ECHO:
+            if not heard.called.wait(_PATIENCE) and heard.in_place:
                 act()
-            heard.clear()
+        heard.called.clear()

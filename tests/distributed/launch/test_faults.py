@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 from torch import distributed
@@ -230,6 +231,17 @@ def test_ctrl_c_ends_a_wait_inside_torch(clock):
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_run_ends_while_processes_of_a_loader_are_alive():
+    def train(model, loader):
+        batches = iter(loader)  # they have inherited all descriptors, and live as long as this
+        next(batches)
+        return batches
+
+    model, _, loader = small.parts()
+    loader = torch.utils.data.DataLoader(loader.dataset, batch_size=4, num_workers=1)
+    assert len(list(nano(**small.OPTIONS)(train)(model, loader))) == 3
+
+
 def test_interrupt_that_the_loop_handles_ends_nothing():
     def train(model, heard):
         if small.rank() == 0:
@@ -243,6 +255,48 @@ def test_interrupt_that_the_loop_handles_ends_nothing():
         return heard
 
     assert nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1), []) == [True]
+
+
+def test_handler_that_the_loop_installs_is_left_to_handle_interrupts():
+    handled = []
+
+    def handle(number, frame):
+        handled.append(number)
+
+    def train(model):
+        if small.rank() == 0:
+            signal.signal(signal.SIGINT, handle)
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(3)
+        distributed.barrier()
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+        assert signal.getsignal(signal.SIGINT).__name__ == "handle"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_interrupt_that_processes_of_a_loader_get_too_is_one():
+    def train(model, loader, heard):
+        batches = iter(loader)
+        next(batches)
+        if small.rank() == 0:
+            try:
+                (process,) = psutil.Process().children(recursive=True)[-1:]
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                heard.append(True)
+            process.send_signal(signal.SIGINT)  # as the terminal does
+        time.sleep(3)
+        distributed.barrier()
+
+    model, _, loader = small.parts()
+    loader = torch.utils.data.DataLoader(loader.dataset, batch_size=4, num_workers=1)
+    heard = []
+    nano(**small.OPTIONS)(train)(model, loader, heard)
+    assert heard == [True]
 
 
 def test_argument_that_cannot_be_pickled_is_named():

@@ -1,0 +1,75 @@
+"""Does each job in a process that was started for it alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Job = dict[str, Any]
+Result = dict[str, Any]
+
+
+def fresh(job: Job, *, limit: float, python: str = sys.executable, settings: Mapping[str, str] | None = None) -> Result:
+    """Do a job (see `benchmarks.case`) in a process of its own.
+
+    Parameters
+    ----------
+    job : dict
+        What to do.
+    limit : float
+        After so many seconds the process is ended, with all that it has started.
+    python : str
+        The Python that runs it.
+    settings : mapping, optional
+        Environment variables that it gets besides this process's.
+
+    Returns
+    -------
+    dict
+        What it measured, or the ``reason`` why it did not.
+    """
+    command = [python, "-m", "benchmarks.case", json.dumps(job)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with tempfile.TemporaryDirectory() as folder:  # it may be killed, and leave its files
+        own = environment() | {"TMPDIR": folder} | dict(settings or {})
+        process = subprocess.Popen(command, env=own, start_new_session=True, **pipes)
+        try:
+            out, err = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"reason": too_long(limit)}
+        finally:
+            _end(process)
+    return json.loads(out) if out else {"reason": died(process.returncode, err)}
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment, in which another process finds the benchmarks."""
+    paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def too_long(limit: float) -> str:
+    return f"it took more than {limit:g} s"
+
+
+def died(code: int, err: str) -> str:
+    """Say how a process ended that returned nothing: its exit code or signal, and the last line it wrote."""
+    how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    return ": ".join([how, *err.strip().splitlines()[-1:]])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill what is left of the process and of those it has started, and take what it left in its pipes."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()

@@ -1,0 +1,43 @@
+"""Finds workloads and systems by what a person calls them: a name of ours, or ``module:function`` of their own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def find(name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Return the function that a name stands for; raise `ValueError`, which says what there is."""
+    module, colon, function = name.partition(":")
+    if not colon:
+        if name not in known:
+            raise ValueError(f"{name!r}: there are {', '.join(known)}, or module:function of your own")
+        return known[name]
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name!r}: {error}") from error
+
+
+def names(known: Mapping[str, Callable[..., Any]]) -> Callable[[str], list[str]]:
+    """Return an argument's type: names between commas, each once, and each checked."""
+
+    def parse(text: str) -> list[str]:
+        chosen = list(dict.fromkeys(text.split(",")))
+        try:
+            for name in chosen:
+                find(name, known)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return chosen
+
+    return parse
+
+
+def at_least_one(text: str) -> int:
+    """Be an argument's type: a count."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
+    return int(text)

@@ -1,0 +1,101 @@
+"""Trains the examples to the end over several seeds, in fp32 and in bf16, and prints how they end as a markdown table.
+
+python -m benchmarks.training
+python -m benchmarks.training --only digits --seeds 3 --modes plain,bf16 --digits "--epochs 4 --width 64"
+
+A seed's runs differ in the mode alone: they begin with the same weights and see the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.fresh import ROOT, environment
+from benchmarks.names import at_least_one, names
+
+#: By example: the key of its results that is compared, and how it is written.
+MEASURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "digits": ("accuracy", "{:.2%}".format),
+    "char_gpt": ("loss", "{:.4f}".format),
+}
+MODES = {"plain": ["--plain"], "fp32": ["--precision", "32"], "bf16": ["--precision", "bf16"]}
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.training", description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--only", type=names(MEASURES), default=list(MEASURES), metavar="EXAMPLES", help="names between commas")
+    add("--modes", type=names(MODES), default=["fp32", "bf16"], help=f"of {', '.join(MODES)}; the first is compared to")
+    add("--seeds", type=at_least_one, default=5, metavar="N", help="how many, from 0 on (default: 5)")
+    add("--digits", type=shlex.split, default=[], metavar="OPTIONS", help="options of examples/digits.py")
+    add("--char-gpt", type=shlex.split, default=[], metavar="OPTIONS", help="options of examples/char_gpt.py")
+    return parser.parse_args(given)
+
+
+def train(example: str, mode: str, seed: int, options: Sequence[str]) -> float:
+    """Run an example to its end, and return the accuracy or loss that it ends with."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.json")
+        script = [str(ROOT / f"examples/{example}.py"), *options, *MODES[mode]]
+        command = [sys.executable, *script, "--seed", str(seed), "--json", str(results)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{shlex.join(command)} failed:\n{done.stderr}")
+        return float(json.loads(results.read_text())[MEASURES[example][0]])
+
+
+def ends(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Return by example and mode how each seed ended; the modes take turns."""
+    found = {example: {mode: [] for mode in options.modes} for example in options.only}
+    runs = [(example, seed) for example in options.only for seed in range(options.seeds)]
+    with tqdm(total=len(runs) * len(options.modes), file=sys.stderr, unit="run", dynamic_ncols=True) as bar:
+        for example, seed in runs:
+            for mode in options.modes:
+                bar.set_description(f"{example} seed {seed} {mode}")
+                found[example][mode].append(train(example, mode, seed, getattr(options, example)))
+                bar.update()
+    return found
+
+
+def markdown(found: dict[str, dict[str, list[float]]]) -> str:
+    """Return a row for each example and mode: mean ± standard deviation, and of the differences seed by seed."""
+    lines = [
+        "| example | mode | seeds | end, mean ± sd | difference, mean ± sd (range) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for example, modes in found.items():
+        measure, write = MEASURES[example]
+        reference = next(iter(modes.values()))
+        for mode, values in modes.items():
+            difference = "" if values is reference else _differences(values, reference, write)
+            end = f"{measure} {_mean(values, write)}"
+            lines.append(f"| {example} | {mode} | {len(values)} | {end} | {difference} |")
+    return "\n".join(lines)
+
+
+def _differences(values: list[float], reference: list[float], write: Callable[[float], str]) -> str:
+    found = [value - other for value, other in zip(values, reference, strict=True)]
+    return f"{_mean(found, write)} ({write(min(found))} to {write(max(found))})"
+
+
+def _mean(values: list[float], write: Callable[[float], str]) -> str:
+    spread = write(statistics.stdev(values)) if len(values) > 1 else "–"
+    return f"{write(statistics.mean(values))} ± {spread}"
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    print(markdown(ends(arguments(given))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from command_line import OWN
+
+from benchmarks.case import perform
+from benchmarks.fresh import fresh
+from benchmarks.limits import step_flops
+from benchmarks.systems import SYSTEMS, endless, steps
+from benchmarks.workloads import WORKLOADS
+
+FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
+
+
+def job(own_system, **others):
+    return {"task": "steps", "workload": f"{OWN}linear", "system": f"{OWN}{own_system}", "small": True, **others}
+
+
+def test_the_flops_of_a_linear_layer_are_its_product_and_two_of_the_same_size_backwards():
+    assert step_flops(tiny.linear(False)) == 3 * FORWARD
+
+
+def test_what_the_counter_does_not_know_is_added():
+    assert step_flops(tiny.linear(False, uncounted_flops=1000.0)) == 3 * FORWARD + 1000
+
+
+def test_attention_is_counted():
+    q = torch.randn(1, 2, 32, 8, requires_grad=True)
+    work = tiny.linear(True)
+    work.batches = [q]
+    work.loss = lambda _, x: torch.nn.functional.scaled_dot_product_attention(x, x, x).sum()
+    product = 2 * 2 * 32 * 32 * 8
+    assert step_flops(work) == 6 * product
+
+
+def test_the_gates_of_an_lstm_are_counted_once():
+    work = WORKLOADS["lstm"](True)
+    weights = sum(weight.numel() for name, weight in work.model.named_parameters() if ".weight" in f".{name}")
+    weights -= work.model.embedding.weight.numel()
+    tokens = work.batches[0][:, 1:].numel()
+    assert step_flops(work) == pytest.approx(3 * 2 * tokens * weights, rel=0.01)
+
+
+def test_each_step_has_its_batch_loaded_in_every_epoch():
+    work, loaded = tiny.linear(True), []
+
+    class Loader:
+        def __iter__(self):
+            for batch in work.batches:
+                loaded.append(batch)
+                yield batch
+
+    assert len(steps(work.model, work.optimizer, Loader(), work.loss, 3)) == 3
+    assert len(loaded) == 3
+    assert next(endless([1])) == 1
+
+
+@pytest.mark.parametrize("system", ["plain", "autocast", "fabric", "nano", "nano_fp32"])
+def test_a_system_trains_the_workload(system):
+    result = fresh(job("plain", system=system), limit=60)
+    assert set(result) == {"median_ms", "first_step_ms", "peak_rss_mb"}
+
+
+@pytest.mark.parametrize("system", ["plain", "nano_fp32"])
+def test_systems_take_the_same_steps(system):
+    torch.manual_seed(0)
+    work = tiny.linear(True)
+    before, batch = work.model.weight.detach().clone(), work.batches[0]
+    assert len(SYSTEMS[system](work, 3)) == 3
+    torch.testing.assert_close(work.model.weight, before - 3 * 0.01 * batch.detach().sum(0).expand(tiny.OUTPUTS, -1))
+
+
+def test_what_a_system_prints_is_not_taken_for_its_result():
+    assert fresh(job("chatty"), limit=60)["median_ms"] > 0
+
+
+def test_a_workload_that_cannot_be_built_says_why_in_a_line():
+    assert perform(job("chatty", workload=f"{OWN}without_a_model")) == {"reason": "LookupError: no such model"}
+
+
+def test_a_process_that_dies_is_told_by_its_signal():
+    assert fresh(job("dying"), limit=60)["reason"].startswith("killed by SIGSEGV")
+
+
+def test_a_case_that_never_ends_is_given_up():
+    assert fresh(job("endless"), limit=6) == {"reason": "it took more than 6 s"}
+
+
+def test_a_python_that_does_not_start_the_case_is_told_by_its_exit_code():
+    assert fresh(job("chatty"), limit=60, python="false") == {"reason": "exit code 1"}
+
+
+def test_the_files_of_a_case_go_with_it():
+    _, _, folder = fresh(job("littering"), limit=60)["reason"].partition(": ")
+    assert folder.startswith("/")
+    assert not Path(folder).exists()

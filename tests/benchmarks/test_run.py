@@ -1,0 +1,137 @@
+import math
+
+import pytest
+from command_line import OWN, results
+
+from benchmarks.run import arguments
+
+FIGURES = {
+    "median_ms",
+    "ratio_to_best_peer",
+    "ratio_to_best_peer_range",
+    "ratio_to_plain",
+    "matmul_share",
+    "peak_rss_mb",
+    "first_step_ms",
+    "reason",
+    "rounds",
+}
+WORKLOAD, CHATTY, FAILING = f"{OWN}linear", f"{OWN}chatty", f"{OWN}failing"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """What a run stored of two rounds of two systems and one that fails, its folder, and the finished process."""
+    folder = tmp_path_factory.mktemp("full")
+    systems = f"plain,nano_fp32,{FAILING}"
+    return *results(folder, "--only", WORKLOAD, "--systems", systems, "--rounds", 2), folder
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """What a quick run stored of the same systems and more."""
+    systems = f"plain,nano_fp32,{FAILING},{OWN}dying,compile"
+    return results(tmp_path_factory.mktemp("quick"), "--quick", "--only", WORKLOAD, "--systems", systems)[0]
+
+
+def systems_of(stored):
+    return stored["workloads"][WORKLOAD]["systems"]
+
+
+def test_a_system_has_its_figures_and_those_of_each_round(full):
+    for name in ("plain", "nano_fp32"):
+        row = systems_of(full[0])[name]
+        assert set(row) == FIGURES
+        assert row["reason"] is None
+        assert all(row[key] > 0 for key in FIGURES - {"reason", "rounds", "ratio_to_best_peer_range"})
+        assert [set(each) for each in row["rounds"]] == [{"median_ms", "first_step_ms", "peak_rss_mb"}] * 2
+        assert row["peak_rss_mb"] == max(each["peak_rss_mb"] for each in row["rounds"])
+
+
+def test_ratios_are_to_the_best_peer_round_by_round(full):
+    plain, nano = (systems_of(full[0])[name] for name in ("plain", "nano_fp32"))
+    assert full[0]["workloads"][WORKLOAD]["best_peer"] == "plain"
+    assert plain["ratio_to_best_peer"] == 1
+    ratios = [a["median_ms"] / b["median_ms"] for a, b in zip(plain["rounds"], nano["rounds"], strict=True)]
+    assert nano["ratio_to_best_peer"] == pytest.approx(sum(ratios) / 2)
+    assert nano["ratio_to_best_peer_range"] == [min(ratios), max(ratios)]
+    assert full[0]["geometric_means"]["nano_fp32"]["over_plain"] == pytest.approx(sum(ratios) / 2)
+
+
+def test_a_failing_system_is_recorded_with_its_reason_and_the_run_goes_on(full):
+    row = systems_of(full[0])[FAILING]
+    assert row["reason"] == "RuntimeError: this system is broken"
+    assert all(row[key] is None for key in FIGURES - {"reason", "rounds"})
+    assert "RuntimeError: this system is broken" in full[1].stdout
+
+
+def test_the_machine_the_versions_and_the_commit_are_stored(full):
+    stored = full[0]
+    assert stored["machine"]["num_threads"] >= 1
+    assert stored["versions"]["torch"]
+    assert {"commit", "changed_files", "date", "command", "rounds", "quick"} <= set(stored)
+
+
+def test_the_share_of_the_machine_is_flops_over_time_over_its_rate(full):
+    workload = full[0]["workloads"][WORKLOAD]
+    rates = [max(each.values()) * 1e9 for each in workload["matmul_gflops"]]
+    rounds = systems_of(full[0])["plain"]["rounds"]
+    shares = [
+        workload["flops_per_step"] / (each["median_ms"] / 1e3) / rate for each, rate in zip(rounds, rates, strict=True)
+    ]
+    assert systems_of(full[0])["plain"]["matmul_share"] == pytest.approx(sum(shares) / 2)
+
+
+def test_the_table_is_on_standard_output_and_the_progress_on_standard_error(full):
+    process = full[1]
+    assert "ms a step" in process.stdout
+    assert "geometric mean" in process.stdout
+    assert "case" in process.stderr
+    assert "ms a step" not in process.stderr
+
+
+def test_the_chart_is_a_png(full):
+    assert (full[2] / "kept.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_quick_run_has_the_same_fields_of_the_small_workload(full, quick):
+    assert set(quick) == set(full[0])
+    assert set(systems_of(quick)["plain"]) == FIGURES
+    assert systems_of(quick)["plain"]["median_ms"] > 0
+    assert quick["workloads"][WORKLOAD]["flops_per_step"] == full[0]["workloads"][WORKLOAD]["flops_per_step"] / 2
+
+
+def test_a_quick_run_goes_on_after_what_fails_and_what_dies(quick):
+    assert systems_of(quick)[FAILING]["reason"] == "RuntimeError: this system is broken"
+    assert systems_of(quick)[f"{OWN}dying"]["reason"] == "killed by SIGSEGV"
+    assert "not in --quick" in systems_of(quick)["compile"]["reason"]
+
+
+def test_scaling_has_a_line_for_each_number_of_threads_and_processes(tmp_path):
+    stored, process = results(tmp_path, "--scaling", WORKLOAD, "--rounds", 1)
+    rows = stored["scaling"][WORKLOAD]
+    assert rows["1 thread"]["efficiency"] == 1
+    for row in rows.values():
+        assert row["reason"] is None
+        assert row["efficiency"] == pytest.approx(row["speed_up"] / row["cores"])
+        assert math.isclose(row["median_ms"], row["rounds"][0]["median_ms"])
+    several = {n for n in (2, stored["machine"]["num_threads"]) if n <= stored["machine"]["num_threads"] and n > 1}
+    assert {f"{n} threads" for n in several} | {f"{n} processes" for n in several} <= set(rows)
+    assert "efficiency" in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--only", "bret", "'bret': there are resnet50, vit, bert"),
+        ("--systems", "plain,nanoo", "'nanoo': there are plain, autocast, fabric, accelerate, compile, ipex, nano"),
+        ("--only", "no_such_module:linear", "No module named 'no_such_module'"),
+        ("--systems", f"{OWN}nothing", "has no attribute 'nothing'"),
+        ("--rounds", "0", "'0': a whole number, 1 or more"),
+    ],
+)
+def test_what_does_not_exist_is_named_with_what_does(option, value, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        arguments([option, value])
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err

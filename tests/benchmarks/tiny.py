@@ -1,0 +1,52 @@
+"""A workload and systems of a person's own, small enough that a case is its process's start and no more."""
+
+import os
+import signal
+import tempfile
+
+import torch
+from torch import nn
+
+from benchmarks.systems import plain
+from benchmarks.workloads import Workload
+
+BATCH, INPUTS, OUTPUTS = 8, 16, 4
+
+
+def linear(small, uncounted_flops=0.0):
+    """One linear layer; it has twice as many rows at full size."""
+    rows = BATCH if small else 2 * BATCH
+    model = nn.Linear(INPUTS, OUTPUTS)
+    batch = torch.randn(rows, INPUTS, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return Workload(
+        model, optimizer, [batch], lambda model, x: model(x).sum(), steps=3, uncounted_flops=uncounted_flops
+    )
+
+
+def without_a_model(small):
+    raise LookupError("no such model\nand more that nobody needs to know")
+
+
+def chatty(work, count):
+    """Print what could be taken for a result."""
+    print('{"median_ms": 0}')
+    return plain(work, count)
+
+
+def littering(work, count):
+    """Leave a file, and say in the error where."""
+    raise FileExistsError(tempfile.mkdtemp())
+
+
+def failing(work, count):
+    raise RuntimeError("this system is broken")
+
+
+def dying(work, count):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def endless(work, count):
+    while True:
+        signal.pause()
