@@ -22,7 +22,7 @@ class NanoConfig:
     num_processes : int or None
         Data-parallel processes. None means 1, or what torchrun, SLURM or MPI says.
     use_ipex : bool
-        Whether to hand the models to Intel Extension for PyTorch.
+        Whether to run the kernels of Intel Extension for PyTorch.
     distributed_backend : {"subprocess", "ray"}
         Who starts the processes; ``"spawn"`` is another name for ``"subprocess"``.
     process_group_backend : str or None

@@ -15,7 +15,6 @@ def refuse_what_is_not_in_this_version(config: NanoConfig) -> None:
         The options.
     """
     asked = {
-        "use_ipex": config.use_ipex,
         "distributed_backend": config.distributed_backend == "ray",
         "precision": config.precision in ("64-true", "16-mixed", "bf16-true"),
         "bf16_ops": bool(config.bf16_ops),

@@ -510,7 +510,6 @@ def test_config_cannot_be_changed():
 # --- what is not in this version ---
 
 NOT_YET = [
-    ("use_ipex", True),
     ("distributed_backend", "ray"),
     ("precision", 64),
     ("precision", "64-true"),
@@ -533,8 +532,8 @@ def test_what_is_not_in_this_version_is_told_as_it_was_typed(call, name, value):
 
 def test_all_that_is_not_in_this_version_is_told_at_once():
     with pytest.raises(NanoError, match="not in this version") as caught:
-        TorchNano(use_ipex=True, distributed_backend="ray", precision="bf16-true")
-    for part in ("use_ipex=True", "distributed_backend='ray'", "precision='bf16-true'"):
+        TorchNano(distributed_backend="ray", precision="bf16-true")
+    for part in ("distributed_backend='ray'", "precision='bf16-true'"):
         assert part in str(caught.value).replace('"', "'")
 
 

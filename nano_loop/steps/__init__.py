@@ -11,6 +11,7 @@ from nano_loop.steps.fast_dropout import FastDropout
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
+from nano_loop.steps.ipex import Ipex
 from nano_loop.steps.learning_rate import LearningRate
 from nano_loop.steps.precision import Precision, resolve_precision
 from nano_loop.steps.sharding import Sharding
@@ -23,6 +24,7 @@ STEPS: tuple[type[Step], ...] = (
     Threads,  # before anything is computed
     Broadcast,  # before anything re-lays what all ranks are to have
     ChannelsLast,  # parameters get their layout before optimizer state is laid out after them
+    Ipex,  # its kernels, before anything is computed that a run compares with
     FusedOptimizer,  # once parameters lie still: its kernels need state and gradients of the same strides
     Precision,  # around the converted inputs, so that a conversion is done once, in fp32
     GradientAveraging,  # meets gradients, whatever computes them

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import random
 import warnings
 from dataclasses import dataclass, field, replace
@@ -49,8 +50,23 @@ NHWC = Config("channels_last", {"channels_last": True, "fused_optimizer": False}
 NHWC_FUSED = replace(FUSED, name="channels_last-fused", options={"channels_last": True})
 NHWC_BF16 = Config("channels_last-bf16", {**BF16.options, "channels_last": True}, tolerance=1e-6, subclass=True)
 
-ALL = (EXACT, FUSED, BF16)
-CONVOLUTIONS = (*ALL, NHWC, NHWC_FUSED, NHWC_BF16)
+# With IPEX the loop by hand runs its kernels too, for the accelerated loop is run first, and they stay registered.
+IPEX = Config("ipex", {"use_ipex": True, "fused_optimizer": False}, raises=True)
+IPEX_BF16 = Config("ipex-bf16", {**BF16.options, "use_ipex": True}, subclass=True)
+IPEX_NHWC_BF16 = replace(NHWC_BF16, name="ipex-channels_last-bf16", options={**NHWC_BF16.options, "use_ipex": True})
+
+
+def has_ipex():
+    """Whether this is the environment that `make test-ipex` sets up."""
+    names = {each.name for each in importlib.metadata.distributions()}
+    return "intel-extension-for-pytorch" in {str(name).lower().replace("_", "-") for name in names}
+
+
+WITH_IPEX = (IPEX, IPEX_BF16) if has_ipex() else ()
+if WITH_IPEX:
+    torch.compile(repr, backend="eager")  # wraps methods of optimizers, once, as importing IPEX does
+ALL = (EXACT, FUSED, BF16, *WITH_IPEX)
+CONVOLUTIONS = (*ALL, NHWC, NHWC_FUSED, NHWC_BF16, *((IPEX_NHWC_BF16,) if WITH_IPEX else ()))
 
 
 class FinishedError(Exception):

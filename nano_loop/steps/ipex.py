@@ -1,0 +1,112 @@
+"""Intel Extension for PyTorch (IPEX): its kernels, behind the checks that it does not make itself.
+
+This is the only file that imports it. IPEX was archived in March 2026; 2.8.0 is its last version.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module, metadata
+
+import torch
+
+from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.mechanisms.quiet_import import leaving_no_trace
+from nano_loop.parts import Parts
+from nano_loop.steps.step import Step
+
+_ASKED = "use_ipex=True"
+_MODULE = "intel_extension_for_pytorch"
+_DISTRIBUTION = "intel-extension-for-pytorch"
+_LEAVE_OUT = "Leave use_ipex out, or"
+# Attributes of torch that the import of IPEX replaces, for its own sake or to work around bugs of older versions.
+_REPLACED = ((torch.Tensor, "numpy"), (torch.Tensor, "__format__"), (torch, "embedding_bag"))
+
+
+class Ipex(Step):
+    """Imports IPEX, whose kernels then run wherever torch's would, in the whole process.
+
+    `ipex.optimize` is not called. It packs weights into bf16 blocks, so that inside the loop ``parameters()`` would be
+    others than the optimizer was given and the user knows: averages of weights, surgery on them, clipping and freezing
+    would go wrong, most of them silently. So weights, gradients and optimizers are the user's own at all times, and
+    fp32, which leaves nothing to undo. The kernels stay registered until the process ends.
+    """
+
+    name = "ipex"
+    needs = None
+    once = True  # about the process: there is one set of kernels
+    required = False  # it raises errors of its own, which name the option and the way out
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return self.config.use_ipex
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """Return None, for who asks for IPEX by name gets it or an error.
+
+        Raises
+        ------
+        ImportError
+            If IPEX is not installed.
+        NanoConfigError
+            If it is made for another torch, or for another CPU.
+        """
+        version = _installed_version()
+        if version is None:
+            needed = f"it is not installed, and works with torch 2.8 alone (this is torch {_torch_version()})"
+            raise ImportError(problem(_ASKED, needed, 'Run pip install "nano-loop[ipex]"'))
+        self._check_version(version)
+        self._check_instructions()
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        _import_quietly()
+        return f"kernels of IPEX {_installed_version()}, until the process ends; weights stay plain fp32, not packed"
+
+    def _check_version(self, version: str) -> None:
+        """IPEX prints, and ends the process, when it is imported beside another torch than its own."""
+        torch_version = _torch_version()
+        if _minor(version) == _minor(torch_version):
+            return
+        needed = f"IPEX {_minor(version)} works with torch {_minor(version)} alone, and this is torch {torch_version}"
+        advice = f"{_LEAVE_OUT} run pip install torch=={_minor(version)}.0"
+        raise NanoConfigError(problem(_ASKED, needed, advice))
+
+    def _check_instructions(self) -> None:
+        if self.machine.architecture in ("x86_64", "AMD64") and "avx2" in self.machine.instruction_sets:
+            return
+        needed = f"IPEX needs an x86-64 CPU with AVX2, and this is {self.machine.name} ({self.machine.architecture})"
+        raise NanoConfigError(problem(_ASKED, needed, "Leave use_ipex out"))
+
+
+def _installed_version() -> str | None:
+    try:
+        return metadata.version(_DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:  # built in place
+        return str(torch.__version__)
+
+
+def _minor(version: str) -> str:
+    """Return the first two numbers of a version, which are all that IPEX compares."""
+    return ".".join(re.findall(r"\d+", version)[:2])
+
+
+def _import_quietly() -> None:
+    if _MODULE in sys.modules:  # the user imported it, and has its effects already
+        return
+    try:
+        with leaving_no_trace(*_REPLACED):
+            import_module(_MODULE)
+    except Exception as error:  # it loads libraries of its own, and raises whatever they do
+        given = f"{_ASKED}: importing IPEX raised {type(error).__name__}"
+        raise NanoError(problem(given, str(error), f"{_LEAVE_OUT} install it anew")) from error

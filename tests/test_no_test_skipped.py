@@ -1,0 +1,95 @@
+"""CI's check that every test runs in one environment at least, and what the two environments pin."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / ".ci/check_no_test_skipped.py"
+
+RUN = "<testcase classname='t' name='{}'/>"
+FAILED = "<testcase classname='t' name='{}'><failure/></testcase>"
+SKIPPED = "<testcase classname='t' name='{}'><skipped type='pytest.skip'/></testcase>"
+EXPECTED = "<testcase classname='t' name='{}'><skipped type='pytest.xfail'/></testcase>"
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Run the script on one file for each environment, each given as what became of test ``a``."""
+
+    def run(*environments):
+        files = [tmp_path / f"{number}.xml" for number in range(len(environments))]
+        for file, cases in zip(files, environments, strict=True):
+            text = "".join(case.format(name) for name, case in cases.items())
+            file.write_text(f"<testsuites><testsuite>{text}</testsuite></testsuites>")
+        return subprocess.run([sys.executable, SCRIPT, *files], capture_output=True, text=True)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "environments",
+    [
+        [{"a": RUN}],
+        [{"a": RUN}, {"a": RUN}],
+        [{"a": SKIPPED}, {"a": RUN}],
+        [{"a": RUN}, {"a": SKIPPED}],
+        [{"a": SKIPPED}, {"a": FAILED}],
+        [{"a": EXPECTED}, {"a": SKIPPED}],
+        [{"a": RUN}, {}],
+    ],
+)
+def test_what_has_run_somewhere_is_enough(check, environments):
+    done = check(*environments)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "environments", [[{"a": SKIPPED}], [{"a": SKIPPED}, {"a": SKIPPED}], [{"a": SKIPPED, "b": RUN}, {"b": RUN}]]
+)
+def test_what_is_skipped_everywhere_is_named(check, environments):
+    done = check(*environments)
+    assert (done.returncode, done.stderr) == (1, "skipped in every environment: t::a\n")
+
+
+def test_no_file_is_an_error(check):
+    assert check().returncode == 2
+
+
+def test_pytest_writes_what_is_read(tmp_path):
+    test = tmp_path / "test_one.py"
+    skipped, expected = "@pytest.mark.skip\ndef test_a(): pass\n", "@pytest.mark.xfail\ndef test_b(): assert 0\n"
+    test.write_text(f"import pytest\n{skipped}{expected}")
+    file = tmp_path / "results.xml"
+    pytest_run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test, f"--junitxml={file}"]
+    subprocess.run(pytest_run, check=True, capture_output=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, SCRIPT, file], capture_output=True, text=True)
+    assert done.stderr == "skipped in every environment: test_one::test_a\n"
+
+
+# --- the pins of the second environment ---
+
+
+def pins(environment):
+    lines = (ROOT / f"requirements/{environment}.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def test_environments_differ_in_torch_and_what_comes_with_it():
+    default, ipex = set(pins("default")), set(pins("ipex"))
+    assert default - ipex == {"torch==2.13.0"}
+    more = {line.partition("==")[0] for line in ipex - default if not line.startswith("nvidia-")}
+    assert more == {"torch", "torchvision", "intel_extension_for_pytorch", "triton"}
+
+
+def test_pins_of_ipex_are_those_of_its_extra():
+    extra = re.search(r"\nipex =\n((?: +.+\n)+)", (ROOT / "setup.cfg").read_text())[1].split()
+    assert {line.replace("-", "_") for line in extra} <= {line.replace("-", "_") for line in pins("ipex")}
+
+
+@pytest.mark.parametrize("line", pins("ipex"))
+def test_every_pin_of_ipex_is_exact(line):
+    assert re.fullmatch(r"[\w.-]+==[\w.]+( ; python_version (<|>=) \"3\.\d+\")?", line)
