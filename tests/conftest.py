@@ -1,6 +1,7 @@
 """Holds every test to leaving the process as it found it, and keeps the caller's launch variables out of the tests."""
 
 import os
+import signal
 
 import pytest
 from distributed.team import Team
@@ -17,7 +18,13 @@ settings.load_profile("nano_loop")
 
 
 def pytest_configure(config):
-    """Take launch variables away before test files are imported, for a decorator reads them at once."""
+    """Take launch variables away before test files are imported, for a decorator reads them at once.
+
+    And let Ctrl-C be heard, which a shell lets its jobs in the background ignore: tests send it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        config.add_cleanup(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     patch = pytest.MonkeyPatch()
     for name in [*os.environ]:
         if name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES:

@@ -1,10 +1,14 @@
 """Before training begins every rank has rank 0's values, in the objects that it had."""
 
+import pickle
+
 import pytest
 import torch
+import torch.fx
 from distributed.averaging.averaged import make_step
 from torch import nn
 
+from nano_loop.distributed.averaging.replicas import named_parameters
 from nano_loop.distributed.ranks import ALONE
 from nano_loop.errors import NanoError
 from nano_loop.parts import Parts
@@ -171,3 +175,11 @@ def test_lazy_modules_have_to_be_called_first(team):
         return True
 
     assert team(2)(loop) == [True, True]
+
+
+def test_traced_model_is_the_same_after_it_has_travelled():
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 1)))
+    travelled = pickle.loads(pickle.dumps(model))
+    assert type(travelled).__name__ != type(model).__name__  # else there is nothing to see to
+    here, there = ([name for name, _ in named_parameters([each], [])] for each in (model, travelled))
+    assert here == there

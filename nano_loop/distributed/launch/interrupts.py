@@ -88,7 +88,7 @@ def _watch(stack: ExitStack, heard: _Heard, act: Callable[[], None]) -> bool:
 def _listen(reading: int, heard: _Heard, act: Callable[[], None]) -> None:
     while 0 not in (signals := os.read(reading, 64)):
         # A loader's processes have inherited the descriptor, and Ctrl-C is a signal to all.
-        if signal.SIGINT in signals and time.monotonic() - heard.at > _ECHO:
-            if not heard.called.wait(_PATIENCE) and heard.in_place:
-                act()
+        is_new = signal.SIGINT in signals and time.monotonic() - heard.at > _ECHO
+        if is_new and not heard.called.wait(_PATIENCE) and heard.in_place:
+            act()
         heard.called.clear()
