@@ -1,4 +1,4 @@
-"""Ctrl-C while rank 0 waits inside torch, where Python does not hear it: the wait is ended from another thread."""
+"""Ctrl-C where Python does not hear it, while rank 0 waits inside torch, and where it would leave something behind."""
 
 from __future__ import annotations
 
@@ -41,18 +41,60 @@ def unheard_interrupts(act: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def undisturbed_ending() -> Iterator[Callable[[], None]]:
+    """Put an impatient second Ctrl-C off until what has been begun is cleaned up; the next one comes through.
+
+    Outside the main thread, which alone is interrupted, this does nothing.
+
+    Yields
+    ------
+    callable
+        To be called where the cleaning begins.
+    """
+    late = _Late()
+    try:
+        yield late.begin
+    finally:
+        late.end()
+    if late.frames:
+        late.handler(signal.SIGINT, late.frames[0])
+
+
+class _Late:
+    """Stands in for the user's handler during the cleaning, and keeps the first call to itself."""
+
+    def __init__(self) -> None:
+        self.frames: list[FrameType | None] = []
+        self.handler: Any = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> Any:
+        self.frames.append(frame)
+        return self.handler(number, frame) if len(self.frames) > 1 else None
+
+    def begin(self) -> None:
+        present = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(present):
+            self.handler = present.handler if isinstance(present, _Heard) else present
+            signal.signal(signal.SIGINT, self)
+
+    def end(self) -> None:
+        if signal.getsignal(signal.SIGINT) is self:
+            signal.signal(signal.SIGINT, self.handler)
+
+
 class _Heard:
     """Stands in for the user's handler, and notes that it is called."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.called = threading.Event()
         self.at = float("-inf")
-        self._handler = handler
+        self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         self.at = time.monotonic()
         self.called.set()
-        return self._handler(number, frame)
+        return self.handler(number, frame)
 
     @property
     def in_place(self) -> bool:
@@ -61,7 +103,7 @@ class _Heard:
 
     def put_back(self) -> None:
         if self.in_place:
-            signal.signal(signal.SIGINT, self._handler)
+            signal.signal(signal.SIGINT, self.handler)
 
 
 def _watch(stack: ExitStack, heard: _Heard, act: Callable[[], None]) -> bool:

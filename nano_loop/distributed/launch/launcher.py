@@ -19,7 +19,7 @@ from nano_loop.distributed.launch.checkpoints import checkpoints_noted
 from nano_loop.distributed.launch.child import Start
 from nano_loop.distributed.launch.ending import ending_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
-from nano_loop.distributed.launch.interrupts import unheard_interrupts
+from nano_loop.distributed.launch.interrupts import undisturbed_ending, unheard_interrupts
 from nano_loop.distributed.launch.shares import shares_of
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.payload.payload import dump
@@ -70,7 +70,7 @@ def launched(config: NanoConfig, machine: Machine, call: Call, shared_memory: Pa
     """
     count = config.num_processes or 1
     shares = shares_of(config, machine, count)
-    with ExitStack() as stack:
+    with undisturbed_ending() as begin_ending, ExitStack() as stack:
         folder = _folder(stack, shared_memory)
         seats = _seats(config, machine, shares, folder)
         refuse_existing_group()
@@ -84,6 +84,7 @@ def launched(config: NanoConfig, machine: Machine, call: Call, shared_memory: Pa
         seats[0].ranks.check = workers.check
         stack.enter_context(unheard_interrupts(workers.interrupt))
         stack.enter_context(checkpoints_noted(folder))
+        stack.callback(begin_ending)
         with local_group(config, seats[0].ranks), ending_together(workers):
             yield seats[0]
         with ending_together(workers, has_returned=True):

@@ -4,11 +4,13 @@ import contextlib
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,6 +231,26 @@ def test_ctrl_c_ends_a_wait_inside_torch(clock):
     clock.check()
     assert signal.getsignal(signal.SIGINT) is handler
     assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["second", "only"])
+def test_ctrl_c_while_a_run_is_cleaned_up_leaves_nothing_behind(monkeypatch, first):
+    delete = shutil.rmtree
+
+    def delete_late(folder, *args, **kwargs):
+        if "nano_loop-" in Path(folder).name:  # the last thing to be done
+            signal.raise_signal(signal.SIGINT)
+        delete(folder, *args, **kwargs)
+
+    def train(model):
+        if first and small.rank() == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(shutil, "rmtree", delete_late)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_run_ends_while_processes_of_a_loader_are_alive():
