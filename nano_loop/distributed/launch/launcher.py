@@ -68,8 +68,7 @@ def launched(config: NanoConfig, machine: Machine, call: Call, shared_memory: Pa
     shared_memory : pathlib.Path
         The folder in which ranks of one host share memory.
     """
-    count = config.num_processes or 1
-    shares = shares_of(config, machine, count)
+    shares = shares_of(config, machine, range(config.num_processes or 1))
     with undisturbed_ending() as begin_ending, ExitStack() as stack:
         folder = _folder(stack, shared_memory)
         seats = _seats(config, machine, shares, folder)

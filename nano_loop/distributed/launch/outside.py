@@ -8,19 +8,23 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import distributed
 
 from nano_loop.config import NanoConfig
-from nano_loop.cpu import Machine, Share, bound, given_shares, partition, restricted
+from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.launch.group import outside_store, process_group
+from nano_loop.distributed.launch.shares import shares_of
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat
 from nano_loop.environment import Launch
 from nano_loop.errors import NanoError, problem
 from nano_loop.fabric import note_rank
+
+_Mask = tuple[int, ...]  # the CPUs that a rank may use
 
 
 class _Host(NamedTuple):
@@ -54,7 +58,8 @@ def joined_outside(config: NanoConfig, machine: Machine, launch: Launch, shared_
         found = everyone.gather((_this_host(shared_memory), machine.allowed))
         here = [rank for rank, (host, _) in enumerate(found) if host == found[launch.rank][0]]
         local_rank = here.index(launch.rank)
-        shares = _shares(config, machine, [found[rank][1] for rank in here])
+        masks = [found[rank][1] for rank in here]
+        shares = _shares(config, machine, here, masks)
         share = shares[local_rank] if shares else None
         ranks = Ranks(
             launch.rank,
@@ -68,7 +73,7 @@ def joined_outside(config: NanoConfig, machine: Machine, launch: Launch, shared_
         )
         if share is not None:
             stack.enter_context(bound(share.cpus))
-        mine = restricted(machine, share, len(here)) if share else machine
+        mine = restricted(machine, share, len(here)) if share else _undivided(machine, masks)
         stack.callback(note_rank, note_rank(launch.rank))
         yield Seat(ranks, mine, machine)
 
@@ -94,15 +99,22 @@ def _this_host(shared_memory: Path) -> _Host:
     return _Host(socket.gethostname(), boot, shared_memory.stat().st_dev if shared_memory.exists() else 0)
 
 
-def _shares(config: NanoConfig, machine: Machine, allowed: list[tuple[int, ...]]) -> tuple[Share, ...]:
+def _shares(config: NanoConfig, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:
     """Divide the host among its ranks, or give nothing where the launcher has done so, or has too many of them."""
-    if not hasattr(os, "sched_setaffinity"):
-        return ()
-    if config.cpu_for_each_process is not None:
-        return given_shares(machine, config.cpu_for_each_process)
-    if any(each != machine.allowed for each in allowed) or len(allowed) > machine.num_threads:
-        return ()
-    return partition(machine, len(allowed))
+    if config.cpu_for_each_process is None:
+        divided = any(each != machine.allowed for each in masks)
+        if divided or len(here) > machine.num_threads or not hasattr(os, "sched_setaffinity"):
+            return ()
+    return shares_of(config, machine, here)
+
+
+def _undivided(machine: Machine, masks: list[_Mask]) -> Machine:
+    """Return the machine as one of the ranks with these masks may use it, where none of them is bound by us.
+
+    A quota is common to all of them, and so are the cores where their masks are the same.
+    """
+    shared = machine.num_threads if all(each == machine.allowed for each in masks) else machine.quota
+    return machine if shared is None else replace(machine, quota=shared / len(masks))
 
 
 def _common_folder(everyone: Ranks, shared_memory: Path, stack: ExitStack) -> Path:

@@ -110,7 +110,7 @@ def _alone(config: NanoConfig, machine: Machine) -> Iterator[Seat]:
     if config.cpu_for_each_process is None:
         yield Seat(Ranks(), machine, machine)
         return
-    (share,) = shares_of(config, machine, 1)
+    (share,) = shares_of(config, machine, [0])
     with bound(share.cpus):
         ranks = Ranks(shares=(share.cpus,), loader_cpus=share.loader_cpus)
         yield Seat(ranks, restricted(machine, share, 1), machine)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine, Share, given_shares, partition
 from nano_loop.errors import NanoConfigError, problem
 
 
-def shares_of(config: NanoConfig, machine: Machine, count: int) -> tuple[Share, ...]:
-    """Return a share of `machine` for each of `count` ranks.
+def shares_of(config: NanoConfig, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:
+    """Return a share of `machine` for each of the `ranks` that are on it.
 
     Raises
     ------
@@ -20,8 +21,8 @@ def shares_of(config: NanoConfig, machine: Machine, count: int) -> tuple[Share, 
     """
     if config.cpu_for_each_process is not None:
         _refuse_where_nothing_can_be_bound(config)
-        return given_shares(machine, config.cpu_for_each_process)
-    return partition(machine, count)
+        return given_shares(machine, [config.cpu_for_each_process[rank] for rank in ranks])
+    return partition(machine, len(ranks))
 
 
 def _refuse_where_nothing_can_be_bound(config: NanoConfig) -> None:

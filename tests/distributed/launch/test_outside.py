@@ -108,6 +108,32 @@ def test_ranks_of_two_hosts_use_the_network_and_all_cores_of_their_hosts(tmp_pat
         assert each["left as it was"]
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
+def test_more_ranks_than_cores_share_the_cores(tmp_path):
+    count = read_machine().num_threads + 1
+    command = torchrun("--nproc-per-node", count)
+    (tmp_path / "ranks.py").write_text(LOOP + TRAIN + "tell(found())")
+    ((code, output),) = run_together([[*command, "ranks.py"]], [environment(OMP_NUM_THREADS=None)], tmp_path)
+    assert code == 0, output
+    for (each,) in told(tmp_path, count):
+        assert each["threads"] == [1] * count
+
+
+def test_lists_of_cpus_are_for_the_ranks_of_a_host(tmp_path, expected):
+    cpus = read_machine().allowed
+    lists = [[cpus[-1]], [cpus[0]]] if hasattr(os, "sched_setaffinity") else None
+    program = f"OPTIONS.update(cpu_for_each_process={lists})\n" + TRAIN.replace(
+        '"num_processes": None', '"num_processes": 2'
+    )
+    (tmp_path / "ranks.py").write_text(LOOP + program + "tell(found())")
+    command = [*torchrun("--nproc-per-node", 2), "ranks.py"]
+    ((code, output),) = run_together([command], [environment()], tmp_path)
+    assert code == 0, output
+    for (each,) in told(tmp_path):
+        assert each["masks"] == lists
+        assert each["weights"] == expected
+
+
 def test_two_agents_of_torchrun_make_one_run(tmp_path, expected):
     runs = run(agents(), tmp_path, "tell(found(), found())", HOST_OF="GROUP_RANK")
     for each in (*runs[0], *runs[1]):
