@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 _PATIENCE = 2.0  # seconds that Python has to hear of a signal by itself
-_ECHO = 0.5  # seconds in which other processes of the terminal write of the same Ctrl-C
+_ECHO = 0.5  # seconds in which another interrupt is the same Ctrl-C, pressed twice or told by another process
 _END = b"\0"  # no signal has this number
 
 
@@ -92,8 +92,11 @@ class _Heard:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
-        self.at = time.monotonic()
         self.called.set()
+        # An exception just where contexts begin to be left would have them not left at all.
+        if self.handler is signal.default_int_handler and time.monotonic() - self.at < _ECHO:
+            return None
+        self.at = time.monotonic()
         return self.handler(number, frame)
 
     @property

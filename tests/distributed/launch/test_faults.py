@@ -125,19 +125,12 @@ def test_killed_worker_is_named_with_its_signal(clock, number, words):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_worker_that_calls_sys_exit_is_named_with_the_code(clock, code):
+@pytest.mark.parametrize(("leave", "words"), [(sys.exit, "sys.exit({})"), (os._exit, "exit code {}")])
+def test_worker_that_leaves_is_named_with_its_way_and_its_code(clock, leave, words, code):
     with raises(NanoWorkerError, rank=1, exitcode=code) as caught:
-        run(on(1, 3, clock.around(lambda: sys.exit(code))))
+        run(on(1, 3, clock.around(lambda: leave(code))))
     clock.check()
-    assert f"sys.exit({code})" in str(caught.value)
-
-
-@pytest.mark.parametrize("code", [0, 5])
-def test_worker_that_leaves_its_process_is_named_with_the_code(clock, code):
-    with raises(NanoWorkerError, rank=1, exitcode=code) as caught:
-        run(on(1, 3, clock.around(lambda: os._exit(code))))
-    clock.check()
-    assert f"exit code {code}" in str(caught.value)
+    assert words.format(code) in str(caught.value)
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -251,6 +244,24 @@ def test_ctrl_c_while_a_run_is_cleaned_up_leaves_nothing_behind(monkeypatch, fir
     with pytest.raises(KeyboardInterrupt):
         nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_pressed_twice_is_one_interrupt():
+    def train(model, heard):
+        if small.rank() == 0:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+                heard.append("never")
+            signal.raise_signal(signal.SIGINT)
+            heard.append("still here")
+            time.sleep(0.6)
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+                heard.append("never")
+
+    heard = []
+    nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1), heard)
+    assert heard == ["still here"]
 
 
 def test_run_ends_while_processes_of_a_loader_are_alive():
