@@ -14,28 +14,18 @@ from nano_loop.distributed.averaging.replicas import make_equal, named_buffers, 
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.parts import Parts
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import RanksStep
 
 
-class Broadcast(Step):
+class Broadcast(RanksStep):
     """Overwrites parameters and buffers, in place, and optimizer state with rank 0's, each once a run."""
 
     name = "broadcast"
     needs = "trained"  # optimizers may come alone, with parameters that no model has
-    required = False
 
     def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._done: dict[int, object] = {}  # tensors and optimizers by their ids, kept alive
-
-    @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return self.ranks.size > 1
-
-    def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        return None
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""

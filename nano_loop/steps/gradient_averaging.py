@@ -20,31 +20,21 @@ from nano_loop.distributed.transport.transport import Transport
 from nano_loop.errors import NanoError
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.parts import Parts
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import RanksStep
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class GradientAveraging(Step):
+class GradientAveraging(RanksStep):
     """Makes every backward end with the mean of all ranks' gradients; see `nano_loop.distributed.averaging`."""
 
     name = "gradient_averaging"
     needs = "trained"  # optimizers may come alone, with parameters that no model has
-    required = False
 
     def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._averaging: Averaging | None = None
         self._way = ""
-
-    @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return self.ranks.size > 1
-
-    def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        return None
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""

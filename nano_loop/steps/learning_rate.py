@@ -16,7 +16,7 @@ from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.mechanisms.closure import Closure, closure_of, with_closure
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.parts import Parts
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import RanksStep
 
 #: Steps over which the ratio grows from 1 to the number of ranks.
 WARM_UP = 1000
@@ -24,12 +24,11 @@ WARM_UP = 1000
 KEY = "auto_lr_step"
 
 
-class LearningRate(Step):
+class LearningRate(RanksStep):
     """Lets step t, counted from 0, use ``lr · (1 + (N - 1) · min(t / 1000, 1))`` for the user's ``lr`` and N ranks."""
 
     name = "learning_rate"
     needs = "optimizers"
-    required = False
 
     def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
@@ -38,7 +37,7 @@ class LearningRate(Step):
     @property
     def asked(self) -> bool:
         """See `Step.asked`."""
-        return self.ranks.size > 1 and self.config.auto_lr
+        return super().asked and self.config.auto_lr
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""

@@ -14,10 +14,10 @@ from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.mechanisms.loaders import changed
 from nano_loop.parts import Parts
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import RanksStep
 
 
-class Sharding(Step):
+class Sharding(RanksStep):
     """Lets rank r take batches r, r+N, … of what each loader's own sampler yields; the loaders are not changed."""
 
     name = "loaders"
@@ -27,16 +27,6 @@ class Sharding(Step):
         super().__init__(config, machine, entries, ranks)
         self._models: list[nn.Module] = []
         self._shares: dict[int, Shares] = {}  # by the id of a loader, which is kept alive by its change
-
-    @property
-    def asked(self) -> bool:
-        """See `Step.asked`: the step has no option, and is for several ranks."""
-        return self.ranks.size > 1
-
-    @property
-    def required(self) -> bool:
-        """See `Step.required`."""
-        return False
 
     def see(self, parts: Parts) -> None:
         """Note the models of a ``setup`` call, whose mode says whether the loop trains; also of one without loaders."""

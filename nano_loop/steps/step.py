@@ -74,3 +74,18 @@ class Step(ABC):
     def undo(self) -> None:
         """Put everything back that `apply` changed, the last change first."""
         self.undoing.close()
+
+
+class RanksStep(Step):
+    """A step that several ranks need and one does not: it has no option, and is silent with one."""
+
+    required = False
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return self.ranks.size > 1
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        return None
