@@ -114,7 +114,7 @@ class _Attention(torch.autograd.Function):
         nothing = q.new_empty((1, 1, 1), dtype=torch.float32)
         scores = torch.baddbmm(nothing, q.float(), k.float().transpose(1, 2), beta=0, alpha=scale)
         probabilities = _softmax(scores.view(*query.shape[:-1], key.size(-2)), mask).to(q.dtype).view_as(scores)
-        kept = torch.empty_like(probabilities).bernoulli_(1 - dropout_p).bool() if dropout_p else None
+        kept = torch.empty_like(probabilities, dtype=torch.uint8).bernoulli_(1 - dropout_p) if dropout_p else None
         out = torch.bmm(_dropped(probabilities, kept, dropout_p), v)
         ctx.save_for_backward(q, k, v, probabilities, kept)
         ctx.shapes, ctx.dropout_p, ctx.scale = (query.shape, key.shape, value.shape), dropout_p, scale
@@ -151,4 +151,4 @@ def _dropped(tensor: Tensor, kept: Tensor | None, dropout_p: float) -> Tensor:
     """Apply dropout's mask, and scale what is kept, so that the mean stays."""
     if kept is None:
         return tensor
-    return (tensor * kept).div_(1 - dropout_p) if dropout_p < 1 else torch.zeros_like(tensor)
+    return kept.to(tensor.dtype).mul_(tensor).div_(1 - dropout_p) if dropout_p < 1 else torch.zeros_like(tensor)

@@ -18,7 +18,7 @@ from nano_loop.steps.step import Step
 
 # From malloc.h: the parameters' numbers, what is set, and the default that mallopt(3) documents.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_SETTINGS = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 1 << 26}
+_SETTINGS = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: -1, _TOP_PAD: 1 << 26}  # -1: never trim
 _DEFAULTS = {_MMAP_THRESHOLD: 128 * 1024, _TRIM_THRESHOLD: 128 * 1024, _TOP_PAD: 128 * 1024}
 _runs: list[object] = []
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from nano_loop.mechanisms.operators import overridden
-from nano_loop.mechanisms.random_masks import bernoulli_
+from nano_loop.mechanisms.random_masks import Crew, bernoulli_
 from nano_loop.parts import Parts
 from nano_loop.steps.precision import resolve_precision
 from nano_loop.steps.step import Step
@@ -43,7 +45,10 @@ class FastDropout(Step):
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
         if not self._overridden:
-            self.undoing.enter_context(overridden("bernoulli_.float", bernoulli_, "CPU"))
+            crew = Crew()
+            self.undoing.callback(crew.close)
+            draw = partial(bernoulli_, spread=crew.spread)
+            self.undoing.enter_context(overridden("bernoulli_.float", draw, "CPU"))
             self._overridden = True
         return "masks from SFC64, rates rounded to 1/65536"
 

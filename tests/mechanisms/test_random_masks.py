@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nano_loop.mechanisms.random_masks import WORTH_IT, bernoulli_
+from nano_loop.mechanisms.random_masks import _CHUNK as CHUNK
+from nano_loop.mechanisms.random_masks import WORTH_IT, Crew, bernoulli_
 
 LARGE = 1 << 20
 RATES = [0.1, 0.5, 0.9, 1 / 65536, 1 - 1 / 65536, 1 / 3]
@@ -76,21 +77,45 @@ def test_generator_of_the_callers_is_used_and_the_default_one_is_not():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_masks_do_not_depend_on_the_number_of_threads():
-    masks, before = [], torch.get_num_threads()
-    for threads in (1, 2, 3):
+@pytest.fixture
+def crew():
+    """Threads to draw with, and torch's number of threads put back."""
+    threads, made = torch.get_num_threads(), Crew()
+    yield made
+    made.close()
+    torch.set_num_threads(threads)
+
+
+def test_masks_do_not_depend_on_the_number_of_threads(crew):
+    torch.manual_seed(1)
+    alone = mask(5 * CHUNK + 7)
+    for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)
         torch.manual_seed(1)
-        masks.append(mask())
-    torch.set_num_threads(before)
-    assert torch.equal(masks[0], masks[1])
-    assert torch.equal(masks[0], masks[2])
+        assert torch.equal(mask(5 * CHUNK + 7, spread=crew.spread), alone)
 
 
-def test_no_thread_is_left_behind():
+def test_threads_are_started_when_needed_and_ended(crew):
     before = threading.active_count()
-    mask()
+    torch.set_num_threads(3)
+    mask(CHUNK, spread=crew.spread)
     assert threading.active_count() == before
+    mask(3 * CHUNK, spread=crew.spread)
+    mask(3 * CHUNK, spread=crew.spread)
+    assert threading.active_count() == before + 2
+    crew.close()
+    assert threading.active_count() == before
+
+
+def test_a_thread_that_fails_is_heard_of(crew):
+    torch.set_num_threads(2)
+
+    def fail(number):
+        if number == 1:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        crew.spread(fail, range(4))
 
 
 @pytest.mark.parametrize("p", [0, 1, 0.0, 1.0])

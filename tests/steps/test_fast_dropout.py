@@ -1,6 +1,7 @@
 """Dropout draws its masks fast, where it pays and where nobody expects the plain loop's."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ DROPS = Parts([nn.Dropout(0.5)])
 @pytest.fixture
 def large_draws(monkeypatch):
     """Count the masks that the fast generator draws."""
-    counts, bits = [], random_masks._bits
-    monkeypatch.setattr(random_masks, "_bits", lambda count, seed: counts.append(count) or bits(count, seed))
+    counts, draw = [], random_masks._mask
+    monkeypatch.setattr(random_masks, "_mask", lambda count, *rest: counts.append(count) or draw(count, *rest))
     return counts
 
 
@@ -35,6 +36,16 @@ def test_dropout_uses_it_during_the_run_only(step, large_draws):
     made.undo()
     F.dropout(X, 0.25)
     assert large_draws == [X.numel()]
+
+
+def test_threads_that_draw_end_with_the_run(step):
+    made = step(FastDropout, precision="bf16")
+    before = threading.active_count()
+    made.apply(DROPS)
+    F.dropout(torch.ones(3 << 18), 0.5)
+    assert threading.active_count() == before + torch.get_num_threads() - 1 or torch.get_num_threads() == 1
+    made.undo()
+    assert threading.active_count() == before
 
 
 def test_gradient_meets_the_mask_of_the_forward(step):
