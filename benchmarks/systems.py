@@ -108,6 +108,11 @@ def nano_fp32(work: Workload, count: int) -> list[float]:
     return _nano(work, count)
 
 
+def nano_ipex(work: Workload, count: int) -> list[float]:
+    """nano_loop as in `nano`, with ``use_ipex=True``."""
+    return _nano(work, count, precision="bf16", channels_last=work.images, use_ipex=True)
+
+
 def nano_ranks(work: Workload, count: int, cpus: Sequence[int]) -> list[float]:
     """nano_loop as in `nano`, in one process for each of these CPUs; each trains on whole batches."""
     options: dict[str, Any] = {"num_processes": len(cpus), "cpu_for_each_process": [[cpu] for cpu in cpus]}
@@ -123,18 +128,22 @@ def _nano(work: Workload, count: int, **options: Any) -> list[float]:
 
 #: By name, in the order of the tables. Each takes a workload and a number of steps, and returns their seconds.
 SYSTEMS: dict[str, Callable[[Workload, int], list[float]]] = {
-    each.__name__: each for each in (plain, autocast, fabric, accelerate, compile, ipex, nano, nano_fp32)
+    each.__name__: each for each in (plain, autocast, fabric, accelerate, compile, ipex, nano, nano_fp32, nano_ipex)
 }
 #: nano_loop's own; all others are its peers.
-OURS = ("nano", "nano_fp32")
-NOT_QUICK = {"compile": "not in --quick: it compiles for up to a minute", "ipex": "not in --quick: another Python"}
+OURS = ("nano", "nano_fp32", "nano_ipex")
 #: IPEX works with torch 2.8.0 alone.
+_WITH_IPEX = ("ipex", "nano_ipex")
+NOT_QUICK = {
+    "compile": "not in --quick: it compiles for up to a minute",
+    **dict.fromkeys(_WITH_IPEX, "not in --quick: another Python"),
+}
 _IPEX_PYTHON = Path(__file__).resolve().parent.parent / ".venv-ipex/bin/python"
 
 
 def python_of(system: str) -> str:
     """Return the Python that runs a system."""
-    return str(_IPEX_PYTHON) if system == "ipex" else sys.executable
+    return str(_IPEX_PYTHON) if system in _WITH_IPEX else sys.executable
 
 
 def why_not(system: str, quick: bool) -> str | None:
