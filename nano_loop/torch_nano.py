@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
@@ -18,10 +18,8 @@ from nano_loop.config import OPTIONS, NanoConfig
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.launch.launcher import Call
 from nano_loop.distributed.launch.run import expected_ranks, joined
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.strategy import RanksStrategy, fabric_arguments
+from nano_loop.distributed.ranks_fabric import RanksFabric
 from nano_loop.errors import NanoError, NanoWarning, problem, shown
-from nano_loop.fabric import Fabric
 from nano_loop.parts import Parts
 from nano_loop.pipeline import Pipeline
 from nano_loop.report import SetupReport
@@ -31,7 +29,7 @@ from nano_loop.this_version import refuse_what_is_not_in_this_version
 _Auto = bool | Literal["auto"]
 
 
-class TorchNano(Fabric):
+class TorchNano(RanksFabric):
     """Subclass it, move the training loop into ``train``, and call ``self.setup`` on its objects.
 
     It is a `lightning_fabric.Fabric`: ``backward``, ``all_reduce``, ``save``, ``print``, ``device`` and their like are
@@ -145,25 +143,16 @@ class TorchNano(Fabric):
         self._nano_machine = read_machine()
         self._nano_pipeline: Pipeline | None = None
         self._nano_report: SetupReport | None = None
-        self._be_fabric(expected_ranks(self._nano_config))
-
-    def _be_fabric(self, ranks: Ranks) -> None:
-        """Make the Fabric in this object, which stays behind when the object travels to a worker."""
-        own = set(vars(self))
-        super().__init__(**fabric_arguments(resolve_precision(self._nano_config, self._nano_machine), ranks))
-        if ranks.size > 1:
-            Fabric.launch(self)  # starts nothing, and lets Fabric's collectives be called
-        self._nano_ranks = ranks
-        self._nano_fabric = frozenset(set(vars(self)) - own)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what travels: all but Fabric's own attributes, which are made anew where it arrives."""
-        return {name: value for name, value in vars(self).items() if name not in self._nano_fabric}
+        self._set_up_fabric()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take up what has travelled."""
         vars(self).update(state)
-        self._be_fabric(expected_ranks(self._nano_config))
+        self._set_up_fabric()
+
+    def _set_up_fabric(self) -> None:
+        precision = resolve_precision(self._nano_config, self._nano_machine)
+        self._be_fabric(precision, expected_ranks(self._nano_config))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make ``train`` of each subclass a run."""
@@ -311,19 +300,6 @@ class TorchNano(Fabric):
         except TypeError:  # the call itself will say so
             return {}
         return {**bound, **{f"self.{name}": value for name, value in self.__getstate__().items()}}
-
-    @contextmanager
-    def _among(self, ranks: Ranks) -> Iterator[None]:
-        """Let Fabric's collectives be those of a run."""
-        if not isinstance(self.strategy, RanksStrategy):
-            yield
-            return
-        environment = self.strategy.environment
-        environment.ranks = ranks
-        try:
-            yield
-        finally:
-            environment.ranks = self._nano_ranks
 
 
 def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:
