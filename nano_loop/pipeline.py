@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
@@ -49,7 +50,11 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._undoing.close()
+        try:
+            if kind is None and self.report is not None:
+                self._print(self.report.add([result for step in self._steps if (result := step.closing())]))
+        finally:
+            self._undoing.close()
 
     def apply(self, parts: Parts) -> None:
         """Apply the steps to the parts of one ``setup`` call, and print what is new in the report.
@@ -62,18 +67,21 @@ class Pipeline:
         for step in self._steps:
             step.see(parts)
         results = [self._apply(step, parts) for step in self._steps if self._concerns(step, parts)]
-        first = self.report is None
         if self.report is None:
             self.report = self._empty_report()
-        new = self.report.add(results)
-        if self.config.verbose and self.seat.ranks.rank == 0 and (first or new):
-            text = str(self.report) if first else "\n".join(map(str, new))
-            print(text, file=sys.stderr, flush=True)
+            self.report.add(results)
+            self._print([self.report])
+        else:
+            self._print(self.report.add(results))
 
     def without_averaging(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the gradients of `model` stay those of this rank."""
         averaging = next(step for step in self._steps if isinstance(step, GradientAveraging))
         return averaging.paused([model])
+
+    def _print(self, lines: Sequence[SetupReport | StepResult]) -> None:
+        if lines and self.config.verbose and self.seat.ranks.rank == 0:
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
 
     def _concerns(self, step: Step, parts: Parts) -> bool:
         if not step.asked or (step.once and self.report is not None):

@@ -15,14 +15,14 @@ class StepResult:
     ----------
     name : str
         The step's name, which is also its option's.
-    status : {"applied", "skipped"}
-        Whether it is in force.
+    status : {"applied", "skipped", "measured"}
+        Whether it is in force, or that it is a measurement, made when the run ended.
     detail : str
-        What was done, or the reason why it was skipped.
+        What was done, the reason why it was skipped, or what was measured.
     """
 
     name: str
-    status: Literal["applied", "skipped"]
+    status: Literal["applied", "skipped", "measured"]
     detail: str
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class SetupReport:
     from_environment : tuple of str
         Names of the environment variables that overrode the code.
     results : list of StepResult
-        One for each step that was applied or skipped, in the order in which they ran.
+        One for each step that was applied or skipped, in the order in which they ran, and for what was measured.
     """
 
     title: str

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, in_bf16, is_fused, seeded  # noqa: F401 - a fixture
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, SetupReport, TorchNano
+from nano_loop.report import StepResult
+from nano_loop.steps.precision import Precision
 
 # A CPU without bf16 instructions is warned about, which other tests hold.
 pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
@@ -652,6 +654,34 @@ def test_second_setup_prints_only_what_is_new(job, capfd):
     out, err = capfd.readouterr()
     assert out == ""
     assert [line.split()[:2] for line in err.splitlines()] == [["applied", "fast_fetch"]]
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_what_a_step_has_measured_is_added_when_the_run_ends(job, capfd, monkeypatch, verbose):
+    monkeypatch.setattr(Precision, "closing", lambda self: StepResult("speed", "measured", "1 ms a step"))
+    loop = Loop(verbose=verbose)
+
+    def train(self):
+        self.setup(*job)
+        assert "measured" not in str(self.report)
+
+    loop.train(train)
+    assert loop.report["speed"].detail == "1 ms a step"
+    assert "speed" not in (*loop.report.applied, *loop.report.skipped)
+    assert capfd.readouterr().err == (f"{loop.report}\n" if verbose else "")
+
+
+def test_a_loop_that_raises_has_measured_nothing(job, monkeypatch):
+    monkeypatch.setattr(Precision, "closing", lambda self: StepResult("speed", "measured", "1 ms a step"))
+    loop = Loop()
+
+    def train(self):
+        self.setup(*job)
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        loop.train(train)
+    assert "measured" not in str(loop.report)
 
 
 def test_quiet_run_prints_nothing(job, capfd):

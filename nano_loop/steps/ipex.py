@@ -11,11 +11,16 @@ from importlib import import_module, metadata
 
 import torch
 
+from nano_loop.config import NanoConfig
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.mechanisms.quiet_import import leaving_no_trace
+from nano_loop.mechanisms.stopwatch import Stopwatch
 from nano_loop.parts import Parts
+from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
 
+#: Median milliseconds a step of the runs of this process, by kind of run and by whether IPEX's kernels ran.
+_measured: dict[str, dict[str, float]] = {}
 _ASKED = "use_ipex=True"
 _MODULE = "intel_extension_for_pytorch"
 _DISTRIBUTION = "intel-extension-for-pytorch"
@@ -30,18 +35,40 @@ class Ipex(Step):
     `ipex.optimize` is not called. It packs weights into bf16 blocks, so that inside the loop ``parameters()`` would be
     others than the optimizer was given and the user knows: averages of weights, surgery on them, clipping and freezing
     would go wrong, most of them silently. So weights, gradients and optimizers are the user's own at all times, and
-    fp32, which leaves nothing to undo. The kernels stay registered until the process ends.
+    fp32, which leaves nothing to undo. The kernels stay registered until the process ends. docs/choices.md has the
+    times: packing was behind these kernels on every workload of the benchmarks.
     """
 
     name = "ipex"
     needs = None
     once = True  # about the process: there is one set of kernels
     required = False  # it raises errors of its own, which name the option and the way out
+    _watch: Stopwatch | None = None
 
     @property
     def asked(self) -> bool:
         """See `Step.asked`."""
         return self.config.use_ipex
+
+    def see(self, parts: Parts) -> None:
+        """Time the run's steps where there is IPEX to compare with, whether it is asked for or not."""
+        if self._watch is None and parts.optimizers and _fits_torch(_installed_version()):
+            self._watch = Stopwatch(parts.optimizers[0])
+            self.undoing.callback(self._watch.close)
+            self._kind = _kind_of_run(self.config, parts)
+
+    def closing(self) -> StepResult | None:
+        """Name the faster of IPEX and nano_loop without it, once this process has run both."""
+        median_ms = None if self._watch is None else self._watch.median_ms()
+        if median_ms is None or (_MODULE in sys.modules and not self.asked):  # its kernels are in force, unasked
+            return None
+        times = _measured.setdefault(self._kind, {})
+        times["IPEX" if self.asked else "nano_loop without IPEX"] = median_ms
+        if not self.asked or len(times) < 2:
+            return None
+        (fast, fast_ms), (slow, slow_ms) = sorted(times.items(), key=lambda time: time[1])
+        detail = f"{fast} is faster: {fast_ms:.3g} ms a step, {slow} {slow_ms:.3g} ({slow_ms / fast_ms:.2f}×)"
+        return StepResult("ipex_speed", "measured", detail)
 
     def skip_reason(self, parts: Parts) -> str | None:
         """Return None, for who asks for IPEX by name gets it or an error.
@@ -68,9 +95,9 @@ class Ipex(Step):
 
     def _check_version(self, version: str) -> None:
         """IPEX prints, and ends the process, when it is imported beside another torch than its own."""
-        torch_version = _torch_version()
-        if _minor(version) == _minor(torch_version):
+        if _fits_torch(version):
             return
+        torch_version = _torch_version()
         needed = f"IPEX {_minor(version)} works with torch {_minor(version)} alone, and this is torch {torch_version}"
         advice = f"{_LEAVE_OUT} run pip install torch=={_minor(version)}.0"
         raise NanoConfigError(problem(_ASKED, needed, advice))
@@ -96,9 +123,19 @@ def _torch_version() -> str:
         return str(torch.__version__)
 
 
+def _fits_torch(version: str | None) -> bool:
+    return version is not None and _minor(version) == _minor(_torch_version())
+
+
 def _minor(version: str) -> str:
     """Return the first two numbers of a version, which are all that IPEX compares."""
     return ".".join(re.findall(r"\d+", version)[:2])
+
+
+def _kind_of_run(config: NanoConfig, parts: Parts) -> str:
+    """Return what two runs share that differ in IPEX alone: the options and the shapes of the weights."""
+    options = {name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose")}
+    return repr((options, [tuple(each.shape) for model in parts.models for each in model.parameters()]))
 
 
 def _import_quietly() -> None:

@@ -11,6 +11,7 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.mechanisms.entry import Entries
 from nano_loop.parts import Parts
+from nano_loop.report import StepResult
 
 
 class Step(ABC):
@@ -70,6 +71,10 @@ class Step(ABC):
     @abstractmethod
     def apply(self, parts: Parts) -> str:
         """Change `parts` in place, and say what was done, in one line for the report."""
+
+    def closing(self) -> StepResult | None:
+        """Say what a run that has ended adds to the report, before it is undone; None for nothing."""
+        return None
 
     def undo(self) -> None:
         """Put everything back that `apply` changed, the last change first."""

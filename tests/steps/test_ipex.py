@@ -113,6 +113,92 @@ def test_off_is_silent_and_imports_nothing(installed):
         train(use_ipex=False)["ipex"]
 
 
+# --- which is faster, in one process, with pretended times ---
+
+
+@pytest.fixture
+def timed(installed, step, monkeypatch):
+    """Pretend a run whose steps take so many milliseconds, and return what it adds to the report."""
+    monkeypatch.setattr(ipex, "_measured", {})
+
+    def run(milliseconds, use_ipex, width=3, torch_version="2.8.0", **options):
+        installed(torch_version, "2.8.0")
+        model = nn.Linear(width, 1)
+        made = step(Ipex, use_ipex=use_ipex, **options)
+        made.see(Parts([model], [torch.optim.SGD(model.parameters(), lr=0.1)]))
+        if made._watch is not None:
+            monkeypatch.setattr(made._watch, "median_ms", lambda: milliseconds)
+        said = made.closing()
+        made.undo()
+        return said and said.detail
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("native", "with_ipex", "said"),
+    [
+        (10.0, 12.0, "nano_loop without IPEX is faster: 10 ms a step, IPEX 12 (1.20×)"),
+        (33.0, 30.0, "IPEX is faster: 30 ms a step, nano_loop without IPEX 33 (1.10×)"),
+    ],
+)
+def test_report_names_the_faster_when_both_were_measured(timed, native, with_ipex, said):
+    assert timed(native, False) is None
+    assert timed(with_ipex, True) == said
+    assert timed(with_ipex, True) == said
+
+
+def test_a_run_of_another_kind_is_no_comparison(timed):
+    assert timed(10.0, False) is None
+    assert timed(12.0, True, width=4) is None
+    assert timed(12.0, True, precision="bf16") is None
+    assert timed(None, True) is None  # too few steps
+    assert timed(12.0, True) is not None
+
+
+def test_kernels_that_stay_in_force_are_not_taken_for_torchs_own(timed, monkeypatch):
+    assert timed(12.0, True) is None
+    monkeypatch.setattr(ipex.metadata, "version", lambda name: "2.8.0")
+    monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", sys)
+    kept = dict(ipex._measured)
+    model = nn.Linear(3, 1)
+    train(use_ipex=False)
+    assert ipex._measured == kept
+    assert not torch.optim.SGD(model.parameters(), lr=0.1)._optimizer_step_post_hooks
+
+
+def test_without_ipex_no_step_is_timed(timed):
+    assert timed(10.0, False, torch_version="2.13.0") is None
+    assert ipex._measured == {}
+
+
+@needs_ipex
+def test_real_runs_are_compared():
+    script = """
+        import torch, nano_loop
+        from torch import nn
+
+        def loop(model, optimizer):
+            for _ in range(20):
+                optimizer.zero_grad()
+                model(torch.ones(8, 3)).sum().backward()
+                optimizer.step()
+
+        def run(use_ipex):
+            model = nn.Linear(3, 1)
+            train = nano_loop.nano(use_ipex=use_ipex)(loop)
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            return train.report
+
+        print([each.status for each in run(False).results if each.name == "ipex_speed"])
+        print(run(True)["ipex_speed"].status)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.stdout.split() == ["[]", "measured"], done.stderr
+    assert done.stderr.splitlines()[-1].startswith("  measured  ipex_speed ")
+
+
 # --- its import, in a process of its own ---
 
 IMPORTING = """
