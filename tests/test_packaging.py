@@ -147,7 +147,7 @@ def files_of_the_project():
 
 
 def files_below(folder):
-    made = re.compile(r"\.git|\.venv|build|dist|__pycache__|.*_cache|\.hypothesis|.*\.egg-info")
+    made = re.compile(r"\.git|\.venv.*|build|dist|__pycache__|.*_cache|\.hypothesis|.*\.egg-info")
     for path in folder.iterdir():
         if path.is_file():
             yield path

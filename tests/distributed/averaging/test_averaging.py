@@ -641,6 +641,7 @@ def test_compiled_models(team, backend):
     assert_pair(team(2), loop)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch 2.8's, in LBFGS itself
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_searches_alike_on_every_rank(team, line_search):
     def loop(setup):
