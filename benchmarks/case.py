@@ -1,4 +1,4 @@
-"""What one process measures: a workload's steps under a system, its FLOPs, or the machine's matrix products.
+"""What one process measures: a workload's steps or losses under a system, its FLOPs, or the machine's products.
 
 python -m benchmarks.case '{"task": "steps", "workload": "mlp", "system": "nano", "small": true}'
 
@@ -38,6 +38,21 @@ def ranks(workload: str, cpus: Sequence[int], small: bool) -> dict[str, float]:
     return _measured(workload, lambda work, count: systems.nano_ranks(work, count, cpus), small)
 
 
+def losses(workload: str, system: str, small: bool, count: int) -> dict[str, list[float]]:
+    """Return the losses of `count` training steps under a system."""
+    work, seen = _build(workload, small), []
+    original = work.loss
+
+    def noted(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        value = original(model, batch)
+        seen.append(value.detach())
+        return value
+
+    work.loss = noted
+    find(system, systems.SYSTEMS)(work, count)
+    return {"losses": [value.item() for value in seen]}
+
+
 def flops(workload: str, small: bool) -> dict[str, float]:
     """Count the matrix FLOPs of a step."""
     return {"flops": step_flops(_build(workload, small))}
@@ -71,8 +86,9 @@ def _peak_rss_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-TASKS: dict[str, Callable[..., dict[str, float]]] = {
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "steps": steps,
+    "losses": losses,
     "ranks": ranks,
     "flops": flops,
     "matmul": matmul_gflops,

@@ -24,7 +24,7 @@ from benchmarks.fresh import ROOT, fresh
 from benchmarks.names import at_least_one, names
 from benchmarks.rounds import Plan, measure
 from benchmarks.scaling import scaling, scaling_table
-from benchmarks.summary import geometric_means, summarize
+from benchmarks.summary import geometric_means, set_matmul_shares, summarize
 from benchmarks.surroundings import heading, surroundings
 from benchmarks.systems import SYSTEMS
 from benchmarks.table import means, table
@@ -77,6 +77,7 @@ def _compare(options: argparse.Namespace, results: dict[str, Any], run: Any) -> 
     results |= {"rounds": plan.rounds, "quick": plan.quick, "workloads": {}}
     for measured in measure(plan):
         results["workloads"][measured.workload] = summary = summarize(measured)
+        set_matmul_shares(results["workloads"])
         results["geometric_means"] = geometric_means(results["workloads"])
         tqdm.write(table(measured.workload, summary))
         _store(results, output)

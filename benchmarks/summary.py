@@ -17,9 +17,8 @@ def summarize(measured: Measured) -> Summary:
 
     The best peer is the system other than nano_loop's own with the smallest median. A system's
     ``ratio_to_best_peer`` is the median, over the rounds, of the best peer's time over the system's: above 1 the
-    system is faster. ``matmul_share`` is how fast a step does its matrix products, over how fast the machine did
-    large ones in the same round, in the dtype that is faster on it. A system that was not measured in every round
-    has None in each place, and its reason.
+    system is faster. ``matmul_share`` is left to `set_matmul_shares`. A system that was not measured in every round
+    has None in each place, and its reason. ``use_ipex`` holds nano_loop with IPEX against IPEX by hand.
     """
     medians = {system: _median_ms(measured, system) for system in measured.rounds[0]}
     peers = {system: ms for system, ms in medians.items() if ms and system not in OURS}
@@ -30,6 +29,21 @@ def summarize(measured: Measured) -> Summary:
         "matmul_gflops": measured.matmul,
         "best_peer": best,
         "systems": {system: _system(measured, system, best) for system in medians},
+        "use_ipex": _use_ipex(measured, medians),
+    }
+
+
+def _use_ipex(measured: Measured, medians: dict[str, float | None]) -> Summary | None:
+    """Return how ``use_ipex=True`` does beside IPEX by hand, and which of ours is faster; None where one is missing."""
+    with_ipex, without = medians.get("nano_ipex"), medians.get("nano")
+    by_hand = _ratios(measured, "ipex", "nano_ipex")
+    if not with_ipex or not without or not by_hand:
+        return None
+    return {
+        "ratio_to_ipex_by_hand": _median(by_hand),
+        "ratio_to_ipex_by_hand_range": [min(by_hand), max(by_hand)],
+        "ratio_to_nano": _median(_ratios(measured, "nano", "nano_ipex")),
+        "faster": "nano_ipex" if with_ipex < without else "nano",
     }
 
 
@@ -60,7 +74,7 @@ def _system(measured: Measured, system: str, best: str | None) -> Summary:
         "ratio_to_best_peer": _median(ratios),
         "ratio_to_best_peer_range": [min(ratios), max(ratios)] if ratios else None,
         "ratio_to_plain": _median(_ratios(measured, "plain", system)),
-        "matmul_share": _median(_shares(measured, system)),
+        "matmul_share": None,
         "peak_rss_mb": max(_values(measured, system, "peak_rss_mb"), default=None),
         "first_step_ms": _median(_values(measured, system, "first_step_ms")),
         "reason": _reason(measured, system),
@@ -76,12 +90,21 @@ def _ratios(measured: Measured, other: str | None, system: str) -> list[float]:
     return [other_ms / own_ms for other_ms, own_ms in zip(*times, strict=False)]
 
 
-def _shares(measured: Measured, system: str) -> list[float]:
-    flops = measured.flops.get("flops")
-    if flops is None or any("reason" in each for each in measured.matmul):
-        return []
-    times = _values(measured, system, "median_ms")
-    return [flops / (ms * 1e6) / max(each.values()) for ms, each in zip(times, measured.matmul, strict=False)]
+def set_matmul_shares(workloads: dict[str, Summary]) -> None:
+    """Set each system's ``matmul_share``, over the best rate that the machine has reached in the run so far.
+
+    A rate that was measured beside a case may be low because somebody else had the machine at that moment; the share
+    would then be flattering.
+    """
+    rates = [rate for each in workloads.values() for found in each["matmul_gflops"] for rate in _rates(found)]
+    for each in workloads.values():
+        for row in each["systems"].values():
+            known = each["flops_per_step"] and row["median_ms"] and rates
+            row["matmul_share"] = each["flops_per_step"] / (row["median_ms"] * 1e6) / max(rates) if known else None
+
+
+def _rates(found: dict[str, Any]) -> Iterable[float]:
+    return () if "reason" in found else found.values()
 
 
 def geometric_means(workloads: dict[str, Summary]) -> Summary:

@@ -10,7 +10,7 @@ HEAD = f"  {'system':<12}{'ms a step':>11}{'× best peer, by round':>25}{'× pla
 
 def table(workload: str, summary: dict[str, Any]) -> str:
     """Return a row a system, with its speed over the best peer's: the median of the rounds, and their range."""
-    return "\n".join([f"\n{_title(workload, summary)}", HEAD, *_rows(summary["systems"])])
+    return "\n".join([f"\n{_title(workload, summary)}", HEAD, *_rows(summary["systems"]), *_ipex(summary["use_ipex"])])
 
 
 def _title(workload: str, summary: dict[str, Any]) -> str:
@@ -25,6 +25,13 @@ def _rows(systems: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"  {name:<12}{'–':>11}  {row['reason']}"
         else:
             yield f"  {name:<12}{row['median_ms']:>11.2f}{_ratio(row):>25}{_figures(row)}"
+
+
+def _ipex(found: dict[str, Any] | None) -> Iterator[str]:
+    if found:
+        low, high = found["ratio_to_ipex_by_hand_range"]
+        beside = f"{found['ratio_to_ipex_by_hand']:.2f}× the speed of IPEX by hand ({low:.2f} to {high:.2f})"
+        yield f"  nano_ipex has {beside}, and {found['ratio_to_nano']:.2f}× nano's; {found['faster']} is faster"
 
 
 def _ratio(row: dict[str, Any]) -> str:

@@ -34,6 +34,13 @@ def chatty(work, count):
     return plain(work, count)
 
 
+def drifting(work, count):
+    """Train with a learning rate that is off by a ten-thousandth."""
+    for group in work.optimizer.param_groups:
+        group["lr"] *= 1.0001
+    return plain(work, count)
+
+
 def littering(work, count):
     """Leave a file, and say in the error where."""
     raise FileExistsError(tempfile.mkdtemp())
