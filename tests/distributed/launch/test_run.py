@@ -215,6 +215,43 @@ def test_report_tells_the_processes_and_their_cpus():
     assert {"broadcast", "gradient_averaging", "loaders", "learning_rate"} <= set(train.report.applied)
 
 
+class Dropping(nn.Module):
+    """Keeps what its dropout kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(1, 1), nn.Dropout(0.5)
+
+    def forward(self, x):
+        dropped = self.dropout(x)
+        self.kept = dropped.ne(0)
+        return self.layer(dropped.mean().view(1, 1))
+
+
+@pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")  # a CPU without bf16 instructions
+@pytest.mark.parametrize(("precision", "count"), [(32, 1 << 12), ("bf16", 1 << 12), ("bf16", 1 << 20)])
+def test_dropout_draws_masks_of_its_own_on_each_rank_and_in_each_step(precision, count):
+    def train(model, optimizer):
+        kept = []
+        for _ in range(2):
+            model(torch.ones(count)).sum().backward()
+            optimizer.step()
+            kept.append(model.kept)
+        gathered = [None, None]
+        distributed.all_gather_object(gathered, kept)
+        return [each for kept in gathered for each in kept]
+
+    model = Dropping()
+    torch.manual_seed(0)
+    train = nano(**small.OPTIONS | {"precision": precision})(train)
+    masks = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for first, one in enumerate(masks):
+        assert abs(one.double().mean() - 0.5) < 5 * 0.5 / count**0.5
+        for other in masks[:first]:
+            assert abs(one.eq(other).double().mean() - 0.5) < 5 * 0.5 / count**0.5
+    assert ("fast_dropout" in train.report.applied) == (precision == "bf16" and "Intel" not in train.report.title)
+
+
 def masks_inside(model, optimizer, loader):
     """The masks of the ranks' threads, their thread counts, and the masks of loader workers, by rank."""
     workers = [tuple(worker.tolist()) for x, worker in loader]
