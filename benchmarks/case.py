@@ -38,9 +38,13 @@ def ranks(workload: str, cpus: Sequence[int], small: bool) -> dict[str, float]:
     return _measured(workload, lambda work, count: systems.nano_ranks(work, count, cpus), small)
 
 
-def losses(workload: str, system: str, small: bool, count: int) -> dict[str, list[float]]:
-    """Return the losses of `count` training steps under a system."""
+def losses(workload: str, system: str, small: bool, count: int, noise: float = 0.0) -> dict[str, list[float]]:
+    """Return the losses of `count` training steps under a system, after some relative noise on the weights."""
     work, seen = _build(workload, small), []
+    with torch.no_grad():
+        for weight in work.model.parameters() if noise else ():
+            own = torch.Generator().manual_seed(1)  # dropout is to draw what it draws without noise
+            weight.mul_(1 + noise * torch.randn(weight.shape, generator=own))
     original = work.loss
 
     def noted(model: torch.nn.Module, batch: Any) -> torch.Tensor:

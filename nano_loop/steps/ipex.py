@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from importlib import import_module, metadata
 
 import torch
@@ -91,6 +92,8 @@ class Ipex(Step):
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
         _import_quietly()
+        # IPEX's layer norm differentiates itself, and torch warns of it in each backward. The filter stays with it.
+        warnings.filterwarnings("ignore", "aten::layer_norm: an autograd kernel was not registered", UserWarning)
         return f"kernels of IPEX {_installed_version()}, until the process ends; weights stay plain fp32, not packed"
 
     def _check_version(self, version: str) -> None:

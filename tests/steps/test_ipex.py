@@ -226,7 +226,7 @@ IMPORTING = """
         optimizer.step()
         return "intel_extension_for_pytorch" in sys.modules
 
-    model = torch.nn.Linear(3, 1)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))  # its layer norm makes torch warn
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = state()
     imported = loop(model, optimizer)
