@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import psutil  # type: ignore[import-untyped,unused-ignore]
+import torch
 from torch import distributed
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -43,7 +46,7 @@ def process_group(
     local : bool
         Whether all ranks are on this host, and so meet on its loopback interface.
     """
-    with _on_loopback() if local else nullcontext(), _own_excepthook():
+    with _on_loopback() if local else nullcontext(), _own_excepthook(), _without_greeting():
         distributed.init_process_group(
             backend or "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
         )
@@ -131,6 +134,38 @@ def _own_excepthook() -> Iterator[None]:
         yield
     finally:
         sys.excepthook = hook
+
+
+@contextmanager
+def _without_greeting() -> Iterator[None]:
+    """Hold standard output back, and then let it go without the line in which gloo says that it is connected.
+
+    torch 2.8 prints it, from C++, into whatever the user's script prints; 2.13 does not.
+    """
+    if not _greets() or not sys.platform.startswith("linux"):
+        yield
+        return
+    try:
+        output = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 1)
+        try:
+            yield
+        finally:
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(output, 1)
+            os.close(output)
+            held.seek(0)
+            rest = b"".join(line for line in held if not line.startswith(b"[Gloo] "))
+            while rest:
+                rest = rest[os.write(1, rest) :]
+
+
+def _greets() -> bool:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 def _loopback() -> str | None:
