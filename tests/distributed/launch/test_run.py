@@ -418,7 +418,7 @@ MEMORY = """
         me = psutil.Process()
         return sum(map(pss, [me, *me.children(recursive=True)]))
 
-    data = torch.rand(1 << 28)  # 1 GiB
+    data = torch.rand(int(sys.argv[1]))
     model = torch.nn.Linear(1, 1)
     import lightning_fabric
     before = total()
@@ -434,18 +434,19 @@ MEMORY = """
 """
 
 
+def growth(count):
+    """How many GiB a run with two processes adds, with a dataset of so many numbers of four bytes."""
+    command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=Path(nano_loop.__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="proportional set sizes are Linux's")
 def test_dataset_in_memory_is_not_copied_for_each_rank():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEMORY)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        cwd=Path(nano_loop.__file__).parents[1],
-    )
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1.3
+    """It is copied once, to where all ranks map it; what a worker takes for itself depends on the build of torch."""
+    assert growth(1 << 28) - growth(1 << 10) < 1.05
 
 
 KILLED = """
