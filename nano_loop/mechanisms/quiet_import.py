@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ _ABSENT = object()
 
 @contextmanager
 def leaving_no_trace(*replaced: tuple[Any, str]) -> Iterator[None]:
-    """Put back, after an import, the environment, the logging and some attributes; say nothing meanwhile.
+    """Put back, after an import, the environment, logging, warnings' filters and attributes; say nothing meanwhile.
 
     What the import prints through Python's logging, and torch's warning that kernels are overridden, stays unsaid.
     Kernels that the library has registered with torch stay: torch has no way to take them back.
@@ -28,6 +29,7 @@ def leaving_no_trace(*replaced: tuple[Any, str]) -> Iterator[None]:
         is inherited again.
     """
     with ExitStack() as undoing:
+        undoing.enter_context(warnings.catch_warnings())
         undoing.callback(_restore_environment, dict(os.environ))
         undoing.callback(_restore_logging, logging.getLoggerClass(), logging.root.handlers[:])
         undoing.callback(logging.disable, logging.root.manager.disable)

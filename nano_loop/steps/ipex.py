@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
+from collections.abc import Sized
 from importlib import import_module, metadata
 
 import torch
 
 from nano_loop.config import NanoConfig
 from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.mechanisms.ipex_repairs import repair
 from nano_loop.mechanisms.quiet_import import leaving_no_trace
 from nano_loop.mechanisms.stopwatch import Stopwatch
 from nano_loop.parts import Parts
@@ -22,12 +23,17 @@ from nano_loop.steps.step import Step
 
 #: Median milliseconds a step of the runs of this process, by kind of run and by whether IPEX's kernels ran.
 _measured: dict[str, dict[str, float]] = {}
-_ASKED = "use_ipex=True"
 _MODULE = "intel_extension_for_pytorch"
 _DISTRIBUTION = "intel-extension-for-pytorch"
-_LEAVE_OUT = "Leave use_ipex out, or"
 # Attributes of torch that the import of IPEX replaces, for its own sake or to work around bugs of older versions.
-_REPLACED = ((torch.Tensor, "numpy"), (torch.Tensor, "__format__"), (torch, "embedding_bag"))
+_REPLACED = (
+    (torch.Tensor, "numpy"),
+    (torch.Tensor, "__format__"),
+    (torch, "embedding_bag"),
+    (torch.cpu.amp, "GradScaler"),
+    (torch.jit, "trace"),
+    (torch.fx.Tracer, "is_leaf_module"),
+)
 
 
 class Ipex(Step):
@@ -53,15 +59,18 @@ class Ipex(Step):
 
     def see(self, parts: Parts) -> None:
         """Time the run's steps where there is IPEX to compare with, whether it is asked for or not."""
-        if self._watch is None and parts.optimizers and _fits_torch(_installed_version()):
+        if self._watch is None and parts.optimizers and parts.loaders and _fits_torch(_installed_version()):
             self._watch = Stopwatch(parts.optimizers[0])
             self.undoing.callback(self._watch.close)
             self._kind = _kind_of_run(self.config, parts)
 
     def closing(self) -> StepResult | None:
         """Name the faster of IPEX and nano_loop without it, once this process has run both."""
+        if not self.asked and _MODULE in sys.modules:
+            detail = "not asked for, but imported in this process before: its kernels run until the process ends"
+            return StepResult(self.name, "applied", detail)
         median_ms = None if self._watch is None else self._watch.median_ms()
-        if median_ms is None or (_MODULE in sys.modules and not self.asked):  # its kernels are in force, unasked
+        if median_ms is None:
             return None
         times = _measured.setdefault(self._kind, {})
         times["IPEX" if self.asked else "nano_loop without IPEX"] = median_ms
@@ -81,20 +90,29 @@ class Ipex(Step):
         NanoConfigError
             If it is made for another torch, or for another CPU.
         """
+        self._check_instructions()
         version = _installed_version()
         if version is None:
-            needed = f"it is not installed, and works with torch 2.8 alone (this is torch {_torch_version()})"
-            raise ImportError(problem(_ASKED, needed, 'Run pip install "nano-loop[ipex]"'))
+            needed = f"IPEX is not installed, and works with torch 2.8 alone (this is torch {_torch_version()})"
+            raise ImportError(problem(self._given, needed, self._install()))
         self._check_version(version)
-        self._check_instructions()
         return None
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
-        _import_quietly()
-        # IPEX's layer norm differentiates itself, and torch warns of it in each backward. The filter stays with it.
-        warnings.filterwarnings("ignore", "aten::layer_norm: an autograd kernel was not registered", UserWarning)
+        self._import_quietly()
+        repair()
         return f"kernels of IPEX {_installed_version()}, until the process ends; weights stay plain fp32, not packed"
+
+    @property
+    def _given(self) -> str:
+        """What asked for it: the argument, or the variable of the environment."""
+        return self.config.given["use_ipex"]
+
+    def _install(self) -> str:
+        here = _torch_version()
+        replaced = "" if _minor(here) == "2.8" else f", which replaces torch {here} by 2.8.0"
+        return f'Leave it out, or run pip install "nano-loop[ipex]"{replaced}'
 
     def _check_version(self, version: str) -> None:
         """IPEX prints, and ends the process, when it is imported beside another torch than its own."""
@@ -102,14 +120,23 @@ class Ipex(Step):
             return
         torch_version = _torch_version()
         needed = f"IPEX {_minor(version)} works with torch {_minor(version)} alone, and this is torch {torch_version}"
-        advice = f"{_LEAVE_OUT} run pip install torch=={_minor(version)}.0"
-        raise NanoConfigError(problem(_ASKED, needed, advice))
+        raise NanoConfigError(problem(self._given, needed, self._install()))
 
     def _check_instructions(self) -> None:
         if self.machine.architecture in ("x86_64", "AMD64") and "avx2" in self.machine.instruction_sets:
             return
         needed = f"IPEX needs an x86-64 CPU with AVX2, and this is {self.machine.name} ({self.machine.architecture})"
-        raise NanoConfigError(problem(_ASKED, needed, "Leave use_ipex out"))
+        raise NanoConfigError(problem(self._given, needed, "Leave it out"))
+
+    def _import_quietly(self) -> None:
+        if _MODULE in sys.modules:  # the user imported it, and has its effects already
+            return
+        try:
+            with leaving_no_trace(*_REPLACED):
+                import_module(_MODULE)
+        except (Exception, SystemExit) as error:  # it loads libraries of its own, and ends the process by itself
+            given = f"{self._given}: importing IPEX raised {type(error).__name__}"
+            raise NanoError(problem(given, str(error), "Leave it out, or install IPEX anew")) from error
 
 
 def _installed_version() -> str | None:
@@ -136,17 +163,10 @@ def _minor(version: str) -> str:
 
 
 def _kind_of_run(config: NanoConfig, parts: Parts) -> str:
-    """Return what two runs share that differ in IPEX alone: the options and the shapes of the weights."""
+    """Return what two runs share that differ in IPEX alone."""
     options = {name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose")}
-    return repr((options, [tuple(each.shape) for model in parts.models for each in model.parameters()]))
-
-
-def _import_quietly() -> None:
-    if _MODULE in sys.modules:  # the user imported it, and has its effects already
-        return
-    try:
-        with leaving_no_trace(*_REPLACED):
-            import_module(_MODULE)
-    except Exception as error:  # it loads libraries of its own, and raises whatever they do
-        given = f"{_ASKED}: importing IPEX raised {type(error).__name__}"
-        raise NanoError(problem(given, str(error), f"{_LEAVE_OUT} install it anew")) from error
+    shapes = [tuple(each.shape) for model in parts.models for each in model.parameters()]
+    batches = [
+        (loader.batch_size, len(loader.dataset)) for loader in parts.loaders if isinstance(loader.dataset, Sized)
+    ]
+    return repr((options, shapes, [type(each).__name__ for each in parts.optimizers], batches))

@@ -1,5 +1,6 @@
 """Runs one training loop plain, by hand and accelerated, and holds what comes out against each other."""
 
+import atexit
 import contextlib
 import functools
 import importlib.metadata
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy
 import pytest
 import torch
+from distributed.team import Team
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -50,7 +52,8 @@ NHWC = Config("channels_last", {"channels_last": True, "fused_optimizer": False}
 NHWC_FUSED = replace(FUSED, name="channels_last-fused", options={"channels_last": True})
 NHWC_BF16 = Config("channels_last-bf16", {**BF16.options, "channels_last": True}, tolerance=1e-6, subclass=True)
 
-# With IPEX the loop by hand runs its kernels too, for the accelerated loop is run first, and they stay registered.
+# With IPEX the loop by hand runs its kernels too, for the accelerated loop is run first, and they stay registered. So
+# it is also held against the loop by hand in a process without them, as near as sums in another order come.
 IPEX = Config("ipex", {"use_ipex": True, "fused_optimizer": False}, raises=True)
 IPEX_BF16 = Config("ipex-bf16", {**BF16.options, "use_ipex": True}, subclass=True)
 IPEX_NHWC_BF16 = replace(NHWC_BF16, name="ipex-channels_last-bf16", options={**NHWC_BF16.options, "use_ipex": True})
@@ -67,6 +70,9 @@ if WITH_IPEX:
     torch.compile(repr, backend="eager")  # wraps methods of optimizers, once, as importing IPEX does
 ALL = (EXACT, FUSED, BF16, *WITH_IPEX)
 CONVOLUTIONS = (*ALL, NHWC, NHWC_FUSED, NHWC_BF16, *((IPEX_NHWC_BF16,) if WITH_IPEX else ()))
+
+
+OF_IPEX = {False: 1e-5, True: 0.02}  # relative to each tensor's largest value, in fp32 and in bf16
 
 
 class FinishedError(Exception):
@@ -138,11 +144,32 @@ def check(build, loop, config):
         plain = run_plain(build, loop) if config.channels_last else expected
     found = [
         *differences(actual["seen"], expected["seen"], config.tolerance),
+        *without_ipex(actual["seen"], build, loop, config, threads),
         *differences(actual["strides"], plain["strides"], path="strides"),
         *(f"state laid out unlike its parameter: {place}" for place in actual["unlike"] - plain["unlike"]),
         *differences(actual["random"], expected["random"], path="random"),
     ]
     assert not found, "\n".join(found)
+
+
+def without_ipex(actual, build, loop, config, threads):
+    """Differences to the loop by hand in a process that never imports IPEX."""
+    if not config.options.get("use_ipex"):
+        return
+    (expected,) = process_without_ipex()(seen_there, build, loop, config, threads)
+    yield from differences(actual, expected, OF_IPEX[config.bf16], path="without IPEX")
+
+
+def seen_there(_, build, loop, config, threads):
+    with computing_with(threads):
+        return run_plain(build, loop, written_by_hand(config), config.channels_last)["seen"]
+
+
+@functools.cache
+def process_without_ipex():
+    team = Team(1)
+    atexit.register(team.close)
+    return team
 
 
 def run_plain(build, loop, by_hand=untouched, channels_last=False):

@@ -36,6 +36,19 @@ class ConvNet(nn.Module):
         return self.head(self.features(x).flatten(1))
 
 
+class Normed(nn.Module):
+    """A classifier of 6 features with layer norm and group norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.layer_norm, self.group_norm = nn.LayerNorm(16), nn.GroupNorm(4, 16)
+
+    def forward(self, x):
+        x = torch.tanh(self.layer_norm(self.first(x)))
+        return self.head(torch.tanh(self.group_norm(self.second(x))) - x.mean(dim=None))
+
+
 def vectors(size=36, batch_size=8, shuffle=True, **options):
     """A loader of 36 vectors: four batches of 8 and one of 4."""
     x = torch.randn(size, 6)

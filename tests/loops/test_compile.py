@@ -3,14 +3,15 @@
 import os
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from .nested import differences
-from .pairs import BF16, EXACT, FUSED, Config, pair, run_accelerated, run_plain, untouched
-from .tasks import ADAMW, Net, job, vectors
+from .pairs import BF16, EXACT, FUSED, WITH_IPEX, Config, pair, run_accelerated, run_plain, untouched
+from .tasks import ADAMW, Net, Normed, job, vectors
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +50,11 @@ def full_batches():
     return vectors(size=24, shuffle=False)
 
 
-def compiled(backend):
+def compiled(backend, model=Net):
     def build():
-        return torch.compile(Net(), backend=backend)
+        return torch.compile(model(), backend=backend)
 
-    return job(backend, model=build, optimizer=ADAMW, loader=full_batches)
+    return job(f"{backend}-{model.__name__}", model=build, optimizer=ADAMW, loader=full_batches)
 
 
 def train(model, optimizer, loader, by_hand=untouched):
@@ -69,7 +70,7 @@ def train(model, optimizer, loader, by_hand=untouched):
         return losses, by_hand(model)(torch.ones(8, 6))
 
 
-@pair(compiled("eager"), compiled("aot_eager"), configs=[EXACT, FUSED, BF16])
+@pair(compiled("eager"), compiled("aot_eager"), compiled("aot_eager", Normed), configs=[EXACT, FUSED, BF16, *WITH_IPEX])
 def test_a_model_compiled_before(model, optimizer, loader, by_hand=untouched):
     return train(model, optimizer, loader, by_hand)
 
@@ -80,12 +81,12 @@ def compiled_in_place():
     return arguments
 
 
-@pair(compiled_in_place, configs=[EXACT, BF16])
+@pair(compiled_in_place, configs=[EXACT, BF16, *WITH_IPEX])
 def test_a_model_compiled_in_place(model, optimizer, loader, by_hand=untouched):
     return train(model, optimizer, loader, by_hand)
 
 
-@pair(job(optimizer=ADAMW, loader=full_batches), configs=[EXACT, BF16])
+@pair(job(optimizer=ADAMW, loader=full_batches), configs=[EXACT, BF16, *WITH_IPEX])
 def test_a_model_compiled_inside_the_loop(model, optimizer, loader, by_hand=untouched):
     return train(torch.compile(model, backend="eager"), optimizer, loader, by_hand)
 
@@ -94,6 +95,7 @@ EAGER = {"compile": {"backend": "eager"}}
 COMPILED = [
     Config("exact", {**EXACT.options, **EAGER}),
     Config("bf16", {**BF16.options, **EAGER}, subclass=True, raises=True),
+    *(replace(each, options={**each.options, **EAGER}) for each in WITH_IPEX),
 ]
 
 

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 from nano_loop import nano
 
-from .pairs import BF16, CONVOLUTIONS, EXACT, FUSED, NHWC_BF16, pair, slow_bf16_is_fine, untouched
+from .pairs import BF16, CONVOLUTIONS, EXACT, FUSED, NHWC_BF16, WITH_IPEX, pair, slow_bf16_is_fine, untouched
 from .tasks import ADAM, ConvNet, Net, fit, images, job
 
 NETS = job("", optimizer=ADAM), job("convolutional", model=ConvNet, optimizer=ADAM, loader=images)
@@ -63,7 +63,7 @@ def test_stochastic_weight_averaging(model, optimizer, loader, by_hand=untouched
     return average.state_dict(), scheduler.get_last_lr()
 
 
-@pair(*NETS, configs=[EXACT, FUSED, BF16, NHWC_BF16])
+@pair(*NETS, configs=[EXACT, FUSED, BF16, NHWC_BF16, *WITH_IPEX])
 def test_copies_are_as_plain_as_the_model(model, optimizer, loader, by_hand=untouched):
     """What a copy or a pickle has in its `__dict__` is what the plain loop's has."""
     fit(model, optimizer, loader, by_hand, epochs=1)
@@ -72,7 +72,7 @@ def test_copies_are_as_plain_as_the_model(model, optimizer, loader, by_hand=unto
     return [[(name, type(m), sorted(vars(m))) for name, m in each.named_modules()] for each in copies]
 
 
-@pair(job("adam", optimizer=ADAM), configs=[EXACT, BF16])
+@pair(job("adam", optimizer=ADAM), configs=[EXACT, BF16, *WITH_IPEX])
 def test_a_copied_optimizer_is_plain(model, optimizer, loader, by_hand=untouched):
     fit(model, optimizer, loader, by_hand, epochs=1)
     copies = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
@@ -181,7 +181,7 @@ def test_a_copy_trains_on_after_the_run():
     assert not torch.equal(copied(x), first)
 
 
-@pair(job(), configs=[EXACT, BF16])
+@pair(job(), configs=[EXACT, BF16, *WITH_IPEX])
 def test_a_whole_model_saved_and_loaded_in_the_loop(model, optimizer, loader, by_hand=untouched):
     buffer = io.BytesIO()
     torch.save({"model": model, "optimizer": optimizer}, buffer)

@@ -10,7 +10,19 @@ from torch.nn.functional import cross_entropy
 from nano_loop import nano
 
 from .nested import differences, mapped
-from .pairs import BF16, CONVOLUTIONS, EXACT, FUSED, built, left_as_found, named, pair, slow_bf16_is_fine, untouched
+from .pairs import (
+    BF16,
+    CONVOLUTIONS,
+    EXACT,
+    FUSED,
+    WITH_IPEX,
+    built,
+    left_as_found,
+    named,
+    pair,
+    slow_bf16_is_fine,
+    untouched,
+)
 from .records import laid_otherwise, record, record_strides
 from .tasks import ADAM, ADAMW, ConvNet, Net, fit, images, job, vectors
 
@@ -187,6 +199,6 @@ def nested_runs(model, optimizer, loader, by_hand=untouched):
     return losses
 
 
-@pair(job(optimizer=ADAM), configs=[EXACT, FUSED, BF16])
+@pair(job(optimizer=ADAM), configs=[EXACT, FUSED, BF16, *WITH_IPEX])
 def test_a_run_within_a_run(model, optimizer, loader, by_hand=untouched):
     return nested_runs(model, optimizer, loader, by_hand)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from .pairs import EXACT, pair, untouched
+from .pairs import EXACT, WITH_IPEX, pair, untouched
 from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, fit, images, job, vectors
 
 
@@ -120,7 +120,7 @@ def test_a_student_and_its_teacher(model, optimizer, loader, teacher, criterion,
     return losses
 
 
-@pair(job(optimizer=ADAM), configs=[EXACT])
+@pair(job(optimizer=ADAM), configs=[EXACT, *WITH_IPEX])
 def test_requires_grad_of_the_inputs_is_left_alone(model, optimizer, loader, by_hand=untouched):
     seen = []
     model.register_forward_pre_hook(lambda m, args: seen.append(args[0].requires_grad))

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, embedding
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .pairs import EXACT, FUSED, named, pair, untouched
+from .pairs import EXACT, FUSED, WITH_IPEX, named, pair, untouched
 from .tasks import ADAM, ADAMW, SGD, Net, fit, job, vectors
 
 ADAGRAD = functools.partial(torch.optim.Adagrad, lr=0.1)
@@ -135,7 +135,7 @@ def test_the_whole_model_checkpointed(model, optimizer, loader, by_hand=untouche
     return losses
 
 
-@pair(job(model=deep), configs=[EXACT, FUSED])
+@pair(job(model=deep), configs=[EXACT, FUSED, *WITH_IPEX])
 def test_a_sequence_checkpointed_in_segments(model, optimizer, loader, by_hand=untouched):
     losses = []
     for x, y in loader:

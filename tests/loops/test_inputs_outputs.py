@@ -129,7 +129,7 @@ class TwoImages(nn.Module):
     def forward(self, pictures, also, weight=None):
         first, second = (self.conv(p) for p in pictures)
         deep = self.volume(also["volume"])
-        total = first.mean((2, 3)) + second.mean((2, 3)) + deep.mean()
+        total = first.mean((2, 3)) + second.mean((2, 3)) + deep.mean((2, 3, 4)).repeat(1, 2)
         return {"logits": total[:, :3] if weight is None else total[:, :3] * weight, "maps": (first, deep)}
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler as schedulers
 
-from .pairs import EXACT, FUSED, pair, untouched
+from .pairs import EXACT, FUSED, WITH_IPEX, pair, untouched
 from .tasks import ADAMW, job
 
 STEPS = 15
@@ -64,7 +64,7 @@ def train(model, optimizer, loader, scheduler, by_hand):
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR of torch 2.8, of itself
-@pair(*(job(name, scheduler=factory) for name, factory in SCHEDULERS.items()), configs=[EXACT, FUSED])
+@pair(*(job(name, scheduler=factory) for name, factory in SCHEDULERS.items()), configs=[EXACT, FUSED, *WITH_IPEX])
 def test_scheduler_built_before(model, optimizer, loader, scheduler, by_hand=untouched):
     return train(model, optimizer, loader, scheduler, by_hand)
 
@@ -74,6 +74,6 @@ def naming(name):
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
-@pair(*map(naming, SCHEDULERS), configs=[EXACT, FUSED])
+@pair(*map(naming, SCHEDULERS), configs=[EXACT, FUSED, *WITH_IPEX])
 def test_scheduler_built_after(model, optimizer, loader, scheduler, by_hand=untouched):
     return train(model, optimizer, loader, SCHEDULERS[scheduler](optimizer), by_hand)

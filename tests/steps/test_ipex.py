@@ -13,6 +13,7 @@ from loops.pairs import has_ipex, in_fp32, slow_bf16_is_fine
 from loops.tasks import ConvNet, Net, images, vectors
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from nano_loop import NanoConfigError, NanoError, nano
 from nano_loop.cpu import Machine
@@ -63,14 +64,37 @@ def train(use_ipex=True, **options):
 
 def test_missing_ipex_is_an_import_error_with_the_command(installed):
     installed("2.13.0", None)
-    with pytest.raises(ImportError, match=r'^use_ipex=True: .* torch 2\.13\.0.*pip install "nano-loop\[ipex\]"\.$'):
+    with pytest.raises(
+        ImportError, match=r'^use_ipex=True: .*Leave it out, or run pip install "nano-loop\[ipex\]"'
+    ) as caught:
         train()
+    assert str(caught.value).endswith(", which replaces torch 2.13.0 by 2.8.0.")
+
+
+def test_what_asked_for_it_is_named(installed, monkeypatch):
+    installed("2.13.0", None)
+    monkeypatch.setenv("NANO_LOOP_USE_IPEX", "true")
+    with pytest.raises(ImportError, match=r"^NANO_LOOP_USE_IPEX=true: IPEX is not installed"):
+        train(use_ipex=False)
+
+
+def test_ipex_of_another_torch_is_not_answered_with_a_torch_that_nano_loop_refuses(installed):
+    installed("2.8.0", "2.7.0")
+    with pytest.raises(NanoConfigError, match=r'pip install "nano-loop\[ipex\]"\.$'):
+        train()
+
+
+def test_another_cpu_is_not_told_to_install_it(installed, step):
+    installed("2.13.0", None)
+    machine = Machine("Graviton", "aarch64", (), (), instruction_sets=frozenset(["bf16"]))
+    with pytest.raises(NanoConfigError, match=r"Graviton.*Leave it out\.$"):
+        step(Ipex, on=machine, use_ipex=True).skip_reason(Parts())
 
 
 @pytest.mark.parametrize("torch_version", ["2.13.0", "2.80.0", "2.9.1+cpu", "3.8.0"])
 def test_another_torch_is_told_which_one_goes_with_this_ipex(installed, torch_version):
     installed(torch_version, "2.8.0")
-    with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*pip install torch==2\.8\.0\.$") as caught:
+    with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*, which replaces torch .* by 2\.8\.0\.$") as caught:
         train()
     assert f"IPEX 2.8 works with torch 2.8 alone, and this is torch {torch_version}." in str(caught.value)
 
@@ -94,11 +118,14 @@ def test_torch_that_was_built_in_place_counts_as_what_it_says(installed, step, m
 def test_another_cpu_is_named_with_what_is_needed(installed, step, architecture, sets):
     installed("2.8.0", "2.8.0")
     machine = Machine("Old CPU", architecture, (), (), instruction_sets=frozenset(sets))
-    with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*AVX2.*Old CPU.*Leave use_ipex out\.$"):
+    with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*AVX2.*Old CPU.*Leave it out\.$"):
         step(Ipex, on=machine, use_ipex=True).skip_reason(Parts())
 
 
-@pytest.mark.parametrize("error", [OSError("libfoo.so: cannot open"), AttributeError("module 'os' has no 'exit'")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError("libfoo.so: cannot open"), AttributeError("module 'os' has no 'exit'"), SystemExit("needs AVX2")],
+)
 def test_failure_of_its_import_is_said_with_its_reason(installed, step, error):
     installed("2.8.0", "2.8.0", raised=error)
     with pytest.raises(NanoError, match="importing IPEX raised") as caught:
@@ -121,11 +148,12 @@ def timed(installed, step, monkeypatch):
     """Pretend a run whose steps take so many milliseconds, and return what it adds to the report."""
     monkeypatch.setattr(ipex, "_measured", {})
 
-    def run(milliseconds, use_ipex, width=3, torch_version="2.8.0", **options):
+    def run(milliseconds, use_ipex, width=3, batch_size=8, kind=torch.optim.SGD, torch_version="2.8.0", **options):
         installed(torch_version, "2.8.0")
         model = nn.Linear(width, 1)
         made = step(Ipex, use_ipex=use_ipex, **options)
-        made.see(Parts([model], [torch.optim.SGD(model.parameters(), lr=0.1)]))
+        loaders = [DataLoader(range(64), batch_size)] if batch_size else []
+        made.see(Parts([model], [kind(model.parameters(), lr=0.1)], loaders))
         if made._watch is not None:
             monkeypatch.setattr(made._watch, "median_ms", lambda: milliseconds)
         said = made.closing()
@@ -152,6 +180,8 @@ def test_a_run_of_another_kind_is_no_comparison(timed):
     assert timed(10.0, False) is None
     assert timed(12.0, True, width=4) is None
     assert timed(12.0, True, precision="bf16") is None
+    assert timed(12.0, True, batch_size=64) is None
+    assert timed(12.0, True, kind=torch.optim.AdamW) is None
     assert timed(None, True) is None  # too few steps
     assert timed(12.0, True) is not None
 
@@ -162,9 +192,16 @@ def test_kernels_that_stay_in_force_are_not_taken_for_torchs_own(timed, monkeypa
     monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", sys)
     kept = dict(ipex._measured)
     model = nn.Linear(3, 1)
-    train(use_ipex=False)
+    report = train(use_ipex=False)
+    assert "not asked for" in report["ipex"].detail
     assert ipex._measured == kept
     assert not torch.optim.SGD(model.parameters(), lr=0.1)._optimizer_step_post_hooks
+
+
+def test_loop_whose_batches_are_not_known_is_not_compared(timed):
+    assert timed(10.0, False, batch_size=None) is None
+    assert timed(12.0, True, batch_size=None) is None
+    assert ipex._measured == {}
 
 
 def test_without_ipex_no_step_is_timed(timed):
@@ -178,16 +215,17 @@ def test_real_runs_are_compared():
         import torch, nano_loop
         from torch import nn
 
-        def loop(model, optimizer):
-            for _ in range(20):
+        def loop(model, optimizer, loader):
+            for x in loader:
                 optimizer.zero_grad()
-                model(torch.ones(8, 3)).sum().backward()
+                model(x).sum().backward()
                 optimizer.step()
 
         def run(use_ipex):
             model = nn.Linear(3, 1)
             train = nano_loop.nano(use_ipex=use_ipex)(loop)
-            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            loader = torch.utils.data.DataLoader(torch.ones(160, 3), 8)
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
             return train.report
 
         print([each.status for each in run(False).results if each.name == "ipex_speed"])
@@ -202,7 +240,7 @@ def test_real_runs_are_compared():
 # --- its import, in a process of its own ---
 
 IMPORTING = """
-    import json, logging, os, sys, threading
+    import json, logging, os, sys, threading, warnings
     from pathlib import Path
     import torch
     import nano_loop
@@ -217,7 +255,9 @@ IMPORTING = """
             "affinity": sorted(os.sched_getaffinity(0)), "handlers": list(map(repr, logging.root.handlers)),
             "logger class": repr(logging.getLoggerClass()), "disabled": logging.root.manager.disable,
             "tensor": sorted(vars(torch.Tensor)), "format": torch.Tensor.__format__.__module__,
-            "bag": torch.embedding_bag.__module__, "optimizers": sorted(vars(torch.optim.AdamW)),
+            "bag": torch.embedding_bag.__module__, "scaler": torch.cpu.amp.GradScaler.__module__,
+            "jit": torch.jit.trace.__module__, "fx": torch.fx.Tracer.is_leaf_module.__module__,
+            "filters": list(map(repr, warnings.filters)), "optimizers": sorted(vars(torch.optim.AdamW)),
         }
 
     @nano_loop.nano(use_ipex=True)
@@ -226,7 +266,7 @@ IMPORTING = """
         optimizer.step()
         return "intel_extension_for_pytorch" in sys.modules
 
-    model = torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))  # its layer norm makes torch warn
+    model = torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.GroupNorm(1, 3), torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = state()
     imported = loop(model, optimizer)
