@@ -37,6 +37,9 @@ READY := $(VENV)/ready-$(VERSION)
 # Two `make` at once: the second waits here for the first one's set-up.
 LOCK := $(if $(shell command -v flock 2>/dev/null),flock Makefile)
 
+# transformers needs Python 3.11.
+PEERS := $(if $(filter 3.10,$(VERSION)),,requirements/bench.txt)
+
 .PHONY: help demo test test-ipex lint bench bench-overhead clean ready
 .NOTPARALLEL:
 
@@ -57,10 +60,11 @@ test: export OMP_WAIT_POLICY := passive
 test: ready
 	@$(RUN) -m pytest $(ARGS)
 
-# The same rules in another environment. Its torch is built for CUDA too, which is not to be looked for.
+# The same rules in another environment, which has the benchmarks' peers too, so that tests and `make bench` find them.
+# Its torch is built for CUDA too, which is not to be looked for.
 test-ipex: export CUDA_VISIBLE_DEVICES :=
 test-ipex:
-	@$(MAKE) --no-print-directory VENV=.venv-ipex REQUIREMENTS=requirements/ipex.txt test
+	@$(MAKE) --no-print-directory VENV=.venv-ipex REQUIREMENTS="requirements/ipex.txt $(PEERS)" test
 
 lint: ready
 	@$(RUN) -m ruff check .
@@ -72,7 +76,7 @@ BENCH_VENV := .venv-bench
 bench:
 	$(if $(MISSING),$(error $(MISSING)))
 	$(if $(filter 3.10,$(VERSION)),$(error transformers needs Python 3.11 or later. Name one: make PYTHON=python3.12 bench))
-	@$(MAKE) -s ready VENV=$(BENCH_VENV) REQUIREMENTS="requirements/default.txt requirements/bench.txt"
+	@$(MAKE) -s ready VENV=$(BENCH_VENV) REQUIREMENTS="requirements/default.txt $(PEERS)"
 	@$(BENCH_VENV)/bin/python -m benchmarks.run $(ARGS)
 
 bench-overhead: ready

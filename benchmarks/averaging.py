@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from benchmarks.names import at_least_one
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.transport.process_group import ProcessGroupTransport
@@ -125,7 +126,7 @@ def show(name: str, rounds: list[dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--compression", choices=["bfloat16"])
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)

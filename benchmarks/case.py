@@ -8,13 +8,14 @@ It prints one line of JSON: what was measured, or the reason why not.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import resource
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,17 @@ Train = Callable[[Workload, int], list[float]]
 def steps(workload: str, system: str, small: bool) -> dict[str, float]:
     """Measure training steps under a system."""
     return _measured(workload, find(system, systems.SYSTEMS), small)
+
+
+def levers(workload: str, lever: str, small: bool) -> dict[str, Any]:
+    """Measure training steps of nano_loop without one of its levers, and name the steps that it applied."""
+    applied: list[str] = []
+
+    def train(work: Workload, count: int) -> list[float]:
+        seconds, applied[:] = systems.nano_without(lever, work, count)
+        return seconds
+
+    return {**_measured(workload, train, small), "applied": applied}
 
 
 def ranks(workload: str, cpus: Sequence[int], small: bool) -> dict[str, float]:
@@ -64,13 +76,27 @@ def flops(workload: str, small: bool) -> dict[str, float]:
 
 def _measured(workload: str, train: Train, small: bool) -> dict[str, float]:
     work = _build(workload, small)
-    warmup = max(2, work.steps // 10)
-    seconds = train(work, warmup + work.steps)
+    warmup, counted = _whole_epochs(max(2, work.steps // 10), work), _whole_epochs(work.steps, work)
+    seconds = train(work, warmup + counted)
     return {
-        "median_ms": statistics.median(seconds[warmup:]) * 1e3,
+        "median_ms": statistics.median(_epoch_means(seconds[warmup:], work)) * 1e3,
         "first_step_ms": seconds[0] * 1e3,
         "peak_rss_mb": _peak_rss_mb(),
     }
+
+
+def _epoch(work: Workload) -> int:
+    return len(work.batches) if isinstance(work.batches, Sized) else 1
+
+
+def _whole_epochs(count: int, work: Workload) -> int:
+    return math.ceil(count / _epoch(work)) * _epoch(work)
+
+
+def _epoch_means(seconds: Sequence[float], work: Workload) -> list[float]:
+    """Return each epoch's time over its steps: what a loader does once an epoch is no step's own."""
+    epoch = _epoch(work)
+    return [statistics.fmean(seconds[start : start + epoch]) for start in range(0, len(seconds), epoch)]
 
 
 def _build(workload: str, small: bool) -> Workload:
@@ -94,6 +120,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "steps": steps,
     "losses": losses,
     "ranks": ranks,
+    "levers": levers,
     "flops": flops,
     "matmul": matmul_gflops,
 }

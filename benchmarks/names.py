@@ -17,23 +17,27 @@ def find(name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., An
         return known[name]
     try:
         return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{name!r}: {error}") from error
+
+
+def name(known: Mapping[str, Callable[..., Any]]) -> Callable[[str], str]:
+    """Return an argument's type: one name, checked."""
+
+    def parse(text: str) -> str:
+        try:
+            find(text, known)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text
+
+    return parse
 
 
 def names(known: Mapping[str, Callable[..., Any]]) -> Callable[[str], list[str]]:
     """Return an argument's type: names between commas, each once, and each checked."""
-
-    def parse(text: str) -> list[str]:
-        chosen = list(dict.fromkeys(text.split(",")))
-        try:
-            for name in chosen:
-                find(name, known)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-        return chosen
-
-    return parse
+    one = name(known)
+    return lambda text: [one(each) for each in dict.fromkeys(text.split(","))]
 
 
 def at_least_one(text: str) -> int:

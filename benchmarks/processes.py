@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.names import at_least_one
 from nano_loop import TorchNano
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,7 +113,7 @@ PARTS: dict[str, Any] = {"bert": bert, "start": start}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.way:

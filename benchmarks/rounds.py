@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,24 +47,31 @@ class Plan:
         Their names.
     rounds : int
         How many rounds.
-    quick : bool
-        Whether workloads are small, and systems that take long are left out.
+    small : bool
+        Whether workloads are small.
     limit : float
         Seconds after which a case is given up.
     run : callable
         `fresh`, or what `forks` gives.
+    left_out : mapping
+        By system, why it is not measured.
     """
 
     workloads: list[str]
     systems: list[str]
     rounds: int
-    quick: bool
+    small: bool
     limit: float
     run: Run = fresh
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        measured = [system for system in self.systems if not why_not(system, self.quick)]
+        measured = [system for system in self.systems if not self.why_not(system)]
         return len(self.workloads) * (1 + self.rounds * (1 + len(measured)))
+
+    def why_not(self, system: str) -> str | None:
+        """Return why a system is not measured, or None."""
+        return self.left_out.get(system) or why_not(system)
 
 
 def measure(plan: Plan) -> Iterator[Measured]:
@@ -84,7 +91,7 @@ def _measure(plan: Plan, workload: str, bar: tqdm[Any]) -> Measured:
         bar.set_description(f"{workload} round {number + 1} matmul")
         found.matmul.append(_job(plan, bar, task="matmul"))
         results = {}
-        for system in _in_turn(plan.systems, number):
+        for system in in_turn(plan.systems, number):
             bar.set_description(f"{workload} round {number + 1} {system}")
             results[system] = broken.get(system) or _case(plan, bar, workload, system)
             if "reason" in results[system]:
@@ -93,21 +100,28 @@ def _measure(plan: Plan, workload: str, bar: tqdm[Any]) -> Measured:
     return found
 
 
-def _in_turn(systems: Sequence[str], number: int) -> list[str]:
-    """Let each round begin with another system, for the first may find the machine other than the last does."""
-    start = number % len(systems)
-    return [*systems[start:], *systems[:start]]
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """Let each round begin with another name, for the first may find the machine other than the last does.
+
+    Every second round goes backwards, so that a name does not always follow the same one.
+    """
+    start = number % len(names)
+    turned = [*names[start:], *names[:start]]
+    return turned[::-1] if number % 2 else turned
 
 
 def _case(plan: Plan, bar: tqdm[Any], workload: str, system: str) -> Result:
-    reason = why_not(system, plan.quick)
+    reason = plan.why_not(system)
     if reason:
         return {"reason": reason}
-    other = {} if python_of(system) == sys.executable else {"python": python_of(system)}
-    return _job(plan, bar, other, task="steps", workload=workload, system=system)
+    return _job(plan, bar, python_of(system), task="steps", workload=workload, system=system)
 
 
-def _job(plan: Plan, bar: tqdm[Any], other: dict[str, str] | None = None, **job: Any) -> Result:
-    result = plan.run({**job, "small": plan.quick}, limit=plan.limit, **(other or {}))
+def _job(plan: Plan, bar: tqdm[Any], python: str = sys.executable, **job: Any) -> Result:
+    job |= {"small": plan.small}
+    if python == sys.executable:
+        result = plan.run(job, limit=plan.limit)
+    else:  # no fork of this one
+        result = fresh(job, limit=plan.limit, python=python)
     bar.update()
     return result

@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.fresh import Result, fresh
+from benchmarks.rounds import in_turn
 from nano_loop.cpu import read_machine
 
 ONE_CORE = "1 thread"
@@ -30,9 +31,10 @@ def scaling(workload: str, rounds: int, small: bool, limit: float) -> dict[str, 
     jobs = _jobs(workload, small)
     found: list[dict[str, Result]] = []
     with tqdm(total=rounds * len(jobs), file=sys.stderr, unit="case", dynamic_ncols=True) as bar:
-        for _ in range(rounds):
+        for number in range(rounds):
             results = {}
-            for name, (_, threads, job) in jobs.items():
+            for name in in_turn(list(jobs), number):
+                _, threads, job = jobs[name]
                 bar.set_description(f"{workload} {name}")
                 results[name] = fresh(job, limit=limit, settings={"OMP_NUM_THREADS": str(threads)})
                 bar.update()

@@ -10,6 +10,8 @@ from benchmarks.rounds import Measured
 from benchmarks.systems import OURS
 
 Summary = dict[str, Any]
+#: A round is disturbed where the machine reached less than this share of its best rate.
+DISTURBED = 0.8
 
 
 def summarize(measured: Measured) -> Summary:
@@ -17,8 +19,9 @@ def summarize(measured: Measured) -> Summary:
 
     The best peer is the system other than nano_loop's own with the smallest median. A system's
     ``ratio_to_best_peer`` is the median, over the rounds, of the best peer's time over the system's: above 1 the
-    system is faster. ``matmul_share`` is left to `set_matmul_shares`. A system that was not measured in every round
-    has None in each place, and its reason. ``use_ipex`` holds nano_loop with IPEX against IPEX by hand.
+    system is faster. ``matmul_share`` and ``disturbed_rounds`` are left to `set_matmul_shares`. A system that was not
+    measured in every round has None in each place, and its reason.
+    ``use_ipex`` holds nano_loop with IPEX against IPEX by hand.
     """
     medians = {system: _median_ms(measured, system) for system in measured.rounds[0]}
     peers = {system: ms for system, ms in medians.items() if ms and system not in OURS}
@@ -27,6 +30,7 @@ def summarize(measured: Measured) -> Summary:
         "flops_per_step": measured.flops.get("flops"),
         "flops_reason": measured.flops.get("reason"),
         "matmul_gflops": measured.matmul,
+        "disturbed_rounds": [],
         "best_peer": best,
         "systems": {system: _system(measured, system, best) for system in medians},
         "use_ipex": _use_ipex(measured, medians),
@@ -94,17 +98,20 @@ def set_matmul_shares(workloads: dict[str, Summary]) -> None:
     """Set each system's ``matmul_share``, over the best rate that the machine has reached in the run so far.
 
     A rate that was measured beside a case may be low because somebody else had the machine at that moment; the share
-    would then be flattering.
+    would then be flattering. Such rounds, counted from 1, are each workload's ``disturbed_rounds``.
     """
-    rates = [rate for each in workloads.values() for found in each["matmul_gflops"] for rate in _rates(found)]
+    best = max((_rate(found) for each in workloads.values() for found in each["matmul_gflops"]), default=0.0)
     for each in workloads.values():
+        rates = enumerate(map(_rate, each["matmul_gflops"]), 1)
+        each["disturbed_rounds"] = [number for number, rate in rates if 0 < rate < DISTURBED * best]
         for row in each["systems"].values():
-            known = each["flops_per_step"] and row["median_ms"] and rates
-            row["matmul_share"] = each["flops_per_step"] / (row["median_ms"] * 1e6) / max(rates) if known else None
+            known = each["flops_per_step"] and row["median_ms"] and best
+            row["matmul_share"] = each["flops_per_step"] / (row["median_ms"] * 1e6) / best if known else None
 
 
-def _rates(found: dict[str, Any]) -> Iterable[float]:
-    return () if "reason" in found else found.values()
+def _rate(found: dict[str, Any]) -> float:
+    """Return the machine's best rate in a round, or 0 where it was not measured."""
+    return 0.0 if "reason" in found else float(max(found.values()))
 
 
 def geometric_means(workloads: dict[str, Summary]) -> Summary:

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import json
 import platform
 import subprocess
 import sys
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.fresh import ROOT
+from benchmarks.systems import python_of
 from nano_loop.cpu import read_machine
 
-PACKAGES = ("nano-loop", "torch", "lightning-fabric", "transformers", "accelerate", "numpy", "pillow")
+PACKAGES = (
+    "nano-loop",
+    "torch",
+    "lightning-fabric",
+    "transformers",
+    "accelerate",
+    "numpy",
+    "pillow",
+    "intel-extension-for-pytorch",
+)
+# What another Python has is asked of it alone: it may have none of what is imported here.
+_ASKED = """
+import importlib.metadata, json, platform, sys
+found = {"python": platform.python_version()}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = None
+print(json.dumps(found))
+"""
 
 
 def surroundings() -> dict[str, Any]:
@@ -24,7 +46,8 @@ def surroundings() -> dict[str, Any]:
         "command": sys.argv[1:],
         "commit": _git("rev-parse", "HEAD"),
         "changed_files": (_git("status", "--porcelain", "--untracked-files=no") or "").splitlines(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": _versions(sys.executable),
+        "versions_with_ipex": _versions(python_of("ipex")),
         "platform": platform.platform(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "machine": read_machine().as_dict(),
@@ -38,11 +61,13 @@ def heading(found: dict[str, Any]) -> str:
     return f"{machine['name']}, {machine['num_threads']} cores, {bf16} bf16 instructions, torch {versions['torch']}"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+def _versions(python: str) -> dict[str, str | None] | None:
+    """Return the versions of a Python and its packages, or None where there is no such Python."""
+    if not Path(python).exists():
         return None
+    done = subprocess.run([python, "-c", _ASKED, *PACKAGES], capture_output=True, text=True, check=True)
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
 
 
 def _git(*arguments: str) -> str | None:

@@ -65,6 +65,27 @@ def autocast(work: Workload, count: int) -> list[float]:
     return steps(work.model, work.optimizer, work.batches, _under_autocast(work.loss), count)
 
 
+def by_hand(work: Workload, count: int) -> list[float]:
+    """What somebody who knows torch writes: bf16 autocast, channels_last where there are images, a fused optimizer."""
+    for group in work.optimizer.param_groups:
+        group["fused"] = True
+    loss = _under_autocast(work.loss)
+    if work.images:
+        work.model.to(memory_format=torch.channels_last)
+        loss = _with_channels_last(loss)
+    return steps(work.model, work.optimizer, work.batches, loss, count)
+
+
+def _with_channels_last(loss: Loss) -> Loss:
+    """Give the model images in channels_last, which are the first of a batch."""
+
+    def channels_last_loss(model: Any, batch: Any) -> torch.Tensor:
+        images, *others = batch
+        return loss(model, [images.to(memory_format=torch.channels_last), *others])
+
+    return channels_last_loss
+
+
 def fabric(work: Workload, count: int) -> list[float]:
     """Lightning Fabric's ``bf16-mixed``."""
     from lightning_fabric import Fabric
@@ -86,8 +107,19 @@ def accelerate(work: Workload, count: int) -> list[float]:
 
 
 def compile(work: Workload, count: int) -> list[float]:
-    """`torch.compile`, and bf16 autocast by hand."""
-    return steps(torch.compile(work.model), work.optimizer, work.batches, _under_autocast(work.loss), count)
+    """`torch.compile`, and bf16 autocast by hand.
+
+    Raises
+    ------
+    RuntimeError
+        It compiled nothing, and the loop ran as under `autocast`.
+    """
+    from torch._dynamo.utils import counters  # there is no public way to ask
+
+    seconds = steps(torch.compile(work.model), work.optimizer, work.batches, _under_autocast(work.loss), count)
+    if not counters["stats"]["unique_graphs"]:
+        raise RuntimeError("it compiled no part of the model, which ran as under autocast")
+    return seconds
 
 
 def ipex(work: Workload, count: int) -> list[float]:
@@ -113,6 +145,14 @@ def nano_ipex(work: Workload, count: int) -> list[float]:
     return _nano(work, count, precision="bf16", channels_last=work.images, use_ipex=True)
 
 
+def nano_without(lever: str, work: Workload, count: int) -> tuple[list[float], tuple[str, ...]]:
+    """nano_loop as in `nano` less one of its `LEVERS`, or with all; returns the seconds and the steps it applied."""
+    options = {"channels_last": work.images, **LEVERS[lever]}
+    train = _train(precision="bf16", **options)
+    seconds = train(work.model, work.optimizer, work.batches, work.loss, count)
+    return seconds, train.report.applied
+
+
 def nano_ranks(work: Workload, count: int, cpus: Sequence[int]) -> list[float]:
     """nano_loop as in `nano`, in one process for each of these CPUs; each trains on whole batches."""
     options: dict[str, Any] = {"num_processes": len(cpus), "cpu_for_each_process": [[cpu] for cpu in cpus]}
@@ -120,23 +160,37 @@ def nano_ranks(work: Workload, count: int, cpus: Sequence[int]) -> list[float]:
 
 
 def _nano(work: Workload, count: int, **options: Any) -> list[float]:
+    seconds: list[float] = _train(**options)(work.model, work.optimizer, work.batches, work.loss, count)
+    return seconds
+
+
+def _train(**options: Any) -> Any:
     import nano_loop
 
-    train = nano_loop.nano(**options, verbose=False)(steps)
-    return train(work.model, work.optimizer, work.batches, work.loss, count)
+    return nano_loop.nano(**options, verbose=False)(steps)
 
 
 #: By name, in the order of the tables. Each takes a workload and a number of steps, and returns their seconds.
 SYSTEMS: dict[str, Callable[[Workload, int], list[float]]] = {
-    each.__name__: each for each in (plain, autocast, fabric, accelerate, compile, ipex, nano, nano_fp32, nano_ipex)
+    each.__name__: each
+    for each in (plain, autocast, by_hand, fabric, accelerate, compile, ipex, nano, nano_fp32, nano_ipex)
+}
+#: By the step of nano_loop that it leaves out, an option; all steps under "".
+LEVERS: dict[str, dict[str, bool]] = {
+    "": {},
+    **{
+        name: {name: False}
+        for name in ("channels_last", "fused_optimizer", "allocator", "fast_dropout", "fast_attention", "fast_fetch")
+    },
 }
 #: nano_loop's own; all others are its peers.
 OURS = ("nano", "nano_fp32", "nano_ipex")
 #: IPEX works with torch 2.8.0 alone.
 _WITH_IPEX = ("ipex", "nano_ipex")
+#: What --quick leaves out where it is not asked for by name, and why.
 NOT_QUICK = {
-    "compile": "not in --quick: it compiles for up to a minute",
-    **dict.fromkeys(_WITH_IPEX, "not in --quick: another Python"),
+    "compile": "not in --quick, but by name: it compiles for up to a minute",
+    **dict.fromkeys(_WITH_IPEX, "not in --quick, but by name: another Python"),
 }
 _IPEX_PYTHON = Path(__file__).resolve().parent.parent / ".venv-ipex/bin/python"
 
@@ -146,10 +200,6 @@ def python_of(system: str) -> str:
     return str(_IPEX_PYTHON) if system in _WITH_IPEX else sys.executable
 
 
-def why_not(system: str, quick: bool) -> str | None:
-    """Return why a system cannot be measured, or None."""
-    if quick and system in NOT_QUICK:
-        return NOT_QUICK[system]
-    if not Path(python_of(system)).exists():
-        return "there is no .venv-ipex (see benchmarks/README.md)"
-    return None
+def why_not(system: str) -> str | None:
+    """Return why a system cannot be measured here, or None."""
+    return None if Path(python_of(system)).exists() else "there is no .venv-ipex (see benchmarks/README.md)"

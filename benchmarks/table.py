@@ -10,7 +10,8 @@ HEAD = f"  {'system':<12}{'ms a step':>11}{'× best peer, by round':>25}{'× pla
 
 def table(workload: str, summary: dict[str, Any]) -> str:
     """Return a row a system, with its speed over the best peer's: the median of the rounds, and their range."""
-    return "\n".join([f"\n{_title(workload, summary)}", HEAD, *_rows(summary["systems"]), *_ipex(summary["use_ipex"])])
+    lines = [f"\n{_title(workload, summary)}", HEAD, *_rows(summary["systems"]), *_ipex(summary["use_ipex"])]
+    return "\n".join([*lines, *_disturbed(summary["disturbed_rounds"])])
 
 
 def _title(workload: str, summary: dict[str, Any]) -> str:
@@ -32,6 +33,11 @@ def _ipex(found: dict[str, Any] | None) -> Iterator[str]:
         low, high = found["ratio_to_ipex_by_hand_range"]
         beside = f"{found['ratio_to_ipex_by_hand']:.2f}× the speed of IPEX by hand ({low:.2f} to {high:.2f})"
         yield f"  nano_ipex has {beside}, and {found['ratio_to_nano']:.2f}× nano's; {found['faster']} is faster"
+
+
+def _disturbed(rounds: list[int]) -> Iterator[str]:
+    if rounds:
+        yield f"  disturbed: round {', '.join(map(str, rounds))}, when the machine was far below its best rate"
 
 
 def _ratio(row: dict[str, Any]) -> str:

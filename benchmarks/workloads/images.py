@@ -89,4 +89,4 @@ def resnet18_folder(small: bool) -> Workload:
     model = ResNet(BasicBlock, 1, (2, 2, 2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loader = DataLoader(JpegFolder(root), 16, shuffle=True)
-    return Workload(model, optimizer, loader, _classify, images=True, steps=len(loader))
+    return Workload(model, optimizer, loader, _classify, images=True, steps=(1 if small else 3) * len(loader))

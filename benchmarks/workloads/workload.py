@@ -27,7 +27,7 @@ class Workload:
     images : bool
         Whether the model has convolutions, so that channels_last is worth asking for.
     steps : int
-        How many steps a case counts.
+        How many steps a case counts, or with the last epoch's rest more.
     uncounted_flops : float
         Matrix FLOPs of a step in operators that `torch.utils.flop_counter` does not know.
     """

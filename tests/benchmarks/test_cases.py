@@ -1,3 +1,5 @@
+import statistics
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -57,13 +59,45 @@ def test_each_step_has_its_batch_loaded_in_every_epoch():
     assert next(endless([1])) == 1
 
 
-@pytest.mark.parametrize("system", ["plain", "autocast", "fabric", "nano", "nano_fp32"])
+def test_the_time_is_the_median_of_whole_epochs_after_the_warm_up():
+    result = perform(job("counting", workload=f"{OWN}of_two_batches"))
+    assert result["first_step_ms"] == 0
+    assert result["median_ms"] == pytest.approx(1e3 * statistics.median([(2 + 3) / 2, (4 + 5) / 2]))
+
+
+def test_the_most_memory_is_what_a_case_had_at_its_worst():
+    small, large = (fresh(job(system), limit=60)["peak_rss_mb"] for system in ("plain", "hungry"))
+    assert large - small == pytest.approx(tiny.HUNGER_MB, rel=0.2)
+
+
+NEEDED = {"accelerate": "accelerate", **dict.fromkeys(("ipex", "nano_ipex"), "intel_extension_for_pytorch")}
+OF_TEST_IPEX = [
+    pytest.param(system, marks=pytest.mark.skipif(find_spec(needed) is None, reason=f"{needed} is not installed"))
+    for system, needed in NEEDED.items()
+]
+
+
+@pytest.mark.parametrize("system", [*(each for each in SYSTEMS if each not in NEEDED), *OF_TEST_IPEX])
 def test_a_system_trains_the_workload(system):
-    result = fresh(job("plain", system=system), limit=60)
-    assert set(result) == {"median_ms", "first_step_ms", "peak_rss_mb"}
+    result = fresh(job("plain", workload=f"{OWN}convolution", system=system), limit=110)
+    assert set(result) == {"median_ms", "first_step_ms", "peak_rss_mb"}, result
 
 
-@pytest.mark.parametrize("system", ["plain", "nano_fp32"])
+@pytest.mark.parametrize("workload", ["lstm", f"{OWN}no_module"])
+def test_compile_that_compiles_nothing_is_no_system(workload):
+    result = fresh(job("plain", workload=workload, system="compile"), limit=110)
+    assert result == {"reason": "RuntimeError: it compiled no part of the model, which ran as under autocast"}
+
+
+@pytest.mark.parametrize("lever", ["", "fused_optimizer", "channels_last"])
+def test_a_lever_is_left_out_and_no_other(lever):
+    found = perform({"task": "levers", "workload": f"{OWN}convolution", "lever": lever, "small": True})
+    expected = {"precision", "fused_optimizer", "channels_last"} - {lever}
+    assert expected <= set(found["applied"])
+    assert lever not in found["applied"]
+
+
+@pytest.mark.parametrize("system", ["plain", "nano_fp32", "by_hand"])
 def test_systems_take_the_same_steps(system):
     torch.manual_seed(0)
     work = tiny.linear(True)

@@ -1,9 +1,8 @@
-import math
-
 import pytest
 from command_line import OWN, results
 
 from benchmarks.run import arguments
+from benchmarks.systems import LEVERS, NOT_QUICK, SYSTEMS
 
 FIGURES = {
     "median_ms",
@@ -30,7 +29,7 @@ def full(tmp_path_factory):
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     """What a quick run stored of the same systems and more."""
-    systems = f"plain,nano_fp32,{FAILING},{OWN}dying,compile"
+    systems = f"plain,nano_fp32,{FAILING},{OWN}dying"
     return results(tmp_path_factory.mktemp("quick"), "--quick", "--only", WORKLOAD, "--systems", systems)[0]
 
 
@@ -101,30 +100,72 @@ def test_a_quick_run_has_the_same_fields_of_the_small_workload(full, quick):
 def test_a_quick_run_goes_on_after_what_fails_and_what_dies(quick):
     assert systems_of(quick)[FAILING]["reason"] == "RuntimeError: this system is broken"
     assert systems_of(quick)[f"{OWN}dying"]["reason"] == "killed by SIGSEGV"
-    assert "not in --quick" in systems_of(quick)["compile"]["reason"]
 
 
-def test_scaling_has_a_line_for_each_number_of_threads_and_processes(tmp_path):
-    stored, process = results(tmp_path, "--scaling", WORKLOAD, "--rounds", 1)
-    rows = stored["scaling"][WORKLOAD]
-    assert rows["1 thread"]["efficiency"] == 1
-    for row in rows.values():
-        assert row["reason"] is None
-        assert row["efficiency"] == pytest.approx(row["speed_up"] / row["cores"])
-        assert math.isclose(row["median_ms"], row["rounds"][0]["median_ms"])
-    several = {n for n in (2, stored["machine"]["num_threads"]) if n <= stored["machine"]["num_threads"] and n > 1}
-    assert {f"{n} threads" for n in several} | {f"{n} processes" for n in several} <= set(rows)
+def test_a_quick_run_leaves_out_what_takes_long_and_says_so(tmp_path):
+    systems = systems_of(results(tmp_path, "--quick", "--only", WORKLOAD)[0])
+    assert set(systems) == set(SYSTEMS)
+    assert {name for name, row in systems.items() if "not in --quick" in (row["reason"] or "")} == set(NOT_QUICK)
+
+
+def test_a_quick_run_measures_what_is_asked_for_by_name(tmp_path):
+    stored, _ = results(tmp_path, "--quick", "--only", f"{OWN}convolution", "--systems", "compile,nano")
+    assert stored["workloads"][f"{OWN}convolution"]["systems"]["compile"]["median_ms"] > 0
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory):
+    """What a run of --scaling stored, the finished process, and a line for each step of any process."""
+    folder = tmp_path_factory.mktemp("scaled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINY_NOTES", str(folder / "notes"))
+        found = results(folder, "--scaling", f"{OWN}noting_threads", "--rounds", 2)
+    return *found, (folder / "notes").read_text().splitlines()
+
+
+def test_scaling_has_a_line_for_each_number_of_threads_and_processes(scaled):
+    stored, process, notes = scaled
+    cores = stored["machine"]["num_threads"]
+    several = {n for n in (2, cores) if 1 < n <= cores}
+    names = {f"{n} threads" for n in several} | {f"{n} processes" for n in several}
+    assert {"1 thread"} | names <= set(stored["scaling"][f"{OWN}noting_threads"])
+    assert {"1 1"} | {f"1 {n}" for n in several} | {f"{n} 1" for n in several} <= set(notes)
     assert "efficiency" in process.stdout
+
+
+def test_scaling_is_batches_a_second_over_those_of_one_core_round_by_round(scaled):
+    rows = scaled[0]["scaling"][f"{OWN}noting_threads"]
+    one = [each["median_ms"] for each in rows["1 thread"]["rounds"]]
+    for name, row in rows.items():
+        batches = int(name.split()[0]) if "process" in name else 1
+        ratios = [batches * a / b["median_ms"] for a, b in zip(one, row["rounds"], strict=True)]
+        assert row["speed_up"] == pytest.approx(sum(ratios) / 2)
+        assert row["efficiency"] == pytest.approx(sum(ratios) / 2 / row["cores"])
+
+
+def test_each_step_that_was_applied_is_left_out_once(tmp_path):
+    stored, process = results(tmp_path, "--levers", f"{OWN}convolution", "--rounds", 2)
+    rows = stored["levers"][f"{OWN}convolution"]
+    assert {"", "channels_last", "fused_optimizer"} <= set(rows) <= set(LEVERS) - {"fast_dropout", "fast_attention"}
+    whole = [each["median_ms"] for each in rows[""]["rounds"]]
+    for row in rows.values():
+        ratios = [each["median_ms"] / ms for each, ms in zip(row["rounds"], whole, strict=True)]
+        assert row["worth"] == pytest.approx(sum(ratios) / 2)
+        assert row["worth_range"] == [min(ratios), max(ratios)]
+    assert "without" in process.stdout
 
 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
         ("--only", "bret", "'bret': there are resnet50, vit, bert"),
-        ("--systems", "plain,nanoo", "'nanoo': there are plain, autocast, fabric, accelerate, compile, ipex, nano"),
+        ("--systems", "plain,nanoo", "'nanoo': there are plain, autocast, by_hand, fabric, accelerate, compile, ipex"),
         ("--only", "no_such_module:linear", "No module named 'no_such_module'"),
         ("--systems", f"{OWN}nothing", "has no attribute 'nothing'"),
+        ("--systems", ".a:b", "'.a:b': the 'package' argument is required"),
         ("--rounds", "0", "'0': a whole number, 1 or more"),
+        ("--output", "/dev/null/results", "name a file that can be written"),
+        ("--output", "/", "name a file that can be written"),
     ],
 )
 def test_what_does_not_exist_is_named_with_what_does(option, value, said, capsys):
@@ -132,3 +173,9 @@ def test_what_does_not_exist_is_named_with_what_does(option, value, said, capsys
         arguments([option, value])
     assert left.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_ways_of_measuring_exclude_each_other(capsys):
+    with pytest.raises(SystemExit):
+        arguments(["--scaling", WORKLOAD, "--systems", "plain"])
+    assert "give one of them alone" in capsys.readouterr().err

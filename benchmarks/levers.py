@@ -1,0 +1,63 @@
+"""Measures what each of nano_loop's steps is worth on a workload: all of them against all but one, in turn.
+
+Only steps that nano_loop applied to the workload are left out. What two steps do together is in neither's figure: the
+allocator makes attention by plain products faster, for one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.fresh import Result, fresh
+from benchmarks.rounds import in_turn
+from benchmarks.systems import LEVERS
+
+ALL = ""
+
+
+def levers(workload: str, rounds: int, small: bool, limit: float) -> dict[str, dict[str, Any]]:
+    """Return by the step left out the median ms a step, and how many times faster nano_loop is with it."""
+    job = {"task": "levers", "workload": workload, "small": small}
+    first = fresh({**job, "lever": ALL}, limit=limit)  # not counted: it tells which steps are applied
+    left_out = [ALL, *(name for name in LEVERS if name in first.get("applied", ()))]
+    found: list[dict[str, Result]] = []
+    with tqdm(total=rounds * len(left_out), file=sys.stderr, unit="case", dynamic_ncols=True) as bar:
+        for number in range(rounds):
+            results = {}
+            for name in in_turn(left_out, number):
+                bar.set_description(f"{workload} without {name or 'nothing'}")
+                results[name] = fresh({**job, "lever": name}, limit=limit)
+                bar.update()
+            found.append(results)
+    return {name: _row(found, name) for name in left_out}
+
+
+def _row(rounds: list[dict[str, Result]], name: str) -> dict[str, Any]:
+    """Return the figures of one line; None in each place, and the reason, where it or the whole was not measured."""
+    reason = next((each[key]["reason"] for each in rounds for key in (name, ALL) if "reason" in each[key]), None)
+    worth = [] if reason else [each[name]["median_ms"] / each[ALL]["median_ms"] for each in rounds]
+    return {
+        "median_ms": None if reason else statistics.median(each[name]["median_ms"] for each in rounds),
+        "worth": statistics.median(worth) if worth else None,
+        "worth_range": [min(worth), max(worth)] if worth else None,
+        "peak_rss_mb": None if reason else max(each[name]["peak_rss_mb"] for each in rounds),
+        "reason": reason,
+        "rounds": [each[name] for each in rounds],
+    }
+
+
+def levers_table(workload: str, rows: dict[str, dict[str, Any]]) -> str:
+    """Return it as a table for the terminal."""
+    lines = [f"\n{workload}, nano in bf16", f"  {'without':<18}{'ms a step':>11}{'all is faster by':>24}{'peak MB':>9}"]
+    for name, row in rows.items():
+        if row["reason"]:
+            lines.append(f"  {name or 'nothing':<18}{'–':>11}  {row['reason']}")
+            continue
+        low, high = row["worth_range"]
+        worth = f"{row['worth']:.2f}× ({low:.2f} to {high:.2f})" if name else ""
+        lines.append(f"  {name or 'nothing':<18}{row['median_ms']:>11.2f}{worth:>24}{row['peak_rss_mb']:>9.0f}")
+    return "\n".join(lines)
