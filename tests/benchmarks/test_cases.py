@@ -97,7 +97,19 @@ def test_a_lever_is_left_out_and_no_other(lever):
     assert lever not in found["applied"]
 
 
-@pytest.mark.parametrize("system", ["plain", "nano_fp32", "by_hand"])
+def test_by_hand_is_what_its_name_says():
+    work = tiny.convolution(True)
+    calls = []
+    work.model.register_forward_pre_hook(lambda _, args: calls.append(args[0].clone()))
+    work.model[0].register_forward_hook(lambda _, args, out: calls.append(out))
+    assert len(SYSTEMS["by_hand"](work, 1)) == 1
+    image, features = calls
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert features.dtype == torch.bfloat16
+    assert [group["fused"] for group in work.optimizer.param_groups] == [True]
+
+
+@pytest.mark.parametrize("system", ["plain", "nano_fp32"])
 def test_systems_take_the_same_steps(system):
     torch.manual_seed(0)
     work = tiny.linear(True)

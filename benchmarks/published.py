@@ -1,0 +1,161 @@
+"""Writes stored results as the markdown tables of the README and of docs/performance.md, which a test holds to them.
+
+python -m benchmarks.published benchmarks/results/*.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.summary import set_matmul_shares
+
+WORKLOADS = {
+    "resnet50": "ResNet-50, 16 × 224², SGD",
+    "vit": "ViT-S, 16 × 224², AdamW",
+    "bert": "BERT-base with dropout, 8 × 128, AdamW",
+    "gpt2": "GPT-2, 6 layers, 4 × 256, AdamW",
+    "lstm": "LSTM language model, 16 × 64, AdamW",
+    "unet": "U-Net, 4 × 128², AdamW",
+    "mlp": "MLP on tabular data through a `DataLoader`, AdamW",
+    "resnet18_folder": "ResNet-18, JPEG files through a `DataLoader`, SGD",
+}
+SYSTEMS = {
+    "autocast": "autocast",
+    "by_hand": "by hand",
+    "fabric": "Fabric",
+    "accelerate": "Accelerate",
+    "compile": "`torch.compile`",
+    "ipex": "IPEX",
+}
+Results = dict[str, Any]
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a markdown table."""
+    cells = list(head)
+    return "\n".join(_line(each) for each in (cells, ["---"] * len(cells), *rows))
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def overview(results: Results) -> str:
+    """Return the README's: a line for each workload, with the best peer."""
+    head = ["", "plain fp32", "bf16 autocast by hand", "the best peer", "nano_loop, bf16", "× plain", "× the best peer"]
+    rows = []
+    for name, each in results["workloads"].items():
+        systems, best = each["systems"], each["best_peer"]
+        nano = systems["nano"]
+        rows.append(
+            [
+                WORKLOADS[name],
+                _ms(systems["plain"]),
+                _ms(systems["autocast"]),
+                f"{_ms(systems[best])}, {SYSTEMS[best]}",
+                f"**{_ms(nano)}**",
+                f"{nano['ratio_to_plain']:.2f}",
+                _ratio(nano["ratio_to_best_peer"], nano["ratio_to_best_peer_range"]),
+            ]
+        )
+    return table(head, rows)
+
+
+def times(results: Results) -> str:
+    """Return the milliseconds a step of all systems."""
+    return _of_all_systems(results, "ms a step", _ms)
+
+
+def memory(results: Results) -> str:
+    """Return the most memory of all systems, in MB."""
+    return _of_all_systems(results, "MB", lambda row: "–" if row["reason"] else f"{row['peak_rss_mb']:.0f}")
+
+
+def _of_all_systems(results: Results, unit: str, shown: Any) -> str:
+    workloads = results["workloads"]
+    names = list(next(iter(workloads.values()))["systems"])
+    rows = ([name, *(shown(each["systems"][system]) for system in names)] for name, each in workloads.items())
+    return table([unit, *(f"`{name}`" for name in names)], rows)
+
+
+def ratios(results: Results) -> str:
+    """Return how many times faster nano_loop is than whom, and its share of the machine."""
+    head = ["", "best peer", "nano × best peer (rounds)", "nano × plain", "nano_fp32 × plain"]
+    head += ["nano_ipex × IPEX by hand (rounds)", "share of the matmul rate", "disturbed rounds"]
+    rows = []
+    for name, each in results["workloads"].items():
+        nano, with_ipex = each["systems"]["nano"], each["use_ipex"]
+        by_hand = "–"
+        if with_ipex:
+            by_hand = _ratio(with_ipex["ratio_to_ipex_by_hand"], with_ipex["ratio_to_ipex_by_hand_range"])
+        rows.append(
+            [
+                name,
+                each["best_peer"],
+                _ratio(nano["ratio_to_best_peer"], nano["ratio_to_best_peer_range"]),
+                f"{nano['ratio_to_plain']:.2f}",
+                f"{each['systems']['nano_fp32']['ratio_to_plain']:.2f}",
+                by_hand,
+                f"{nano['matmul_share']:.0%}",
+                ", ".join(map(str, each["disturbed_rounds"])) or "none",
+            ]
+        )
+    return table(head, rows)
+
+
+def levers(results: Results) -> str:
+    """Return what each step is worth: how many times faster nano_loop is with it than without."""
+    found = results["levers"]
+    names = list(dict.fromkeys(name for rows in found.values() for name in rows if name))
+    head = ["", "all steps, ms", *(f"`{name}`" for name in names)]
+    rows = ([workload, _ms(rows[""]), *(_worth(rows.get(name)) for name in names)] for workload, rows in found.items())
+    return table(head, rows)
+
+
+def _worth(row: Results | None) -> str:
+    return _ratio(row["worth"], row["worth_range"]) if row and not row["reason"] else ""
+
+
+def scaling(results: Results) -> str:
+    """Return how fast more threads and more processes are."""
+    rows = []
+    for workload, found in results["scaling"].items():
+        for name, row in found.items():
+            speed = _ratio(row["speed_up"], row["speed_up_range"])
+            rows.append([workload, name, _ms(row), speed, f"{row['efficiency']:.0%}"])
+    return table(["", "", "ms a step", "batches a second over one core's (rounds)", "efficiency"], rows)
+
+
+def _ms(row: Results) -> str:
+    if row["reason"]:
+        return "–"
+    return f"{row['median_ms']:.0f}" if row["median_ms"] >= 10 else f"{row['median_ms']:.2f}"
+
+
+def _ratio(median: float, bounds: list[float]) -> str:
+    return f"{median:.2f} ({bounds[0]:.2f} to {bounds[1]:.2f})"
+
+
+#: By what results hold, the tables that are made of it.
+TABLES = {"workloads": (overview, times, ratios, memory), "levers": (levers,), "scaling": (scaling,)}
+
+
+def tables(results: Results) -> list[str]:
+    """Return all tables of some results."""
+    set_matmul_shares(results.get("workloads", {}))  # as the whole run knows the machine, and by today's rules
+    return [made(results) for kind, functions in TABLES.items() if kind in results for made in functions]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.published", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, help="what benchmarks.run has stored")
+    for file in parser.parse_args().files:
+        print(f"\n{file.name}\n", *tables(json.loads(file.read_text())), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

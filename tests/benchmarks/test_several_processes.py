@@ -1,0 +1,27 @@
+"""The benchmarks of several processes run, and refuse what is no count of rounds."""
+
+import re
+
+import pytest
+from command_line import run
+
+
+def test_start_of_two_processes_is_timed():
+    done = run("benchmarks.processes", "--only", "start", "--rounds", 1)
+    assert done.returncode == 0, done.stderr
+    (seconds,) = re.findall(r"start of two processes, over an import: (\d+\.\d\d) s \(median of 1\)", done.stdout)
+    assert 0 < float(seconds) < 100
+
+
+@pytest.mark.slow
+def test_averaging_is_timed_by_each_way():
+    done = run("benchmarks.averaging", "--rounds", 1)
+    assert done.returncode == 0, done.stderr
+    for way in ("shared memory", "process group", "gloo all_reduce"):
+        assert len(re.findall(rf"^  .*{way}.* \d+\.\d\d", done.stdout, re.MULTILINE)) == 2, done.stdout
+
+
+@pytest.mark.parametrize("module", ["benchmarks.processes", "benchmarks.averaging"])
+def test_no_rounds_are_refused(module):
+    done = run(module, "--rounds", 0)
+    assert (done.returncode, "'0': a whole number, 1 or more" in done.stderr) == (2, True)
