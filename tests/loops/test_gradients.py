@@ -135,7 +135,7 @@ def test_the_whole_model_checkpointed(model, optimizer, loader, by_hand=untouche
     return losses
 
 
-@pair(job(model=deep), configs=[EXACT, FUSED, *WITH_IPEX])
+@pair(job(model=deep), configs=[EXACT, FUSED, *WITH_IPEX[:1]])  # in fp32: by hand, nothing is around the pieces
 def test_a_sequence_checkpointed_in_segments(model, optimizer, loader, by_hand=untouched):
     losses = []
     for x, y in loader:
