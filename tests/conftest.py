@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import pytest
 from distributed.team import Team
@@ -40,6 +41,12 @@ def nothing_leaks():
     left = [*changes(before, process_state()), *moved_threads(masks, affinity_masks())]
     if left:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def without_ipex(monkeypatch):
+    """Let a report be as where no test before has imported IPEX, which a run that did not ask for it tells of."""
+    monkeypatch.delitem(sys.modules, "intel_extension_for_pytorch", raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def test_example_runs(source, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::nano_loop.NanoWarning")  # on a CPU without bf16 instructions
-def test_decorated_example_trains_the_same_model_and_prints_the_report_that_is_shown(capsys):
+def test_decorated_example_trains_the_same_model_and_prints_the_report_that_is_shown(capsys, without_ipex):
     torch.manual_seed(0)
     plain = run(EXAMPLES[0])
     torch.manual_seed(0)

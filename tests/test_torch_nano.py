@@ -642,7 +642,7 @@ def test_report_is_printed_once_to_standard_error(job, capfd):
     assert len({line.split()[1] for line in lines}) == len(lines)
 
 
-def test_second_setup_prints_only_what_is_new(job, capfd):
+def test_second_setup_prints_only_what_is_new(job, capfd, without_ipex):
     def train(self):
         self.setup(*job)
         capfd.readouterr()
