@@ -7,16 +7,11 @@ allocator makes attention by plain products faster, for one.
 from __future__ import annotations
 
 import statistics
-import sys
 from typing import Any
 
-from tqdm import tqdm
-
 from benchmarks.fresh import Result, fresh
-from benchmarks.rounds import in_turn
-from benchmarks.systems import LEVERS
-
-ALL = ""
+from benchmarks.rounds import take_turns
+from benchmarks.systems import ALL, LEVERS
 
 
 def levers(workload: str, rounds: int, small: bool, limit: float) -> dict[str, dict[str, Any]]:
@@ -24,15 +19,8 @@ def levers(workload: str, rounds: int, small: bool, limit: float) -> dict[str, d
     job = {"task": "levers", "workload": workload, "small": small}
     first = fresh({**job, "lever": ALL}, limit=limit)  # not counted: it tells which steps are applied
     left_out = [ALL, *(name for name in LEVERS if name in first.get("applied", ()))]
-    found: list[dict[str, Result]] = []
-    with tqdm(total=rounds * len(left_out), file=sys.stderr, unit="case", dynamic_ncols=True) as bar:
-        for number in range(rounds):
-            results = {}
-            for name in in_turn(left_out, number):
-                bar.set_description(f"{workload} without {name or 'nothing'}")
-                results[name] = fresh({**job, "lever": name}, limit=limit)
-                bar.update()
-            found.append(results)
+    jobs = {name: {"job": {**job, "lever": name}} for name in left_out}
+    found = take_turns(jobs, rounds, limit, f"{workload} without")
     return {name: _row(found, name) for name in left_out}
 
 

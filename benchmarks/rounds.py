@@ -110,6 +110,20 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
     return turned[::-1] if number % 2 else turned
 
 
+def take_turns(jobs: Mapping[str, dict[str, Any]], rounds: int, limit: float, title: str) -> list[dict[str, Result]]:
+    """Return for each round what each job's own process measured; `jobs` are what `fresh` takes, by name."""
+    found: list[dict[str, Result]] = []
+    with tqdm(total=rounds * len(jobs), file=sys.stderr, unit="case", dynamic_ncols=True) as bar:
+        for number in range(rounds):
+            results = {}
+            for name in in_turn(list(jobs), number):
+                bar.set_description(f"{title} {name}")
+                results[name] = fresh(**jobs[name], limit=limit)
+                bar.update()
+            found.append(results)
+    return found
+
+
 def _case(plan: Plan, bar: tqdm[Any], workload: str, system: str) -> Result:
     reason = plan.why_not(system)
     if reason:

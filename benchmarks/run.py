@@ -56,8 +56,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         options.output or ("scaling" if options.scaling else "levers" if options.levers else "latest")
     )
     try:  # now, and not after an hour
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        _name(options.output, "json").open("a").close()
+        _try_to_write(options.output)
     except (OSError, ValueError) as error:
         parser.error(f"--output: results cannot be stored ({error}): name a file that can be written")
     return options
@@ -107,6 +106,16 @@ def _compare(options: argparse.Namespace, results: dict[str, Any]) -> None:
 def _output(name: str) -> Path:
     """Return where to store results, less the suffix."""
     return Path(name) if "/" in name else RESULTS / name
+
+
+def _try_to_write(output: Path) -> None:
+    """Raise what writing the results would, and leave no file that was not there."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    file = _name(output, "json")
+    existed = file.exists()
+    file.open("a").close()
+    if not existed:
+        file.unlink()
 
 
 def _name(output: Path, suffix: str) -> Path:

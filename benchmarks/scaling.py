@@ -8,13 +8,10 @@ efficiency is that over the number of cores.
 from __future__ import annotations
 
 import statistics
-import sys
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.fresh import Result, fresh
-from benchmarks.rounds import in_turn
+from benchmarks.fresh import Result
+from benchmarks.rounds import take_turns
 from nano_loop.cpu import read_machine
 
 ONE_CORE = "1 thread"
@@ -28,18 +25,12 @@ def counts(cores: int) -> list[int]:
 
 def scaling(workload: str, rounds: int, small: bool, limit: float) -> dict[str, dict[str, Any]]:
     """Return by ``2 threads`` or ``2 processes`` the median ms a step, the speed-up and the efficiency."""
-    jobs = _jobs(workload, small)
-    found: list[dict[str, Result]] = []
-    with tqdm(total=rounds * len(jobs), file=sys.stderr, unit="case", dynamic_ncols=True) as bar:
-        for number in range(rounds):
-            results = {}
-            for name in in_turn(list(jobs), number):
-                _, threads, job = jobs[name]
-                bar.set_description(f"{workload} {name}")
-                results[name] = fresh(job, limit=limit, settings={"OMP_NUM_THREADS": str(threads)})
-                bar.update()
-            found.append(results)
-    return {name: _row(found, name, cores) for name, (cores, _, _) in jobs.items()}
+    cases = _jobs(workload, small)
+    jobs = {
+        name: {"job": job, "settings": {"OMP_NUM_THREADS": str(threads)}} for name, (_, threads, job) in cases.items()
+    }
+    found = take_turns(jobs, rounds, limit, workload)
+    return {name: _row(found, name, cores) for name, (cores, _, _) in cases.items()}
 
 
 def _jobs(workload: str, small: bool) -> dict[str, tuple[int, int, dict[str, Any]]]:

@@ -175,9 +175,10 @@ SYSTEMS: dict[str, Callable[[Workload, int], list[float]]] = {
     each.__name__: each
     for each in (plain, autocast, by_hand, fabric, accelerate, compile, ipex, nano, nano_fp32, nano_ipex)
 }
-#: By the step of nano_loop that it leaves out, an option; all steps under "".
+ALL = ""
+#: By the step of nano_loop that they leave out, options; under `ALL` none, which leave out nothing.
 LEVERS: dict[str, dict[str, bool]] = {
-    "": {},
+    ALL: {},
     **{
         name: {name: False}
         for name in ("channels_last", "fused_optimizer", "allocator", "fast_dropout", "fast_attention", "fast_fetch")

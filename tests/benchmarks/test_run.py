@@ -179,3 +179,10 @@ def test_ways_of_measuring_exclude_each_other(capsys):
     with pytest.raises(SystemExit):
         arguments(["--scaling", WORKLOAD, "--systems", "plain"])
     assert "give one of them alone" in capsys.readouterr().err
+
+
+def test_a_run_that_is_broken_off_at_once_leaves_no_results(tmp_path):
+    (tmp_path / "kept.json").write_text("{}")
+    for name in ("new", "kept"):
+        arguments(["--output", str(tmp_path / name)])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"kept.json": "{}"}
