@@ -181,7 +181,10 @@ LEVERS: dict[str, dict[str, bool]] = {
     ALL: {},
     **{
         name: {name: False}
-        for name in ("channels_last", "fused_optimizer", "allocator", "fast_dropout", "fast_attention", "fast_fetch")
+        for name in (
+            *("channels_last", "fused_optimizer", "allocator"),
+            *("fast_dropout", "fast_attention", "fast_convolution", "fast_fetch"),
+        )
     },
 }
 #: nano_loop's own; all others are its peers.

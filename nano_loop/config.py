@@ -35,7 +35,7 @@ class NanoConfig:
         Whether images are laid out as NHWC.
     auto_lr : bool
         Whether several processes scale the learning rate.
-    fused_optimizer, allocator, fast_dropout, fast_attention, fast_fetch : bool or "auto"
+    fused_optimizer, allocator, fast_dropout, fast_attention, fast_convolution, fast_fetch : bool or "auto"
         Whether the step of that name is applied: True or an error, False, or where it helps.
     compile : bool or dict
         Whether models are given to `torch.compile`; a dict is passed on to it.
@@ -70,6 +70,7 @@ class NanoConfig:
     allocator: Auto = "auto"
     fast_dropout: Auto = "auto"
     fast_attention: Auto = "auto"
+    fast_convolution: Auto = "auto"
     fast_fetch: Auto = "auto"
     compile: bool | dict[str, Any] = False
     bf16_ops: Any = ()

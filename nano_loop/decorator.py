@@ -36,6 +36,7 @@ def nano(
     allocator: _Auto = "auto",
     fast_dropout: _Auto = "auto",
     fast_attention: _Auto = "auto",
+    fast_convolution: _Auto = "auto",
     fast_fetch: _Auto = "auto",
     compile: bool | dict[str, Any] = False,
     bf16_ops: tuple[str, ...] | list[str] = (),

@@ -138,6 +138,7 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "allocator": _auto_or_boolean,
     "fast_dropout": _auto_or_boolean,
     "fast_attention": _auto_or_boolean,
+    "fast_convolution": _auto_or_boolean,
     "fast_fetch": _auto_or_boolean,
     "compile": _compile,
     "bf16_ops": _operators,

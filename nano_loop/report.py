@@ -26,7 +26,7 @@ class StepResult:
     detail: str
 
     def __str__(self) -> str:
-        return f"  {self.status}  {self.name:<15}  {self.detail}"
+        return f"  {self.status}  {self.name:<16}  {self.detail}"
 
 
 @dataclass(repr=False)

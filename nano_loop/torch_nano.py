@@ -64,6 +64,8 @@ class TorchNano(RanksFabric):
         Draw dropout's masks with a faster generator; "auto" in reduced precision only.
     fast_attention : bool or "auto"
         Compute bf16 attention by plain matrix products.
+    fast_convolution : bool or "auto"
+        Compute some gradients of bf16 convolutions by plain matrix products.
     fast_fetch : bool or "auto"
         Index in-memory datasets by whole batches.
     compile : bool or dict
@@ -126,6 +128,7 @@ class TorchNano(RanksFabric):
         allocator: _Auto = "auto",
         fast_dropout: _Auto = "auto",
         fast_attention: _Auto = "auto",
+        fast_convolution: _Auto = "auto",
         fast_fetch: _Auto = "auto",
         compile: bool | dict[str, Any] = False,
         bf16_ops: tuple[str, ...] | list[str] = (),

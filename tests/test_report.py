@@ -18,8 +18,8 @@ def report(*results, **fields):
 def test_text_has_a_line_a_result_under_the_title():
     assert str(report(FUSED, FETCH)).splitlines() == [
         "nano_loop 1",
-        "  applied  fused_optimizer  AdamW",
-        "  skipped  fast_fetch       there is no loader",
+        "  applied  fused_optimizer   AdamW",
+        "  skipped  fast_fetch        there is no loader",
     ]
 
 

@@ -26,6 +26,7 @@ OURS = {
     "allocator": "auto",
     "fast_dropout": "auto",
     "fast_attention": "auto",
+    "fast_convolution": "auto",
     "fast_fetch": "auto",
     "compile": False,
     "bf16_ops": (),

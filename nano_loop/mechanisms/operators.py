@@ -13,7 +13,9 @@ from nano_loop.mechanisms.torch_private import destroy_library
 
 
 @contextmanager
-def overridden(operator: str, function: Callable[..., Any], dispatch_key: str) -> Iterator[None]:
+def overridden(
+    operator: str, function: Callable[..., Any], dispatch_key: str, *, with_keyset: bool = False
+) -> Iterator[None]:
     """Let `function` run wherever torch's dispatcher would run its kernel, in the whole process.
 
     Parameters
@@ -21,9 +23,12 @@ def overridden(operator: str, function: Callable[..., Any], dispatch_key: str) -
     operator : str
         The ATen operator with its overload, such as ``bernoulli_.float``.
     function : callable
-        Takes what the operator takes. It cannot reach the kernel that it stands in for.
+        Takes what the operator takes. It cannot reach the kernel that it stands in for by calling the operator.
     dispatch_key : str
         For which of the operator's kernels, such as ``CPU``.
+    with_keyset : bool
+        Whether `function` first takes the set of dispatch keys, with which it can call a kernel that
+        `torch.library.get_kernel` has found before.
 
     Notes
     -----
@@ -33,7 +38,7 @@ def overridden(operator: str, function: Callable[..., Any], dispatch_key: str) -
     try:
         with warnings.catch_warnings():  # torch says once a process that a kernel is overridden, as it is meant to be
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            library.impl(operator, function, dispatch_key, allow_override=True)  # type: ignore[no-untyped-call]
+            library.impl(operator, function, dispatch_key, with_keyset=with_keyset, allow_override=True)  # type: ignore[no-untyped-call]
         yield
     finally:
         destroy_library(library)

@@ -7,6 +7,7 @@ from nano_loop.steps.broadcast import Broadcast
 from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.compile import Compile
 from nano_loop.steps.fast_attention import FastAttention
+from nano_loop.steps.fast_convolution import FastConvolution
 from nano_loop.steps.fast_dropout import FastDropout
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.fused_optimizer import FusedOptimizer
@@ -31,6 +32,7 @@ STEPS: tuple[type[Step], ...] = (
     LearningRate,  # inside the fused step's hooks: what is multiplied is put back before they look
     FastDropout,  # anywhere: it meets the models' operators, not the models
     FastAttention,  # likewise
+    FastConvolution,  # likewise
     Compile,  # what is compiled is called inside the entries that the steps above have made
     FastFetch,  # touches loaders alone
     Sharding,  # likewise: whose batches, where the one before is about how they are fetched

@@ -1,0 +1,123 @@
+"""Gradients of bf16 convolutions by plain matrix products and sums, where oneDNN's kernels for them are slow.
+
+oneDNN computes a weight's gradient for one image after another. Where images have few pixels, and where the kernel is
+1×1, one product over the pixels of all images is faster; and the sum that is the gradient of a transposed convolution's
+bias takes it several times as long as everything else. docs/performance.md has the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: With fewer multiplications than this the Python around the product costs more than it gains.
+WORTH_IT = 1 << 25
+#: The most pixels of outputs, of all images together, for which a product was the faster, with kernels of 1×1...
+_PIXELS_OF_1X1 = 1 << 14
+#: ... and with greater ones.
+_PIXELS = 1 << 11
+#: The most elements that inputs may have which are copied once for each place in a greater kernel: 32 MiB.
+_COLUMNS = 1 << 24
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def faster_backward(kernel: Any) -> Callable[..., _Gradients]:
+    """Return what may stand in for the CPU's kernel of ``aten::convolution_backward``.
+
+    Parameters
+    ----------
+    kernel : object
+        What it stands in for, of `torch.library.get_kernel`. It computes all that is not faster here.
+
+    Returns
+    -------
+    callable
+        Takes the set of dispatch keys, and then what the operator takes. It returns the gradients of input, weight and
+        bias, in the dtypes of these, and None for each that is not asked for. Products and sums are accumulated in
+        fp32, as they are by oneDNN, in another order.
+    """
+
+    def backward(
+        keys: torch.DispatchKeySet,
+        gradient: Tensor,
+        inputs: Tensor,
+        weight: Tensor,
+        bias_sizes: Sequence[int] | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        transposed: bool,
+        output_padding: Sequence[int],
+        groups: int,
+        output_mask: Sequence[bool],
+    ) -> _Gradients:
+        ours: list[Tensor | None] = [None, None, None]
+        if _is_plain_bf16(gradient, inputs, weight):
+            by_product = (
+                output_mask[1]
+                and not transposed
+                and groups == 1
+                and _product_is_faster(gradient, inputs, weight, stride, padding, dilation)
+            )
+            if by_product:
+                ours[1] = _of_weight(gradient, inputs, weight, stride, padding, dilation)
+            if output_mask[2] and (by_product or transposed):
+                ours[2] = gradient.sum([0, *range(2, gradient.dim())])
+        left = [asked and found is None for asked, found in zip(output_mask, ours, strict=True)]
+        if any(left):
+            shape = (stride, padding, dilation, transposed, output_padding, groups)
+            theirs = kernel.call_boxed(keys, gradient, inputs, weight, bias_sizes, *shape, left)
+            ours = [b if asked else a for a, b, asked in zip(ours, theirs, left, strict=True)]
+        return ours[0], ours[1], ours[2]
+
+    return backward
+
+
+def _is_plain_bf16(*tensors: Tensor) -> bool:
+    if any(each.dtype is not torch.bfloat16 or type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
+        return False
+    # A backward inside somebody's autocast to another dtype would have its products in that.
+    return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
+def _product_is_faster(gradient: Tensor, inputs: Tensor, weight: Tensor, *geometry: Sequence[int]) -> bool:
+    """Whether the weight's gradient is faster as one product; for images in NHWC alone, which are rows of pixels."""
+    if weight.dim() != 4 or any(len(each) != 2 for each in geometry):
+        return False
+    if not all(each.is_contiguous(memory_format=torch.channels_last) for each in (gradient, inputs)):
+        return False
+    pixels = gradient.numel() // max(gradient.size(1), 1)
+    if pixels * weight.numel() < WORTH_IT:
+        return False
+    if weight.size(2) == weight.size(3) == 1:
+        return pixels <= _PIXELS_OF_1X1
+    return pixels <= _PIXELS and pixels * weight[0].numel() <= _COLUMNS
+
+
+def _of_weight(
+    gradient: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """Return the weight's gradient: the output's gradient times, pixel by pixel, what of the input it was made of."""
+    outputs, channels, height, width = weight.shape
+    images = inputs.permute(0, 2, 3, 1)
+    if any(padding):
+        images = F.pad(images, (0, 0, padding[1], padding[1], padding[0], padding[0]))
+    image, row, column, channel = images.stride()
+    of_pixels = (row * stride[0], column * stride[1])
+    of_kernel = (row * dilation[0], column * dilation[1])
+    windows = images.as_strided(
+        (gradient.size(0), *gradient.shape[2:], height, width, channels), (image, *of_pixels, *of_kernel, channel)
+    )
+    columns = windows.reshape(-1, height * width * channels)
+    product = gradient.permute(0, 2, 3, 1).reshape(-1, outputs).t() @ columns
+    return product.view(outputs, height, width, channels).permute(0, 3, 1, 2)

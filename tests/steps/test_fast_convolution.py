@@ -1,0 +1,75 @@
+"""Convolutions have their faster backward during the run, where it pays."""
+
+import pytest
+import torch
+from torch import nn
+
+from nano_loop.mechanisms import convolution
+from nano_loop.parts import Parts
+from nano_loop.steps.fast_convolution import FastConvolution
+
+CONVOLVES = Parts([nn.Sequential(nn.Linear(2, 2), nn.Conv2d(2, 2, 1))])
+
+gets_kernels = pytest.mark.skipif(
+    not hasattr(torch.library, "get_kernel"), reason="torch does not hand out its kernels"
+)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Count the gradients that are computed as products."""
+    counted, of_weight = [], convolution._of_weight
+    monkeypatch.setattr(convolution, "WORTH_IT", 1)
+    monkeypatch.setattr(convolution, "_of_weight", lambda *args: counted.append(args) or of_weight(*args))
+    return counted
+
+
+def backward():
+    layer = nn.Conv2d(4, 4, 3).bfloat16()
+    layer(
+        torch.ones(2, 4, 6, 6).bfloat16().contiguous(memory_format=torch.channels_last)
+    ).float().square().sum().backward()
+
+
+@gets_kernels
+def test_convolutions_use_it_during_the_run_only(step, products):
+    made = step(FastConvolution, precision="bf16")
+    assert made.skip_reason(CONVOLVES) is None
+    made.apply(CONVOLVES)
+    made.apply(CONVOLVES)
+    backward()
+    assert len(products) == 1
+    made.undo()
+    backward()
+    assert len(products) == 1
+
+
+@gets_kernels
+@pytest.mark.parametrize("layer", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.LazyConv2d])
+def test_any_convolution_turns_it_on(step, layer):
+    model = layer(2, 1) if layer is nn.LazyConv2d else layer(2, 2, 1)
+    assert step(FastConvolution, precision="bf16").skip_reason(Parts([model])) is None
+
+
+@gets_kernels
+def test_a_model_without_convolutions_leaves_torchs(step):
+    linear = Parts([nn.Linear(2, 2)])
+    assert step(FastConvolution, precision="bf16").skip_reason(linear) == "no convolution was found in the model"
+    assert step(FastConvolution, precision="bf16", fast_convolution=True).skip_reason(linear) is None
+
+
+def test_fp32_leaves_torchs(step):
+    assert not step(FastConvolution).asked
+    asked = step(FastConvolution, fast_convolution=True)
+    assert asked.asked
+    assert asked.skip_reason(CONVOLVES) == "it is faster in bf16 only"
+
+
+def test_it_can_be_turned_off(step):
+    assert not step(FastConvolution, precision="bf16", fast_convolution=False).asked
+
+
+def test_torch_without_kernels_to_hand_out_is_left_alone(step, monkeypatch):
+    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
+    reason = step(FastConvolution, precision="bf16").skip_reason(CONVOLVES)
+    assert reason == f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
