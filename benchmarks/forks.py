@@ -50,8 +50,9 @@ def forks() -> Iterator[Callable[..., Result]]:
 
 
 def _ask(process: subprocess.Popen[str], errors: TextIO, job: Job, *, limit: float) -> Result:
-    with suppress(BrokenPipeError):  # it has died: why is said below
-        print(json.dumps({"job": job, "limit": limit}), file=process.stdin, flush=True)
+    request = json.dumps({"job": job, "limit": limit}) + "\n"
+    with suppress(BrokenPipeError):  # it has died: why is said below; past the buffer, which closing would write again
+        os.write(process.stdin.fileno(), request.encode())
     answer = process.stdout.readline()
     if answer:
         return json.loads(answer)

@@ -30,7 +30,10 @@ def test_the_files_of_a_case_go_with_it(run):
     assert not Path(folder).exists()
 
 
-def test_a_dead_parent_of_forks_is_a_reason_and_no_hang():
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_dead_parent_of_forks_is_a_reason_and_no_hang(gone):
     with forks() as run:
         run.args[0].kill()
+        if gone:  # there is nobody any more who could be written to
+            run.args[0].wait()
         assert run(job("chatty"), limit=60) == {"reason": "killed by SIGKILL"}
