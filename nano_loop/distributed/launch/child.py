@@ -18,17 +18,20 @@ from nano_loop.errors import NanoWorkerError, problem
 
 # Runs before torch is imported, and so before a thread exists that would keep another mask. Nothing of what imports
 # make is garbage: to look for it takes a fifth of the start. Of the working folder, which -c puts first on the path, a
-# json.py would be taken for Python's own.
+# json.py would be taken for Python's own. torch 2.8 makes a temporary folder when it is imported, which a killed worker
+# would leave behind: in the run's own folder it goes with that.
 _BOOTSTRAP = """
 import sys
 sys.path[:] = filter(None, sys.path)
-import gc, json, os, pathlib
+import gc, json, os, pathlib, tempfile
 gc.disable()
 start = json.loads(sys.stdin.buffer.readline())
 if start["cpus"]:
     os.sched_setaffinity(0, start["cpus"])
 sys.path[:], sys.argv[:] = start["path"], start["argv"]
+tempfile.tempdir = start["folder"]
 from nano_loop.distributed.launch.worker import main
+tempfile.tempdir = None
 main(pathlib.Path(start["folder"]), start["rank"], start["report"])
 """
 _LAST_WORDS = 4000  # characters of standard error that are kept for a message
