@@ -2,7 +2,7 @@
 
 from nano_loop.decorator import nano
 from nano_loop.errors import NanoConfigError, NanoError, NanoWarning, NanoWorkerError
-from nano_loop.mechanisms.autocast import disable_casts
+from nano_loop.precision.autocast import disable_casts
 from nano_loop.report import SetupReport, StepResult
 from nano_loop.torch_nano import TorchNano
 from nano_loop.version import __version__

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from nano_loop.checks import check_loop
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.mechanisms.nested import find
-from nano_loop.mechanisms.torch_private import is_loss
+from nano_loop.intercept.nested import find
+from nano_loop.intercept.torch_private import is_loss
 from nano_loop.parts import Parts
 from nano_loop.torch_nano import TorchNano
 

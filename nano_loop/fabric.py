@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nano_loop.mechanisms.autocast import bf16_autocast
+from nano_loop.precision.autocast import bf16_autocast
 
 
 @contextmanager

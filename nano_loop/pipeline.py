@@ -15,7 +15,7 @@ from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine, format_cpu_list
 from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.mechanisms.entry import Entries
+from nano_loop.intercept.calls import Entries
 from nano_loop.parts import Parts
 from nano_loop.report import SetupReport, StepResult
 from nano_loop.steps import STEPS, GradientAveraging, Step

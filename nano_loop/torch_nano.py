@@ -18,7 +18,7 @@ from nano_loop.config import OPTIONS, NanoConfig
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.launch.launcher import Call
 from nano_loop.distributed.launch.run import expected_ranks, joined
-from nano_loop.distributed.ranks_fabric import RanksFabric
+from nano_loop.distributed.strategy import RanksFabric
 from nano_loop.errors import NanoError, NanoWarning, problem, shown
 from nano_loop.parts import Parts
 from nano_loop.pipeline import Pipeline

@@ -18,9 +18,12 @@ ROOMS = (
     ("decorator", "cli"),
     ("torch_nano",),
     ("pipeline", "this_version"),
-    ("steps", "distributed"),
+    ("steps",),
+    ("distributed",),
     ("fabric",),
-    ("mechanisms", "parts"),
+    ("precision",),
+    ("kernels", "parts"),
+    ("intercept",),
     ("config", "checks", "report"),
     ("cpu", "environment"),
     ("options",),
@@ -36,7 +39,7 @@ FILES_THAT_MAY_IMPORT = {
 }
 
 WITHOUT_TORCH = "cpu"
-PRIVATE_TORCH_MODULE = "mechanisms.torch_private"
+PRIVATE_TORCH_MODULE = "intercept.torch_private"
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 
 
@@ -247,38 +250,38 @@ SOUND = {
     "version.py": "__version__ = '1'",
     "torch_nano.py": "import lightning_fabric\nfrom nano_loop.steps import STEPS\nimport nano_loop.cpu.quota",
     "decorator.py": "from . import torch_nano",
-    "mechanisms/entry.py": "import torch\nfrom nano_loop.mechanisms import torch_private\nimport nano_loop.errors",
+    "intercept/calls.py": "import torch\nfrom nano_loop.intercept import torch_private\nimport nano_loop.errors",
     "steps/__init__.py": "from nano_loop.steps.ipex import Ipex\nSTEPS = [Ipex]",
     "steps/ipex.py": "def apply():\n    import intel_extension_for_pytorch as ipex",
     "distributed/strategy.py": "from lightning_fabric.strategies import DDPStrategy\nimport torch.__config__",
     "cpu/__init__.py": "from .quota import quota",
     "cpu/quota.py": "from ..errors import NanoError",
     "errors.py": "class NanoError(RuntimeError): ...",
-    "mechanisms/torch_private.py": "import torch\nqueue = torch.autograd.Variable._execution_engine.queue_callback",
+    "intercept/torch_private.py": "import torch\nqueue = torch.autograd.Variable._execution_engine.queue_callback",
 }
 
 PLANTED = {
     "upward": ({"cpu/quota.py": "from nano_loop.steps import STEPS"}, "cpu.quota imports steps"),
     "upward, relative": ({"cpu/quota.py": "from ..decorator import nano"}, "cpu.quota imports decorator"),
     "upward, of a whole module": (
-        {"errors.py": "import nano_loop.mechanisms.entry"},
-        "errors imports mechanisms.entry",
+        {"errors.py": "import nano_loop.intercept.calls"},
+        "errors imports intercept.calls",
     ),
     "upward, inside a function": (
-        {"errors.py": "def f():\n    from .mechanisms import entry"},
-        "errors imports mechanisms.entry",
+        {"errors.py": "def f():\n    from .intercept import calls"},
+        "errors imports intercept.calls",
     ),
     "upward, for types": (
-        {"errors.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .mechanisms.entry import Entry"},
-        "errors imports mechanisms.entry",
+        {"errors.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .intercept.calls import Entry"},
+        "errors imports intercept.calls",
     ),
     "upward, the public names": (
-        {"mechanisms/entry.py": "from nano_loop import TorchNano"},
-        "mechanisms.entry imports __init__",
+        {"intercept/calls.py": "from nano_loop import TorchNano"},
+        "intercept.calls imports __init__",
     ),
     "upward, by name": (
-        {"mechanisms/entry.py": "import_module('nano_loop.decorator')"},
-        "mechanisms.entry imports decorator",
+        {"intercept/calls.py": "import_module('nano_loop.decorator')"},
+        "intercept.calls imports decorator",
     ),
     "unknown room": ({"gadgets/one.py": ""}, "gadgets.one: its room is not in ROOMS"),
     "cycle": (
@@ -296,12 +299,12 @@ PLANTED = {
     ),
     "torch in cpu, indirectly": ({"errors.py": "import torch"}, "cpu.quota imports torch, by way of errors"),
     "IPEX twice": (
-        {"mechanisms/entry.py": "try:\n    from intel_extension_for_pytorch import cpu\nexcept ImportError: ..."},
-        "intel_extension_for_pytorch is imported by mechanisms.entry, steps.ipex, and 1 may",
+        {"intercept/calls.py": "try:\n    from intel_extension_for_pytorch import cpu\nexcept ImportError: ..."},
+        "intel_extension_for_pytorch is imported by intercept.calls, steps.ipex, and 1 may",
     ),
     "IPEX twice, by name": (
-        {"mechanisms/entry.py": "importlib.import_module('intel_extension_for_pytorch')"},
-        "intel_extension_for_pytorch is imported by mechanisms.entry, steps.ipex",
+        {"intercept/calls.py": "importlib.import_module('intel_extension_for_pytorch')"},
+        "intel_extension_for_pytorch is imported by intercept.calls, steps.ipex",
     ),
     "Fabric thrice": (
         {"decorator.py": "import lightning_fabric.utilities"},
@@ -312,29 +315,29 @@ PLANTED = {
         "lightning is imported by torch_nano",
     ),
     "private import": (
-        {"mechanisms/entry.py": "from torch._dynamo import config"},
-        "mechanisms.entry uses torch._dynamo.config",
+        {"intercept/calls.py": "from torch._dynamo import config"},
+        "intercept.calls uses torch._dynamo.config",
     ),
     "private import of a name": (
-        {"mechanisms/entry.py": "from torch.nn import _reduction"},
-        "mechanisms.entry uses torch.nn._reduction",
+        {"intercept/calls.py": "from torch.nn import _reduction"},
+        "intercept.calls uses torch.nn._reduction",
     ),
-    "private module": ({"mechanisms/entry.py": "import torch._C as c"}, "mechanisms.entry uses torch._C"),
+    "private module": ({"intercept/calls.py": "import torch._C as c"}, "intercept.calls uses torch._C"),
     "private attribute": (
-        {"mechanisms/entry.py": "import torch\nx = torch._C._get_mkldnn()"},
-        "mechanisms.entry uses torch._C",
+        {"intercept/calls.py": "import torch\nx = torch._C._get_mkldnn()"},
+        "intercept.calls uses torch._C",
     ),
     "private attribute of an alias": (
-        {"mechanisms/entry.py": "import torch.nn as n\nn.Module._call_impl"},
+        {"intercept/calls.py": "import torch.nn as n\nn.Module._call_impl"},
         "n.Module._call_impl",
     ),
     "private attribute of a class": (
-        {"mechanisms/entry.py": "from torch.autograd import Variable as V\nV._execution_engine"},
-        "mechanisms.entry uses V._execution_engine",
+        {"intercept/calls.py": "from torch.autograd import Variable as V\nV._execution_engine"},
+        "intercept.calls uses V._execution_engine",
     ),
     "private attribute by getattr": (
-        {"mechanisms/entry.py": "import torch\ngetattr(torch, '_C')"},
-        "mechanisms.entry uses torch._C",
+        {"intercept/calls.py": "import torch\ngetattr(torch, '_C')"},
+        "intercept.calls uses torch._C",
     ),
     "utils.py": ({"steps/utils.py": ""}, "steps.utils does not say what it is for"),
     "common/": ({"cpu/common/__init__.py": ""}, "cpu.common does not say what it is for"),
@@ -367,4 +370,4 @@ def test_import_for_types_closes_no_cycle(tmp_path):
 
 
 def test_instances_may_have_private_attributes(tmp_path):
-    assert faults(plant(tmp_path, SOUND | {"mechanisms/entry.py": "import torch\nself._depth = torch.float32"})) == []
+    assert faults(plant(tmp_path, SOUND | {"intercept/calls.py": "import torch\nself._depth = torch.float32"})) == []

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nano_loop.cpu import Machine
+from nano_loop.config import NanoConfig
+from nano_loop.cpu import Machine, Share, given_shares, partition
 from nano_loop.distributed.ranks import Ranks
+from nano_loop.errors import NanoConfigError, problem
 
 
 @dataclass
@@ -25,3 +30,23 @@ class Seat:
     ranks: Ranks
     machine: Machine
     host: Machine
+
+
+def shares_of(config: NanoConfig, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:
+    """Return a share of `machine` for each of the `ranks` that are on it.
+
+    Raises
+    ------
+    NanoConfigError
+        If there are fewer cores than ranks, or the system cannot bind processes to the CPUs that were asked for.
+    """
+    if config.cpu_for_each_process is not None:
+        _refuse_where_nothing_can_be_bound(config)
+        return given_shares(machine, [config.cpu_for_each_process[rank] for rank in ranks])
+    return partition(machine, len(ranks))
+
+
+def _refuse_where_nothing_can_be_bound(config: NanoConfig) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        needed = f"{sys.platform} has no way to bind a process to CPUs"
+        raise NanoConfigError(problem(config.given["cpu_for_each_process"], needed, "Leave it out"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from nano_loop.fabric import (
     Bf16Precision,
     ClusterEnvironment,
     DDPStrategy,
+    Fabric,
     Fp32Precision,
     LightningEnvironment,
     SingleDeviceStrategy,
@@ -157,3 +160,33 @@ def fabric_arguments(precision: str, ranks: Ranks) -> dict[str, Any]:
         return {"accelerator": "cpu", "devices": 1, "strategy": alone, "plugins": [LightningEnvironment()]}
     strategy = RanksStrategy(RanksEnvironment(ranks), plugin)
     return {"accelerator": "cpu", "devices": ranks.local_size, "strategy": strategy}
+
+
+class RanksFabric(Fabric):
+    """The Fabric in a `nano_loop.TorchNano`, made by `_be_fabric`, there and anew in each worker."""
+
+    def _be_fabric(self, precision: str, ranks: Ranks) -> None:
+        """Be a Fabric in this precision for the ranks of the runs to come."""
+        own = set(vars(self))
+        Fabric.__init__(self, **fabric_arguments(precision, ranks))
+        if ranks.size > 1:
+            Fabric.launch(self)  # starts nothing, and lets Fabric's collectives be called
+        self._nano_ranks = ranks
+        self._nano_fabric = frozenset(set(vars(self)) - own)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what travels: all but Fabric's own attributes, which are made anew where it arrives."""
+        return {name: value for name, value in vars(self).items() if name not in self._nano_fabric}
+
+    @contextmanager
+    def _among(self, ranks: Ranks) -> Iterator[None]:
+        """Let Fabric's collectives be those of a run."""
+        if not isinstance(self.strategy, RanksStrategy):
+            yield
+            return
+        environment = self.strategy.environment
+        environment.ranks = ranks
+        try:
+            yield
+        finally:
+            environment.ranks = self._nano_ranks

@@ -12,7 +12,7 @@ from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.averaging.replicas import make_equal, named_buffers, named_parameters
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.mechanisms.entry import Entries
+from nano_loop.intercept.calls import Entries
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nano_loop.mechanisms.entry import Call
-from nano_loop.mechanisms.nested import Substitution
-from nano_loop.mechanisms.replace import replaced
+from nano_loop.intercept.attributes import replaced
+from nano_loop.intercept.calls import Call
+from nano_loop.intercept.nested import Substitution
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 

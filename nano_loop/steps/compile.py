@@ -9,8 +9,8 @@ from torch import nn
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.mechanisms.entry import Entries
-from nano_loop.mechanisms.torch_private import forget_compiled, is_compiled
+from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.torch_private import forget_compiled, is_compiled
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from nano_loop.mechanisms.attention import attention
-from nano_loop.mechanisms.operators import overridden
+from nano_loop.intercept.operators import overridden
+from nano_loop.kernels.attention import attention
 from nano_loop.parts import Parts
 from nano_loop.steps.precision import resolve_precision
 from nano_loop.steps.step import Step

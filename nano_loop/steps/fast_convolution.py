@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nano_loop.mechanisms.convolution import faster_backward
-from nano_loop.mechanisms.operators import overridden
+from nano_loop.intercept.operators import overridden
+from nano_loop.kernels.convolution import faster_backward
 from nano_loop.parts import Parts
 from nano_loop.steps.precision import resolve_precision
 from nano_loop.steps.step import Step

@@ -6,8 +6,8 @@ from functools import partial
 
 from torch import nn
 
-from nano_loop.mechanisms.operators import overridden
-from nano_loop.mechanisms.random_masks import Crew, bernoulli_
+from nano_loop.intercept.operators import overridden
+from nano_loop.kernels.bernoulli import Crew, bernoulli_
 from nano_loop.parts import Parts
 from nano_loop.steps.precision import resolve_precision
 from nano_loop.steps.step import Step

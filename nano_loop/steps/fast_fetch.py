@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from nano_loop.mechanisms.loaders import LoaderChange, changed
+from nano_loop.intercept.loaders import LoaderChange, changed
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 

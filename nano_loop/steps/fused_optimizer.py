@@ -11,9 +11,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.mechanisms.entry import Entries
-from nano_loop.mechanisms.layout import guard_layout, is_dense
-from nano_loop.mechanisms.torch_private import forget_fused_check, fused_check_pending
+from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.optimizers import guard_layout, is_dense
+from nano_loop.intercept.torch_private import forget_fused_check, fused_check_pending
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
@@ -24,7 +24,7 @@ _FLAGS = ("fused", "foreach")
 class FusedOptimizer(Step):
     """Sets ``fused`` in the live optimizer's parameter groups.
 
-    The layouts of gradients and state are guarded (see `nano_loop.mechanisms.layout`). ``state_dict()`` shows the
+    The layouts of gradients and state are guarded (see `nano_loop.intercept.optimizers`). ``state_dict()`` shows the
     user's own flags; ``load_state_dict()``, which overwrites the flags, is followed by switching again.
     """
 

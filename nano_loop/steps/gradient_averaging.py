@@ -18,7 +18,7 @@ from nano_loop.distributed.transport.process_group import ProcessGroupTransport
 from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
 from nano_loop.distributed.transport.transport import Transport
 from nano_loop.errors import NanoError
-from nano_loop.mechanisms.entry import Entries
+from nano_loop.intercept.calls import Entries
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 

@@ -13,8 +13,8 @@ from torch.optim import LBFGS, Optimizer
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.mechanisms.closure import Closure, closure_of, with_closure
-from nano_loop.mechanisms.entry import Entries
+from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.optimizers import Closure, closure_of, with_closure
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 

@@ -10,10 +10,10 @@ import torch
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.mechanisms.autocast import bf16_autocast, to_fp32
-from nano_loop.mechanisms.entry import Call, is_forward
-from nano_loop.mechanisms.nested import map_tensors
+from nano_loop.intercept.calls import Call, is_forward
+from nano_loop.intercept.nested import map_tensors
 from nano_loop.parts import Parts
+from nano_loop.precision.autocast import bf16_autocast, to_fp32
 from nano_loop.steps.step import Step
 
 

@@ -11,8 +11,8 @@ from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.loaders.sharding import Shares, forget_last_served, shared_by_user
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.mechanisms.entry import Entries
-from nano_loop.mechanisms.loaders import changed
+from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.loaders import changed
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.mechanisms.entry import Entries
+from nano_loop.intercept.calls import Entries
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 

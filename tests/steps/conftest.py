@@ -7,7 +7,7 @@ import pytest
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.distributed.ranks import ALONE
-from nano_loop.mechanisms.entry import Entries
+from nano_loop.intercept.calls import Entries
 
 
 @pytest.fixture

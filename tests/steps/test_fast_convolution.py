@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.mechanisms import convolution
+from nano_loop.kernels import convolution
 from nano_loop.parts import Parts
 from nano_loop.steps.fast_convolution import FastConvolution
 

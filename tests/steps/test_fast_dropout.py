@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nano_loop.mechanisms import random_masks
+from nano_loop.kernels import bernoulli as random_masks
 from nano_loop.parts import Parts
 from nano_loop.steps.fast_dropout import FastDropout
 

@@ -27,10 +27,10 @@ from nano_loop.distributed.random_states import part_ways
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.transport.transport import Transport
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.mechanisms.backward import at_end_of_backward, nested_backwards_noticed
-from nano_loop.mechanisms.closure import closure_of, with_closure
-from nano_loop.mechanisms.entry import Call
-from nano_loop.mechanisms.torch_private import graph_task, in_backward
+from nano_loop.intercept.backward import at_end_of_backward, nested_backwards_noticed
+from nano_loop.intercept.calls import Call
+from nano_loop.intercept.optimizers import closure_of, with_closure
+from nano_loop.intercept.torch_private import graph_task, in_backward
 
 
 class Averaging:

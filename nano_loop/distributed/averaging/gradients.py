@@ -8,7 +8,7 @@ import torch
 
 from nano_loop.distributed.averaging.fingerprint import DENSE, NOTHING, SPARSE
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.mechanisms.layout import is_dense, laid_out_as
+from nano_loop.intercept.optimizers import is_dense, laid_out_as
 
 
 def kind_of(gradient: torch.Tensor | None) -> int:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from nano_loop.distributed.averaging.replicas import Named, named_buffers, named_parameters
-from nano_loop.mechanisms.torch_private import forget_empty_hooks
+from nano_loop.intercept.torch_private import forget_empty_hooks
 
 
 class Parameters:

@@ -22,7 +22,7 @@ import torch
 
 from nano_loop.distributed.ranks import wait_until
 from nano_loop.errors import NanoError, problem
-from nano_loop.mechanisms.replace import replaced
+from nano_loop.intercept.attributes import replaced
 
 _NOTES = "checkpoints"  # a line for each file that rank 0 has saved, and for each that it is about to load
 _Function = Callable[..., Any]

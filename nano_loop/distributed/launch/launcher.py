@@ -20,11 +20,10 @@ from nano_loop.distributed.launch.child import Start
 from nano_loop.distributed.launch.ending import ending_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
 from nano_loop.distributed.launch.interrupts import undisturbed_ending, unheard_interrupts
-from nano_loop.distributed.launch.shares import shares_of
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.environment import without_launch
 from nano_loop.errors import NanoError, NanoWorkerError
 

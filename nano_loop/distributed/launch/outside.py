@@ -17,9 +17,8 @@ from torch import distributed
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.launch.group import outside_store, process_group
-from nano_loop.distributed.launch.shares import shares_of
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.environment import Launch
 from nano_loop.errors import NanoError, problem
 from nano_loop.fabric import note_rank

@@ -15,9 +15,8 @@ from nano_loop.cpu import Machine, bound, restricted
 from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.launcher import Call, launched
 from nano_loop.distributed.launch.outside import joined_outside
-from nano_loop.distributed.launch.shares import shares_of
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.environment import outside_launch
 from nano_loop.errors import NanoConfigError, NanoError, problem
 

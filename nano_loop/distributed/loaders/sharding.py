@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,11 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
 
 from nano_loop.distributed.loaders.agreed_randomness import AgreedItems, AgreedState
-from nano_loop.distributed.loaders.groups import shares
-from nano_loop.distributed.loaders.loader_workers import BoundWorker
 from nano_loop.distributed.random_states import generators_of, part_ways
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.mechanisms.loaders import LoaderChange, Start
+from nano_loop.intercept.loaders import LoaderChange, Start
 
 Loader = DataLoader[Any]
 
@@ -168,3 +168,52 @@ def shared_by_user(loader: Loader, size: int) -> bool:
         return True  # torch shares data pipes out by itself
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     return any(getattr(each, "num_replicas", None) == size and hasattr(each, "rank") for each in samplers)
+
+
+def shares(take: Callable[[int], list[Any]], rank: int, size: int) -> Iterator[Any]:
+    """Yield every `size`-th item, from the `rank`-th on, and as many of them on every rank.
+
+    The last group is filled up from the first items. A group is taken whole before its item is yielded, so what the
+    loop tells a sampler in between counts for the same items on every rank.
+
+    Parameters
+    ----------
+    take : callable
+        Returns the next items, as many as it is told, or fewer at the end.
+    rank, size : int
+        Whose items, and of how many.
+    """
+    first: list[Any] | None = None
+    while group := take(size):
+        if first is None:
+            first = group[:rank]  # the most that this rank can lack
+        item = group[rank] if rank < len(group) else first[(rank - len(group)) % len(first)]
+        last = len(group) < size
+        del group  # the items may be batches, of which no more are kept than needed
+        yield item
+        if last:
+            return
+
+
+class BoundWorker:
+    """Binds a loader's worker process to some CPUs, and then does what the loader's own ``worker_init_fn`` does.
+
+    Parameters
+    ----------
+    cpus : tuple of int
+        The logical CPUs; those that the worker may not use are left to the system to refuse, and nothing is bound.
+    then : callable, optional
+        The loader's own.
+    """
+
+    def __init__(self, cpus: tuple[int, ...], then: Callable[[int], Any] | None) -> None:
+        self.cpus = cpus
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        """Do both in the worker of that number."""
+        if hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # they are not this process's to use, and it works on others as well
+                os.sched_setaffinity(0, self.cpus)
+        if self.then is not None:
+            self.then(worker)

@@ -8,7 +8,7 @@ from nano_loop.config import NanoConfig
 from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.distributed.averaging.averaging import Averaging
 from nano_loop.distributed.ranks import ALONE
-from nano_loop.mechanisms.entry import Entries
+from nano_loop.intercept.calls import Entries
 
 MACHINE = Machine("A CPU", "x86_64", (LogicalCpu(id=0, physical_core=0),), (0,))
 

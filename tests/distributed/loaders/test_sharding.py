@@ -27,10 +27,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from nano_loop.distributed.loaders.loader_workers import BoundWorker
-from nano_loop.distributed.loaders.sharding import Shares, forget_last_served, served_whole_by_mode
+from nano_loop.distributed.loaders.sharding import BoundWorker, Shares, forget_last_served, served_whole_by_mode
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.mechanisms.loaders import changed
+from nano_loop.intercept.loaders import changed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.loaders.sharding import served_whole_by_mode
-from nano_loop.mechanisms.entry import Entries
+from nano_loop.intercept.calls import Entries
 from nano_loop.parts import Parts
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.sharding import Sharding

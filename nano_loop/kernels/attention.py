@@ -1,0 +1,154 @@
+"""Attention by plain matrix products, for bf16 on the CPU.
+
+torch's own CPU kernel ("flash") works in blocks and never holds all the probabilities, but its small bf16 products run
+at a fifth of the speed of oneDNN's large ones. Here scores are computed and normalised in fp32, and the probabilities
+kept in bf16 for the backward. The error against fp64 stays near that of torch's
+kernel (docs/performance.md has both, and the times).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+from nano_loop.intercept.torch_private import in_functorch, softmax_backward
+
+#: The most that the probabilities of one call may take, in bytes; above it torch's kernel, which keeps none, runs.
+MEMORY_BOUND = 256 * 2**20
+#: With fewer scores than this the Python around the products costs more than they gain.
+WORTH_IT = 1 << 14
+#: Narrower heads gain nothing, and torch's kernel, which rounds less there, is the more exact.
+_WIDTH_WORTH_IT = 16
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.scaled_dot_product_attention` under bf16 autocast; same arguments, same result.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        Of shape (..., heads, L, E) and any floating dtype.
+    key, value : torch.Tensor
+        Of shapes (..., heads, S, E) and (..., heads, S, Ev).
+    attn_mask, dropout_p, is_causal, scale, enable_gqa
+        As torch has them.
+
+    Returns
+    -------
+    torch.Tensor
+        Of shape (..., heads, L, Ev), in autocast's dtype. It can be differentiated once, as torch's kernel.
+    """
+    dtype = torch.get_autocast_dtype("cpu")
+    query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
+    mask = None if attn_mask is None else _cast(attn_mask, dtype)
+    # Without autocast from here on: it would take the products of fp32 scores to bf16.
+    with torch.autocast("cpu", enabled=False):
+        if not _fits(query, key, value, mask, is_causal, enable_gqa):
+            return scaled_dot_product_attention(
+                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
+        if is_causal:
+            mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
+        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+        out: Tensor = _Attention.apply(query, key, value, mask, dropout_p, scale)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast as autocast does, which leaves masks of bools and doubles alone."""
+    return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
+    """Whether the call is one that the plain products do right and faster; torch answers all others, and all errors."""
+    tensors = (query, key, value)
+    # Whoever turns torch's fast kernel off, with `sdpa_kernel`, wants what its plain one can do: a second derivative.
+    if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    if torch.compiler.is_compiling() or any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
+        return False
+    if any(each.dtype is not torch.bfloat16 or each.dim() < 3 or each.layout is not torch.strided for each in tensors):
+        return False
+    if mask is not None and (is_causal or mask.requires_grad or mask.dtype not in (torch.bool, torch.bfloat16)):
+        return False
+    heads = -3 if enable_gqa else -2
+    if not query.shape[:heads] == key.shape[:heads] == value.shape[:heads] or key.shape[-3:-1] != value.shape[-3:-1]:
+        return False
+    if query.size(-1) != key.size(-1) or (enable_gqa and query.size(-3) % key.size(-3)):
+        return False
+    scores = math.prod(query.shape[:-1]) * key.size(-2)
+    wide = min(query.size(-1), value.size(-1)) >= _WIDTH_WORTH_IT
+    return wide and WORTH_IT <= scores <= MEMORY_BOUND // query.element_size()
+
+
+def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
+    return tensor.repeat_interleave(query.size(-3) // tensor.size(-3), dim=-3)
+
+
+class _Attention(torch.autograd.Function):
+    """softmax(query keyᵀ · scale + mask) value, with dropout on the softmax."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float
+    ) -> Tensor:
+        flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value)]
+        q, k, v = flat
+        nothing = q.new_empty((1, 1, 1), dtype=torch.float32)
+        scores = torch.baddbmm(nothing, q.float(), k.float().transpose(1, 2), beta=0, alpha=scale)
+        probabilities = _softmax(scores.view(*query.shape[:-1], key.size(-2)), mask).to(q.dtype).view_as(scores)
+        kept = torch.empty_like(probabilities, dtype=torch.uint8).bernoulli_(1 - dropout_p) if dropout_p else None
+        out = torch.bmm(_dropped(probabilities, kept, dropout_p), v)
+        ctx.save_for_backward(q, k, v, probabilities, kept)
+        ctx.shapes, ctx.dropout_p, ctx.scale = (query.shape, key.shape, value.shape), dropout_p, scale
+        return out.view(*query.shape[:-1], value.size(-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, probabilities, kept = ctx.saved_tensors
+        gradient = gradient.reshape(q.size(0), q.size(1), v.size(2))
+        of_value = torch.bmm(_dropped(probabilities, kept, ctx.dropout_p).transpose(1, 2), gradient)
+        of_probabilities = _dropped(torch.bmm(gradient, v.transpose(1, 2)), kept, ctx.dropout_p)
+        of_scores = softmax_backward(of_probabilities, probabilities)
+        of_query = torch.bmm(of_scores, k).mul_(ctx.scale)
+        of_key = torch.bmm(of_scores.transpose(1, 2), q).mul_(ctx.scale)
+        found = zip((of_query, of_key, of_value), ctx.shapes, strict=True)
+        return *(each.view(shape) for each, shape in found), None, None, None
+
+
+def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Normalise `scores`, which are overwritten, over the last dimension; a row that is masked out whole is zero."""
+    if mask is None:
+        return scores.softmax(-1)
+    if mask.dtype is torch.bool:
+        scores.masked_fill_(~mask, -math.inf)
+    else:
+        scores.add_(mask)
+    probabilities = scores.softmax(-1)
+    masked_out = scores.amax(-1, keepdim=True) == -math.inf
+    return probabilities.masked_fill_(masked_out, 0.0)
+
+
+def _dropped(tensor: Tensor, kept: Tensor | None, dropout_p: float) -> Tensor:
+    """Apply dropout's mask, and scale what is kept, so that the mean stays."""
+    if kept is None:
+        return tensor
+    return kept.to(tensor.dtype).mul_(tensor).div_(1 - dropout_p) if dropout_p < 1 else torch.zeros_like(tensor)

@@ -1,1 +1,0 @@
-"""What the steps are built of: ways to change what torch does, each of which can be taken back."""

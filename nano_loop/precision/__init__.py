@@ -1,0 +1,1 @@
+"""In which dtypes a model computes."""

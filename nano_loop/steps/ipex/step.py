@@ -1,0 +1,172 @@
+"""Intel Extension for PyTorch (IPEX): its kernels, behind the checks that it does not make itself.
+
+This is the only file that imports it. IPEX was archived in March 2026; 2.8.0 is its last version.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sized
+from importlib import import_module, metadata
+
+import torch
+
+from nano_loop.config import NanoConfig
+from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.parts import Parts
+from nano_loop.report import StepResult
+from nano_loop.steps.ipex.quiet_import import leaving_no_trace
+from nano_loop.steps.ipex.repairs import repair
+from nano_loop.steps.ipex.stopwatch import Stopwatch
+from nano_loop.steps.step import Step
+
+#: Median milliseconds a step of the runs of this process, by kind of run and by whether IPEX's kernels ran.
+_measured: dict[str, dict[str, float]] = {}
+_MODULE = "intel_extension_for_pytorch"
+_DISTRIBUTION = "intel-extension-for-pytorch"
+# Attributes of torch that the import of IPEX replaces, for its own sake or to work around bugs of older versions.
+_REPLACED = (
+    (torch.Tensor, "numpy"),
+    (torch.Tensor, "__format__"),
+    (torch, "embedding_bag"),
+    (torch.cpu.amp, "GradScaler"),
+    (torch.jit, "trace"),
+    (torch.fx.Tracer, "is_leaf_module"),
+)
+
+
+class Ipex(Step):
+    """Imports IPEX, whose kernels then run wherever torch's would, in the whole process.
+
+    `ipex.optimize` is not called. It packs weights into bf16 blocks, so that inside the loop ``parameters()`` would be
+    others than the optimizer was given and the user knows: averages of weights, surgery on them, clipping and freezing
+    would go wrong, most of them silently. So weights, gradients and optimizers are the user's own at all times, and
+    fp32, which leaves nothing to undo. The kernels stay registered until the process ends. docs/choices.md has the
+    times: packing was behind these kernels on every workload of the benchmarks.
+    """
+
+    name = "ipex"
+    needs = None
+    once = True  # about the process: there is one set of kernels
+    required = False  # it raises errors of its own, which name the option and the way out
+    _watch: Stopwatch | None = None
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return self.config.use_ipex
+
+    def see(self, parts: Parts) -> None:
+        """Time the run's steps where there is IPEX to compare with, whether it is asked for or not."""
+        if self._watch is None and parts.optimizers and parts.loaders and _fits_torch(_installed_version()):
+            self._watch = Stopwatch(parts.optimizers[0])
+            self.undoing.callback(self._watch.close)
+            self._kind = _kind_of_run(self.config, parts)
+
+    def closing(self) -> StepResult | None:
+        """Name the faster of IPEX and nano_loop without it, once this process has run both."""
+        if not self.asked and _MODULE in sys.modules:
+            detail = "not asked for, but imported in this process before: its kernels run until the process ends"
+            return StepResult(self.name, "applied", detail)
+        median_ms = None if self._watch is None else self._watch.median_ms()
+        if median_ms is None:
+            return None
+        times = _measured.setdefault(self._kind, {})
+        times["IPEX" if self.asked else "nano_loop without IPEX"] = median_ms
+        if not self.asked or len(times) < 2:
+            return None
+        (fast, fast_ms), (slow, slow_ms) = sorted(times.items(), key=lambda time: time[1])
+        detail = f"{fast} is faster: {fast_ms:.3g} ms a step, {slow} {slow_ms:.3g} ({slow_ms / fast_ms:.2f}×)"
+        return StepResult("ipex_speed", "measured", detail)
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """Return None, for who asks for IPEX by name gets it or an error.
+
+        Raises
+        ------
+        ImportError
+            If IPEX is not installed.
+        NanoConfigError
+            If it is made for another torch, or for another CPU.
+        """
+        self._check_instructions()
+        version = _installed_version()
+        if version is None:
+            needed = f"IPEX is not installed, and works with torch 2.8 alone (this is torch {_torch_version()})"
+            raise ImportError(problem(self._given, needed, self._install()))
+        self._check_version(version)
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        self._import_quietly()
+        repair()
+        return f"kernels of IPEX {_installed_version()}, until the process ends; weights stay plain fp32, not packed"
+
+    @property
+    def _given(self) -> str:
+        """What asked for it: the argument, or the variable of the environment."""
+        return self.config.given["use_ipex"]
+
+    def _install(self) -> str:
+        here = _torch_version()
+        replaced = "" if _minor(here) == "2.8" else f", which replaces torch {here} by 2.8.0"
+        return f'Leave it out, or run pip install "nano-loop[ipex]"{replaced}'
+
+    def _check_version(self, version: str) -> None:
+        """IPEX prints, and ends the process, when it is imported beside another torch than its own."""
+        if _fits_torch(version):
+            return
+        torch_version = _torch_version()
+        needed = f"IPEX {_minor(version)} works with torch {_minor(version)} alone, and this is torch {torch_version}"
+        raise NanoConfigError(problem(self._given, needed, self._install()))
+
+    def _check_instructions(self) -> None:
+        if self.machine.architecture in ("x86_64", "AMD64") and "avx2" in self.machine.instruction_sets:
+            return
+        needed = f"IPEX needs an x86-64 CPU with AVX2, and this is {self.machine.name} ({self.machine.architecture})"
+        raise NanoConfigError(problem(self._given, needed, "Leave it out"))
+
+    def _import_quietly(self) -> None:
+        if _MODULE in sys.modules:  # the user imported it, and has its effects already
+            return
+        try:
+            with leaving_no_trace(*_REPLACED):
+                import_module(_MODULE)
+        except (Exception, SystemExit) as error:  # it loads libraries of its own, and ends the process by itself
+            given = f"{self._given}: importing IPEX raised {type(error).__name__}"
+            raise NanoError(problem(given, str(error), "Leave it out, or install IPEX anew")) from error
+
+
+def _installed_version() -> str | None:
+    try:
+        return metadata.version(_DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:  # built in place
+        return str(torch.__version__)
+
+
+def _fits_torch(version: str | None) -> bool:
+    return version is not None and _minor(version) == _minor(_torch_version())
+
+
+def _minor(version: str) -> str:
+    """Return the first two numbers of a version, which are all that IPEX compares."""
+    return ".".join(re.findall(r"\d+", version)[:2])
+
+
+def _kind_of_run(config: NanoConfig, parts: Parts) -> str:
+    """Return what two runs share that differ in IPEX alone."""
+    options = {name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose")}
+    shapes = [tuple(each.shape) for model in parts.models for each in model.parameters()]
+    batches = [
+        (loader.batch_size, len(loader.dataset)) for loader in parts.loaders if isinstance(loader.dataset, Sized)
+    ]
+    return repr((options, shapes, [type(each).__name__ for each in parts.optimizers], batches))

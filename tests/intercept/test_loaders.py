@@ -1,0 +1,219 @@
+"""A copy iterates for the loader, changes compose, and neither the loader nor any process keeps a trace."""
+
+import multiprocessing
+import pickle
+import weakref
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+
+from nano_loop.intercept import loaders
+from nano_loop.intercept.loaders import LoaderChange, changed
+
+
+class Numbers(Dataset):
+    def __init__(self, count=6):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return index
+
+
+class Order(LoaderChange):
+    """Another order, and another length."""
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def attributes(self, loader):
+        return {"batch_sampler": self.batches}
+
+    def length(self, loader, length):
+        return length - 1
+
+
+class Collate(LoaderChange):
+    def __init__(self, collate):
+        self.collate = collate
+
+    def attributes(self, loader):
+        return {"collate_fn": self.collate}
+
+
+class Around(LoaderChange):
+    def iterate(self, loader, start):
+        yield from (("around", each) for each in start())
+
+    def length(self, loader, length):
+        return length * 10
+
+
+@pytest.fixture(autouse=True)
+def no_trace():
+    pickle.dumps(DataLoader(Numbers()))  # of which Python leaves a cache on the class
+    before = dict(vars(DataLoader))
+    yield
+    assert dict(vars(DataLoader)) == before
+    assert not loaders._stand_ins
+    assert not multiprocessing.active_children()
+
+
+def test_changes_compose():
+    loader = DataLoader(Numbers(), batch_size=3)
+    with changed(loader, Order([5], [0, 1])), changed(loader, Collate(tuple)), changed(loader, Around()):
+        assert list(loader) == [("around", (5,)), ("around", (0, 1))]
+        assert len(loader) == 10
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
+    assert len(loader) == 2
+
+
+def test_loader_itself_is_not_changed_and_others_are_served_as_ever():
+    loader, other = DataLoader(Numbers(), batch_size=3), DataLoader(Numbers(), batch_size=3)
+    before = dict(vars(loader))
+    with changed(loader, Order([5])):
+        list(loader)
+        assert vars(loader) == before
+        assert type(loader) is DataLoader
+        assert len(list(other)) == len(other) == 2
+        assert len(list(pickle.loads(pickle.dumps(loader)))) == 2
+
+
+def test_latest_change_of_a_class_is_in_force_and_leaving_it_brings_the_one_before_back():
+    loader = DataLoader(Numbers(), collate_fn=list)
+    outer, inner = Order([1]), Order([2])
+    with changed(loader, outer):
+        with changed(loader, inner):
+            assert list(loader) == [[2]]
+            assert len(loader) == 5
+        assert list(loader) == [[1]]
+
+
+def test_same_change_may_be_put_in_force_several_times():
+    loader, change = DataLoader(Numbers(), collate_fn=list), Order([1])
+    with ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(changed(loader, change))
+        with changed(loader, change):
+            pass
+        assert list(loader) == [[1]]
+        assert len(loader) == 5
+
+
+def test_runs_may_end_in_any_order():
+    loader = DataLoader(Numbers(), collate_fn=list)
+    one, other = changed(loader, Order([1])), changed(loader, Order([2]))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert list(loader) == [[2]]
+    other.__exit__(None, None, None)
+    assert len(list(loader)) == 6
+
+
+def test_what_the_loop_puts_on_the_loader_is_obeyed():
+    loader = DataLoader(Numbers(), batch_size=3)
+    with changed(loader, Order([1])):
+        loader.collate_fn = lambda batch: "mine"
+        assert list(loader) == ["mine"]
+
+
+def test_subclass_with_attributes_and_an_iter_and_a_length_of_its_own():
+    class Own(DataLoader):
+        def __init__(self, *, times):
+            self.times = times
+            super().__init__(Numbers(), collate_fn=list)
+
+        def __getstate__(self):
+            raise TypeError("cannot be pickled")
+
+        def __iter__(self):
+            for batch in super().__iter__():
+                yield batch * self.times
+
+        def __len__(self):
+            return super().__len__() * 100
+
+    loader = Own(times=2)
+    with changed(loader, Order([1])):
+        assert list(loader) == [[1, 1]]
+        assert len(loader) == 500
+
+
+def test_samplers_and_generators_are_the_loaders_own_objects():
+    generator = torch.Generator().manual_seed(1)
+    sampler = RandomSampler(Numbers(), generator=generator)
+    loader = DataLoader(Numbers(), sampler=sampler, generator=generator, collate_fn=list)
+    expected = [list(DataLoader(Numbers(), collate_fn=list, shuffle=True, generator=torch.Generator().manual_seed(1)))]
+    with changed(loader, Collate(list)):
+        assert [list(loader)] == expected
+
+
+def test_a_loader_lives_as_long_as_its_change():
+    loader = DataLoader(TensorDataset(torch.zeros(1)))
+    gone = weakref.ref(loader)
+    stack = ExitStack()
+    stack.enter_context(changed(loader, Around()))
+    del loader
+    assert gone() is not None
+    stack.close()
+    del stack
+    assert gone() is None
+
+
+def workers():
+    return {each.pid for each in multiprocessing.active_children()}
+
+
+def test_persistent_workers_serve_all_epochs_and_end_with_the_run():
+    loader = DataLoader(Numbers(), collate_fn=list, num_workers=1, persistent_workers=True)
+    with changed(loader, Order([1], [2])):
+        assert list(loader) == [[1], [2]]
+        first = workers()
+        assert list(loader) == [[1], [2]]
+        held = iter(loader)
+        next(held)
+        assert workers() == first
+        assert len(first) == 1
+    assert not workers()
+
+
+def test_workers_of_an_earlier_iteration_are_the_loaders_own_and_stay():
+    loader = DataLoader(Numbers(), collate_fn=list, num_workers=1, persistent_workers=True)
+    assert len(list(loader)) == 6
+    before, iterator = workers(), loader._iterator
+    with changed(loader, Order([1], [2])):
+        assert list(loader) == [[1], [2]]
+        assert workers() > before
+    assert workers() == before
+    assert loader._iterator is iterator
+    assert len(list(loader)) == 6
+    del loader, iterator
+
+
+def test_persistent_workers_of_other_changes_are_not_used_again():
+    loader = DataLoader(Numbers(), collate_fn=list, num_workers=1, persistent_workers=True)
+    with changed(loader, Order([1])):
+        assert list(loader) == [[1]]
+        with changed(loader, Order([2])):
+            assert list(loader) == [[2]]
+        assert list(loader) == [[1]]
+        assert len(workers()) == 1
+
+
+def test_nothing_stays_where_the_run_fails():
+    loader = DataLoader(Numbers(), collate_fn=list, num_workers=1, persistent_workers=True)
+
+    def run():
+        with changed(loader, Order([1], [2])):
+            for _ in loader:
+                raise KeyError("in the loop")
+
+    with pytest.raises(KeyError) as caught:
+        run()
+    assert caught.traceback  # which holds the frame, and so the iterator
+    assert not workers()

@@ -1,0 +1,161 @@
+"""Tensors are found and changed wherever they are nested; containers keep their classes."""
+
+import dataclasses
+from collections import OrderedDict, UserDict, namedtuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from nano_loop.intercept.nested import Substitution, find, map_tensors
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    tensor: torch.Tensor
+    note: str = "kept"
+
+
+@dataclasses.dataclass
+class Output(OrderedDict):
+    """A mapping and a dataclass at once, as the outputs of transformers' models are."""
+
+    logits: torch.Tensor
+
+    def __post_init__(self):
+        self["logits"] = self.logits
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self):
+        return Output, (self.logits,)
+
+
+def double(tensor):
+    return tensor * 2
+
+
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("value", "inside"),
+    [
+        (ONE, lambda value: value),
+        ((1, ONE), lambda value: value[1]),
+        ([ONE, "text"], lambda value: value[0]),
+        ({"a": {"b": [ONE]}}, lambda value: value["a"]["b"][0]),
+        (OrderedDict(a=ONE), lambda value: value["a"]),
+        (UserDict(a=ONE), lambda value: value["a"]),
+        (Pair(ONE, 3), lambda value: value.left),
+        (Frozen(ONE), lambda value: value.tensor),
+        (Output(ONE), lambda value: value.logits),
+        (Output(ONE), lambda value: value["logits"]),
+        (pack_sequence([ONE]), lambda value: value.data),
+        (torch.ones(2, 2).max(dim=0), lambda value: value.values),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_tensor_changes_in_a_container_of_the_same_class(value, inside):
+    before = inside(value).clone()
+    changed = map_tensors(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor, value)
+    assert type(changed) is type(value)
+    assert torch.equal(inside(changed), before * 2)
+    assert torch.equal(inside(value), before), "the given value must not be changed"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [ONE, (ONE,), [ONE], {"a": ONE}, Pair(ONE, 1), Frozen(ONE), pack_sequence([ONE]), None, "text", object(), 3],
+)
+def test_what_needs_no_change_is_the_very_same_object(value):
+    assert map_tensors(lambda tensor: tensor, value) is value
+
+
+def test_other_items_of_a_changed_container_are_the_same_objects():
+    note = object()
+    changed = map_tensors(double, {"tensor": ONE, "note": note})
+    assert changed["note"] is note
+
+
+def test_dataclass_class_itself_is_left_alone():
+    assert map_tensors(double, Frozen) is Frozen
+
+
+def test_packed_sequence_stays_one_that_an_lstm_takes():
+    packed = map_tensors(
+        lambda t: t.float() if t.is_floating_point() else t, pack_sequence([torch.ones(3, 4).double()])
+    )
+    assert isinstance(packed, PackedSequence)
+    assert torch.nn.LSTM(4, 2)(packed)[0].data.shape == (3, 2)
+
+
+def test_find_looks_into_lists_tuples_sets_and_dicts_and_names_each_object_once():
+    found = list(find(str, ["a", ("b",), {"key": "c"}, {"d"}, "a"]))
+    assert sorted(found) == ["a", "b", "c", "d"]
+
+
+def test_find_does_not_follow_a_list_that_holds_itself_for_ever():
+    loop = ["a"]
+    loop.append(loop)
+    assert list(find(str, loop)) == ["a"]
+
+
+@pytest.mark.parametrize("container", [[ONE, "kept"], {0: ONE, 1: "kept"}, OrderedDict({0: ONE}), UserDict({0: ONE})])
+def test_substitutes_stand_in_the_callers_containers_until_they_are_restored(container):
+    substitution = Substitution(double)
+    assert substitution(container) is container
+    assert torch.equal(container[0], ONE * 2)
+    substitution.restore()
+    assert container[0] is ONE
+
+
+@pytest.mark.parametrize("value", [(1, ONE), Pair(ONE, 2), Frozen(ONE)])
+def test_substitutes_stand_in_copies_of_what_cannot_be_written_to(value):
+    substituted = Substitution(double)(value)
+    assert type(substituted) is type(value)
+    assert substituted is not value
+    items = vars(substituted) if isinstance(value, Frozen) else substituted
+    assert torch.equal(next(find(torch.Tensor, items)), ONE * 2)
+
+
+def test_what_a_call_writes_into_containers_stays():
+    batch, items = {"image": ONE, "gone": ONE}, [ONE, ONE]
+    substitution = Substitution(double)
+    substitution((batch, {"nested": items}))
+    batch["new"], items[1] = "written", "over"
+    del batch["gone"]
+    substitution.restore()
+    assert batch == {"image": ONE, "new": "written"}
+    assert items[0] is ONE
+    assert items[1] == "over"
+
+
+def test_what_a_call_writes_into_a_substitute_reaches_the_original():
+    original = torch.ones(2)
+    substitution = Substitution(torch.clone)
+    substitution([original])
+    substitution([original])[0].sub_(3)
+    substitution.restore()
+    assert original.tolist() == [-2, -2]
+
+
+def test_substitutes_that_are_views_are_written_through_once():
+    original = torch.ones(2, 3)
+    substitution = Substitution(torch.t)
+    substitution(original).mul_(2)
+    substitution.restore()
+    assert original.eq(2).all()
+
+
+def test_writes_under_inference_mode_reach_the_original_too():
+    with torch.inference_mode():
+        original = torch.ones(2)
+        substitution = Substitution(torch.clone)
+        substitution(original).mul_(3)
+        substitution.restore()
+    assert original.tolist() == [3, 3]

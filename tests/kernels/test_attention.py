@@ -1,0 +1,289 @@
+"""Attention by plain products is as exact as torch's kernel, and leaves to torch what it does not do."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nano_loop.intercept.operators import overridden
+from nano_loop.kernels import attention as module
+from nano_loop.kernels.attention import attention
+
+
+@pytest.fixture(autouse=True)
+def every_size_is_worth_it(monkeypatch):
+    monkeypatch.setattr(module, "WORTH_IT", 1)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Count the calls that the plain products answer."""
+    counted, fits = [], module._fits
+
+    def counting(*args):
+        fitting = fits(*args)
+        counted.append(fitting)
+        return fitting
+
+    monkeypatch.setattr(module, "_fits", counting)
+    return counted
+
+
+def inputs(batch=(2, 3), length=17, source=None, width=16, value_width=None, key_heads=None, seed=0, transposed=False):
+    generator = torch.Generator().manual_seed(seed)
+    source, value_width = source or length, value_width or width
+    heads = (*batch[:-1], key_heads) if key_heads else batch
+    shapes = ((*batch, length, width), (*heads, source, width), (*heads, source, value_width))
+    tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    if transposed:  # as a model has it that splits one projection into heads
+        tensors = [each.transpose(-2, -3).contiguous().transpose(-2, -3) for each in tensors]
+    return [each.requires_grad_() for each in tensors]
+
+
+def results(function, tensors, dtype=None, **kwargs):
+    """Return the output and the three gradients, in fp64."""
+    tensors = [each.detach().to(dtype or each.dtype).requires_grad_() for each in tensors]
+    out = function(*tensors, **kwargs)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    return [each.double() for each in (out, *torch.autograd.grad(out, tensors, weight))]
+
+
+def errors(found, exact):
+    return [(each - reference).square().mean().sqrt().item() for each, reference in zip(found, exact, strict=True)]
+
+
+def assert_as_exact_as_torch(tensors, **kwargs):
+    exact_kwargs = dict(kwargs)
+    if kwargs.get("attn_mask") is not None and kwargs["attn_mask"].is_floating_point():
+        exact_kwargs["attn_mask"] = kwargs["attn_mask"].double()
+    exact = results(F.scaled_dot_product_attention, tensors, torch.float64, **exact_kwargs)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, torchs = results(attention, tensors, **kwargs), results(F.scaled_dot_product_attention, tensors, **kwargs)
+    for mine, theirs, reference in zip(errors(ours, exact), errors(torchs, exact), exact, strict=True):
+        # Where torch is exact by chance, on a few small numbers, an error of one rounding is allowed.
+        assert mine <= max(2 * theirs, 2**-9 * reference.square().mean().sqrt().item())
+
+
+CASES = {
+    "plain": (inputs(), {}),
+    "transposed": (inputs(transposed=True), {}),
+    "longer source": (inputs(source=29), {}),
+    "causal": (inputs(), {"is_causal": True}),
+    "causal, longer source": (inputs(source=29), {"is_causal": True}),
+    "causal, shorter source": (inputs(source=5), {"is_causal": True}),
+    "another value width": (inputs(value_width=24), {}),
+    "scale": (inputs(), {"scale": 0.3}),
+    "bool mask": (inputs(), {"attn_mask": torch.rand(17, 17) > 0.3}),
+    "bool mask by head": (inputs(), {"attn_mask": torch.rand(2, 1, 17, 17) > 0.3}),
+    "float mask": (inputs(), {"attn_mask": torch.randn(17, 17).bfloat16()}),
+    "float mask by batch": (inputs(), {"attn_mask": torch.randn(2, 1, 1, 17).bfloat16()}),
+    "grouped heads": (inputs(batch=(2, 6), key_heads=2), {"enable_gqa": True}),
+    "three dimensions": (inputs(batch=(4,)), {}),
+    "five dimensions": (inputs(batch=(2, 2, 3)), {}),
+    "long": (inputs(batch=(1, 2), length=300, width=64), {}),
+}
+
+
+@pytest.mark.parametrize(("tensors", "kwargs"), CASES.values(), ids=CASES)
+def test_output_and_gradients_are_as_exact_as_torchs(tensors, kwargs, calls):
+    assert_as_exact_as_torch(tensors, **kwargs)
+    assert calls == [True]
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(1, 150),
+    st.integers(1, 150),
+    st.integers(1, 70),
+    st.integers(1, 70),
+    st.sampled_from([{}, {"is_causal": True}, {"scale": 0.07}]),
+    st.booleans(),
+)
+def test_random_shapes_are_as_exact_as_torchs(batch, length, source, width, value_width, kwargs, transposed):
+    assume(math.prod(batch) * length * source >= 1 << 14)  # smaller ones are left to torch
+    tensors = inputs(tuple(batch), length, source, width, value_width, transposed=transposed and len(batch) > 1)
+    assert_as_exact_as_torch(tensors, **kwargs)
+
+
+def test_rows_that_are_masked_out_whole_are_zero_as_torchs_are():
+    tensors, mask = inputs(), torch.ones(17, 17, dtype=torch.bool)
+    mask[3] = False
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = results(attention, tensors, attn_mask=mask)
+        torchs = results(F.scaled_dot_product_attention, tensors, attn_mask=mask)
+    assert ours[0][..., 3, :].eq(0).all()
+    for mine, theirs in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.02)
+
+
+def test_dropout_drops_at_its_rate_keeps_the_mean_and_repeats_with_the_seed():
+    q, k, v = inputs(batch=(8, 8), length=64)
+    ones = torch.ones_like(v)
+
+    def draw(seed):
+        torch.manual_seed(seed)
+        with torch.autocast("cpu", torch.bfloat16):
+            return attention(torch.zeros_like(q), k, ones, dropout_p=0.25)
+
+    kept = draw(0).detach().float()  # of each row: the share of the 64 equal probabilities that is kept, over 0.75
+    assert abs(kept.mean() - 1) < 0.01
+    assert abs(kept.std() - (0.25 / 0.75 / 64) ** 0.5) < 0.01
+    assert torch.equal(draw(0), draw(0))
+    assert not torch.equal(draw(0), draw(1))
+
+
+def test_gradients_meet_the_dropout_of_the_forward():
+    tensors = inputs(length=12)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.manual_seed(3)
+        dropped = results(attention, tensors, dropout_p=0.4)
+    torch.manual_seed(3)
+    kept = torch.empty(6, 12, 12, dtype=torch.bfloat16).bernoulli_(0.6).view(2, 3, 12, 12).double() / 0.6
+
+    def by_hand(q, k, v):
+        return ((q @ k.transpose(-2, -1) / 4).softmax(-1) * kept) @ v
+
+    for mine, reference in zip(dropped, results(by_hand, tensors, torch.float64), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=0.05, atol=0.03)
+
+
+def test_certain_dropout_gives_zeros():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(each.eq(0).all() for each in results(attention, inputs(), dropout_p=1.0))
+
+
+LEFT_TO_TORCH = {
+    "learned mask": ([*inputs()], {"attn_mask": torch.zeros(17, 17, requires_grad=True)}),
+    "double precision": ([each.detach().double() for each in inputs()], {}),
+    "broadcast batch": ([inputs()[0], *inputs(batch=(1, 3))[1:]], {}),
+    "two dimensions": ([each[0, 0] for each in inputs()], {}),
+}
+
+
+@pytest.mark.parametrize(("tensors", "kwargs"), LEFT_TO_TORCH.values(), ids=LEFT_TO_TORCH)
+def test_other_calls_are_left_to_torch(tensors, kwargs, calls):
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, torchs = attention(*tensors, **kwargs), F.scaled_dot_product_attention(*tensors, **kwargs)
+    assert calls == [False]
+    assert torch.equal(ours, torchs)
+    assert ours.dtype is torchs.dtype
+
+
+def test_probabilities_above_the_bound_are_left_to_torch(calls, monkeypatch):
+    tensors = inputs()
+    scores = 2 * 3 * 17 * 17
+    for bound in (2 * scores, 2 * scores - 1):
+        monkeypatch.setattr(module, "MEMORY_BOUND", bound)
+        with torch.autocast("cpu", torch.bfloat16):
+            attention(*tensors)
+    assert calls == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "kwargs"),
+    [
+        ([inputs()[0], inputs(width=8)[1], inputs()[2]], {}),
+        (inputs(), {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}),
+    ],
+)
+def test_what_torch_refuses_is_refused(tensors, kwargs):
+    for function in (F.scaled_dot_product_attention, attention):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError):
+            function(*tensors, **kwargs)
+
+
+@pytest.fixture
+def in_force(calls):
+    with overridden("scaled_dot_product_attention", attention, "AutocastCPU"):
+        yield calls
+
+
+def test_it_reaches_multi_head_attention_and_encoder_layers(in_force):
+    x = torch.randn(2, 11, 64)
+    for model in (
+        nn.MultiheadAttention(64, 4, batch_first=True),
+        nn.TransformerEncoderLayer(64, 4, 32, batch_first=True),
+    ):
+        arguments = (x, x, x) if isinstance(model, nn.MultiheadAttention) else (x,)
+        kwargs = {"need_weights": False} if isinstance(model, nn.MultiheadAttention) else {}
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(*arguments, **kwargs)
+        (out[0] if isinstance(out, tuple) else out).float().sum().backward()
+        assert in_force.pop()
+        assert not in_force
+
+
+def test_second_derivatives_work_where_the_user_asks_for_torchs_plain_kernel(in_force):
+    tensors = inputs()
+    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(*tensors)
+    (gradient,) = torch.autograd.grad(out.float().sum(), tensors[0], create_graph=True)
+    gradient.float().square().sum().backward()
+    assert tensors[1].grad.isfinite().all()
+    assert in_force == [False]
+
+
+def test_functional_gradients_are_torchs(in_force):
+    tensors = [each.detach() for each in inputs()]
+
+    def loss(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v).float().square().sum()
+
+    leaf = tensors[0].clone().requires_grad_()
+    loss(leaf, *tensors[1:]).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(*tensors), leaf.grad, rtol=0.05, atol=0.05)
+    assert in_force == [True, False]
+
+
+def test_fp32_calls_are_torchs(in_force):
+    tensors = [each.detach().float() for each in inputs()]
+    F.scaled_dot_product_attention(*tensors)
+    assert in_force == []
+
+
+def test_compiled_callers_compute_the_same(in_force):
+    tensors = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = F.scaled_dot_product_attention(*tensors)
+        compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")(*tensors)
+    torch.testing.assert_close(compiled, eager, rtol=0.02, atol=0.02)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_gives_the_same_gradients(in_force, reentrant):
+    tensors = inputs()
+
+    def gradients(call):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call()
+        return torch.autograd.grad(out.float().sum(), tensors) if not reentrant else run_backward(out)
+
+    def run_backward(out):
+        for each in tensors:
+            each.grad = None
+        out.float().sum().backward()
+        return [each.grad for each in tensors]
+
+    plain = gradients(lambda: F.scaled_dot_product_attention(*tensors))
+    again = gradients(
+        lambda: torch.utils.checkpoint.checkpoint(F.scaled_dot_product_attention, *tensors, use_reentrant=reentrant)
+    )
+    assert all(itertools.starmap(torch.equal, zip(plain, again, strict=True)))
+
+
+def test_memory_that_the_bound_allows_is_what_the_backward_keeps(in_force):
+    saved = []
+    tensors = inputs(batch=(2, 2), length=64)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each.nbytes) or each, lambda each: each)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        F.scaled_dot_product_attention(*tensors)
+    assert sum(saved) == 2 * (4 * 64 * 64) + sum(each.nbytes for each in tensors)

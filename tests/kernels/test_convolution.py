@@ -1,0 +1,284 @@
+"""Gradients of convolutions by plain products are as exact as oneDNN's, and torch computes what is not faster so."""
+
+import functools
+import itertools
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nano_loop.intercept.operators import overridden
+from nano_loop.kernels import convolution as module
+
+NHWC = torch.channels_last
+OPERATOR = "convolution_backward"
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch does not hand out its kernels")
+
+
+@pytest.fixture(autouse=True)
+def every_size_is_worth_it(monkeypatch):
+    monkeypatch.setattr(module, "WORTH_IT", 1)
+
+
+@pytest.fixture
+def in_force():
+    """As `standing_in`, for a whole test."""
+    with standing_in() as left:
+        yield left
+
+
+@contextmanager
+def standing_in():
+    """Put the products in the place of torch's kernel, and note what is still asked of that."""
+    left = []
+    kernel = Noting(torch.library.get_kernel(f"aten::{OPERATOR}", "CPU"), left)
+    with overridden(OPERATOR, module.faster_backward(kernel), "CPU", with_keyset=True):
+        yield left
+
+
+class Noting:
+    """A kernel that notes its mask: whether the gradients of input, weight and bias are left to it."""
+
+    def __init__(self, kernel, left):
+        self.kernel, self.left = kernel, left
+
+    def call_boxed(self, keys, *args):
+        self.left.append(tuple(args[-1]))
+        return self.kernel.call_boxed(keys, *args)
+
+
+def inputs(images=3, channels=8, outputs=6, size=(9, 7), kernel=(3, 3), bias=True, transposed=False, groups=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (channels, outputs // groups) if transposed else (outputs, channels // groups)
+    x = torch.randn(images, channels, *size, generator=generator).bfloat16()
+    weight = torch.randn(*shape, *kernel, generator=generator).bfloat16()
+    tensors = [x.contiguous(memory_format=NHWC) if x.dim() == 4 else x, weight]
+    return [*tensors, torch.randn(outputs, generator=generator).bfloat16()] if bias else tensors
+
+
+def gradients(function, tensors, dtype=torch.bfloat16, **kwargs):
+    """Return the gradients of input, weight and bias, in fp64."""
+    leaves = [each.to(dtype).requires_grad_() for each in tensors]
+    out = function(*leaves, **kwargs)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(torch.bfloat16)
+    weight = torch.empty_like(out, dtype=torch.bfloat16).copy_(weight)
+    return [each.double() for each in torch.autograd.grad(out, leaves, weight.to(dtype))]
+
+
+def error(found, exact):
+    return (found - exact).square().mean().sqrt().item()
+
+
+def assert_as_exact_as_torch(function, tensors, **kwargs):
+    """Hold the gradients to twice the error of torch's kernel; return what was left to that."""
+    torchs, exact = gradients(function, tensors, **kwargs), gradients(function, tensors, torch.float64, **kwargs)
+    with standing_in() as left:
+        ours = gradients(function, tensors, **kwargs)
+    for mine, theirs, reference in zip(ours, torchs, exact, strict=True):
+        # Where torch is exact by chance, on a few small numbers, an error of one rounding is allowed.
+        assert error(mine, reference) <= max(2 * error(theirs, reference), 2**-9 * reference.square().mean().sqrt())
+    return left
+
+
+CASES = {
+    "3x3": ({}, {"padding": 1}),
+    "no padding": ({}, {}),
+    "no bias": ({"bias": False}, {"padding": 1}),
+    "stride": ({}, {"stride": 2, "padding": 1}),
+    "stride that leaves a rest": ({"size": (10, 10)}, {"stride": 3}),
+    "other sides": ({"kernel": (1, 5), "size": (4, 11)}, {"stride": (1, 2), "padding": (0, 2)}),
+    "dilation": ({"size": (11, 11)}, {"padding": 2, "dilation": (2, 1)}),
+    "same": ({"size": (8, 8)}, {"padding": "same"}),
+    "1x1": ({"kernel": (1, 1)}, {}),
+    "1x1 stride": ({"kernel": (1, 1)}, {"stride": 2}),
+    "1x1 padding": ({"kernel": (1, 1)}, {"padding": 1}),
+    "patches": ({"kernel": (4, 4), "size": (8, 12)}, {"stride": 4}),
+    "one pixel": ({"kernel": (1, 1), "size": (1, 1)}, {}),
+    "one channel": ({"channels": 1, "outputs": 1}, {"padding": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_weight_and_bias_are_as_exact_as_torchs(case):
+    shapes, kwargs = CASES[case]
+    assert assert_as_exact_as_torch(F.conv2d, inputs(**shapes), **kwargs) == [(True, False, False)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    images=st.integers(1, 5),
+    channels=st.integers(2, 40),  # torch takes images of one channel for NCHW
+    outputs=st.integers(2, 40),
+    size=st.tuples(st.integers(5, 14), st.integers(5, 14)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_is_as_exact_as_torch(images, channels, outputs, size, kernel, stride, padding, dilation, seed):
+    tensors = inputs(images, channels, outputs, size, kernel, seed=seed)
+    left = assert_as_exact_as_torch(F.conv2d, tensors, stride=stride, padding=padding, dilation=dilation)
+    assert left == [(True, False, False)]
+
+
+def test_greater_sums_are_as_exact_as_torchs():
+    tensors = inputs(16, 64, 96, (7, 7))
+    assert assert_as_exact_as_torch(F.conv2d, tensors, padding=1) == [(True, False, False)]
+
+
+TRANSPOSED = {
+    "1d": (F.conv_transpose1d, {"size": (9,), "kernel": (2,)}, {"stride": 2}),
+    "2d": (F.conv_transpose2d, {"kernel": (2, 2)}, {"stride": 2}),
+    "2d, padded": (F.conv_transpose2d, {}, {"stride": 2, "padding": 1, "output_padding": 1}),
+    "2d, groups": (F.conv_transpose2d, {"groups": 2}, {"groups": 2}),
+    "3d": (F.conv_transpose3d, {"size": (3, 4, 5), "kernel": (2, 2, 2)}, {"stride": 2}),
+}
+
+
+@pytest.mark.parametrize("case", TRANSPOSED)
+def test_bias_of_a_transposed_convolution_is_a_sum(case):
+    function, shapes, kwargs = TRANSPOSED[case]
+    left = assert_as_exact_as_torch(function, inputs(**shapes, transposed=True), **kwargs)
+    assert left == [(True, True, False)]
+
+
+def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):
+    def joined(x, weight, bias):
+        return torch.cat([x, F.conv_transpose2d(x, weight, bias)], 1).contiguous(memory_format=NHWC)
+
+    tensors = inputs(outputs=8, kernel=(1, 1), transposed=True)
+    ours, exact = gradients(joined, tensors), gradients(joined, tensors, torch.float64)
+    torch.testing.assert_close(ours[2], exact[2], rtol=0.01, atol=0.01)
+    assert in_force[0] == (True, True, False)
+
+
+LEFT_TO_TORCH = {
+    "fp32": (torch.float32, {}, {"padding": 1}),
+    "fp64": (torch.float64, {}, {"padding": 1}),
+    "groups": (torch.bfloat16, {"groups": 2}, {"padding": 1, "groups": 2}),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_TO_TORCH)
+def test_other_convolutions_are_torchs_to_the_bit(case):
+    dtype, shapes, kwargs = LEFT_TO_TORCH[case]
+    torchs = gradients(F.conv2d, inputs(**shapes), dtype, **kwargs)
+    with standing_in() as left:
+        ours = gradients(F.conv2d, inputs(**shapes), dtype, **kwargs)
+    assert left == [(True, True, True)]
+    assert all(itertools.starmap(torch.equal, zip(ours, torchs, strict=True)))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_images_that_are_not_in_nhwc_are_torchs(which, in_force):
+    x, weight = inputs(bias=False)
+    gradient = torch.ones(3, 6, 9, 7).bfloat16().contiguous(memory_format=NHWC)
+    tensors = [gradient, x]
+    tensors[which] = tensors[which].contiguous()
+    torch.ops.aten.convolution_backward(*tensors, weight, [6], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3)
+    assert in_force == [(True, True, True)]
+
+
+def test_small_convolutions_are_torchs(in_force, monkeypatch):
+    monkeypatch.setattr(module, "WORTH_IT", 3 * 63 * 6 * 8 * 9 + 1)
+    gradients(F.conv2d, inputs(), padding=1)
+    monkeypatch.setattr(module, "WORTH_IT", 3 * 63 * 6 * 8 * 9)
+    gradients(F.conv2d, inputs(), padding=1)
+    assert in_force == [(True, True, True), (True, False, False)]
+
+
+@pytest.mark.parametrize(
+    ("bound", "kernel", "at"), [("_PIXELS", 3, 189), ("_PIXELS_OF_1X1", 1, 189), ("_COLUMNS", 3, 189 * 72)]
+)
+def test_convolutions_of_many_pixels_are_torchs(in_force, monkeypatch, bound, kernel, at):
+    tensors = inputs(kernel=(kernel, kernel))
+    for value in (at - 1, at):
+        monkeypatch.setattr(module, bound, value)
+        gradients(F.conv2d, tensors, padding=kernel // 2)
+    assert in_force == [(True, True, True), (True, False, False)]
+
+
+def test_a_frozen_weight_gets_no_product(in_force, monkeypatch):
+    monkeypatch.setattr(module, "_of_weight", None)
+    x, weight, bias = inputs()
+    x.requires_grad_()
+    F.conv2d(x, weight, bias, padding=1).float().square().sum().backward()
+    assert in_force == [(True, False, False)]
+    assert x.grad is not None
+
+
+def test_an_input_without_a_gradient_asks_nothing_of_torch(in_force):
+    x, weight, bias = inputs()
+    leaves = [weight.requires_grad_(), bias.requires_grad_()]
+    F.conv2d(x, weight, bias, padding=1).float().square().sum().backward()
+    assert in_force == []
+    assert all(each.grad is not None for each in leaves)
+
+
+def test_a_backward_inside_autocast_to_another_dtype_is_torchs(in_force):
+    x, weight, bias = (each.requires_grad_() for each in inputs())
+    out = F.conv2d(x, weight, bias, padding=1).float().square().sum()
+    with torch.autocast("cpu", torch.float16):
+        out.backward()
+    assert in_force == [(True, True, True)]
+
+
+def test_a_backward_inside_autocast_is_the_same(in_force):
+    plain = gradients(F.conv2d, inputs(), padding=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gradients(F.conv2d, inputs(), padding=1)
+    assert all(itertools.starmap(torch.equal, zip(plain, inside, strict=True)))
+    assert in_force == 2 * [(True, False, False)]
+
+
+def test_second_derivatives_are_torchs():
+    def second(x, weight, bias):
+        out = F.conv2d(x, weight, bias, padding=1)
+        (first,) = torch.autograd.grad(out.float().square().sum(), weight, create_graph=True)
+        return torch.autograd.grad(first.float().square().sum(), (x, weight))
+
+    leaves = [each.requires_grad_() for each in inputs()]
+    exact = second(*(each.detach().double().requires_grad_() for each in leaves))
+    with standing_in() as left:
+        ours = second(*leaves)
+    assert (False, False, False) not in left
+    for mine, reference in zip(ours, exact, strict=True):
+        assert error(mine.double(), reference) < 0.02 * reference.square().mean().sqrt()
+
+
+def test_functional_gradients_for_each_image_are_those_of_one_after_another(in_force):
+    x, weight, bias = inputs()
+
+    def loss(weight, image):
+        return F.conv2d(image[None], weight, bias, padding=1).float().square().sum()
+
+    batched = torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, x)
+    singly = torch.stack([torch.func.grad(loss)(weight, image) for image in x])
+    assert error(batched.double(), singly.double()) < 0.01 * singly.double().square().mean().sqrt()
+
+
+def test_compiled_callers_compute_the_same(in_force):
+    call = functools.partial(F.conv2d, padding=1)
+    eager = gradients(call, inputs())
+    compiled = gradients(torch.compile(call, backend="aot_eager"), inputs())
+    assert all(itertools.starmap(torch.equal, zip(eager, compiled, strict=True)))
+    torch._dynamo.reset()
+
+
+def test_layers_of_a_model_get_gradients_of_their_dtype_and_shape(in_force):
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 4, 2, 2)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(torch.randn(2, 3, 12, 12).contiguous(memory_format=NHWC))
+    out.float().square().sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad.dtype is torch.float32
+        assert parameter.grad.shape == parameter.shape
+    assert in_force == [(True, True, False), (True, False, False)]

@@ -1,0 +1,85 @@
+"""Inside `disable_casts` everything is computed in fp32."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nano_loop import disable_casts
+from nano_loop.precision.autocast import bf16_autocast, to_fp32
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+WEIGHT = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: F.linear(x, WEIGHT),
+        lambda x: x @ WEIGHT.T,
+        lambda x: torch.matmul(WEIGHT, x.T),
+        lambda x: x + x,
+        lambda x: 1 / (x * x + 1),
+        lambda x: x.var(),
+        lambda x: F.layer_norm(x, (4,)),
+        lambda x: x.softmax(-1).log(),
+        lambda x: F.conv1d(x.unsqueeze(0), torch.ones(1, 3, 2)),
+        lambda x: torch.cat([x, x]),
+        lambda x: nn.Linear(4, 2)(x),
+        lambda x: nn.LSTM(4, 2)(x)[0],
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    ],
+)
+def test_bf16_from_outside_is_computed_with_in_fp32(compute):
+    outside = X.bfloat16()
+    torch.manual_seed(0)
+    expected = compute(outside.float())
+    torch.manual_seed(0)
+    with bf16_autocast(), disable_casts():
+        inside = compute(outside)
+    assert inside.dtype is torch.float32
+    assert torch.equal(inside, expected)
+
+
+def test_autocast_goes_on_behind_it():
+    with bf16_autocast():
+        with disable_casts():
+            assert F.linear(X, WEIGHT).dtype is torch.float32
+        assert F.linear(X, WEIGHT).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_state_is_put_back_after_an_exception():
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    with pytest.raises(ZeroDivisionError), disable_casts():
+        raise ZeroDivisionError
+    assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == before
+
+
+def test_it_may_be_nested():
+    with disable_casts():
+        with disable_casts():
+            pass
+        assert F.linear(X.bfloat16(), WEIGHT).dtype is torch.float32
+
+
+def test_writes_in_place_reach_the_tensor_itself():
+    tensor = X.bfloat16()
+    with disable_casts():
+        tensor.add_(1)
+        tensor[0] = 5
+        assert tensor.dtype is torch.bfloat16
+    assert torch.equal(tensor, (X.bfloat16() + 1).index_fill(0, torch.tensor([0]), 5))
+
+
+def test_gradients_flow_through_it():
+    weight = WEIGHT.clone().requires_grad_()
+    with bf16_autocast(), disable_casts():
+        F.linear(X.bfloat16(), weight).sum().backward()
+    assert torch.equal(weight.grad, X.bfloat16().float().sum(0).expand(2, 4))
+
+
+def test_to_fp32_changes_bf16_alone():
+    assert to_fp32(X.bfloat16()).dtype is torch.float32
+    for tensor in (X, X.double(), X.half(), X.int()):
+        assert to_fp32(tensor) is tensor

@@ -1,0 +1,483 @@
+"""IPEX: what is checked before it is imported, what its import leaves, and that loops train as with it by hand."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from loops.nested import differences
+from loops.pairs import has_ipex, in_fp32, slow_bf16_is_fine
+from loops.tasks import ConvNet, Net, images, vectors
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from nano_loop import NanoConfigError, NanoError, nano
+from nano_loop.cpu import Machine
+from nano_loop.parts import Parts
+from nano_loop.steps.ipex import Ipex
+from nano_loop.steps.ipex import step as ipex
+
+needs_ipex = pytest.mark.skipif(not has_ipex(), reason="IPEX is in the environment of `make test-ipex` alone")
+
+
+# --- before it is imported, with pretended versions and machines ---
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend versions of torch and of IPEX, None for none at all; importing IPEX then is an error."""
+
+    def pretend(torch_version, ipex_version, raised=None):
+        versions = {"torch": torch_version, "intel-extension-for-pytorch": ipex_version}
+
+        def version(name):
+            if versions.get(name) is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        def import_module(name):
+            raise raised or AssertionError(f"{name} was imported")
+
+        monkeypatch.setattr(ipex.metadata, "version", version)
+        monkeypatch.setattr(ipex, "import_module", import_module)
+        monkeypatch.delitem(sys.modules, "intel_extension_for_pytorch", raising=False)
+
+    return pretend
+
+
+def train(use_ipex=True, **options):
+    """Run a loop that trains a linear model for one step."""
+    model = nn.Linear(3, 1)
+
+    @nano(use_ipex=use_ipex, verbose=False, **options)
+    def loop(model, optimizer):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return loop.report
+
+
+def test_missing_ipex_is_an_import_error_with_the_command(installed):
+    installed("2.13.0", None)
+    with pytest.raises(
+        ImportError, match=r'^use_ipex=True: .*Leave it out, or run pip install "nano-loop\[ipex\]"'
+    ) as caught:
+        train()
+    assert str(caught.value).endswith(", which replaces torch 2.13.0 by 2.8.0.")
+
+
+def test_what_asked_for_it_is_named(installed, monkeypatch):
+    installed("2.13.0", None)
+    monkeypatch.setenv("NANO_LOOP_USE_IPEX", "true")
+    with pytest.raises(ImportError, match=r"^NANO_LOOP_USE_IPEX=true: IPEX is not installed"):
+        train(use_ipex=False)
+
+
+def test_ipex_of_another_torch_is_not_answered_with_a_torch_that_nano_loop_refuses(installed):
+    installed("2.8.0", "2.7.0")
+    with pytest.raises(NanoConfigError, match=r'pip install "nano-loop\[ipex\]"\.$'):
+        train()
+
+
+def test_another_cpu_is_not_told_to_install_it(installed, step):
+    installed("2.13.0", None)
+    machine = Machine("Graviton", "aarch64", (), (), instruction_sets=frozenset(["bf16"]))
+    with pytest.raises(NanoConfigError, match=r"Graviton.*Leave it out\.$"):
+        step(Ipex, on=machine, use_ipex=True).skip_reason(Parts())
+
+
+@pytest.mark.parametrize("torch_version", ["2.13.0", "2.80.0", "2.9.1+cpu", "3.8.0"])
+def test_another_torch_is_told_which_one_goes_with_this_ipex(installed, torch_version):
+    installed(torch_version, "2.8.0")
+    with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*, which replaces torch .* by 2\.8\.0\.$") as caught:
+        train()
+    assert f"IPEX 2.8 works with torch 2.8 alone, and this is torch {torch_version}." in str(caught.value)
+
+
+@pytest.mark.parametrize("torch_version", ["2.8.0", "2.8.0+cu128", "2.8.1", "2.8.0a0"])
+def test_its_own_torch_in_any_build_is_let_through(installed, step, torch_version):
+    installed(torch_version, "2.8.0+cpu")
+    assert step(Ipex, use_ipex=True).skip_reason(Parts()) is None
+
+
+def test_torch_that_was_built_in_place_counts_as_what_it_says(installed, step, monkeypatch):
+    installed(None, "2.8.0")
+    monkeypatch.setattr(torch, "__version__", "2.8.0a0+git1234")
+    assert step(Ipex, use_ipex=True).skip_reason(Parts()) is None
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    with pytest.raises(NanoConfigError, match=r"torch 2\.14\.0"):
+        step(Ipex, use_ipex=True).skip_reason(Parts())
+
+
+@pytest.mark.parametrize(("architecture", "sets"), [("x86_64", ["avx", "sse4_2"]), ("aarch64", ["bf16"])])
+def test_another_cpu_is_named_with_what_is_needed(installed, step, architecture, sets):
+    installed("2.8.0", "2.8.0")
+    machine = Machine("Old CPU", architecture, (), (), instruction_sets=frozenset(sets))
+    with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*AVX2.*Old CPU.*Leave it out\.$"):
+        step(Ipex, on=machine, use_ipex=True).skip_reason(Parts())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError("libfoo.so: cannot open"), AttributeError("module 'os' has no 'exit'"), SystemExit("needs AVX2")],
+)
+def test_failure_of_its_import_is_said_with_its_reason(installed, step, error):
+    installed("2.8.0", "2.8.0", raised=error)
+    with pytest.raises(NanoError, match="importing IPEX raised") as caught:
+        step(Ipex, use_ipex=True).apply(Parts())
+    assert str(error) in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+def test_off_is_silent_and_imports_nothing(installed):
+    installed("2.13.0", "2.8.0")
+    with pytest.raises(KeyError):
+        train(use_ipex=False)["ipex"]
+
+
+# --- which is faster, in one process, with pretended times ---
+
+
+@pytest.fixture
+def timed(installed, step, monkeypatch):
+    """Pretend a run whose steps take so many milliseconds, and return what it adds to the report."""
+    monkeypatch.setattr(ipex, "_measured", {})
+
+    def run(milliseconds, use_ipex, width=3, batch_size=8, kind=torch.optim.SGD, torch_version="2.8.0", **options):
+        installed(torch_version, "2.8.0")
+        model = nn.Linear(width, 1)
+        made = step(Ipex, use_ipex=use_ipex, **options)
+        loaders = [DataLoader(range(64), batch_size)] if batch_size else []
+        made.see(Parts([model], [kind(model.parameters(), lr=0.1)], loaders))
+        if made._watch is not None:
+            monkeypatch.setattr(made._watch, "median_ms", lambda: milliseconds)
+        said = made.closing()
+        made.undo()
+        return said and said.detail
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("native", "with_ipex", "said"),
+    [
+        (10.0, 12.0, "nano_loop without IPEX is faster: 10 ms a step, IPEX 12 (1.20×)"),
+        (33.0, 30.0, "IPEX is faster: 30 ms a step, nano_loop without IPEX 33 (1.10×)"),
+    ],
+)
+def test_report_names_the_faster_when_both_were_measured(timed, native, with_ipex, said):
+    assert timed(native, False) is None
+    assert timed(with_ipex, True) == said
+    assert timed(with_ipex, True) == said
+
+
+def test_a_run_of_another_kind_is_no_comparison(timed):
+    assert timed(10.0, False) is None
+    assert timed(12.0, True, width=4) is None
+    assert timed(12.0, True, precision="bf16") is None
+    assert timed(12.0, True, batch_size=64) is None
+    assert timed(12.0, True, kind=torch.optim.AdamW) is None
+    assert timed(None, True) is None  # too few steps
+    assert timed(12.0, True) is not None
+
+
+def test_kernels_that_stay_in_force_are_not_taken_for_torchs_own(timed, monkeypatch):
+    assert timed(12.0, True) is None
+    monkeypatch.setattr(ipex.metadata, "version", lambda name: "2.8.0")
+    monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", sys)
+    kept = dict(ipex._measured)
+    model = nn.Linear(3, 1)
+    report = train(use_ipex=False)
+    assert "not asked for" in report["ipex"].detail
+    assert ipex._measured == kept
+    assert not torch.optim.SGD(model.parameters(), lr=0.1)._optimizer_step_post_hooks
+
+
+def test_loop_whose_batches_are_not_known_is_not_compared(timed):
+    assert timed(10.0, False, batch_size=None) is None
+    assert timed(12.0, True, batch_size=None) is None
+    assert ipex._measured == {}
+
+
+def test_without_ipex_no_step_is_timed(timed):
+    assert timed(10.0, False, torch_version="2.13.0") is None
+    assert ipex._measured == {}
+
+
+@needs_ipex
+def test_real_runs_are_compared():
+    script = """
+        import torch, nano_loop
+        from torch import nn
+
+        def loop(model, optimizer, loader):
+            for x in loader:
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+
+        def run(use_ipex):
+            model = nn.Linear(3, 1)
+            train = nano_loop.nano(use_ipex=use_ipex)(loop)
+            loader = torch.utils.data.DataLoader(torch.ones(160, 3), 8)
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+            return train.report
+
+        print([each.status for each in run(False).results if each.name == "ipex_speed"])
+        print(run(True)["ipex_speed"].status)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.stdout.split() == ["[]", "measured"], done.stderr
+    assert done.stderr.splitlines()[-1].startswith("  measured  ipex_speed ")
+
+
+# --- its import, in a process of its own ---
+
+IMPORTING = """
+    import json, logging, os, sys, threading, warnings
+    from pathlib import Path
+    import torch
+    import nano_loop
+
+    torch.compile(repr, backend="eager")  # wraps methods of optimizers, once, as importing IPEX does
+
+    def state():
+        children = Path("/proc/self/task", str(os.getpid()), "children").read_text()
+        return {
+            "environment": dict(os.environ), "threads": [each.name for each in threading.enumerate()],
+            "children": children, "compute threads": torch.get_num_threads(),
+            "affinity": sorted(os.sched_getaffinity(0)), "handlers": list(map(repr, logging.root.handlers)),
+            "logger class": repr(logging.getLoggerClass()), "disabled": logging.root.manager.disable,
+            "tensor": sorted(vars(torch.Tensor)), "format": torch.Tensor.__format__.__module__,
+            "bag": torch.embedding_bag.__module__, "scaler": torch.cpu.amp.GradScaler.__module__,
+            "jit": torch.jit.trace.__module__, "fx": torch.fx.Tracer.is_leaf_module.__module__,
+            "filters": list(map(repr, warnings.filters)), "optimizers": sorted(vars(torch.optim.AdamW)),
+        }
+
+    @nano_loop.nano(use_ipex=True)
+    def loop(model, optimizer):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        return "intel_extension_for_pytorch" in sys.modules
+
+    model = torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.GroupNorm(1, 3), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = state()
+    imported = loop(model, optimizer)
+    print(json.dumps({"imported": imported, "before": before, "after": state()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported():
+    """What a process saw that used IPEX once, and what it wrote to standard error."""
+    command = [sys.executable, "-c", textwrap.dedent(IMPORTING)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@needs_ipex
+def test_import_leaves_the_process_as_it_was(imported):
+    seen, _ = imported
+    assert seen["imported"]
+    assert seen["after"] == seen["before"]
+
+
+@needs_ipex
+def test_report_is_all_that_is_printed(imported):
+    _, err = imported
+    lines = err.splitlines()
+    assert lines[0].startswith("nano_loop ")
+    assert all(line.startswith(("  applied  ", "  skipped  ")) for line in lines[1:]), err
+    assert [line for line in lines if "applied  ipex" in line and "2.8.0" in line]
+
+
+# --- beside IPEX as one uses it by hand ---
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.02),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.005),
+}
+# The weights by hand are bf16 while they train: they drift apart by some of its steps of 1/128 over the ten steps.
+# Where a gradient is nearly zero, Adam's step takes its sign alone, so that single weights may go the other way.
+TOLERANCE = {32: 1e-4, "bf16": 0.05}
+
+
+def quiet(model):
+    """Turn dropout off: the order of its draws is not what is compared."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def fitted(model, optimizer, loader, bf16=False):
+    losses = []
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                out = model(x)
+            loss = cross_entropy(in_fp32(out), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def job(kind, optimizer):
+    torch.manual_seed(0)
+    model = quiet(kind())
+    loader = images() if kind is ConvNet else vectors()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    torch.manual_seed(1)
+    return model, made, loader
+
+
+def by_hand(kind, optimizer, precision):
+    import intel_extension_for_pytorch
+
+    model, made, loader = job(kind, optimizer)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    optimize = intel_extension_for_pytorch.optimize
+    model, made = optimize(model, dtype=dtype, optimizer=made, inplace=True)
+    return fitted(model, made, loader, bf16=precision == "bf16"), model.state_dict()
+
+
+@needs_ipex
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [Net, ConvNet])
+def test_loop_trains_as_with_optimize_by_hand(kind, optimizer, precision):
+    model, made, loader = job(kind, optimizer)
+    with slow_bf16_is_fine():
+        losses = nano(use_ipex=True, precision=precision, verbose=False)(fitted)(model, made, loader)
+    expected, weights = by_hand(kind, optimizer, precision)
+    assert [*model.state_dict()] == [*weights]
+    assert {value.dtype for value in model.parameters()} == {torch.float32}
+    assert not [*differences(losses, expected, TOLERANCE[precision])]
+    if precision == 32:
+        assert not [*differences(model.state_dict(), weights, 1e-3)]
+    assert losses[-1] < losses[0]
+
+
+@needs_ipex
+def test_model_in_eval_mode_needs_no_optimizer():
+    """`ipex.optimize` has other rules for it; its kernels have none."""
+    model = Net().eval()
+    x = torch.randn(4, 6)
+    expected = model(x)
+
+    @nano(use_ipex=True, verbose=False)
+    def evaluate(model):
+        return model(x)
+
+    torch.testing.assert_close(evaluate(model), expected)
+
+
+@needs_ipex
+@pytest.mark.parametrize("training", [True, False])
+def test_encoder_layer_that_fails_when_it_is_packed_runs(training):
+    model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 32)
+    expected = model.eval()(x).detach()
+
+    @nano(use_ipex=True, verbose=False)
+    def run(model, optimizer):
+        model.train(training)
+        return model(x)
+
+    found = run(model, torch.optim.AdamW(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def halves(first, second):
+    """Train in two runs with a checkpoint between them, with or without IPEX each; gives losses and weights."""
+    model, optimizer, loader = job(Net, "adamw")
+    losses = nano(use_ipex=first, verbose=False)(fitted)(model, optimizer, loader)
+    saved = model.state_dict(), optimizer.state_dict()
+    resumed, its_optimizer, _ = job(Net, "adamw")
+    resumed.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    losses += nano(use_ipex=second, verbose=False)(fitted)(resumed, its_optimizer, loader)
+    return losses, resumed.state_dict()
+
+
+@needs_ipex
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
+def test_run_without_ipex_resumes_one_with_it_and_back(first, second):
+    assert not [*differences(halves(first, second), halves(False, False), 1e-4)]
+
+
+# --- several processes ---
+
+RANKS = """
+    import hashlib, json, os, sys, torch
+    from torch import nn
+    from nano_loop import TorchNano
+
+    class Train(TorchNano):
+        def train(self, kind):
+            torch.manual_seed(int(os.environ.get("RANK", 0)))  # each begins with other weights
+            model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(16), nn.Linear(16, 3))
+            model(torch.ones(1, 1, 6, 6))
+            begun = weights(model)
+            optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+            data = torch.utils.data.TensorDataset(torch.rand(100, 1, 6, 6), torch.randint(3, (100,)))
+            model, optimizer, loader = self.setup(model, optimizer, torch.utils.data.DataLoader(data, 4))
+            steps = 0
+            while steps < 50:
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    steps += 1
+            gathered = [None] * self.world_size
+            torch.distributed.all_gather_object(gathered, (begun, weights(model), self.report["ipex"].status))
+            return gathered
+
+    def weights(model):
+        flat = torch.cat([each.detach().flatten() for each in model.parameters()])
+        assert flat.dtype is torch.float32
+        return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+    found = {}
+    for kind in ("SGD", "AdamW"):
+        for precision in (32, "bf16"):
+            processes = None if "RANK" in os.environ else 2
+            options = dict(num_processes=processes, precision=precision, use_ipex=True, verbose=False, timeout=80)
+            found[f"{kind} {precision}"] = Train(**options).train(kind)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(found))
+"""
+
+
+@needs_ipex
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["", "torchrun"])
+def test_all_ranks_have_the_same_weights_after_fifty_steps(tmp_path, launcher):
+    script = tmp_path / "ranks.py"
+    script.write_text(textwrap.dedent(RANKS))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if launcher else []
+    command = [sys.executable, "-W", "ignore", *torchrun, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    for kind, ranks in json.loads(done.stdout.splitlines()[-1]).items():
+        begun, ended, status = map(set, zip(*ranks, strict=True))
+        assert len(ranks) == 2, kind
+        assert len(ended) == 1, kind
+        assert not begun & ended, kind
+        assert status == {"applied"}, kind
+        assert len(begun) == (2 if launcher else 1), kind
