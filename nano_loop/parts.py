@@ -11,6 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class; for a scripted module that of the class it was made of."""
+    return str(module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__)
+
+
 @dataclass
 class Parts:
     """Models, optimizers and loaders, as the user made them.

@@ -6,6 +6,8 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+_NAME_WIDTH = len("gradient_averaging")  # the longest name; a test compares it with all of them
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -26,7 +28,7 @@ class StepResult:
     detail: str
 
     def __str__(self) -> str:
-        return f"  {self.status}  {self.name:<16}  {self.detail}"
+        return f"  {self.status}  {self.name:<{_NAME_WIDTH}}  {self.detail}"
 
 
 @dataclass(repr=False)

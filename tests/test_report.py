@@ -5,6 +5,7 @@ import json
 import pytest
 
 from nano_loop import SetupReport, StepResult
+from nano_loop.steps import STEPS
 
 FUSED = StepResult("fused_optimizer", "applied", "AdamW")
 FETCH = StepResult("fast_fetch", "skipped", "there is no loader")
@@ -18,9 +19,15 @@ def report(*results, **fields):
 def test_text_has_a_line_a_result_under_the_title():
     assert str(report(FUSED, FETCH)).splitlines() == [
         "nano_loop 1",
-        "  applied  fused_optimizer   AdamW",
-        "  skipped  fast_fetch        there is no loader",
+        "  applied  fused_optimizer     AdamW",
+        "  skipped  fast_fetch          there is no loader",
     ]
+
+
+@pytest.mark.parametrize("name", [*(step.name for step in STEPS), "ipex_speed"])
+def test_details_of_every_step_begin_in_one_column(name):
+    line = str(StepResult(name, "applied", "detail"))
+    assert line.index("detail") == str(FUSED).index("AdamW")
 
 
 def test_text_says_what_the_environment_overrode():

@@ -14,7 +14,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from nano_loop.intercept.attributes import replaced
-from nano_loop.intercept.torch_private import in_backward
+from nano_loop.intercept.ownership import forget_graphs, inside, note_graph
+from nano_loop.intercept.registry import shared_change
+from nano_loop.intercept.torch_private import in_backward, next_node_number
 
 #: A function and its arguments go in, its outputs come out.
 Call = Callable[..., Any]
@@ -31,24 +33,28 @@ Call = Callable[..., Any]
 Layer = Callable[[Call], Call]
 
 
-class _Thread(threading.local):
-    """Whether this thread is inside a set-up model."""
-
-    inside = False
-
-
 # torch's own classes are entered through __call__; replacing their methods too would touch every model there is.
 _NOT_THE_USERS = frozenset({"torch", "builtins", "typing", "abc", "collections"})
 
-_thread = _Thread()
-_entries: dict[int, Entry] = {}  # by the id of a module
+# By the id of a module; several where runs of several threads, or one inside another, have set it up.
+_entries: dict[int, tuple[Entry, ...]] = {}
+_lock = threading.Lock()
+_traced: set[int] = set()  # the ids of entries that `torch.compile` has traced a call into
 _FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_trace(entry: int) -> bool:
+    """Note that a call was traced: torch runs this while it traces, and never again."""
+    _traced.add(entry)
+    return True
+
+
 class Entry:
-    """The layers around the outermost calls into one model, outside in."""
+    """The layers that one run has around the outermost calls into one model, outside in."""
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self._modules: dict[int, nn.Module] = {}  # kept alive, so that their ids are not used again
         self._called: set[int] = set()
         self._layers: dict[str, Layer] = {}
@@ -64,15 +70,28 @@ class Entry:
 
     def cover(self, modules: Iterable[nn.Module]) -> None:
         """Let calls into these modules come here."""
-        added = {id(module): module for module in modules}
-        self._modules.update(added)
-        _entries.update(dict.fromkeys(added, self))
+        with _lock:
+            for module in modules:
+                if id(module) not in self._modules:
+                    self._modules[id(module)] = module
+                    _entries[id(module)] = (*_entries.get(id(module), ()), self)
 
     def uncover(self) -> None:
         """Let no call come here any more."""
-        for key in self._modules:
-            if _entries.get(key) is self:
-                del _entries[key]
+        with _lock:
+            for key in self._modules:
+                others = tuple(each for each in _entries[key] if each is not self)
+                if others:
+                    _entries[key] = others
+                else:
+                    del _entries[key]
+            self._modules.clear()
+            _traced.discard(id(self))
+
+    @property
+    def was_called(self) -> bool:
+        """Whether any call came here, or was traced by `torch.compile`."""
+        return bool(self._called) or id(self) in _traced
 
     def is_way_in(self, module: nn.Module) -> bool:
         """Whether this call into `module` is the loop's.
@@ -81,7 +100,7 @@ class Entry:
         was around them in the forward, and the checkpoint has seen to it, unless the loop had called them directly.
         """
         if torch.compiler.is_compiling():
-            return True
+            return bool(_note_trace(id(self)))
         if in_backward():
             return id(module) in self._called
         self._called.add(id(module))
@@ -89,11 +108,7 @@ class Entry:
 
     def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
         """Call `function` inside the layers; calls that it makes into models pass through."""
-        _thread.inside = True
-        try:
-            return self._call(function, *args, **kwargs)
-        finally:
-            _thread.inside = False
+        return _inside(self._call, function, *args, **kwargs)
 
 
 class Entries:
@@ -103,7 +118,7 @@ class Entries:
         self._by_model: dict[int, Entry] = {}
         self._undoing = ExitStack()
 
-    def add(self, model: nn.Module, name: str, layer: Layer) -> None:
+    def add(self, model: nn.Module, name: str, layer: Layer) -> Entry:
         """Put `layer` around every outermost call into `model` and its submodules, until `close`.
 
         Parameters
@@ -114,24 +129,35 @@ class Entries:
             The layer's name; a second layer of that name takes the place of the first.
         layer : callable
             Is given the next call inwards and returns its own.
+
+        Returns
+        -------
+        Entry
+            All layers that this run has around calls into the model.
         """
+        entry = self.meet(model)
+        entry.add(name, layer)
+        return entry
+
+    def meet(self, model: nn.Module) -> Entry:
+        """Let what is computed in calls into `model` belong to a set-up model, also without layers; see `add`."""
         if id(model) not in self._by_model:
             self._by_model[id(model)] = self._open(model)
-        self._by_model[id(model)].add(name, layer)
+        return self._by_model[id(model)]
 
     def close(self) -> None:
         """Take all layers of this run away, and leave those of a run around it."""
         self._by_model.clear()
         self._undoing.close()
+        if not _entries:
+            forget_graphs()
 
     def _open(self, model: nn.Module) -> Entry:
         modules = list(_called_by_loops(model))
         for owner, name in _ways_in(modules):
             self._undoing.enter_context(replaced(owner, name, _through_entry))
-        self._undoing.callback(register_module_module_registration_hook(_cover_newcomer).remove)
+        self._undoing.enter_context(shared_change(_cover_newcomer, _newcomers_covered))
         entry = Entry()
-        outer_run = {id(each): _entries[id(each)] for each in modules if id(each) in _entries}
-        self._undoing.callback(_entries.update, outer_run)
         self._undoing.callback(entry.uncover)
         entry.cover(modules)
         return entry
@@ -142,11 +168,20 @@ def is_forward(function: Call) -> bool:
     return getattr(function, "__name__", None) in _FORWARD
 
 
+@contextmanager
+def _newcomers_covered() -> Iterator[None]:
+    handle = register_module_module_registration_hook(_cover_newcomer)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Let a module that the loop puts into a set-up model be one of its ways in."""
-    entry = _entries.get(id(parent))
-    if entry is not None and module is not None:
-        entry.cover(each for each in _called_by_loops(module) if id(each) not in _entries)
+    if module is not None:
+        for entry in _entries.get(id(parent), ()):
+            entry.cover(_called_by_loops(module))
 
 
 def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
@@ -158,6 +193,19 @@ def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
 
 def _innermost(function: Call, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+def _inside(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Call `call` with what torch computes in it, and in its backward, belonging to a set-up model."""
+    traced = torch.compiler.is_compiling()  # whose graph is one node, that is made when the trace is run
+    start = 0 if traced else next_node_number()
+    inside.yes = True
+    try:
+        return call(*args, **kwargs)
+    finally:
+        inside.yes = False
+        if not traced:
+            note_graph(start, next_node_number())
 
 
 def _ways_in(modules: list[nn.Module]) -> Iterator[tuple[type, str]]:
@@ -177,15 +225,24 @@ def _computes(name: str, value: object) -> bool:
 
 
 def _through_entry(original: Call) -> Call:
-    """Make the function that stands in for `original`."""
+    """Make the replacement of `original`."""
 
     @functools.wraps(original)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _thread.inside:
+        if inside.yes:
             return original(self, *args, **kwargs)
-        entry = _entries.get(id(self))
-        if entry is None or not entry.is_way_in(self):
+        entries = _entries.get(id(self))
+        if entries is None:
             return original(self, *args, **kwargs)
+        entry = entries[0] if len(entries) == 1 else _of_this_thread(entries)
+        if not entry.is_way_in(self):
+            return _inside(original, self, *args, **kwargs)
         return entry(original, self, *args, **kwargs)
 
     return call
+
+
+def _of_this_thread(entries: tuple[Entry, ...]) -> Entry:
+    """Return the entry of the innermost run of this thread, or else of the run that began last."""
+    thread = threading.get_ident()
+    return next((each for each in reversed(entries) if each.thread == thread), entries[-1])

@@ -45,6 +45,17 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def next_node_number() -> int:
+    """Return the number that the next autograd node of this thread gets; they count up."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def current_node_number() -> int | None:
+    """Return the number of the autograd node whose backward this thread is running, None outside of one."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
 def queue_callback(function: Callable[[], None]) -> None:
     """Run `function` at the end of the backward that this thread is in, before ``backward()`` returns.
 

@@ -9,6 +9,7 @@ kernel (docs/performance.md has both, and the times).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from nano_loop.intercept.ownership import belongs_to_set_up_model
 from nano_loop.intercept.torch_private import in_functorch, softmax_backward
 
 #: The most that the probabilities of one call may take, in bytes; above it torch's kernel, which keeps none, runs.
@@ -24,6 +26,26 @@ MEMORY_BOUND = 256 * 2**20
 WORTH_IT = 1 << 14
 #: Narrower heads gain nothing, and torch's kernel, which rounds less there, is the more exact.
 _WIDTH_WORTH_IT = 16
+
+
+def for_set_up_models(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """Return the replacement of the autocast kernel of ``aten::scaled_dot_product_attention``.
+
+    Calls that do not belong to a set-up model get torch's own answer, to the bit.
+
+    Parameters
+    ----------
+    original : callable or None
+        That kernel; None where torch does not give it, and then `attention` hands such calls to torch itself.
+    """
+
+    def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor:
+        ours = belongs_to_set_up_model()
+        if ours or original is None:
+            return attention(*args, **kwargs, plain_products=ours)
+        return original(keys, *args, **kwargs)
+
+    return dispatched
 
 
 def attention(
@@ -36,8 +58,9 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    plain_products: bool = True,
 ) -> Tensor:
-    """Stand in for `torch.nn.functional.scaled_dot_product_attention` under bf16 autocast; same arguments, same result.
+    """Compute what `torch.nn.functional.scaled_dot_product_attention` does under bf16 autocast.
 
     Parameters
     ----------
@@ -47,6 +70,8 @@ def attention(
         Of shapes (..., heads, S, E) and (..., heads, S, Ev).
     attn_mask, dropout_p, is_causal, scale, enable_gqa
         As torch has them.
+    plain_products : bool
+        False lets torch's kernel answer.
 
     Returns
     -------
@@ -58,7 +83,7 @@ def attention(
     mask = None if attn_mask is None else _cast(attn_mask, dtype)
     # Without autocast from here on: it would take the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
-        if not _fits(query, key, value, mask, is_causal, enable_gqa):
+        if not plain_products or not _fits(query, key, value, mask, is_causal, enable_gqa):
             return scaled_dot_product_attention(
                 query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

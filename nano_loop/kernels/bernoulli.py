@@ -1,115 +1,122 @@
-"""Draws random masks fast: four elements from each 64-bit number of a vectorised generator, on several threads.
+"""Draws the random masks of torch's CPU generator, the very same ones, about ten times as fast.
 
-torch's `bernoulli_` on a CPU without MKL's generator takes one number of a scalar Mersenne Twister for each element,
-on one thread. Here numpy's SFC64 (Small Fast Chaotic, by Chris Doty-Humphrey) fills 16 bits an element, and an element
-is 1 where its 16 bits are below the probability. So a probability is rounded to a multiple of 1/65536.
+torch's `Tensor.bernoulli_` takes two numbers of a Mersenne Twister for each element, one element at a time. Here the
+generator's state is taken over, a C function (``bernoulli.c``) makes the same draws as vectors, and the state is given
+back where torch would have left it. So what is drawn afterwards is what the plain loop draws too.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import numpy as np
 import torch
 
-#: Below this many elements torch's own generator is as fast.
-WORTH_IT = 1 << 14
-#: Elements that one generator draws. It is fixed, so that a mask does not depend on the number of threads.
-_CHUNK = 1 << 18
-_LEVELS = 1 << 16
+from nano_loop.intercept.optimizers import is_dense
+from nano_loop.kernels.compiled import UnavailableError, compiled
 
-#: Calls a function with each number of a range, in any order.
-Spread = Callable[[Callable[[int], None], range], object]
+#: Below this many elements handing the state over takes longer than is gained.
+WORTH_IT = 1 << 12
+
+# The bits of a 1.
+_ONES = {
+    **dict.fromkeys((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), 1),
+    torch.float16: 0x3C00,
+    torch.bfloat16: 0x3F80,
+    torch.float32: 0x3F800000,
+    torch.float64: 0x3FF0000000000000,
+}
+# Where torch's state of a generator has what is needed, in bytes: a count, a position, 624 numbers of 64 bits.
+_STATE_SIZE, _LEFT, _NEXT, _NUMBERS = 5056, 8, 16, 24
+_WORDS = 624
 
 
-def one_by_one(function: Callable[[int], None], numbers: range) -> None:
-    """Call `function` with each of the numbers, in the calling thread."""
-    for number in numbers:
-        function(number)
+def unavailable() -> str | None:
+    """Say why `fill` cannot be used in this process, None where it can."""
+    try:
+        return None if _draws_as_torch() else "torch draws masks with another generator here"
+    except UnavailableError as error:
+        return str(error)
 
 
-class Crew:
-    """Threads that draw, started when they are first needed and ended by `close`.
+def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
+    """Return the replacement of the CPU's kernel of ``aten::bernoulli_.float``, which makes the same draws.
 
-    Starting them for each mask would take longer than drawing most of them.
+    Parameters
+    ----------
+    original : callable or None
+        That kernel; None where torch does not give it.
     """
 
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+    def bernoulli_(
+        keys: torch.DispatchKeySet, tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        if _fits(tensor, p, generator):
+            return fill(tensor, p, generator or torch.default_generator)
+        if original is not None:
+            return original(keys, tensor, p, generator=generator)
+        return by_torch(tensor, p, generator)
 
-    def spread(self, function: Callable[[int], None], numbers: range) -> None:
-        """Call `function` with each of the numbers, on as many threads as torch computes with."""
-        threads = min(len(numbers), torch.get_num_threads())
-        if threads == 1:  # also in a loader's worker, which has none of its parent's threads
-            one_by_one(function, numbers)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(torch.get_num_threads(), "nano_loop-masks")
-        # This thread takes its share too. numpy releases the GIL.
-        others = [self._pool.submit(one_by_one, function, numbers[first::threads]) for first in range(1, threads)]
-        one_by_one(function, numbers[::threads])
-        for each in others:
-            each.result()
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+    return bernoulli_
 
 
-def bernoulli_(
-    tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None, spread: Spread = one_by_one
-) -> torch.Tensor:
+def fill(tensor: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
     """Fill `tensor` in place with ones, each with probability `p`, and zeros; return it.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        Of any shape, strides and dtype, on the CPU.
+        Dense, on the CPU, of any shape and of a dtype in which there is a 1.
     p : float
-        From 0 to 1. For a large tensor it is rounded to a multiple of 1/65536.
-    generator : torch.Generator, optional
-        The mask follows from its state; torch's default generator otherwise. It is advanced by one number for a large
-        tensor, and as torch does it for a small one, which gets torch's own mask.
-    spread : callable, optional
-        Shares the drawing out among threads, as `Crew.spread` does; the mask is the same with any.
+        From 0 to 1.
+    generator : torch.Generator
+        Is advanced as by torch.
     """
-    if tensor.numel() < WORTH_IT or not 0 < p < 1:
-        # The overload that takes p as a tensor has a kernel of its own, with the very draws of the one we stand for.
-        return tensor.bernoulli_(torch.tensor(p, dtype=torch.float64), generator=generator)
-    seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-    return _fill(tensor, _mask(tensor.numel(), p, seed, spread))
-
-
-def _fill(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    # Whichever element gets which draw: a dense tensor is filled in the order of its memory, which is fastest.
-    if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
-        tensor.as_strided((tensor.numel(),), (1,)).copy_(mask)
-    else:
-        tensor.copy_(mask.view(tensor.shape))
+    state = generator.get_state()
+    left = ctypes.c_int32.from_address(state.data_ptr() + _LEFT)
+    position = ctypes.c_uint64.from_address(state.data_ptr() + _NEXT)
+    following = compiled("bernoulli").draw_bernoulli(
+        ctypes.c_void_p(state.data_ptr() + _NUMBERS),
+        ctypes.c_int32(_WORDS if left.value == 1 else position.value),
+        ctypes.c_void_p(tensor.data_ptr()),
+        ctypes.c_int64(tensor.numel()),
+        ctypes.c_int(tensor.element_size()),
+        ctypes.c_uint64(_ONES[tensor.dtype]),
+        ctypes.c_uint64(math.ceil(math.ldexp(p, 53))),
+    )
+    left.value, position.value = _WORDS + 1 - following, following
+    generator.set_state(state)
     return tensor
 
 
-def _mask(count: int, p: float, seed: int, spread: Spread) -> torch.Tensor:
-    """Return `count` independent draws, 1 with probability `p`, the same ones for the same seed.
-
-    They come as uint8, of which torch makes floats ten times as fast as of bools.
-    """
-    threshold = min(round(p * _LEVELS), _LEVELS - 1) - _LEVELS // 2  # the bits are read as signed numbers
-    mask = np.empty(count, dtype=np.bool_)
-
-    def draw(chunk: int) -> None:
-        part = mask[chunk * _CHUNK : (chunk + 1) * _CHUNK]
-        np.less(_bits(len(part), seed, chunk), threshold, out=part)
-
-    spread(draw, range(-(-count // _CHUNK)))
-    return torch.from_numpy(mask.view(np.uint8))
+def _fits(tensor: torch.Tensor, p: float, generator: torch.Generator | None) -> bool:
+    return (
+        tensor.numel() >= WORTH_IT
+        and 0 <= p <= 1
+        and tensor.dtype in _ONES
+        and (generator is None or generator.device.type == "cpu")
+        and is_dense(tensor)
+    )
 
 
-def _bits(count: int, seed: int, chunk: int) -> np.ndarray[Any, np.dtype[np.int16]]:
-    """Return `count` independent uniform 16-bit numbers."""
-    generator = np.random.Generator(np.random.SFC64([seed, chunk]))
-    return generator.integers(0, 1 << 64, size=-(-count // 4), dtype=np.uint64).view(np.int16)[:count]
+def by_torch(tensor: torch.Tensor, p: float = 0.5, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Draw by torch's kernel for a probability that is a tensor, whose draws are the same."""
+    return tensor.bernoulli_(torch.tensor(p, dtype=torch.float64), generator=generator)
+
+
+@functools.cache
+def _draws_as_torch() -> bool:
+    """Whether our draws and what they leave of a generator are those of torch: its builds with MKL may have others."""
+    ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    if ours.get_state().numel() != _STATE_SIZE:
+        return False
+    for count, p in ((1000, 0.9), (2 * _WORDS + 1, 1 / 3), (311, 1e-6)):
+        for generator in (ours, theirs):
+            torch.rand(5, generator=generator)
+        one = fill(torch.empty(count, dtype=torch.bfloat16), p, ours)
+        other = torch.empty(count, dtype=torch.bfloat16).bernoulli_(p, generator=theirs)
+        if not torch.equal(one, other) or not torch.equal(ours.get_state(), theirs.get_state()):
+            return False
+    return True

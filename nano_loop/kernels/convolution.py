@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nano_loop.intercept.ownership import belongs_to_set_up_model
+
 #: With fewer multiplications than this the Python around the product costs more than it gains.
 WORTH_IT = 1 << 25
 #: The most pixels of outputs, of all images together, for which a product was the faster, with kernels of 1×1...
@@ -26,13 +28,32 @@ _COLUMNS = 1 << 24
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def faster_backward(kernel: Any) -> Callable[..., _Gradients]:
-    """Return what may stand in for the CPU's kernel of ``aten::convolution_backward``.
+def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gradients]:
+    """Return the replacement of the CPU's kernel of ``aten::convolution_backward``.
+
+    Backwards that do not belong to a set-up model get torch's own answer, to the bit.
 
     Parameters
     ----------
-    kernel : object
-        What it stands in for, of `torch.library.get_kernel`. It computes all that is not faster here.
+    original : callable
+        That kernel, which has to be given.
+    """
+    assert original is not None
+    faster = faster_backward(original)
+
+    def dispatched(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
+        return faster(keys, *args) if belongs_to_set_up_model() else original(keys, *args)
+
+    return dispatched
+
+
+def faster_backward(kernel: Callable[..., _Gradients]) -> Callable[..., _Gradients]:
+    """Return a function that computes some gradients of convolutions faster than the CPU's kernel.
+
+    Parameters
+    ----------
+    kernel : callable
+        The kernel, which computes all that is not faster here.
 
     Returns
     -------
@@ -71,7 +92,7 @@ def faster_backward(kernel: Any) -> Callable[..., _Gradients]:
         left = [asked and found is None for asked, found in zip(output_mask, ours, strict=True)]
         if any(left):
             shape = (stride, padding, dilation, transposed, output_padding, groups)
-            theirs = kernel.call_boxed(keys, gradient, inputs, weight, bias_sizes, *shape, left)
+            theirs = kernel(keys, gradient, inputs, weight, bias_sizes, *shape, left)
             ours = [b if asked else a for a, b, asked in zip(ours, theirs, left, strict=True)]
         return ours[0], ours[1], ours[2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.calls import Call
-from nano_loop.intercept.nested import Substitution
+from nano_loop.intercept.nested import Substitution, map_tensors
+from nano_loop.intercept.ownership import inside
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
@@ -26,8 +28,9 @@ class ChannelsLast(Step):
     The weights stay as they are: oneDNN reorders them for each convolution in any case, and what comes out is the same
     to the bit, in the same layout.
 
-    `Tensor.view` is replaced for the time: the `x.view(batch, -1)` behind so many convolutions needs the strides of
-    NCHW, and falls back to `reshape` where it does not find them.
+    Outputs come back contiguous, as the plain loop has them. Inside the model, `Tensor.view` is replaced: the
+    `x.view(batch, -1)` behind so many convolutions needs the strides of NCHW, and falls back to `reshape` where it
+    finds those of NHWC.
     """
 
     name = "channels_last"
@@ -35,7 +38,10 @@ class ChannelsLast(Step):
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if any(parameter.dim() in _FORMATS for parameter in parts.parameters()):
+        models = _unscripted(parts)
+        if parts.models and not models:
+            return "the model is scripted, and its convolutions and views are out of reach"
+        if any(parameter.dim() in _FORMATS for model in models for parameter in model.parameters()):
             return None
         return "the model has no 4-D or 5-D parameters"
 
@@ -44,9 +50,10 @@ class ChannelsLast(Step):
         self.undoing.enter_context(replaced(Tensor, "view", _view_or_reshape))
         for convolution in _CONVOLUTIONS:
             self.undoing.enter_context(replaced(convolution, "forward", _converting_its_input))
-        for model in parts.models:
+        models = _unscripted(parts)
+        for model in models:
             self.entries.add(model, self.name, _converting_inputs(_dimensions(model.parameters())))
-        count = sum(self._convert(module) for model in parts.models for module in model.modules())
+        count = sum(self._convert(module) for model in models for module in model.modules())
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_dimensions(parts.parameters())))
         return f"{count} convolution{'s' * (count != 1)}, {inputs} inputs"
 
@@ -55,6 +62,10 @@ class ChannelsLast(Step):
             self.undoing.callback(_converting.pop, id(module))
             _converting[id(module)] = module
         return isinstance(module, _CONVOLUTIONS)
+
+
+def _unscripted(parts: Parts) -> list[nn.Module]:
+    return [model for model in parts.models if not isinstance(model, torch.jit.ScriptModule)]
 
 
 def _dimensions(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
@@ -69,6 +80,28 @@ def in_channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=_FORMATS[tensor.dim()])
 
 
+def _in_plain_layout(tensor: Tensor) -> Tensor:
+    """Return what the model has computed in NHWC in the layout that the plain loop finds."""
+    return tensor.contiguous() if tensor.dim() in _FORMATS and _lies_as_nhwc(tensor) else tensor
+
+
+def _lies_as_nhwc(tensor: Tensor) -> bool:
+    """Whether channels lie innermost in memory, with two or more dimensions of pixels behind them.
+
+    Of one image, without the dimension of the batch, they are the first dimension; of a batch the second.
+    """
+    if tensor.layout is not torch.strided:
+        return False
+    strides = tensor.stride()
+    for channels in range(min(2, len(strides) - 2)):
+        behind = zip(strides[channels + 1 :], tensor.shape[channels + 1 :], strict=True)
+        pixels = [stride for stride, size in behind if size != 1]
+        falling = all(one >= other for one, other in itertools.pairwise(pixels))
+        if strides[channels] < min(pixels, default=0) and falling:
+            return True
+    return False
+
+
 def _converting_inputs(dimensions: frozenset[int]) -> Any:
     def convert(tensor: Tensor) -> Tensor:
         images = tensor.dim() in dimensions and tensor.layout is torch.strided and tensor.is_floating_point()
@@ -79,7 +112,7 @@ def _converting_inputs(dimensions: frozenset[int]) -> Any:
             substitution = Substitution(convert)
             args, kwargs = substitution(args), substitution(kwargs)
             try:
-                return call(function, *args, **kwargs)
+                return map_tensors(_in_plain_layout, call(function, *args, **kwargs))
             finally:
                 substitution.restore()
 
@@ -103,7 +136,7 @@ def _view_or_reshape(view: Call) -> Call:
             viewed: Tensor = view(self, *shape, **kwargs)
             return viewed
         except RuntimeError:
-            if kwargs or not shape or isinstance(shape[0], torch.dtype):
+            if not inside.yes or not _lies_as_nhwc(self) or kwargs or not shape or isinstance(shape[0], torch.dtype):
                 raise
             return self.reshape(*shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from nano_loop.config import NanoConfig
@@ -31,6 +32,8 @@ class Compile(Step):
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
+        if parts.models and all(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
+            return "the model is scripted"
         return "the model is compiled already" if not self._uncompiled(parts) else None
 
     def apply(self, parts: Parts) -> str:
@@ -42,7 +45,8 @@ class Compile(Step):
 
     def _uncompiled(self, parts: Parts) -> list[nn.Module]:
         """Those that the user has not compiled."""
-        return [model for model in parts.models if id(model) in self._compiled or not is_compiled(model)]
+        fitting = [model for model in parts.models if not isinstance(model, torch.jit.ScriptModule)]
+        return [model for model in fitting if id(model) in self._compiled or not is_compiled(model)]
 
     def _compile(self, model: nn.Module) -> None:
         arguments: dict[str, Any] = self.config.compile if isinstance(self.config.compile, dict) else {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 from torch import nn
 
 from nano_loop.intercept.operators import overridden
-from nano_loop.kernels.attention import attention
-from nano_loop.parts import Parts
+from nano_loop.kernels.attention import for_set_up_models
+from nano_loop.parts import Parts, class_name
 from nano_loop.steps.precision import resolve_precision
 from nano_loop.steps.step import Step
 
@@ -16,7 +17,7 @@ _OPERATOR = "scaled_dot_product_attention"
 
 
 class FastAttention(Step):
-    """Stands in for `scaled_dot_product_attention` under bf16 autocast during the run, whoever calls it."""
+    """Replaces `scaled_dot_product_attention` under bf16 autocast, for the calls of set-up models."""
 
     name = "fast_attention"
 
@@ -36,8 +37,10 @@ class FastAttention(Step):
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
+        for model in parts.models:
+            self.entries.meet(model)
         if not self._overridden:
-            self.undoing.enter_context(overridden(_OPERATOR, attention, "AutocastCPU"))
+            self.undoing.enter_context(overridden(_OPERATOR, for_set_up_models, "AutocastCPU"))
             self._overridden = True
         return "plain bf16 products in place of torch's CPU kernel"
 
@@ -52,6 +55,6 @@ def _attends(model: nn.Module) -> bool:
 def _names(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         yield name
-        yield type(module).__name__
-        code = getattr(type(module).forward, "__code__", None)
-        yield from code.co_names if code else ()
+        yield class_name(module)
+        forward = inspect.getattr_static(module, "forward", None)  # of a scripted class it is no function
+        yield from forward.__code__.co_names if inspect.isfunction(forward) else ()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nano_loop.intercept.operators import overridden
-from nano_loop.kernels.convolution import faster_backward
-from nano_loop.parts import Parts
+from nano_loop.intercept.operators import gives_kernels, overridden
+from nano_loop.kernels.convolution import for_set_up_models
+from nano_loop.parts import Parts, class_name
 from nano_loop.steps.precision import resolve_precision
 from nano_loop.steps.step import Step
 
@@ -16,10 +16,11 @@ _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
+_NAMES = {kind.__name__ for kind in _CONVOLUTIONS}
 
 
 class FastConvolution(Step):
-    """Stands in for torch's backward of convolutions during the run, and hands to it what it does not do faster."""
+    """Replaces torch's backward of the set-up models' convolutions, and hands to it what it does not do faster."""
 
     name = "fast_convolution"
 
@@ -33,7 +34,7 @@ class FastConvolution(Step):
         """See `Step.skip_reason`."""
         if resolve_precision(self.config, self.machine) == "32-true":
             return "it is faster in bf16 only"
-        if not hasattr(torch.library, "get_kernel"):
+        if not gives_kernels():
             return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
         if not self.required and not any(map(_convolves, parts.models)):
             return "no convolution was found in the model"
@@ -41,9 +42,10 @@ class FastConvolution(Step):
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
+        for model in parts.models:
+            self.entries.meet(model)
         if not self._overridden:
-            backward = faster_backward(torch.library.get_kernel(f"aten::{_OPERATOR}", "CPU"))
-            self.undoing.enter_context(overridden(_OPERATOR, backward, "CPU", with_keyset=True))
+            self.undoing.enter_context(overridden(_OPERATOR, for_set_up_models, "CPU"))
             self._overridden = True
         return "weights' gradients by plain bf16 products where oneDNN is slow"
 
@@ -51,4 +53,4 @@ class FastConvolution(Step):
 
 
 def _convolves(model: nn.Module) -> bool:
-    return any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
+    return any(isinstance(module, _CONVOLUTIONS) or class_name(module) in _NAMES for module in model.modules())

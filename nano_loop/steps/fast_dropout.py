@@ -1,56 +1,39 @@
-"""Draws dropout's masks with a vectorised generator, where torch's own is one scalar thread."""
+"""Draws dropout's masks as vectors, where torch's own generator makes one draw at a time."""
 
 from __future__ import annotations
-
-from functools import partial
 
 from torch import nn
 
 from nano_loop.intercept.operators import overridden
-from nano_loop.kernels.bernoulli import Crew, bernoulli_
-from nano_loop.parts import Parts
-from nano_loop.steps.precision import resolve_precision
+from nano_loop.kernels.bernoulli import exact, unavailable
+from nano_loop.parts import Parts, class_name
 from nano_loop.steps.step import Step
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_NAMES = {kind.__name__ for kind in _DROPOUTS}
 
 
 class FastDropout(Step):
-    """Stands in for `Tensor.bernoulli_` on the CPU during the run.
+    """Replaces `Tensor.bernoulli_` on the CPU during the run.
 
-    The masks are others than the plain loop draws, of the same kind: independent, with the rate rounded to 1/65536,
-    and repeated by `torch.manual_seed`. So "auto" leaves an fp32 run alone, which is to draw the plain loop's masks.
+    Masks, and all that is drawn afterwards, are those of the plain loop, so it is on in every precision, and code that
+    was not set up draws what it always does.
     """
 
     name = "fast_dropout"
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if self.required:
-            return None
-        if resolve_precision(self.config, self.machine) == "32-true":
-            return "fp32 keeps the masks of the plain loop"
-        if "Intel" in self.machine.name:
-            return "torch's own generator is vectorised on Intel's CPUs"
-        if not any(map(_has_dropout, parts.models)):
+        if not self.required and not any(map(_has_dropout, parts.models)):
             return "the model has no dropout"
-        return None
-
-    @property
-    def asked(self) -> bool:
-        """See `Step.asked`; an fp32 run that did not ask for it does not hear of it."""
-        auto_in_fp32 = self.config.fast_dropout == "auto" and self.config.precision == "32-true"
-        return self.config.fast_dropout is not False and not auto_in_fp32
+        return unavailable()
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
         if not self._overridden:
-            crew = Crew()
-            self.undoing.callback(crew.close)
-            draw = partial(bernoulli_, spread=crew.spread)
-            self.undoing.enter_context(overridden("bernoulli_.float", draw, "CPU"))
+            self.undoing.enter_context(overridden("bernoulli_.float", exact, "CPU"))
             self._overridden = True
-        return "masks from SFC64, rates rounded to 1/65536"
+        return "torch's own masks, drawn as vectors"
 
     _overridden = False
 
@@ -61,5 +44,6 @@ def _has_dropout(model: nn.Module) -> bool:
 
 def _drops(module: nn.Module) -> bool:
     # nn.LSTM and nn.MultiheadAttention keep their rate in an attribute of that name, as do most users' own modules.
-    rate = module.p if isinstance(module, _DROPOUTS) else getattr(module, "dropout", 0.0)
+    is_dropout = isinstance(module, _DROPOUTS) or class_name(module) in _NAMES
+    rate = getattr(module, "p" if is_dropout else "dropout", 0.0)
     return isinstance(rate, float) and rate > 0

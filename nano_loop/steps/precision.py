@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.intercept.calls import Call, is_forward
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.calls import Call, Entries, Entry, Layer, is_forward
+from nano_loop.intercept.nested import map_tensors, shares_memory
+from nano_loop.intercept.torch_private import version
 from nano_loop.parts import Parts
 from nano_loop.precision.autocast import bf16_autocast, to_fp32
+from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
 
 
@@ -28,6 +33,10 @@ class Precision(Step):
     name = "precision"
     required = False
 
+    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._watched: list[tuple[nn.Module, Entry, list[Any]]] = []  # with `_versions` before the run
+
     @property
     def asked(self) -> bool:
         """See `Step.asked`."""
@@ -37,6 +46,8 @@ class Precision(Step):
         """See `Step.skip_reason`."""
         if resolve_precision(self.config, self.machine) == "32-true":
             return "fp32, for this CPU has no bf16 instructions"
+        if parts.models and all(map(_is_meta, parts.models)):
+            return "the model's parameters are on the meta device, where nothing is computed"
         return None
 
     def apply(self, parts: Parts) -> str:
@@ -44,8 +55,28 @@ class Precision(Step):
         if not self.machine.has_fast_bf16:
             self._warn()
         for model in parts.models:
-            self.entries.add(model, self.name, _under_autocast)
+            entry = self.entries.add(model, self.name, _under_autocast(_bf16_state(model)))
+            self._watched.append((model, entry, _versions(model)))
         return "bf16 autocast, outputs fp32"
+
+    def closing(self) -> StepResult | None:
+        """Say where a model was trained without a call that could be met, as in a function compiled before the run."""
+        missed = [
+            type(model).__name__
+            for model, entry, versions in self._watched
+            if not entry.was_called and _versions(model) != versions
+        ]
+        if not missed:
+            return None
+        given = f"{', '.join(missed)} was trained in fp32, without one call that nano_loop has seen"
+        cause = "a function that was compiled before the run keeps the calls that it was compiled with"
+        warnings.warn(problem(given, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
+        return StepResult(self.name, "skipped", f"{', '.join(missed)} was never called but by code compiled before")
+
+    def undo(self) -> None:
+        """See `Step.undo`."""
+        super().undo()
+        self._watched.clear()
 
     def _warn(self) -> None:
         given = f"{self.config.given['precision']} on {self.machine.name}"
@@ -60,13 +91,39 @@ def resolve_precision(config: NanoConfig, machine: Machine) -> str:
     return "bf16-mixed" if machine.has_fast_bf16 else "32-true"
 
 
-def _under_autocast(call: Call) -> Call:
-    def with_autocast(function: Call, *args: Any, **kwargs: Any) -> Any:
-        # An autocast or a `disable_casts` of the user's own around the call is what the plain loop would obey.
-        if torch.is_autocast_enabled("cpu"):
-            return call(function, *args, **kwargs)
-        with bf16_autocast(keep_casts=is_forward(function)):
-            outputs = call(function, *args, **kwargs)
-        return map_tensors(to_fp32, outputs)
+_COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"
 
-    return with_autocast
+
+def _is_meta(model: nn.Module) -> bool:
+    parameters = list(model.parameters())
+    return bool(parameters) and all(parameter.is_meta for parameter in parameters)
+
+
+def _versions(model: nn.Module) -> list[Any]:
+    """Return what changes when a model is trained; fused optimizers do not count their changes of parameters."""
+    gradients = [(each, each.grad) for each in model.parameters()]
+    return [(version(each), id(grad), 0 if grad is None else version(grad)) for each, grad in gradients]
+
+
+def _bf16_state(model: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers that are bf16 before the run, and so in the plain loop."""
+    state = itertools.chain(model.parameters(), model.buffers())
+    return [tensor for tensor in state if tensor.dtype is torch.bfloat16]
+
+
+def _under_autocast(state: list[Tensor]) -> Layer:
+    def outward(tensor: Tensor) -> Tensor:
+        return tensor if any(shares_memory(tensor, each) for each in state) else to_fp32(tensor)
+
+    def layer(call: Call) -> Call:
+        def with_autocast(function: Call, *args: Any, **kwargs: Any) -> Any:
+            # The plain loop would obey an autocast or a `disable_casts` that the user has put around the call.
+            if torch.is_autocast_enabled("cpu"):
+                return call(function, *args, **kwargs)
+            with bf16_autocast(keep_casts=is_forward(function)):
+                outputs = call(function, *args, **kwargs)
+            return map_tensors(outward if state else to_fp32, outputs)
+
+        return with_autocast
+
+    return layer

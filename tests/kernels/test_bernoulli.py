@@ -1,166 +1,212 @@
-"""Masks have the right rate, are independent, and repeat with torch's generator."""
+"""Masks, and all that is drawn after them, are those of torch's own generator."""
 
+import functools
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 
-import numpy as np
 import pytest
 import torch
 
-from nano_loop.kernels.bernoulli import _CHUNK as CHUNK
-from nano_loop.kernels.bernoulli import WORTH_IT, Crew, bernoulli_
+from nano_loop.intercept.operators import overridden
+from nano_loop.kernels import bernoulli, compiled
+from nano_loop.kernels.bernoulli import WORTH_IT, exact, unavailable
 
-LARGE = 1 << 20
-RATES = [0.1, 0.5, 0.9, 1 / 65536, 1 - 1 / 65536, 1 / 3]
+LARGE = 100_003
+RATES = [0.1, 0.5, 0.9, 1 / 3, 5e-6, 2**-17, 2**-53, 1e-300, 1 - 2**-53, 0.0, 1.0]
+DTYPES = [*bernoulli._ONES]
+
+same_draws = pytest.mark.skipif(unavailable() is not None, reason=f"fast masks: {unavailable()}")
 
 
 @pytest.fixture(autouse=True)
 def seeded():
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    yield
-    torch.set_rng_state(state)
-
-
-def mask(count=LARGE, p=0.5, **kwargs):
-    return bernoulli_(torch.empty(count), p, **kwargs)
-
-
-@pytest.mark.parametrize("p", RATES)
-def test_rate_is_right_within_five_standard_errors(p):
-    mean = np.mean([mask(p=p).double().mean().item() for _ in range(8)])
-    assert abs(mean - p) < 5 * (p * (1 - p) / (8 * LARGE)) ** 0.5
-
-
-@pytest.mark.parametrize("p", [0.3, 0.5, 0.9])
-def test_pairs_of_neighbours_are_independent(p):
-    """Chi-square over the eight patterns of three neighbours: 29.9 is its 0.0001 point with 7 degrees of freedom."""
-    bits = mask(3 * (LARGE // 3), p).reshape(-1, 3).int()
-    patterns = torch.bincount(bits[:, 0] * 4 + bits[:, 1] * 2 + bits[:, 2], minlength=8).double()
-    ones = torch.tensor([bin(number).count("1") for number in range(8)])
-    expected = len(bits) * p**ones * (1 - p) ** (3 - ones)
-    assert ((patterns - expected) ** 2 / expected).sum() < 29.9
-
-
-@pytest.mark.parametrize("lag", [1, 2, 4, 64, 1 << 18])
-def test_elements_at_a_distance_are_uncorrelated(lag):
-    bits = mask() - 0.5
-    correlation = (bits[:-lag] * bits[lag:]).double().mean() / 0.25
-    assert abs(correlation) < 5 / (LARGE - lag) ** 0.5
-
-
-def test_calls_are_independent_of_each_other():
-    correlation = ((mask() - 0.5) * (mask() - 0.5)).double().mean() / 0.25
-    assert abs(correlation) < 5 / LARGE**0.5
-
-
-def test_manual_seed_repeats_and_another_seed_does_not():
-    torch.manual_seed(5)
-    first, second = mask(), mask()
-    torch.manual_seed(5)
-    assert torch.equal(mask(), first)
-    assert torch.equal(mask(), second)
-    torch.manual_seed(6)
-    assert not torch.equal(mask(), first)
-
-
-def test_restored_generator_state_repeats_as_activation_checkpointing_needs():
-    state = torch.get_rng_state()
-    first = mask()
-    torch.set_rng_state(state)
-    assert torch.equal(mask(), first)
-
-
-def test_generator_of_the_callers_is_used_and_the_default_one_is_not():
-    before = torch.get_rng_state()
-    first = mask(generator=torch.Generator().manual_seed(3))
-    assert torch.equal(mask(generator=torch.Generator().manual_seed(3)), first)
-    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng():
+        yield
 
 
 @pytest.fixture
-def crew():
-    """Threads to draw with, and torch's number of threads put back."""
-    threads, made = torch.get_num_threads(), Crew()
-    yield made
-    made.close()
-    torch.set_num_threads(threads)
+def filled(monkeypatch):
+    """Count the tensors that are filled by the compiled function."""
+    counts, fill = [], bernoulli.fill
+    monkeypatch.setattr(bernoulli, "fill", lambda tensor, *rest: counts.append(tensor.numel()) or fill(tensor, *rest))
+    return counts
 
 
-def test_masks_do_not_depend_on_the_number_of_threads(crew):
-    torch.manual_seed(1)
-    alone = mask(5 * CHUNK + 7)
-    for threads in (1, 2, 3, 8):
-        torch.set_num_threads(threads)
-        torch.manual_seed(1)
-        assert torch.equal(mask(5 * CHUNK + 7, spread=crew.spread), alone)
+def drawn(make, p, seed=1, skipped=0, **kwargs):
+    """What is drawn from a seed after some numbers, and what comes after it."""
+    torch.manual_seed(seed)
+    torch.rand(skipped)
+    return make().bernoulli_(p, **kwargs), torch.rand(3), torch.randn(17), torch.get_rng_state()
 
 
-def test_threads_are_started_when_needed_and_ended(crew):
-    before = threading.active_count()
-    torch.set_num_threads(3)
-    mask(CHUNK, spread=crew.spread)
-    assert threading.active_count() == before
-    mask(3 * CHUNK, spread=crew.spread)
-    mask(3 * CHUNK, spread=crew.spread)
-    assert threading.active_count() == before + 2
-    crew.close()
-    assert threading.active_count() == before
+def check(make, p, **kwargs):
+    expected = drawn(make, p, **kwargs)
+    with overridden("bernoulli_.float", exact, "CPU"):
+        actual = drawn(make, p, **kwargs)
+    assert all(map(torch.equal, actual, expected))
 
 
-def test_a_thread_that_fails_is_heard_of(crew):
-    torch.set_num_threads(2)
-
-    def fail(number):
-        if number == 1:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        crew.spread(fail, range(4))
+@same_draws
+@pytest.mark.parametrize("p", RATES)
+def test_draws_of_any_rate_are_torchs(filled, p):
+    check(lambda: torch.empty(LARGE), p)
+    assert filled == [LARGE]
 
 
-@pytest.mark.parametrize("p", [0, 1, 0.0, 1.0])
-def test_certain_outcomes_are_certain(p):
-    assert mask(p=p).eq(p).all()
+@same_draws
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_draws_of_any_dtype_are_torchs(filled, dtype):
+    check(lambda: torch.empty(LARGE, dtype=dtype), 0.9)
+    assert filled == [LARGE]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.bool])
-def test_every_dtype_gets_the_same_zeros_and_ones(dtype):
-    torch.manual_seed(2)
-    expected = mask(WORTH_IT)
-    torch.manual_seed(2)
-    assert torch.equal(bernoulli_(torch.empty(WORTH_IT, dtype=dtype)).float(), expected)
+@same_draws
+@pytest.mark.parametrize("skipped", [0, 1, 2, 622, 623, 624, 625, 1247])
+@pytest.mark.parametrize("count", [WORTH_IT, WORTH_IT + 1, 312 * 20])
+def test_draws_from_any_place_in_the_generators_numbers_are_torchs(filled, skipped, count):
+    """Also where the two numbers of an element are the last of a state and the first of the next."""
+    check(lambda: torch.empty(count), 0.5, skipped=skipped)
+    assert filled == [count]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.empty(256, 256).T,
-        lambda: torch.empty(4, 8, 64, 64).to(memory_format=torch.channels_last),
-        lambda: torch.empty(256, 512)[:, ::2],
-        lambda: torch.empty(300, 300)[10:266, 5:261],
-        lambda: torch.empty(1 << 17)[1 << 16 :],
-    ],
-)
-def test_any_strides_are_filled_and_nothing_beside_them(make):
-    tensor = make()
-    base = tensor if tensor._base is None else tensor._base
-    base.fill_(9)
-    assert bernoulli_(tensor, 0.25) is tensor
-    assert tensor.le(1).all()
-    assert abs(tensor.mean() - 0.25) < 0.02
-    assert base.eq(9).sum() == base.numel() - tensor.numel()
+LAYOUTS = {
+    "transposed": lambda: torch.empty(200, 300).t(),
+    "permuted": lambda: torch.empty(20, 30, 40).permute(2, 0, 1),
+    "channels_last": lambda: torch.empty(8, 16, 20, 20).contiguous(memory_format=torch.channels_last),
+    "with gaps": lambda: torch.empty(200, 300)[:, ::2],
+    "a part": lambda: torch.empty(3, 40_000)[1],
+    "expanded away": lambda: torch.empty(1, 40_000),
+    "small": lambda: torch.empty(100),
+    "empty": lambda: torch.empty(0),
+    "scalar": lambda: torch.empty(()),
+}
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-def test_small_tensors_get_torchs_own_mask(p):
-    torch.manual_seed(4)
-    expected = torch.empty(100).bernoulli_(p)
-    torch.manual_seed(4)
-    assert torch.equal(bernoulli_(torch.empty(100), p), expected)
+@same_draws
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_draws_of_any_layout_are_torchs(make):
+    check(make, 0.7)
 
 
+@same_draws
+def test_generator_of_the_users_is_drawn_from_and_advanced(filled):
+    def of(generator):
+        first = torch.empty(LARGE).bernoulli_(0.3, generator=generator)
+        return first, torch.rand(5, generator=generator)
+
+    expected = of(torch.Generator().manual_seed(9))
+    before = torch.get_rng_state()
+    with overridden("bernoulli_.float", exact, "CPU"):
+        assert all(map(torch.equal, of(torch.Generator().manual_seed(9)), expected))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert filled == [LARGE]
+
+
+@same_draws
+def test_normal_number_that_torch_keeps_for_later_is_kept():
+    """`torch.randn` of an odd count keeps the second of a pair in the generator's state."""
+
+    def numbers():
+        torch.manual_seed(2)
+        return torch.randn(1), torch.empty(LARGE).bernoulli_(0.5), torch.randn(1), torch.randn(1)
+
+    expected = numbers()
+    with overridden("bernoulli_.float", exact, "CPU"):
+        assert all(map(torch.equal, numbers(), expected))
+
+
+@same_draws
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
-@pytest.mark.parametrize("count", [10, LARGE])
-def test_impossible_rates_raise_what_torch_raises(p, count):
-    with pytest.raises(RuntimeError):
-        mask(count, p)
+def test_rate_that_torch_refuses_is_refused(p):
+    with pytest.raises(RuntimeError) as expected:
+        torch.empty(LARGE).bernoulli_(p)
+    with overridden("bernoulli_.float", exact, "CPU"), pytest.raises(RuntimeError) as caught:
+        torch.empty(LARGE).bernoulli_(p)
+    assert str(caught.value).partition("\n")[0] == str(expected.value).partition("\n")[0]
+
+
+@same_draws
+def test_without_torchs_kernel_the_draws_are_the_same():
+    """Torch 2.8 does not hand out its kernels."""
+    makes = [functools.partial(torch.empty, count) for count in (10, LARGE)]
+    with overridden("bernoulli_.float", lambda _: exact(None), "CPU"):
+        actual = [drawn(make, 0.4) for make in makes]
+    for one, make in zip(actual, makes, strict=True):
+        assert all(map(torch.equal, one, drawn(make, 0.4)))
+
+
+@same_draws
+def test_threads_that_draw_at_once_share_no_number():
+    with overridden("bernoulli_.float", exact, "CPU"):
+        masks = []
+        threads = [
+            threading.Thread(target=lambda: masks.extend(torch.empty(LARGE).bernoulli_(0.5) for _ in range(20)))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len({mask.numpy().tobytes() for mask in masks}) == len(masks) == 80
+
+
+# --- the compiler ---
+
+
+def in_new_process(environment, tmp_path):
+    script = "from nano_loop.kernels.bernoulli import unavailable; print(unavailable())"
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
+    run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+    return run.stdout.strip()
+
+
+@same_draws
+def test_library_is_compiled_once_into_a_private_folder(tmp_path):
+    assert in_new_process({}, tmp_path) == "None"
+    (library,) = (tmp_path / "cache" / "nano_loop").iterdir()
+    made = library.stat().st_mtime_ns
+    assert library.parent.stat().st_mode & 0o077 == 0
+    assert in_new_process({}, tmp_path) == "None"
+    assert library.stat().st_mtime_ns == made
+    library.write_bytes(b"damaged")
+    assert in_new_process({}, tmp_path) == "None"
+    assert library.stat().st_size > 1000
+
+
+@same_draws
+def test_folder_that_others_may_write_to_is_not_loaded_from(tmp_path):
+    folder = tmp_path / "cache" / "nano_loop"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert in_new_process({}, tmp_path) == "None"
+    assert not [*folder.iterdir()]
+
+
+def test_missing_and_failing_compilers_are_named(tmp_path):
+    failing = tmp_path / "failing-cc"
+    failing.write_text("#!/bin/sh\necho 'no room' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    assert in_new_process({"CC": "no-such-cc"}, tmp_path) == "no C compiler was found (no-such-cc)"
+    assert in_new_process({"CC": str(failing)}, tmp_path) == f"{failing} failed: no room"
+
+
+def test_planted_difference_in_the_draws_is_noticed(monkeypatch):
+    monkeypatch.setattr(
+        bernoulli, "fill", lambda tensor, p, generator: tensor.bernoulli_(p, generator=generator).neg_()
+    )
+    assert not bernoulli._draws_as_torch.__wrapped__()
+
+
+def test_importing_compiles_nothing(tmp_path):
+    script = """
+        import nano_loop
+        from nano_loop.kernels import compiled
+        print(compiled.compiled.cache_info().currsize)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert run.stdout == "0\n"
+    assert compiled._FLAGS

@@ -22,11 +22,21 @@ def settings(monkeypatch):
     return recorded
 
 
-def test_thresholds_are_set_and_the_documented_defaults_put_back(step, settings):
+def test_thresholds_are_set_and_glibcs_own_highest_ones_are_left(step, settings):
     made = step(Allocator)
     made.apply(Parts())
     made.undo()
-    assert settings == [allocator._SETTINGS, allocator._DEFAULTS]
+    assert settings == [allocator._SETTINGS, allocator._LEFT]
+
+
+def test_thresholds_stay_until_the_last_run_has_ended(step, settings):
+    first, second = step(Allocator), step(Allocator)
+    first.apply(Parts())
+    second.apply(Parts())
+    first.undo()
+    assert settings == [allocator._SETTINGS]
+    second.undo()
+    assert settings == [allocator._SETTINGS, allocator._LEFT]
 
 
 @pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])

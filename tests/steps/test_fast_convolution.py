@@ -24,24 +24,49 @@ def products(monkeypatch):
     return counted
 
 
-def backward():
-    layer = nn.Conv2d(4, 4, 3).bfloat16()
-    layer(
-        torch.ones(2, 4, 6, 6).bfloat16().contiguous(memory_format=torch.channels_last)
-    ).float().square().sum().backward()
+def backward(layer):
+    x = torch.ones(2, 4, 6, 6).bfloat16().contiguous(memory_format=torch.channels_last)
+    layer(x).float().square().sum().backward()
 
 
 @gets_kernels
 def test_convolutions_use_it_during_the_run_only(step, products):
-    made = step(FastConvolution, precision="bf16")
-    assert made.skip_reason(CONVOLVES) is None
-    made.apply(CONVOLVES)
-    made.apply(CONVOLVES)
-    backward()
+    made, layer, teacher = step(FastConvolution, precision="bf16"), *(nn.Conv2d(4, 4, 3).bfloat16() for _ in range(2))
+    parts = Parts([layer])
+    assert made.skip_reason(parts) is None
+    made.apply(parts)
+    made.apply(parts)
+    backward(layer)
+    assert len(products) == 1
+    backward(teacher)
     assert len(products) == 1
     made.undo()
-    backward()
+    backward(layer)
     assert len(products) == 1
+
+
+@gets_kernels
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_convolutions_use_it_too(step, products, reentrant):
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Conv2d(4, 4, 3)
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    for model in (Checkpointed(nn.Conv2d(4, 4, 3)).bfloat16(), Outer().bfloat16()):
+        made = step(FastConvolution, precision="bf16")
+        made.apply(Parts([model]))
+        x = torch.ones(2, 4, 6, 6, dtype=torch.bfloat16, requires_grad=True)
+        model(x.contiguous(memory_format=torch.channels_last)).float().square().sum().backward()
+        assert len(products) == 1
+        products.clear()
 
 
 @gets_kernels

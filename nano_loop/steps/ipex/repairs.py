@@ -7,14 +7,14 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from nano_loop.intercept.operators import overridden
+from nano_loop.intercept.operators import overridden, plainly
 
 _repairs = ExitStack()  # never closed: IPEX's kernels stay as long as the process does
 _in_force = False
 
 
 def repair() -> None:
-    """Stand in for IPEX's kernels in four places, in the whole process, until it ends. Call it after IPEX's import.
+    """Replace four of IPEX's kernels, in the whole process, until it ends. Call it after IPEX's import.
 
     - ``layer_norm`` and ``group_norm`` have kernels without a derivative that torch could see. In plain PyTorch they
       differentiate themselves, but where torch itself takes an operator apart, gradients are silently None under
@@ -27,9 +27,9 @@ def repair() -> None:
         return
     for name in ("layer_norm", "group_norm"):
         torch_s_own = getattr(torch.ops.aten, name).default.decompose
-        _repairs.enter_context(overridden(name, torch_s_own, "AutogradCPU"))
-    _repairs.enter_context(overridden("group_norm", torch.library.fallthrough_kernel, "AutocastCPU"))
-    _repairs.enter_context(overridden("mean.dim", _mean, "CPU"))
+        _repairs.enter_context(overridden(name, plainly(torch_s_own), "AutogradCPU"))
+    _repairs.enter_context(overridden("group_norm", lambda _: torch.library.fallthrough_kernel, "AutocastCPU"))
+    _repairs.enter_context(overridden("mean.dim", plainly(_mean), "CPU"))
     _in_force = True
 
 

@@ -1,0 +1,110 @@
+"""Compiles the C files of this folder at first use, with the machine's own compiler, and keeps the result.
+
+Neither installing nor importing nano_loop needs a compiler: what cannot be compiled is not used. Compiled libraries are
+kept in the user's cache folder (``$XDG_CACHE_HOME/nano_loop``, by default ``~/.cache/nano_loop``), by everything that
+they depend on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-O3", "-shared", "-fPIC")
+_NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
+_PATIENCE = 60.0  # seconds for the compiler
+
+
+class UnavailableError(Exception):
+    """A compiled kernel cannot be had; the message says why, for the report."""
+
+
+@functools.cache
+def compiled(name: str) -> ctypes.PyDLL:
+    """Return the library made of ``<name>.c``. Its functions hold the GIL.
+
+    Raises
+    ------
+    UnavailableError
+        If there is no compiler, or it fails.
+    """
+    source = Path(__file__).with_name(f"{name}.c")
+    command = _compiler()
+    folder = _cache_folder()
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="nano_loop-") as temporary:
+            return _made(command, source, Path(temporary) / f"{name}.so")  # once loaded, it may be deleted
+    library = folder / f"{name}-{_key(command, source)}.so"
+    try:
+        return ctypes.PyDLL(str(library))
+    except OSError:  # not there yet, or damaged
+        return _made(command, source, library)
+
+
+def _compiler() -> list[str]:
+    given = shlex.split(os.environ.get("CC", ""))
+    for command in [given] if given else [[name] for name in _COMPILERS]:
+        found = shutil.which(command[0])
+        if found:
+            return [found, *command[1:]]
+    raise UnavailableError(f"no C compiler was found ({given[0] if given else ', '.join(_COMPILERS)})")
+
+
+def _made(command: list[str], source: Path, library: Path) -> ctypes.PyDLL:
+    """Compile beside the library, and put it in its place at once, since other processes may do the same."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="making-", dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            native = _NATIVE.get(platform.machine())
+            if not (native and _compiles([*command, *_FLAGS, native, "-o", str(made), str(source)])):
+                _compiles([*command, *_FLAGS, "-o", str(made), str(source)], must=True)
+            made.replace(library)
+        return ctypes.PyDLL(str(library))
+    except OSError as error:
+        raise UnavailableError(f"the compiled kernel could not be written or loaded ({error})") from error
+
+
+def _compiles(command: list[str], must: bool = False) -> bool:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(f"{command[0]} took longer than {_PATIENCE:g} s") from error
+    if run.returncode and must:
+        said = (run.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UnavailableError(f"{command[0]} failed: {said}")
+    return not run.returncode
+
+
+def _cache_folder() -> Path | None:
+    """Return a folder that nobody else may write to, for what is loaded from it runs; None where there is none."""
+    try:
+        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = parent / "nano_loop"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, RuntimeError):  # no home, or none to write to
+        return None
+    own = not hasattr(os, "getuid") or found.st_uid == os.getuid()
+    private = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return folder if own and private and os.access(folder, os.W_OK) else None
+
+
+def _key(command: list[str], source: Path) -> str:
+    """Return what tells two results apart: the source, the compiler, and the processor it was compiled for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        processor = platform.processor()
+    parts = [source.read_text(), *command, *_FLAGS, platform.machine(), platform.system(), processor]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

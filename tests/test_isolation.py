@@ -1,0 +1,413 @@
+"""Nothing that a run changes reaches what was not set up, and what it leaves behind is as it was before."""
+
+import copy
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops.pairs import slow_bf16_is_fine
+from torch import nn
+
+from nano_loop import NanoWarning, TorchNano, nano
+
+BF16 = {"precision": "bf16", "channels_last": True, "verbose": False}
+
+
+class Teacher(nn.Module):
+    """Has all that a run may replace: dropout, attention, convolutions of kinds that ours compute otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 32, 3, padding=1)
+        self.second = nn.Conv2d(32, 64, 1)
+        self.up = nn.ConvTranspose2d(64, 32, 2, stride=2)
+        self.dropout = nn.Dropout(0.3)
+        self.attention = nn.MultiheadAttention(64, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x):
+        x = self.second(self.dropout(self.first(x).relu()))
+        tokens = x.flatten(2).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(*(tokens.unflatten(2, (2, 32)).transpose(1, 2),) * 3)
+        attended, _ = self.attention(tokens, tokens, tokens, need_weights=False)
+        x = (tokens + attended + mixed.transpose(1, 2).flatten(2)).transpose(1, 2).reshape(x.shape)
+        return self.up(x).mean((2, 3))
+
+
+def step_of(teacher, own_autocast):
+    """One forward and backward of a model that is not set up: its output and all its gradients."""
+    teacher.zero_grad()
+    images = torch.randn(8, 3, 16, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=own_autocast):
+        out = teacher(images)
+    out.float().square().sum().backward()
+    return [out.detach(), images.grad, *(parameter.grad.clone() for parameter in teacher.parameters())]
+
+
+def distil(student, optimizer, teacher):
+    """Train a student, with steps of the teacher between its own."""
+    seen = []
+    for own_autocast in (False, True, False, True):
+        seen.append(step_of(teacher, own_autocast))
+        optimizer.zero_grad()
+        student(torch.randn(8, 3, 16, 16)).sum().backward()
+        optimizer.step()
+    seen.append(torch.rand(3))
+    return seen
+
+
+def student_and_teacher():
+    torch.manual_seed(0)
+    student, teacher = Teacher(), Teacher()
+    return student, torch.optim.SGD(student.parameters(), lr=1e-3), teacher
+
+
+class Distillation(TorchNano):
+    """Sets the student up and not the teacher."""
+
+    def train(self, student, optimizer, teacher):
+        self.setup(student, optimizer)
+        return distil(student, optimizer, teacher)
+
+
+def test_teacher_computes_what_it_computes_without_a_run():
+    """Forward and backward, to the bit, in and out of an autocast of the user's; with the plain loop's random draws."""
+    plain = distil(*student_and_teacher())
+    with slow_bf16_is_fine():
+        accelerated = Distillation(**BF16).train(*student_and_teacher())
+    for step, (actual, expected) in enumerate(zip(accelerated, plain, strict=True)):
+        for place, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert torch.equal(one, other), f"step {step}, tensor {place} differs by {(one - other).abs().max()}"
+
+
+def test_training_of_another_thread_computes_what_it_computes_without_a_run():
+    """The other thread trains while this thread is inside a call into its set-up model."""
+
+    class Calling(Teacher):
+        def forward(self, x):
+            if turn is not None:
+                turn.set()
+                assert done.wait(60)
+            return super().forward(x)
+
+    def other():
+        generator_state = torch.Generator().manual_seed(5).get_state()
+        torch.manual_seed(1)
+        model = Teacher()
+        if turn is not None:
+            assert turn.wait(60)
+        torch.set_rng_state(generator_state)
+        result.append(step_of(model, own_autocast=True))
+        done.set()
+
+    turn, done, result = None, threading.Event(), []
+    other()
+    turn, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=other)
+
+    @nano(**BF16)
+    def train(model, optimizer):
+        thread.start()
+        model(torch.randn(8, 3, 16, 16)).sum().backward()
+
+    model = Calling()
+    with slow_bf16_is_fine():
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    thread.join()
+    assert all(torch.equal(one, other) for one, other in zip(*result, strict=True))
+
+
+@pytest.mark.parametrize("p", [5e-6, 2**-12, 0.001, 0.3, 1 / 3, 1 - 2**-12, 0.0, 1.0])
+def test_bernoulli_of_any_code_draws_what_torch_draws(p):
+    """Of any rate: 4 million draws at 5e-6 were once all zero."""
+    torch.manual_seed(3)
+    expected = torch.empty(1 << 20).bernoulli_(p), torch.rand(2)
+
+    @nano(**BF16, fast_dropout=True)
+    def train(model, optimizer):
+        torch.manual_seed(3)
+        return torch.empty(1 << 20).bernoulli_(p), torch.rand(2)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    with slow_bf16_is_fine():
+        actual = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_view_that_raises_in_the_plain_loop_raises_during_a_run():
+    @nano(channels_last=True, verbose=False)
+    def train(model, optimizer):
+        model(torch.rand(2, 3, 4, 4))
+        matrix = torch.zeros(3, 4)
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            matrix.t().view(-1)[:2] = 1
+        image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            image.view(-1)[:2] = 1
+
+    model = nn.Conv2d(3, 8, 1)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_view_of_a_matrix_raises_inside_a_model_too():
+    class Net(nn.Conv2d):
+        def forward(self, x):
+            torch.zeros(3, 4).t().view(-1)
+
+    @nano(channels_last=True, verbose=False)
+    def train(model, optimizer):
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            model(torch.rand(2, 3, 4, 4))
+
+    model = Net(3, 8, 1)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_outputs_lie_as_the_plain_loop_has_them():
+    @nano(channels_last=True, verbose=False)
+    def train(model, optimizer):
+        return model(torch.rand(2, 3, 4, 4)).stride()
+
+    model = nn.Conv2d(3, 8, 3, padding=1)
+    assert train(model, torch.optim.SGD(model.parameters(), lr=0.1)) == (128, 16, 4, 1)
+
+
+# --- runs that overlap ---
+
+
+def overlapping(first_ends_first, models, inner=lambda: None, **options):
+    """Run two runs in two threads, so that the second begins in the first, and they end in either order."""
+    begun, ended, errors = (threading.Event(), threading.Event()), (threading.Event(), threading.Event()), []
+
+    @nano(**{**BF16, **options})
+    def train(model, optimizer, number):
+        model(torch.randn(4, 3, 16, 16)).sum().backward()
+        begun[number].set()
+        assert begun[1].wait(60)
+        last = 1 if first_ends_first else 0
+        if number == last:
+            assert ended[1 - last].wait(60)
+        model(torch.randn(4, 3, 16, 16)).sum().backward()
+        optimizer.step()
+
+    def run(number):
+        try:
+            if number:
+                assert begun[0].wait(60)
+            train(models[number], torch.optim.SGD(models[number].parameters(), lr=0.1), number)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            begun[number].set()
+            ended[number].set()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
+    with slow_bf16_is_fine():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    assert not errors, errors
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["two models", "one model"])
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_runs_of_two_threads_end_in_any_order(first_ends_first, shared):
+    """And leave nothing: a model that one of them had set up computes in fp32 afterwards, by torch's own kernels."""
+    torch.manual_seed(0)
+    one = Teacher()
+    models = [one, one if shared else Teacher()]
+    overlapping(first_ends_first, models)
+    torch.manual_seed(7)
+    after = step_of(one, own_autocast=False)
+    torch.manual_seed(7)
+    plain = step_of(copy.deepcopy(one), own_autocast=False)
+    assert all(map(torch.equal, after, plain))
+
+
+# --- what is left behind ---
+
+LOOP = """
+    import statistics, time, torch
+    torch.set_num_threads(1)
+    def median_ms():
+        a, times = torch.zeros(2 << 20), []
+        for _ in range(60):
+            begun = time.perf_counter()
+            b = a + 1
+            c = b * 2
+            del b, c
+            times.append(time.perf_counter() - begun)
+        return statistics.median(times) * 1e3
+"""
+
+
+@pytest.mark.bench
+def test_work_after_a_run_is_not_slower_than_before():
+    """Prints both: a loop over tensors of 8 MB, whose blocks glibc keeps or gives back."""
+    script = (
+        LOOP
+        + """
+    from torch import nn
+    from nano_loop import nano
+    before = median_ms()
+    @nano(verbose=False)
+    def train(model, optimizer): pass
+    model = nn.Linear(2, 2)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    print(f"before the run {before:.2f} ms, after it {median_ms():.2f} ms")
+    """
+    )
+    print(
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+        ).stdout
+    )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's thresholds")
+def test_blocks_of_eight_megabytes_are_kept_after_a_run():
+    """With glibc's documented defaults each would be mapped and given back anew: 2,000 page faults a block."""
+    script = """
+    import resource, torch
+    from torch import nn
+    from nano_loop import nano
+    torch.set_num_threads(1)
+    @nano(verbose=False)
+    def train(model, optimizer): pass
+    model = nn.Linear(2, 2)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    a = torch.zeros(2 << 20)
+    for _ in range(3): b = a + 1; del b
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20): b = a + 1; del b
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 2000
+
+
+# --- models that come as they are ---
+
+
+class Small(nn.Module):
+    """Can be scripted."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.dropout(self.conv(x).relu()).mean((2, 3)))
+
+
+def fit(model, optimizer):
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 3, 8, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("precision", [32, "bf16"])
+def test_scripted_model_trains_as_the_module_it_was_made_of(precision):
+    def trained(model):
+        torch.manual_seed(1)
+        train = nano(**{**BF16, "channels_last": False, "precision": precision, "fused_optimizer": False})(fit)
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    torch.manual_seed(0)
+    model = Small()
+    scripted = torch.jit.script(copy.deepcopy(model))
+    with slow_bf16_is_fine():
+        assert trained(scripted) == pytest.approx(trained(model), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_report_says_what_a_step_cannot_do_for_a_scripted_model():
+    train = nano(verbose=False, channels_last=True, compile=True)(fit)
+    model = torch.jit.script(Small())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "scripted" in train.report["channels_last"].detail
+    assert "scripted" in train.report["compile"].detail
+
+
+def test_function_compiled_before_the_run_is_reported():
+    torch.compiler.reset()
+    model = nn.Linear(4, 2)
+    call = torch.compile(lambda x: model(x), backend="eager")
+    call(torch.ones(3, 4))
+
+    @nano(precision="bf16", verbose=False)
+    def train(model, optimizer):
+        for _ in range(2):
+            call(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+
+    with (
+        slow_bf16_is_fine(),
+        pytest.warns(NanoWarning, match=r"^Linear was trained in fp32.*Compile it inside the run"),
+    ):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert train.report["precision"].status == "skipped"
+    torch.compiler.reset()
+
+
+def test_function_compiled_inside_the_run_is_not_reported():
+    torch.compiler.reset()
+    model = nn.Linear(4, 2)
+
+    @nano(precision="bf16", verbose=False)
+    def train(model, optimizer):
+        call = torch.compile(lambda x: model(x), backend="eager")
+        for _ in range(2):
+            call(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+
+    with slow_bf16_is_fine():
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert train.report["precision"].status == "applied"
+    torch.compiler.reset()
+
+
+def test_model_on_meta_is_skipped():
+    @nano(precision="bf16", verbose=False)
+    def train(model, optimizer):
+        pass
+
+    with slow_bf16_is_fine():
+        model = nn.Linear(2, 2, device="meta")
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert train.report["precision"].status == "skipped"
+    assert "meta" in train.report["precision"].detail
+
+
+def test_models_own_bf16_buffer_comes_back_as_it_is():
+    class Net(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_buffer("kept", torch.zeros(3, dtype=torch.bfloat16))
+
+        def state(self):
+            return self.kept, self.kept[:2]
+
+    @nano(precision="bf16", verbose=False)
+    def train(model, optimizer):
+        whole, part = model.state()
+        assert whole is model.kept
+        part += 1
+        return model(torch.ones(1, 2)).dtype
+
+    model = Net()
+    with slow_bf16_is_fine():
+        assert train(model, torch.optim.SGD(model.parameters(), lr=0.1)) is torch.float32
+    assert model.kept.tolist() == [1, 1, 0]
