@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nano_loop
-from nano_loop.config import OPTIONS, NanoConfig
+from nano_loop.options import OPTIONS, Options
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -76,7 +76,7 @@ def test_class_of_the_second_diff_trains():
 
 def test_every_option_is_named_with_its_default():
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", README, flags=re.MULTILINE))
-    defaults = {field.name: field.default for field in dataclasses.fields(NanoConfig)}
+    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
     for name, default in rows.items():
         assert repr(defaults[name]).replace("'", '"') == default, name
     for name in OPTIONS:

@@ -8,7 +8,6 @@ from torch import nn
 from nano_loop.intercept.operators import overridden
 from nano_loop.kernels.convolution import faster_backward
 from nano_loop.parts import Parts
-from nano_loop.steps.precision import resolve_precision
 from nano_loop.steps.step import Step
 
 _OPERATOR = "convolution_backward"
@@ -22,16 +21,11 @@ class FastConvolution(Step):
     """Stands in for torch's backward of convolutions during the run, and hands to it what it does not do faster."""
 
     name = "fast_convolution"
-
-    @property
-    def asked(self) -> bool:
-        """See `Step.asked`; an fp32 run that did not ask for it does not hear of it."""
-        auto_in_fp32 = self.config.fast_convolution == "auto" and self.config.precision == "32-true"
-        return self.config.fast_convolution is not False and not auto_in_fp32
+    auto_is_for_reduced_precision = True
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if resolve_precision(self.config, self.machine) == "32-true":
+        if not self.config.reduced_precision:
             return "it is faster in bf16 only"
         if not hasattr(torch.library, "get_kernel"):
             return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"

@@ -9,7 +9,6 @@ from torch import nn
 from nano_loop.intercept.operators import overridden
 from nano_loop.kernels.bernoulli import Crew, bernoulli_
 from nano_loop.parts import Parts
-from nano_loop.steps.precision import resolve_precision
 from nano_loop.steps.step import Step
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -23,24 +22,19 @@ class FastDropout(Step):
     """
 
     name = "fast_dropout"
+    auto_is_for_reduced_precision = True
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
         if self.required:
             return None
-        if resolve_precision(self.config, self.machine) == "32-true":
+        if not self.config.reduced_precision:
             return "fp32 keeps the masks of the plain loop"
         if "Intel" in self.machine.name:
             return "torch's own generator is vectorised on Intel's CPUs"
         if not any(map(_has_dropout, parts.models)):
             return "the model has no dropout"
         return None
-
-    @property
-    def asked(self) -> bool:
-        """See `Step.asked`; an fp32 run that did not ask for it does not hear of it."""
-        auto_in_fp32 = self.config.fast_dropout == "auto" and self.config.precision == "32-true"
-        return self.config.fast_dropout is not False and not auto_in_fp32
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from nano_loop.config import NanoConfig
-from nano_loop.cpu import Machine
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.intercept.calls import Call, is_forward
 from nano_loop.intercept.nested import map_tensors
@@ -31,13 +29,11 @@ class Precision(Step):
     @property
     def asked(self) -> bool:
         """See `Step.asked`."""
-        return bool(self.config.precision != "32-true")
+        return self.config.reduced_precision or self.config.auto_precision
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if resolve_precision(self.config, self.machine) == "32-true":
-            return "fp32, for this CPU has no bf16 instructions"
-        return None
+        return None if self.config.reduced_precision else "fp32, for this CPU has no bf16 instructions"
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
@@ -51,13 +47,6 @@ class Precision(Step):
         given = f"{self.config.given['precision']} on {self.machine.name}"
         lack = "this CPU has no bf16 instructions, so bf16 will be slower than fp32"
         warnings.warn(problem(given, lack, 'Take precision="auto"'), NanoWarning, stacklevel=2)
-
-
-def resolve_precision(config: NanoConfig, machine: Machine) -> str:
-    """Return the precision in force: what the options ask for, or for ``"auto"`` what is fast here."""
-    if config.precision != "auto":
-        return str(config.precision)
-    return "bf16-mixed" if machine.has_fast_bf16 else "32-true"
 
 
 def _under_autocast(call: Call) -> Call:
