@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,37 +15,21 @@ from nano_loop.checks import check_loop
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.intercept.nested import find
 from nano_loop.intercept.torch_private import is_loss
+from nano_loop.options import Options
 from nano_loop.parts import Parts
+from nano_loop.signatures import named, takes, with_options
 from nano_loop.torch_nano import TorchNano
 
-_Auto = bool | Literal["auto"]
 _METHODS = (staticmethod, classmethod)
 
 
-def nano(
-    num_processes: Any = None,
-    use_ipex: bool = False,
-    distributed_backend: str = "subprocess",
-    process_group_backend: str | None = None,
-    precision: int | str = 32,
-    cpu_for_each_process: list[list[int]] | None = None,
-    channels_last: bool = False,
-    auto_lr: bool = True,
-    *,
-    fused_optimizer: _Auto = "auto",
-    allocator: _Auto = "auto",
-    fast_dropout: _Auto = "auto",
-    fast_attention: _Auto = "auto",
-    fast_convolution: _Auto = "auto",
-    fast_fetch: _Auto = "auto",
-    compile: bool | dict[str, Any] = False,
-    bf16_ops: tuple[str, ...] | list[str] = (),
-    fp32_ops: tuple[str, ...] | list[str] = (),
-    gradient_compression: str | None = None,
-    timeout: float = 600.0,
-    verbose: bool | Literal["all"] = True,
-    **others: Any,
-) -> Any:
+@overload
+def nano(function: Callable[..., Any], /) -> Any: ...
+@overload
+@takes(Options)
+def nano(*args: Any, **others: Any) -> Any: ...
+@with_options
+def nano(*args: Any, **others: Any) -> Any:
     """Accelerate a training function: ``@nano`` or ``@nano(precision="bf16", ...)`` above ``def train(...)``.
 
     At each call, the models, optimizers and loaders among the arguments, also in lists, tuples and dicts, are set up
@@ -53,8 +37,9 @@ def nano(
 
     Parameters
     ----------
-    num_processes, use_ipex, ..., verbose
-        The options of `TorchNano`.
+    {options}
+    **others
+        ``strategy`` is tolerated for BigDL-Nano's sake, with a `NanoWarning`. Any other name is an error.
 
     Returns
     -------
@@ -80,11 +65,11 @@ def nano(
     >>> model = torch.nn.Linear(4, 1)
     >>> train(model, torch.optim.SGD(model.parameters(), lr=0.1), [(torch.rand(8, 4), torch.rand(8, 1))])
     """
-    options = {name: value for name, value in locals().items() if name != "others"} | others
-    if callable(num_processes) or isinstance(num_processes, _METHODS):  # @nano without parentheses
-        return _decorated(num_processes, {**options, "num_processes": None})
+    options = named("nano", args, others)
+    function = options.get("num_processes")
+    if callable(function) or isinstance(function, _METHODS):  # @nano without parentheses
+        return _decorated(function, options | {"num_processes": None})
     _Loop(**options)  # a wrong option is told where it stands, and not at the first call
-    options.pop("strategy", None)  # and so is its warning
     return functools.partial(_decorated, options=options)
 
 

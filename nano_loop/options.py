@@ -1,171 +1,225 @@
-"""What each option may be: one check an option, each alone."""
+"""Every option once: its name, type, default, check and help. All that lists options is made of this."""
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable
-from numbers import Integral, Real
+import copy
+import difflib
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal
 
-import torch.distributed
-
-_PRECISIONS = {
-    "32": "32-true",
-    "64": "64-true",
-    "16": "16-mixed",
-    "bf16": "bf16-mixed",
-    **{name: name for name in ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "auto")},
-}
-Auto = bool | Literal["auto"]
+from nano_loop import option_checks as checks
+from nano_loop.cpu import Machine
+from nano_loop.environment import read_options, variable_of
+from nano_loop.errors import NanoConfigError, problem, shown
 
 
-class RefusedValueError(Exception):
-    """What is allowed, and what to do next; whoever catches it knows the option's name and value."""
+def option(default: Any, check: checks.Check, help: str) -> Any:
+    """Declare an option, whose name and type are the field's.
+
+    Parameters
+    ----------
+    default : object
+        Its value where nobody gives one.
+    check : callable
+        One of `nano_loop.option_checks`. What it lets through is what the option may be, ``"auto"`` too.
+    help : str
+        What the option is, in one line, for docstrings and for the README.
+    """
+    return field(default=default, metadata={"check": check, "help": help})
 
 
-def _boolean(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise RefusedValueError("it is True or False", "Pass one of the two")
+@dataclass(frozen=True)
+class Options:
+    """The options of a run, checked one by one and together, each in its one spelling.
 
+    An option that is declared here is an argument of `nano_loop.TorchNano` and `nano_loop.nano`, an entry of their
+    docstrings, a variable of the environment, and an entry of the report.
 
-def _auto_or_boolean(value: Any) -> Auto:
-    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
-        return value  # type: ignore[return-value]
-    raise RefusedValueError('it is "auto", True or False', 'Leave it out, which means "auto", or pass one of the three')
+    Attributes
+    ----------
+    auto_precision : bool
+        Whether ``precision`` was ``"auto"``, before it was `resolved`.
+    given : dict
+        Each option as it was typed.
+    from_environment : tuple of str
+        Environment variables that overrode arguments, with their values.
 
+    Raises
+    ------
+    NanoConfigError
+        Names every option that cannot be used, with its value, what is allowed, and what to do.
+    """
 
-def _num_processes(value: Any) -> int | None:
-    if value is None:
-        return None
-    if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
-        return int(value)
-    raise RefusedValueError(
-        f"it is None or an int from 1 to {_TOO_MANY - 1}", "Pass the number of processes, or leave it out for one"
+    # BigDL-Nano's eight, in its order and with its defaults.
+    num_processes: int | None = option(
+        None,
+        checks.num_processes,
+        "Number of data-parallel processes. `None`: one, or as many as `torchrun`, `srun` or `mpirun` has started.",
+    )
+    use_ipex: bool = option(
+        False,
+        checks.boolean,
+        'Kernels of Intel Extension for PyTorch. Needs torch 2.8 and `pip install "nano-loop[ipex]"`. From 0.9 to 1.2 '
+        "times as fast as without; the report says which, once a process has run both.",
+    )
+    distributed_backend: str = option(
+        "subprocess",
+        checks.distributed_backend,
+        'Starter of the processes. `"spawn"` is another name for `"subprocess"`.',
+    )
+    process_group_backend: str | None = option(
+        None, checks.process_group_backend, "Backend of torch.distributed between processes. `None`: gloo."
+    )
+    precision: int | str = option(
+        32,
+        checks.precision,
+        'Precision of the models. `"bf16"`: bf16 autocast around each call into a model, with outputs in fp32. '
+        '`"auto"`: that where the CPU has bf16 instructions, else fp32.',
+    )
+    cpu_for_each_process: Sequence[Sequence[int]] | None = option(
+        None, checks.cpu_for_each_process, "CPU ids of each process, such as `[[0, 1], [2, 3]]`. `None`: even shares."
+    )
+    channels_last: bool = option(
+        False, checks.boolean, "NHWC layout for 4-D and 5-D inputs of models and of convolutions."
+    )
+    auto_lr: bool = option(
+        True, checks.boolean, "Learning rate that ramps from 1× to N× over the first 1,000 steps, with N processes."
+    )
+    _: KW_ONLY
+    fused_optimizer: bool | Literal["auto"] = option(
+        "auto",
+        checks.auto_or_boolean,
+        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs.",
+    )
+    allocator: bool | Literal["auto"] = option(
+        "auto", checks.auto_or_boolean, "Freed memory that glibc keeps for the process."
+    )
+    fast_dropout: bool | Literal["auto"] = option(
+        "auto",
+        checks.auto_or_boolean,
+        "The masks of torch's own generator, drawn about ten times as fast. Needs a C compiler, at first use.",
+    )
+    fast_attention: bool | Literal["auto"] = option(
+        "auto",
+        checks.auto_or_boolean,
+        "Attention by plain bf16 matrix products, in reduced precision: about twice as fast as torch's kernel with the "
+        "allocator step.",
+    )
+    fast_convolution: bool | Literal["auto"] = option(
+        "auto",
+        checks.auto_or_boolean,
+        "Gradients of convolutions' weights by plain bf16 matrix products where oneDNN is slow, in reduced precision. "
+        "Needs torch 2.9 or later.",
+    )
+    fast_fetch: bool | Literal["auto"] = option(
+        "auto", checks.auto_or_boolean, "Whole batches out of an in-memory `TensorDataset`."
+    )
+    compile: bool | dict[str, Any] = option(  # noqa: RUF009
+        False,
+        checks.compile_arguments,
+        "`torch.compile` of the models; a dict is passed on to it. Takes a minute first, and seldom pays on a CPU.",
+    )
+    bf16_ops: Collection[str] = option(
+        (), checks.operators, "Names of ATen operators that autocast runs in bf16. Not in this version."
+    )
+    fp32_ops: Collection[str] = option(
+        (), checks.operators, "Names of ATen operators that autocast runs in fp32. Not in this version."
+    )
+    gradient_compression: str | None = option(
+        None, checks.gradient_compression, 'What gradients are rounded to on their way between processes: `"bf16"`.'
+    )
+    timeout: float = option(600.0, checks.seconds, "Seconds that a process waits for another.")
+    verbose: bool | Literal["all"] = option(
+        True, checks.verbosity, 'Report on standard error. `"all"`: also what every process prints.'
     )
 
+    # What is remembered beside the options.
+    auto_precision: bool = field(default=False, init=False, repr=False)
+    given: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    from_environment: tuple[str, ...] = field(default=(), init=False, repr=False)
 
-def _distributed_backend(value: Any) -> str:
-    if isinstance(value, str) and value in ("subprocess", "spawn", "ray"):
-        return "subprocess" if value == "spawn" else value
-    raise RefusedValueError(
-        'it is "subprocess" (also called "spawn") or "ray"', 'Leave it out, which means "subprocess"'
-    )
+    def __post_init__(self) -> None:
+        """Check the arguments one by one, then together, and put each into its one spelling."""
+        values = self.as_dict()
+        given = {name: shown(name, value) for name, value in values.items()}
+        checked, problems = _checked(values, given)
+        _raise_all(problems)
+        self._remember(**checked, given=given)
 
+    @classmethod
+    def from_call(cls, arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
+        """Make the options of a call; the environment wins over its arguments.
 
-def _process_group_backend(value: Any) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, str) and value == "ccl":
-        raise RefusedValueError("oneCCL's binding for torch is retired", "Leave it out, which means gloo")
-    if isinstance(value, str) and _has_backend(value):
-        return value
-    raise RefusedValueError("it is None or a backend that this torch was built with", "Leave it out, which means gloo")
+        Parameters
+        ----------
+        arguments : mapping
+            What was passed, by name; also names that are no options.
+        environ : mapping
+            Holds options as ``NANO_LOOP_<OPTION>``.
+        """
+        overriding, unknown = read_options(environ, CHECKS)
+        values = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
+        given = {name: shown(name, value) for name, value in values.items()}
+        given |= {name: variable for name, (variable, _) in overriding.items()}
+        problems = [_unknown(name, shown(name, arguments[name]), OPTIONS) for name in arguments if name not in CHECKS]
+        problems += [_unknown(name, text, [variable_of(each) for each in OPTIONS]) for name, text in unknown.items()]
+        checked, more = _checked(values | {name: value for name, (_, value) in overriding.items()}, given)
+        _raise_all(problems + more)
+        options = cls(**checked)
+        options._remember(given=given, from_environment=tuple(given[name] for name in overriding))
+        return options
 
+    def resolved(self, machine: Machine) -> Options:
+        """Return the options with the precision that ``"auto"`` means on `machine`; others as they are."""
+        if self.precision != "auto":
+            return self
+        options = copy.copy(self)
+        options._remember(precision="bf16-mixed" if machine.has_fast_bf16 else "32-true", auto_precision=True)
+        return options
 
-def _has_backend(name: str) -> bool:
-    if not torch.distributed.is_available() or name == torch.distributed.Backend.UNDEFINED:
-        return False
-    return name in torch.distributed.Backend.backend_list and torch.distributed.is_backend_available(name)
+    @property
+    def reduced_precision(self) -> bool:
+        """Whether models compute in fewer bits than fp32; ``"auto"`` has to be `resolved` before."""
+        return self.precision in ("bf16-mixed", "bf16-true", "16-mixed")
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return every option by its name."""
+        return {name: getattr(self, name) for name in OPTIONS}
 
-def _precision(value: Any) -> str:
-    if (isinstance(value, str) or _is_number(value, Integral)) and str(value) in _PRECISIONS:
-        return _PRECISIONS[str(value)]
-    allowed = 'it is 32, 64, 16, "bf16", "auto" or one of Fabric\'s names: ' + ", ".join(
-        dict.fromkeys(_PRECISIONS.values())
-    )
-    raise RefusedValueError(allowed, 'Pass "bf16" for speed, or leave it out for fp32')
-
-
-def _cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | None:
-    if value is None:
-        return None
-    if _is_list(value) and value and all(_is_list(ids) and ids and all(map(_is_cpu, ids)) for ids in value):
-        return tuple(tuple(int(each) for each in ids) for ids in value)
-    raise RefusedValueError(
-        "it is a list with a list of CPU ids for each process", "Pass such as [[0, 1], [2, 3]] for two"
-    )
-
-
-def _compile(value: Any) -> bool | dict[str, Any]:
-    if isinstance(value, bool):
-        return value
-    arguments = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
-    if isinstance(value, dict) and value and set(value) <= set(arguments):
-        return dict(value)
-    allowed = f"it is True, False or a dict of torch.compile's arguments: {', '.join(arguments)}"
-    raise RefusedValueError(allowed, 'Pass such as {"mode": "max-autotune"}')
-
-
-def _operators(value: Any) -> tuple[str, ...]:
-    if (_is_list(value) or isinstance(value, (set, frozenset))) and all(
-        isinstance(name, str) and name for name in value
-    ):
-        return tuple(value)
-    raise RefusedValueError("it is a list of the names of ATen operators", 'Pass such as ["layer_norm"]')
+    def _remember(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
-def _gradient_compression(value: Any) -> str | None:
-    if value is None or (isinstance(value, str) and value == "bf16"):
-        return value
-    raise RefusedValueError('it is None or "bf16"', "Leave it out for exact averages")
+_DECLARED = {each.name: each for each in fields(Options) if each.init}
+OPTIONS = tuple(_DECLARED)
+DEFAULTS: dict[str, Any] = {name: each.default for name, each in _DECLARED.items()}
+CHECKS: dict[str, checks.Check] = {name: each.metadata["check"] for name, each in _DECLARED.items()}
 
 
-def _timeout(value: Any) -> float:
-    if _is_number(value, Real) and math.isfinite(value) and value > 0:
-        return float(value)
-    raise RefusedValueError("it is a positive number of seconds", "Leave it out, which means ten minutes")
+def _checked(values: Mapping[str, Any], given: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values in their one spelling, and a sentence for each that cannot be used."""
+    good, problems = {}, []
+    for name, value in values.items():
+        try:
+            good[name] = CHECKS[name](value)
+        except checks.RefusedValueError as refused:
+            problems.append(problem(given[name], *refused.args))
+        except Exception as error:  # a user's object may raise anything when it is looked at
+            raised = f"looking at it raised {type(error).__name__}"
+            problems.append(problem(given[name], raised, "Pass a plain Python value"))
+    return good, problems + checks.contradictions(good)
 
 
-def _verbose(value: Any) -> bool | Literal["all"]:
-    if isinstance(value, bool) or (isinstance(value, str) and value == "all"):
-        return value  # type: ignore[return-value]
-    raise RefusedValueError('it is True, False or "all"', "Pass False to silence the report")
+def _unknown(name: str, given: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return problem(given, "there is no such option", f"Write {close[0]}")
+    return problem(given, f"there is no such option, only {', '.join(known)}", "Leave it out")
 
 
-CHECKS: dict[str, Callable[[Any], Any]] = {
-    "num_processes": _num_processes,
-    "use_ipex": _boolean,
-    "distributed_backend": _distributed_backend,
-    "process_group_backend": _process_group_backend,
-    "precision": _precision,
-    "cpu_for_each_process": _cpu_for_each_process,
-    "channels_last": _boolean,
-    "auto_lr": _boolean,
-    "fused_optimizer": _auto_or_boolean,
-    "allocator": _auto_or_boolean,
-    "fast_dropout": _auto_or_boolean,
-    "fast_attention": _auto_or_boolean,
-    "fast_convolution": _auto_or_boolean,
-    "fast_fetch": _auto_or_boolean,
-    "compile": _compile,
-    "bf16_ops": _operators,
-    "fp32_ops": _operators,
-    "gradient_compression": _gradient_compression,
-    "timeout": _timeout,
-    "verbose": _verbose,
-}
-
-
-#: Options that are on or off, which an environment variable may say with 1 and 0.
-SWITCHES = frozenset(
-    name for name, check in CHECKS.items() if check in (_boolean, _auto_or_boolean, _compile, _verbose)
-)
-#: Options that are lists of names.
-LISTS = frozenset(name for name, check in CHECKS.items() if check is _operators)
-#: More CPUs than Linux knows.
-_TOO_MANY = 1 << 16
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple, range)) and len(value) < _TOO_MANY
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _is_cpu(value: Any) -> bool:
-    return _is_number(value, Integral) and bool(value >= 0)
+def _raise_all(problems: list[str]) -> None:
+    if problems:
+        raise NanoConfigError("\n".join(problems))

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine, format_cpu_list
 from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import SetupReport, StepResult
 from nano_loop.steps import STEPS, GradientAveraging, Step
@@ -27,13 +27,13 @@ class Pipeline:
 
     Parameters
     ----------
-    config : NanoConfig
+    config : Options
         The options.
     seat : Seat
         The place of this process among the ranks, and what it may use of the machine.
     """
 
-    def __init__(self, config: NanoConfig, seat: Seat) -> None:
+    def __init__(self, config: Options, seat: Seat) -> None:
         self.config = config
         self.seat = seat
         self.report: SetupReport | None = None

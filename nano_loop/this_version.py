@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from nano_loop.config import NanoConfig
 from nano_loop.errors import NanoError, problem
+from nano_loop.options import Options
 
 
-def refuse_what_is_not_in_this_version(config: NanoConfig) -> None:
+def refuse_what_is_not_in_this_version(options: Options) -> None:
     """Raise a `NanoError` that names every option that a later version will honour.
 
     Parameters
     ----------
-    config : NanoConfig
+    options : Options
         The options.
     """
     asked = {
-        "distributed_backend": config.distributed_backend == "ray",
-        "precision": config.precision in ("64-true", "16-mixed", "bf16-true"),
-        "bf16_ops": bool(config.bf16_ops),
-        "fp32_ops": bool(config.fp32_ops),
+        "distributed_backend": options.distributed_backend == "ray",
+        "precision": options.precision in ("64-true", "16-mixed", "bf16-true"),
+        "bf16_ops": bool(options.bf16_ops),
+        "fp32_ops": bool(options.fp32_ops),
     }
-    missing = [config.given[name] for name, is_asked in asked.items() if is_asked]
+    missing = [options.given[name] for name, is_asked in asked.items() if is_asked]
     if missing:
         allowed = 'this version trains with precision 32, "bf16" or "auto", in processes of its own'
         raise NanoError(problem(f"{', '.join(missing)}: not in this version of nano_loop", allowed, "Leave it out"))

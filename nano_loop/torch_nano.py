@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nano_loop.checks import check_kinds, check_loop
-from nano_loop.config import OPTIONS, NanoConfig
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.launch.launcher import Call
 from nano_loop.distributed.launch.run import expected_ranks, joined
 from nano_loop.distributed.strategy import RanksFabric
-from nano_loop.errors import NanoError, NanoWarning, problem, shown
+from nano_loop.errors import NanoError, problem
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.pipeline import Pipeline
 from nano_loop.report import SetupReport
-from nano_loop.steps import resolve_precision
+from nano_loop.signatures import documented, method_takes, named
 from nano_loop.this_version import refuse_what_is_not_in_this_version
 
-_Auto = bool | Literal["auto"]
 
-
+@documented
 class TorchNano(RanksFabric):
     """Subclass it, move the training loop into ``train``, and call ``self.setup`` on its objects.
 
@@ -39,45 +37,7 @@ class TorchNano(RanksFabric):
 
     Parameters
     ----------
-    num_processes : int, optional
-        Data-parallel processes, each on cores of its own; None means one, or as many as torchrun, srun or MPI started.
-    use_ipex : bool
-        Run the kernels of Intel Extension for PyTorch, of which 2.8 works with torch 2.8 alone.
-    distributed_backend : {"subprocess", "spawn", "ray"}
-        Who starts the processes; the first two are one. ``"ray"`` is not in this version.
-    process_group_backend : str, optional
-        torch.distributed's backend; gloo by default.
-    precision : {32, "bf16", "auto"} or one of Fabric's names for them
-        ``"bf16"`` runs models under bf16 autocast; parameters, gradients and outputs stay fp32. ``"auto"`` does so
-        where the CPU has the instructions. 64, 16 and ``"bf16-true"`` are not in this version.
-    cpu_for_each_process : list of lists of int, optional
-        The logical CPUs of each process; by default even shares of what this process may use.
-    channels_last : bool
-        Lay 4-D and 5-D inputs of models and of convolutions out as NHWC.
-    auto_lr : bool
-        Let the learning rate ramp up to its product with the number of processes, over the first 1,000 steps.
-    fused_optimizer : bool or "auto"
-        Use the fused CPU kernels of Adam, AdamW, SGD and Adagrad.
-    allocator : bool or "auto"
-        Ask glibc to keep freed memory.
-    fast_dropout : bool or "auto"
-        Draw dropout's masks with a faster generator; "auto" in reduced precision only.
-    fast_attention : bool or "auto"
-        Compute bf16 attention by plain matrix products.
-    fast_convolution : bool or "auto"
-        Compute some gradients of bf16 convolutions by plain matrix products.
-    fast_fetch : bool or "auto"
-        Index in-memory datasets by whole batches.
-    compile : bool or dict
-        Give models to `torch.compile`; a dict is passed on as its arguments.
-    bf16_ops, fp32_ops : list of str
-        Not in this version.
-    gradient_compression : {None, "bf16"}
-        What gradients are rounded to on their way between processes.
-    timeout : float
-        Seconds that a process waits for the others.
-    verbose : bool or "all"
-        Print the report to standard error; with ``"all"`` also what every process prints.
+    {options}
     **others
         ``strategy`` is tolerated for BigDL-Nano's sake, with a `NanoWarning`. Any other name is an error.
 
@@ -113,37 +73,12 @@ class TorchNano(RanksFabric):
     >>> MyNano(verbose=False).train(model, optimizer, torch.utils.data.DataLoader(data, batch_size=4))
     """
 
-    def __init__(
-        self,
-        num_processes: int | None = None,
-        use_ipex: bool = False,
-        distributed_backend: str = "subprocess",
-        process_group_backend: str | None = None,
-        precision: int | str = 32,
-        cpu_for_each_process: list[list[int]] | None = None,
-        channels_last: bool = False,
-        auto_lr: bool = True,
-        *,
-        fused_optimizer: _Auto = "auto",
-        allocator: _Auto = "auto",
-        fast_dropout: _Auto = "auto",
-        fast_attention: _Auto = "auto",
-        fast_convolution: _Auto = "auto",
-        fast_fetch: _Auto = "auto",
-        compile: bool | dict[str, Any] = False,
-        bf16_ops: tuple[str, ...] | list[str] = (),
-        fp32_ops: tuple[str, ...] | list[str] = (),
-        gradient_compression: str | None = None,
-        timeout: float = 600.0,
-        verbose: bool | Literal["all"] = True,
-        **others: Any,
-    ) -> None:
-        arguments = {name: value for name, value in locals().items() if name in OPTIONS}
-        if "strategy" in others:
-            _warn_of_strategy(others.pop("strategy"))
-        self._nano_config = NanoConfig.from_call({**arguments, **others})
-        refuse_what_is_not_in_this_version(self._nano_config)
+    @method_takes(Options)
+    def __init__(self, *args: Any, **others: Any) -> None:
+        options = Options.from_call(named("TorchNano", args, others))
+        refuse_what_is_not_in_this_version(options)
         self._nano_machine = read_machine()
+        self._nano_options = options.resolved(self._nano_machine)
         self._nano_pipeline: Pipeline | None = None
         self._nano_report: SetupReport | None = None
         self._set_up_fabric()
@@ -154,8 +89,7 @@ class TorchNano(RanksFabric):
         self._set_up_fabric()
 
     def _set_up_fabric(self) -> None:
-        precision = resolve_precision(self._nano_config, self._nano_machine)
-        self._be_fabric(precision, expected_ranks(self._nano_config))
+        self._be_fabric(str(self._nano_options.precision), expected_ranks(self._nano_options))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make ``train`` of each subclass a run."""
@@ -287,9 +221,9 @@ class TorchNano(RanksFabric):
         self._nano_report = None
         call = Call(self, args, kwargs, self._names(train, args, kwargs))
         with (
-            joined(self._nano_config, self._nano_machine, call) as seat,
+            joined(self._nano_options, self._nano_machine, call) as seat,
             self._among(seat.ranks),
-            Pipeline(self._nano_config, seat) as self._nano_pipeline,
+            Pipeline(self._nano_options, seat) as self._nano_pipeline,
         ):
             try:
                 return train(self, *args, **kwargs)
@@ -308,15 +242,10 @@ class TorchNano(RanksFabric):
 def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def run(self: TorchNano, *args: Any, **kwargs: Any) -> Any:
-        if "_nano_config" not in vars(self):
+        if "_nano_options" not in vars(self):
             given = f"{type(self).__name__}.__init__ did not call TorchNano's"
             raise NanoError(problem(given, "the options are read there", "Call super().__init__(...) in it"))
         return self._run(train, *args, **kwargs)
 
     run.starts_run = True  # type: ignore[attr-defined]
     return run
-
-
-def _warn_of_strategy(value: Any) -> None:
-    allowed = "nano_loop has one strategy, so the argument changes nothing"
-    warnings.warn(problem(shown("strategy", value), allowed, "Leave it out"), NanoWarning, stacklevel=3)

@@ -24,9 +24,10 @@ ROOMS = (
     ("precision",),
     ("kernels", "parts"),
     ("intercept",),
-    ("config", "checks", "report"),
-    ("cpu", "environment"),
+    ("signatures", "checks", "report"),
     ("options",),
+    ("cpu", "environment"),
+    ("option_checks",),
     ("errors", "version"),
 )
 

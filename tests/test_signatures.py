@@ -1,13 +1,20 @@
-"""The options stand in three signatures, which say the same."""
+"""The options are the parameters of the class and of the decorator, which have nothing of their own to say of them."""
 
-import dataclasses
 import inspect
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
+import nano_loop
 from nano_loop import TorchNano, nano
-from nano_loop.config import NanoConfig
-from nano_loop.options import CHECKS
+from nano_loop.options import DEFAULTS, OPTIONS, Options
+from nano_loop.signatures import documented, with_options
 
 # BigDL-Nano's, in its order, with its defaults.
 FIRST_EIGHT = {
@@ -20,59 +27,132 @@ FIRST_EIGHT = {
     "channels_last": False,
     "auto_lr": True,
 }
-NO_OPTIONS = {"given", "from_environment"}  # what NanoConfig remembers beside the options
-OURS = {
-    "fused_optimizer": "auto",
-    "allocator": "auto",
-    "fast_dropout": "auto",
-    "fast_attention": "auto",
-    "fast_convolution": "auto",
-    "fast_fetch": "auto",
-    "compile": False,
-    "bf16_ops": (),
-    "fp32_ops": (),
-    "gradient_compression": None,
-    "timeout": 600.0,
-    "verbose": True,
-}
+CALLS = pytest.mark.parametrize("call", [TorchNano, nano], ids=["TorchNano", "nano"])
 
 
-def parameters(function):
-    """The parameters that are options: not `self`, and not the unknown names that are told in an error."""
-    found = inspect.signature(function).parameters.values()
-    return [each for each in found if each.name != "self" and each.kind is not each.VAR_KEYWORD]
+def parameters(call):
+    """The parameters that are options: not the unknown names that are told in an error."""
+    return [each for each in inspect.signature(call).parameters.values() if each.kind is not each.VAR_KEYWORD]
 
 
-@pytest.mark.parametrize("call", [TorchNano.__init__, nano, NanoConfig], ids=["TorchNano", "nano", "NanoConfig"])
-def test_names_order_and_defaults_are_the_same(call):
-    found = [(each.name, each.default, type(each.default)) for each in parameters(call)]
-    options = [each for each in found if each[0] not in NO_OPTIONS]
-    assert options == [(name, value, type(value)) for name, value in {**FIRST_EIGHT, **OURS}.items()]
+# --- signatures ---
 
 
-@pytest.mark.parametrize("call", [TorchNano.__init__, nano], ids=["TorchNano", "nano"])
-def test_the_first_eight_may_be_positional_and_ours_are_by_keyword(call):
-    kinds = {each.name: each.kind for each in parameters(call)}
-    assert {kinds[name] for name in FIRST_EIGHT} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    assert {kinds[name] for name in OURS} == {inspect.Parameter.KEYWORD_ONLY}
+@CALLS
+def test_parameters_are_the_options_in_their_order_with_their_types(call):
+    types = get_type_hints(Options)
+    found = [(each.name, each.default, each.annotation) for each in parameters(call)]
+    assert found == [(name, DEFAULTS[name], types[name]) for name in OPTIONS]
 
 
-def test_class_and_decorator_have_the_same_annotations():
-    subclass, decorator = ({each.name: each.annotation for each in parameters(f)} for f in (TorchNano.__init__, nano))
-    subclass.pop("num_processes")
-    decorator.pop("num_processes")  # stands also for the function under a bare @nano
-    assert subclass == decorator
+@CALLS
+def test_first_eight_are_bigdl_nano_s_and_may_be_positional(call):
+    positional = [each for each in parameters(call) if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert {each.name: each.default for each in positional} == FIRST_EIGHT
+    assert [each.name for each in positional] == [*FIRST_EIGHT]
+    assert {each.kind for each in parameters(call)[8:]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-def test_class_and_decorator_take_unknown_names_to_tell_them():
-    for call in (TorchNano.__init__, nano):
-        *_, last = inspect.signature(call).parameters.values()
-        assert last.kind is last.VAR_KEYWORD
+@CALLS
+def test_unknown_names_are_taken_to_be_told(call):
+    *_, last = inspect.signature(call).parameters.values()
+    assert (last.name, last.kind) == ("others", last.VAR_KEYWORD)
 
 
-def test_every_option_is_checked_and_documented():
-    fields = [each.name for each in dataclasses.fields(NanoConfig) if each.name not in NO_OPTIONS]
-    assert fields == [*CHECKS]
-    for name in fields:
-        assert name in TorchNano.__doc__
-        assert name in NanoConfig.__doc__
+def test_method_keeps_self():
+    assert next(iter(inspect.signature(TorchNano.__init__).parameters)) == "self"
+
+
+@CALLS
+def test_more_positional_arguments_than_eight_are_python_s_own_error(call):
+    with pytest.raises(TypeError, match=r"^\w+\(\) takes from 0 to 8 positional arguments but 9 were given$"):
+        call(*FIRST_EIGHT.values(), "auto")
+
+
+@CALLS
+def test_argument_in_order_and_by_name_is_python_s_own_error(call):
+    with pytest.raises(TypeError, match=r"^\w+\(\) got multiple values for argument 'use_ipex'$"):
+        call(1, False, use_ipex=False)
+
+
+@pytest.mark.parametrize("thing", [TorchNano, nano, TorchNano.__init__], ids=["TorchNano", "nano", "method"])
+def test_pickle_takes_them_by_name(thing):
+    assert pickle.loads(pickle.dumps(thing)) is thing
+
+
+# --- docstrings ---
+
+
+@CALLS
+def test_docstring_has_an_entry_for_each_option(call):
+    lines = inspect.getdoc(call).splitlines()
+    start, end = lines.index("Parameters"), lines.index("**others")
+    entries = [line.split(" : ") for line in lines[start + 2 : end] if not line.startswith(" ")]
+    assert [name for name, _ in entries] == [*OPTIONS]
+    kinds = dict(entries)
+    assert kinds["num_processes"] == "int or None"
+    assert kinds["fast_fetch"] == 'bool or "auto"'
+    assert all(line.startswith("    ") for line in lines[start + 2 : end] if " : " not in line)
+    assert max(map(len, lines)) <= 120
+
+
+def test_entries_stand_as_deep_as_the_place_that_is_left_for_them():
+    def function():
+        """Do it.
+
+        Parameters
+        ----------
+        {options}
+        """
+
+    before = function.__doc__
+    depth = before.index("{options}") - before.index("----------\n") - len("----------\n")
+    lines = documented(function).__doc__.splitlines()
+    assert lines[4] == " " * depth + "num_processes : int or None"
+    assert lines[5].startswith(" " * (depth + 4) + "Number")
+
+
+def test_function_without_a_docstring_is_let_alone():
+    def function(first, *args, **others): ...
+
+    assert with_options(function) is function
+    assert function.__doc__ is None
+    assert [*inspect.signature(function).parameters] == ["first", *OPTIONS, "others"]
+
+
+# --- an option that is added ---
+
+ADDED = """
+    dummy: bool | Literal["auto"] = option("auto", checks.auto_or_boolean, "Something that only a test wants.")
+"""
+PROGRAM = """
+import inspect, json, torch
+from nano_loop import TorchNano, nano
+for call in (TorchNano, nano):
+    added = inspect.signature(call).parameters["dummy"]
+    assert (added.default, added.kind) == ("auto", added.KEYWORD_ONLY), call
+    if __debug__:
+        assert 'dummy : bool or "auto"' in call.__doc__, call
+        assert "Something that only a test wants." in call.__doc__, call
+
+@nano(verbose=False, dummy=False)
+def train(model): ...
+
+train(torch.nn.Linear(1, 1))
+print(json.dumps([train.report.options["dummy"], train.report.as_dict()["options"]["dummy"]]))
+print(*train.report.from_environment)
+"""
+
+
+@pytest.mark.parametrize(("flags", "variable"), [((), None), (("-OO",), "yes")], ids=["code", "environment, -OO"])
+def test_option_takes_one_declaration(tmp_path, flags, variable):
+    copied = shutil.copytree(Path(nano_loop.__file__).parent, tmp_path / "nano_loop")
+    source = (copied / "options.py").read_text(encoding="utf-8")
+    assert source.count("    _: KW_ONLY\n") == 1
+    (copied / "options.py").write_text(source.replace("    _: KW_ONLY\n", "    _: KW_ONLY" + ADDED), encoding="utf-8")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), **({"NANO_LOOP_DUMMY": variable} if variable else {})}
+    command = [sys.executable, *flags, "-c", PROGRAM]
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    expected = ["[true, true]", "NANO_LOOP_DUMMY=yes"] if variable else ["[false, false]", ""]
+    assert ended.stdout.splitlines() == expected

@@ -1,5 +1,6 @@
 """`TorchNano`: what `setup` gives back, what is there inside `train`, what is as before outside of it."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, in_bf16, is_fused, seeded  # noqa: F401 - a fixture
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, SetupReport, TorchNano
+from nano_loop.cpu import read_machine
 from nano_loop.report import StepResult
 from nano_loop.steps.precision import Precision
 
@@ -526,10 +528,10 @@ def test_run_and_launch_of_fabric_do_no_harm(job):
 
 
 def test_first_eight_are_in_bigdl_nano_s_order():
-    found = TorchNano(1, False, "spawn", "gloo", "bf16", None, True, False)._nano_config
+    found = TorchNano(1, False, "spawn", "gloo", "bf16", None, True, False)._nano_options
     named = {"process_group_backend": "gloo", "precision": "bf16", "channels_last": True, "auto_lr": False}
-    assert found == TorchNano(num_processes=1, **named)._nano_config
-    assert found != TorchNano(num_processes=1)._nano_config
+    assert found == TorchNano(num_processes=1, **named)._nano_options
+    assert found != TorchNano(num_processes=1)._nano_options
 
 
 def test_ninth_argument_in_order_is_python_s_own_error():
@@ -698,6 +700,23 @@ def test_printed_report_says_what_the_environment_overrode(job, capfd, monkeypat
     assert "applied  precision" in err
     assert loop.report.from_environment == ("NANO_LOOP_PRECISION=bf16",)
     assert loop.report.options["precision"] == "bf16-mixed"
+
+
+def test_auto_precision_is_reported_as_what_it_means_on_this_cpu(job, monkeypatch):
+    slow = dataclasses.replace(read_machine(), instruction_sets=frozenset())
+    monkeypatch.setattr("nano_loop.torch_nano.read_machine", lambda: slow)
+    loop = Loop(precision="auto", verbose=False)
+    assert not loop.train(lambda self: any(in_bf16(self.setup(*job)[0])))
+    assert loop.report["precision"].detail == "fp32, for this CPU has no bf16 instructions"
+    assert loop.report.options["precision"] == "32-true"
+    assert {"fast_dropout", "fast_attention", "fast_convolution"} < set(loop.report.skipped)
+
+
+def test_fp32_run_does_not_speak_of_what_only_reduced_precision_has(job):
+    loop = Loop(verbose=False)
+    loop.train(lambda self: self.setup(*job))
+    named = {result.name for result in loop.report.results}
+    assert not named & {"precision", "fast_dropout", "fast_attention", "fast_convolution"}
 
 
 # --- before and after ---

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine, Share, given_shares, partition
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.errors import NanoConfigError, problem
+from nano_loop.options import Options
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Seat:
     host: Machine
 
 
-def shares_of(config: NanoConfig, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:
+def shares_of(config: Options, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:
     """Return a share of `machine` for each of the `ranks` that are on it.
 
     Raises
@@ -46,7 +46,7 @@ def shares_of(config: NanoConfig, machine: Machine, ranks: Sequence[int]) -> tup
     return partition(machine, len(ranks))
 
 
-def _refuse_where_nothing_can_be_bound(config: NanoConfig) -> None:
+def _refuse_where_nothing_can_be_bound(config: Options) -> None:
     if not hasattr(os, "sched_setaffinity"):
         needed = f"{sys.platform} has no way to bind a process to CPUs"
         raise NanoConfigError(problem(config.given["cpu_for_each_process"], needed, "Leave it out"))

@@ -14,7 +14,7 @@ from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.ipex import Ipex
 from nano_loop.steps.learning_rate import LearningRate
-from nano_loop.steps.precision import Precision, resolve_precision
+from nano_loop.steps.precision import Precision
 from nano_loop.steps.sharding import Sharding
 from nano_loop.steps.step import Step
 from nano_loop.steps.threads import Threads
@@ -38,4 +38,4 @@ STEPS: tuple[type[Step], ...] = (
     Sharding,  # likewise: whose batches, where the one before is about how they are fetched
 )
 
-__all__ = ["STEPS", "GradientAveraging", "Step", "resolve_precision"]
+__all__ = ["STEPS", "GradientAveraging", "Step"]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.averaging.replicas import make_equal, named_buffers, named_parameters
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 
@@ -23,7 +23,7 @@ class Broadcast(RanksStep):
     name = "broadcast"
     needs = "trained"  # optimizers may come alone, with parameters that no model has
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._done: dict[int, object] = {}  # tensors and optimizers by their ids, kept alive
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.torch_private import forget_compiled, is_compiled
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
@@ -26,7 +26,7 @@ class Compile(Step):
     name = "compile"
     required = False
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._compiled: set[int] = set()  # the ids of models
 

@@ -10,7 +10,6 @@ from torch import nn
 from nano_loop.intercept.operators import overridden
 from nano_loop.kernels.attention import for_set_up_models
 from nano_loop.parts import Parts, class_name
-from nano_loop.steps.precision import resolve_precision
 from nano_loop.steps.step import Step
 
 _OPERATOR = "scaled_dot_product_attention"
@@ -20,16 +19,11 @@ class FastAttention(Step):
     """Replaces `scaled_dot_product_attention` under bf16 autocast, for the calls of set-up models."""
 
     name = "fast_attention"
-
-    @property
-    def asked(self) -> bool:
-        """See `Step.asked`; an fp32 run that did not ask for it does not hear of it."""
-        auto_in_fp32 = self.config.fast_attention == "auto" and self.config.precision == "32-true"
-        return self.config.fast_attention is not False and not auto_in_fp32
+    auto_is_for_reduced_precision = True
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if resolve_precision(self.config, self.machine) == "32-true":
+        if not self.config.reduced_precision:
             return "it is faster in bf16 only"
         if not self.required and not any(map(_attends, parts.models)):
             return "no attention was found in the model"

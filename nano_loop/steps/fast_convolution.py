@@ -8,7 +8,6 @@ from torch import nn
 from nano_loop.intercept.operators import gives_kernels, overridden
 from nano_loop.kernels.convolution import for_set_up_models
 from nano_loop.parts import Parts, class_name
-from nano_loop.steps.precision import resolve_precision
 from nano_loop.steps.step import Step
 
 _OPERATOR = "convolution_backward"
@@ -23,16 +22,11 @@ class FastConvolution(Step):
     """Replaces torch's backward of the set-up models' convolutions, and hands to it what it does not do faster."""
 
     name = "fast_convolution"
-
-    @property
-    def asked(self) -> bool:
-        """See `Step.asked`; an fp32 run that did not ask for it does not hear of it."""
-        auto_in_fp32 = self.config.fast_convolution == "auto" and self.config.precision == "32-true"
-        return self.config.fast_convolution is not False and not auto_in_fp32
+    auto_is_for_reduced_precision = True
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if resolve_precision(self.config, self.machine) == "32-true":
+        if not self.config.reduced_precision:
             return "it is faster in bf16 only"
         if not gives_kernels():
             return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.optimizers import guard_layout, is_dense
 from nano_loop.intercept.torch_private import forget_fused_check, fused_check_pending
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
@@ -31,7 +31,7 @@ class FusedOptimizer(Step):
     name = "fused_optimizer"
     needs = "optimizers"
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._switches: dict[int, _Switch] = {}  # by the optimizer's id; a switch keeps its optimizer alive
 

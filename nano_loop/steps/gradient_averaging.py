@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.averaging.averaging import Averaging
 from nano_loop.distributed.loaders.sharding import served_whole_by_mode
@@ -19,6 +18,7 @@ from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
 from nano_loop.distributed.transport.transport import Transport
 from nano_loop.errors import NanoError
 from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 
@@ -31,7 +31,7 @@ class GradientAveraging(RanksStep):
     name = "gradient_averaging"
     needs = "trained"  # optimizers may come alone, with parameters that no model has
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._averaging: Averaging | None = None
         self._way = ""

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch.optim import LBFGS, Optimizer
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.optimizers import Closure, closure_of, with_closure
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 
@@ -30,7 +30,7 @@ class LearningRate(RanksStep):
     name = "learning_rate"
     needs = "optimizers"
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._ramps: dict[int, _Ramp] = {}  # by the optimizer's id; a ramp keeps its optimizer alive
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.intercept.calls import Call, Entries, Entry, Layer, is_forward
 from nano_loop.intercept.nested import map_tensors, shares_memory
 from nano_loop.intercept.torch_private import version
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.precision.autocast import bf16_autocast, to_fp32
 from nano_loop.report import StepResult
@@ -33,18 +33,18 @@ class Precision(Step):
     name = "precision"
     required = False
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._watched: list[tuple[nn.Module, Entry, list[Any]]] = []  # with `_versions` before the run
 
     @property
     def asked(self) -> bool:
         """See `Step.asked`."""
-        return bool(self.config.precision != "32-true")
+        return self.config.reduced_precision or self.config.auto_precision
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if resolve_precision(self.config, self.machine) == "32-true":
+        if not self.config.reduced_precision:
             return "fp32, for this CPU has no bf16 instructions"
         if parts.models and all(map(_is_meta, parts.models)):
             return "the model's parameters are on the meta device, where nothing is computed"
@@ -82,13 +82,6 @@ class Precision(Step):
         given = f"{self.config.given['precision']} on {self.machine.name}"
         lack = "this CPU has no bf16 instructions, so bf16 will be slower than fp32"
         warnings.warn(problem(given, lack, 'Take precision="auto"'), NanoWarning, stacklevel=2)
-
-
-def resolve_precision(config: NanoConfig, machine: Machine) -> str:
-    """Return the precision in force: what the options ask for, or for ``"auto"`` what is fast here."""
-    if config.precision != "auto":
-        return str(config.precision)
-    return "bf16-mixed" if machine.has_fast_bf16 else "32-true"
 
 
 _COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"

@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.loaders.sharding import Shares, forget_last_served, shared_by_user
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.loaders import changed
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 
@@ -23,7 +23,7 @@ class Sharding(RanksStep):
     name = "loaders"
     needs = "loaders"
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._models: list[nn.Module] = []
         self._shares: dict[int, Shares] = {}  # by the id of a loader, which is kept alive by its change

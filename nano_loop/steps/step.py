@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from typing import ClassVar, Literal
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 
@@ -27,7 +27,7 @@ class Step(ABC):
 
     Parameters
     ----------
-    config : NanoConfig
+    config : Options
         The options of the run.
     machine : Machine
         What this process may use.
@@ -43,8 +43,10 @@ class Step(ABC):
     needs: ClassVar[Literal["models", "optimizers", "trained", "loaders"] | None] = "models"
     #: Whether the step is about the process, so that the first ``setup`` of a run does it for all of them.
     once: ClassVar[bool] = False
+    #: Whether "auto" means reduced precision alone, so that an fp32 run that did not ask for the step is silent on it.
+    auto_is_for_reduced_precision: ClassVar[bool] = False
 
-    def __init__(self, config: NanoConfig, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         self.config = config
         self.machine = machine
         self.entries = entries
@@ -54,7 +56,10 @@ class Step(ABC):
     @property
     def asked(self) -> bool:
         """Whether the options turn the step on; a step that is off is silent."""
-        return getattr(self.config, self.name) is not False
+        choice = getattr(self.config, self.name)
+        if choice == "auto" and self.auto_is_for_reduced_precision:
+            return self.config.reduced_precision or self.config.auto_precision
+        return choice is not False
 
     @property
     def required(self) -> bool:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.distributed import seat as shares
 from nano_loop.errors import NanoConfigError
+from nano_loop.options import Options
 
 FOUR = Machine("A CPU", "x86_64", tuple(LogicalCpu(id=cpu, physical_core=cpu) for cpu in range(4)), (0, 1, 2, 3))
 
@@ -15,15 +15,15 @@ def cpus(config, ranks):
 
 
 def test_without_lists_shares_are_even():
-    assert cpus(NanoConfig(num_processes=2), range(2)) == [(0, 1), (2, 3)]
+    assert cpus(Options(num_processes=2), range(2)) == [(0, 1), (2, 3)]
 
 
 def test_ranks_of_a_second_host_get_their_own_lists_though_the_first_names_the_same_cpus():
-    config = NanoConfig(num_processes=4, cpu_for_each_process=[[0], [1], [0], [1]])
+    config = Options(num_processes=4, cpu_for_each_process=[[0], [1], [0], [1]])
     assert cpus(config, [2, 3]) == [(0,), (1,)]
 
 
 def test_lists_are_refused_where_nothing_can_be_bound(monkeypatch):
     monkeypatch.delattr(shares.os, "sched_setaffinity", raising=False)
     with pytest.raises(NanoConfigError, match=r"cpu_for_each_process=\[\[0\]\]: .*no way to bind.*Leave it out"):
-        cpus(NanoConfig(cpu_for_each_process=[[0]]), [0])
+        cpus(Options(cpu_for_each_process=[[0]]), [0])

@@ -4,10 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.distributed.ranks import ALONE
 from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
 
 
 @pytest.fixture
@@ -29,7 +29,8 @@ def step(machine):
 
         def make(kind, on=None, ranks=ALONE, **options):
             entries = Entries()
-            made = kind(NanoConfig(**options), on or machine(), entries, ranks)
+            used = on or machine()
+            made = kind(Options(**options).resolved(used), used, entries, ranks)
             undoing.callback(entries.close)
             undoing.callback(made.undo)
             return made

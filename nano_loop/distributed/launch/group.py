@@ -16,11 +16,11 @@ import torch
 from torch import distributed
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from nano_loop.config import NanoConfig
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.environment import Launch
 from nano_loop.errors import NanoError, problem
 from nano_loop.fabric import SLURMEnvironment
+from nano_loop.options import Options
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _stores: dict[tuple[str, int], Store] = {}  # a server has to outlive the runs that meet on it
@@ -65,7 +65,7 @@ def refuse_existing_group() -> None:
         raise NanoError(problem(given, needed, "Call torch.distributed.destroy_process_group() before"))
 
 
-def local_group(config: NanoConfig, ranks: Ranks) -> AbstractContextManager[None]:
+def local_group(config: Options, ranks: Ranks) -> AbstractContextManager[None]:
     """Return the process group of ranks that nano_loop has started, as a context."""
     assert ranks.folder is not None
     store = FileStore(str(ranks.folder / "store"), ranks.size)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.checkpoints import checkpoints_noted
@@ -26,6 +25,7 @@ from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.environment import without_launch
 from nano_loop.errors import NanoError, NanoWorkerError
+from nano_loop.options import Options
 
 PAYLOAD = "payload"  # the folder of it, beside the store
 # They would put every process on the same CPUs, or stop a worker at a prompt.
@@ -53,12 +53,12 @@ class Call:
 
 
 @contextmanager
-def launched(config: NanoConfig, machine: Machine, call: Call, shared_memory: Path) -> Iterator[Seat]:
+def launched(config: Options, machine: Machine, call: Call, shared_memory: Path) -> Iterator[Seat]:
     """Start a worker for each rank but the first, and take the first seat.
 
     Parameters
     ----------
-    config : NanoConfig
+    config : Options
         The options.
     machine : Machine
         What all ranks may use together.
@@ -89,7 +89,7 @@ def launched(config: NanoConfig, machine: Machine, call: Call, shared_memory: Pa
             workers.wait_until_finished(config.timeout)
 
 
-def _seats(config: NanoConfig, machine: Machine, shares: tuple[Share, ...], folder: Path) -> list[Seat]:
+def _seats(config: Options, machine: Machine, shares: tuple[Share, ...], folder: Path) -> list[Seat]:
     binds = hasattr(os, "sched_setaffinity")
     return [
         Seat(
@@ -130,7 +130,7 @@ def _send(machine: Machine, seats: list[Seat], call: Call) -> None:
         raise NanoWorkerError(str(error), rank=0) from error
 
 
-def _start(config: NanoConfig, seat: Seat) -> Start:
+def _start(config: Options, seat: Seat) -> Start:
     environ = {name: value for name, value in without_launch(os.environ).items() if name not in _NOT_FOR_WORKERS}
     defaults = {"OMP_NUM_THREADS": str(seat.machine.num_threads), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0"}
     ranks = seat.ranks

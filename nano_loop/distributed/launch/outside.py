@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from torch import distributed
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.launch.group import outside_store, process_group
 from nano_loop.distributed.ranks import Ranks
@@ -22,6 +21,7 @@ from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.environment import Launch
 from nano_loop.errors import NanoError, problem
 from nano_loop.fabric import note_rank
+from nano_loop.options import Options
 
 _Mask = tuple[int, ...]  # the CPUs that a rank may use
 
@@ -35,14 +35,14 @@ class _Host(NamedTuple):
 
 
 @contextmanager
-def joined_outside(config: NanoConfig, machine: Machine, launch: Launch, shared_memory: Path) -> Iterator[Seat]:
+def joined_outside(config: Options, machine: Machine, launch: Launch, shared_memory: Path) -> Iterator[Seat]:
     """Join the other processes of a launch.
 
     A process group that the user has made already is used, and left as it is.
 
     Parameters
     ----------
-    config : NanoConfig
+    config : Options
         The options.
     machine : Machine
         What this process may use, which the launcher may have restricted already.
@@ -77,7 +77,7 @@ def joined_outside(config: NanoConfig, machine: Machine, launch: Launch, shared_
         yield Seat(ranks, mine, machine)
 
 
-def _join(config: NanoConfig, launch: Launch, stack: ExitStack) -> None:
+def _join(config: Options, launch: Launch, stack: ExitStack) -> None:
     if not distributed.is_initialized():
         store = outside_store(launch, os.environ, config.timeout)
         group = process_group(
@@ -98,7 +98,7 @@ def _this_host(shared_memory: Path) -> _Host:
     return _Host(socket.gethostname(), boot, shared_memory.stat().st_dev if shared_memory.exists() else 0)
 
 
-def _shares(config: NanoConfig, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:
+def _shares(config: Options, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:
     """Divide the host among its ranks, or give nothing where the launcher has done so, or has too many of them."""
     if config.cpu_for_each_process is None:
         divided = any(each != machine.allowed for each in masks)

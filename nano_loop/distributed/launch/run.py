@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine, bound, restricted
 from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.launcher import Call, launched
@@ -19,6 +18,7 @@ from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.environment import outside_launch
 from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.options import Options
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -39,7 +39,7 @@ def take_seat(seat: Seat) -> None:
     _taken.append(seat)
 
 
-def expected_ranks(config: NanoConfig) -> Ranks:
+def expected_ranks(config: Options) -> Ranks:
     """Return this process's place in its next run, as far as it is known before.
 
     Raises
@@ -60,12 +60,12 @@ def expected_ranks(config: NanoConfig) -> Ranks:
 
 
 @contextmanager
-def joined(config: NanoConfig, machine: Machine, call: Call) -> Iterator[Seat]:
+def joined(config: Options, machine: Machine, call: Call) -> Iterator[Seat]:
     """Bring the ranks of a run together, until all of them have made the call or one has failed.
 
     Parameters
     ----------
-    config : NanoConfig
+    config : Options
         The options.
     machine : Machine
         What all ranks of this host may use together.
@@ -90,7 +90,7 @@ def joined(config: NanoConfig, machine: Machine, call: Call) -> Iterator[Seat]:
         yield seat
 
 
-def _way_in(config: NanoConfig, machine: Machine, call: Call) -> AbstractContextManager[Seat]:
+def _way_in(config: Options, machine: Machine, call: Call) -> AbstractContextManager[Seat]:
     launch = outside_launch(os.environ)
     if _thread.sizes:
         _refuse_ranks_inside(config)
@@ -105,7 +105,7 @@ def _way_in(config: NanoConfig, machine: Machine, call: Call) -> AbstractContext
 
 
 @contextmanager
-def _alone(config: NanoConfig, machine: Machine) -> Iterator[Seat]:
+def _alone(config: Options, machine: Machine) -> Iterator[Seat]:
     if config.cpu_for_each_process is None:
         yield Seat(Ranks(), machine, machine)
         return
@@ -115,7 +115,7 @@ def _alone(config: NanoConfig, machine: Machine) -> Iterator[Seat]:
         yield Seat(ranks, restricted(machine, share, 1), machine)
 
 
-def _refuse_ranks_inside(config: NanoConfig) -> None:
+def _refuse_ranks_inside(config: Options) -> None:
     if (config.num_processes or 1) == 1 and (_thread.sizes[-1] == 1 or config.num_processes == 1):
         return
     given = f"a run inside a run of {_thread.sizes[-1]} process{'es' * (_thread.sizes[-1] > 1)}"
@@ -124,6 +124,6 @@ def _refuse_ranks_inside(config: NanoConfig) -> None:
 
 
 @contextmanager
-def _as_worker(config: NanoConfig, seat: Seat) -> Iterator[Seat]:
+def _as_worker(config: Options, seat: Seat) -> Iterator[Seat]:
     with local_group(config, seat.ranks):
         yield seat

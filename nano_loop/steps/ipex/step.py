@@ -12,8 +12,8 @@ from importlib import import_module, metadata
 
 import torch
 
-from nano_loop.config import NanoConfig
 from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 from nano_loop.steps.ipex.quiet_import import leaving_no_trace
@@ -162,7 +162,7 @@ def _minor(version: str) -> str:
     return ".".join(re.findall(r"\d+", version)[:2])
 
 
-def _kind_of_run(config: NanoConfig, parts: Parts) -> str:
+def _kind_of_run(config: Options, parts: Parts) -> str:
     """Return what two runs share that differ in IPEX alone."""
     options = {name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose")}
     shapes = [tuple(each.shape) for model in parts.models for each in model.parameters()]

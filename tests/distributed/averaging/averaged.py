@@ -4,11 +4,11 @@ from contextlib import contextmanager
 
 import torch
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.distributed.averaging.averaging import Averaging
 from nano_loop.distributed.ranks import ALONE
 from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
 
 MACHINE = Machine("A CPU", "x86_64", (LogicalCpu(id=0, physical_core=0),), (0,))
 
@@ -72,7 +72,7 @@ def _nothing():
 def make_step(kind, ranks, **options):
     """Make a step as the pipeline does; also returns its entries."""
     entries = Entries()
-    return kind(NanoConfig(**options), MACHINE, entries, ranks), entries
+    return kind(Options(**options), MACHINE, entries, ranks), entries
 
 
 def trained(ranks, loop, *args):

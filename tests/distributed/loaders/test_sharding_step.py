@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nano_loop.config import NanoConfig
 from nano_loop.cpu import Machine
 from nano_loop.distributed.loaders.sharding import served_whole_by_mode
 from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.sharding import Sharding
@@ -25,7 +25,7 @@ def numbers(count=10, **options):
 
 
 def made(kind, ranks):
-    return kind(NanoConfig(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks)
+    return kind(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks)
 
 
 def seen(loader):

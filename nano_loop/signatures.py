@@ -1,0 +1,99 @@
+"""Gives a function the options for parameters: in its signature, in its docstring, and for type checkers.
+
+Type checkers read the parameters of `Options` itself, so editors complete the names of options.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+
+from nano_loop.errors import NanoWarning, problem, shown
+from nano_loop.options import Options
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Self = TypeVar("_Self")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_PLACE = re.compile(r"^( *)\{options\}$", re.MULTILINE)
+_WIDTH = 116
+# With types, rather than with text that is to be read in another file.
+_TYPES = get_type_hints(Options)
+_PARAMETERS = [each.replace(annotation=_TYPES[each.name]) for each in inspect.signature(Options).parameters.values()]
+
+
+def with_options(function: _T) -> _T:
+    """Give a function of ``(*args, **others)`` the options for parameters, at run time.
+
+    They stand between its own and ``**others``. What was passed it learns of `named`.
+    """
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    own = [each for each in signature.parameters.values() if each.kind not in _VARIADIC]
+    *_, others = signature.parameters.values()
+    parameters = [*own, *_PARAMETERS, others]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return documented(function)
+
+
+def takes(options: Callable[_P, Options]) -> Callable[[Callable[..., _T]], Callable[_P, _T]]:
+    """Make `with_options` known to type checkers, for a function."""
+    return with_options
+
+
+def method_takes(
+    options: Callable[_P, Options],
+) -> Callable[[Callable[Concatenate[_Self, ...], _T]], Callable[Concatenate[_Self, _P], _T]]:
+    """Make `with_options` known to type checkers, for a method."""
+    return with_options
+
+
+def documented(owner: _T) -> _T:
+    """Put an entry for each option where the docstring of `owner` says ``{options}``; ``python -OO`` keeps none."""
+    if owner.__doc__:
+        owner.__doc__ = _PLACE.sub(lambda place: textwrap.indent(_entries(), place[1]), owner.__doc__)
+    return owner
+
+
+def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was passed to `function`, by name; BigDL-Nano's ``strategy`` is left out, with a warning.
+
+    Its caller is the function that was called, and the warning points at the line that called that one.
+
+    Raises
+    ------
+    TypeError
+        If there are more positional arguments than there may be, or one of them is passed by name too.
+    """
+    positional = [each.name for each in _PARAMETERS if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(positional):
+        most = len(positional)
+        raise TypeError(f"{function}() takes from 0 to {most} positional arguments but {len(args)} were given")
+    arguments = dict(zip(positional, args, strict=False))
+    for name in arguments.keys() & others.keys():
+        raise TypeError(f"{function}() got multiple values for argument {name!r}")
+    arguments |= others
+    if "strategy" in arguments:
+        given = shown("strategy", arguments.pop("strategy"))
+        allowed = "nano_loop has one strategy, so the argument changes nothing"
+        warnings.warn(problem(given, allowed, "Leave it out"), NanoWarning, stacklevel=3)
+    return arguments
+
+
+def _entries() -> str:
+    """Return numpydoc's entries of the options."""
+    return "\n".join(
+        f"{each.name} : {_in_words(each.type)}\n"
+        + textwrap.fill(each.metadata["help"], _WIDTH, initial_indent="    ", subsequent_indent="    ")
+        for each in fields(Options)
+        if each.init
+    )
+
+
+def _in_words(annotation: Any) -> str:
+    """Return a type as numpydoc has it: ``bool or "auto"`` for ``bool | Literal["auto"]``."""
+    return re.sub(r"Literal\[(.*?)\]", r"\1", annotation).replace(" | ", " or ").replace("'", '"')

@@ -1,0 +1,112 @@
+"""For each check of an option: what it lets through and in which spelling, what it refuses, and texts of variables."""
+
+import enum
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from nano_loop import option_checks as checks
+
+
+class Colour(enum.Enum):
+    RED = "bf16"
+
+
+SPELLINGS = {
+    checks.boolean: [(True, True), (False, False)],
+    checks.auto_or_boolean: [(True, True), (False, False), ("auto", "auto")],
+    checks.num_processes: [(None, None), (1, 1), (np.int64(2), 2)],
+    checks.distributed_backend: [("subprocess", "subprocess"), ("spawn", "subprocess"), ("ray", "ray")],
+    checks.process_group_backend: [(None, None), ("gloo", "gloo")],
+    checks.precision: [
+        *((value, "32-true") for value in (32, "32", np.int32(32), "32-true")),
+        *((value, "64-true") for value in (64, "64-true")),
+        *((value, "16-mixed") for value in (16, "16-mixed")),
+        *((value, "bf16-mixed") for value in ("bf16", "bf16-mixed")),
+        ("bf16-true", "bf16-true"),
+        ("auto", "auto"),
+    ],
+    checks.cpu_for_each_process: [
+        (None, None),
+        ([[0, 1], [2]], ((0, 1), (2,))),
+        (((0,), (1,)), ((0,), (1,))),
+        ([range(2, 4)], ((2, 3),)),
+        ([[np.int64(1)]], ((1,),)),
+    ],
+    checks.compile_arguments: [(True, True), (False, False), ({"mode": "max-autotune"}, {"mode": "max-autotune"})],
+    checks.operators: [
+        ([], ()),
+        (["layer_norm", "softmax"], ("layer_norm", "softmax")),
+        ({"softmax"}, ("softmax",)),
+    ],
+    checks.gradient_compression: [(None, None), ("bf16", "bf16")],
+    checks.seconds: [(30, 30.0), (0.5, 0.5), (np.float32(2), 2.0), (Fraction(1, 2), 0.5)],
+    checks.verbosity: [(True, True), (False, False), ("all", "all")],
+}
+
+REFUSED = {
+    checks.boolean: [0, 1, "yes", "auto", 0.1, None, np.True_, torch.channels_last],
+    checks.auto_or_boolean: [0, 0.5, 2, "AUTO", "jemalloc", None],
+    checks.num_processes: [0, -1, True, 2.0, "2", [2], float("nan"), "auto", np.int64(0)],
+    checks.distributed_backend: ["horovod", "Ray", None, 1],
+    checks.process_group_backend: [
+        *("glooo", "", 3, ["gloo"], "undefined", "backend", "gloo ", "GL00"),
+        "nccl" if not torch.distributed.is_nccl_available() else "cncl",
+    ],
+    checks.precision: ["fp8", 8, 32.0, None, True, "BF16", "16-true", torch.bfloat16, Colour.RED],
+    checks.cpu_for_each_process: [[0, 1], [[]], [], [[-1]], [["0"]], [[0.5]], [[True]], "0-3", {0: [0]}],
+    checks.compile_arguments: ["inductor", None, {}, {1: "max-autotune"}],
+    checks.operators: ["layer_norm", [torch.nn.functional.layer_norm], None, [""], 3],
+    checks.gradient_compression: ["fp16", True],
+    checks.seconds: [0, -1.5, "10", float("inf"), float("nan"), None, True],
+    checks.verbosity: ["quiet", 2, None],
+}
+
+# What a message has to name as allowed.
+ALLOWED = {
+    checks.boolean: ("True", "False"),
+    checks.auto_or_boolean: ('"auto"', "True", "False"),
+    checks.num_processes: ("None", "int", "1"),
+    checks.distributed_backend: ('"subprocess"', '"spawn"', '"ray"'),
+    checks.process_group_backend: ("None", "backend"),
+    checks.precision: (
+        *("32", "64", "16", '"bf16"', '"auto"'),
+        *("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true"),
+    ),
+    checks.cpu_for_each_process: ("list", "CPU ids", "each process"),
+    checks.compile_arguments: ("True", "False", "dict", "torch.compile"),
+    checks.operators: ("list", "names", "operators"),
+    checks.gradient_compression: ("None", '"bf16"'),
+    checks.seconds: ("positive", "seconds"),
+    checks.verbosity: ("True", "False", '"all"'),
+}
+
+TEXTS = {
+    checks.boolean: [("false", False), ("True", True), ("off", False), ("1", True), ("0", False)],
+    checks.auto_or_boolean: [("no", False), ("auto", "auto"), (" auto ", "auto"), ("1", True), ("yes", True)],
+    checks.num_processes: [("1", 1), ("none", None)],
+    checks.distributed_backend: [("spawn", "subprocess")],
+    checks.process_group_backend: [("gloo", "gloo")],
+    checks.precision: [
+        ("bf16", "bf16-mixed"),
+        ("32", "32-true"),
+        ("64-true", "64-true"),
+        ("bf16-mixed", "bf16-mixed"),
+    ],
+    checks.cpu_for_each_process: [("[[0, 1]]", ((0, 1),))],
+    checks.compile_arguments: [("{'mode': 'max-autotune'}", {"mode": "max-autotune"}), ("1", True)],
+    checks.operators: [
+        ("['layer_norm', 'softmax']", ("layer_norm", "softmax")),
+        ("layer_norm, softmax", ("layer_norm", "softmax")),
+        ("softmax", ("softmax",)),
+    ],
+    checks.gradient_compression: [("bf16", "bf16")],
+    checks.seconds: [("30", 30.0), ("1", 1.0)],
+    checks.verbosity: [("all", "all"), ("0", False)],
+}
+
+
+def cases(table):
+    """Each check of a table with each of its values."""
+    return [(check, value) for check, values in table.items() for value in values]

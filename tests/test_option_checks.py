@@ -1,0 +1,80 @@
+"""Each check: what it lets through, in which spelling, and what it refuses."""
+
+import inspect
+
+import pytest
+import torch
+from option_values import ALLOWED, REFUSED, SPELLINGS, TEXTS, cases
+
+from nano_loop import option_checks as checks
+from nano_loop.option_checks import RefusedValueError
+
+
+def short(each):
+    return each.__name__ if inspect.isfunction(each) else repr(each)[:30]
+
+
+@pytest.mark.parametrize(("check", "case"), cases(SPELLINGS), ids=short)
+def test_value_is_put_into_its_one_spelling(check, case):
+    value, expected = case
+    found = check(value)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(("check", "case"), cases(SPELLINGS), ids=short)
+def test_one_spelling_is_a_value_too(check, case):
+    _, expected = case
+    assert check(expected) == expected
+
+
+@pytest.mark.parametrize(("check", "value"), cases(REFUSED), ids=short)
+def test_other_value_is_refused_with_what_is_allowed_and_what_to_do(check, value):
+    with pytest.raises(RefusedValueError) as caught:
+        check(value)
+    allowed, advice = caught.value.args
+    assert [word for word in ALLOWED[check] if word not in allowed] == []
+    assert allowed[0].islower()
+    assert advice[0].isupper()
+    assert not allowed.endswith(".")
+    assert not advice.endswith(".")
+
+
+def test_tables_have_every_check():
+    no_checks = {"contradictions"}
+    found = {
+        function
+        for name, function in vars(checks).items()
+        if inspect.isfunction(function) and function.__module__ == checks.__name__ and not name.startswith("_")
+    }
+    found = {function for function in found if function.__name__ not in no_checks}
+    for table in (SPELLINGS, REFUSED, ALLOWED, TEXTS):
+        assert set(table) == found
+
+
+def test_every_backend_of_this_torch_is_let_through():
+    names = torch.distributed.Backend.backend_list
+    usable = [name for name in names if name != "undefined" and torch.distributed.is_backend_available(name)]
+    assert "gloo" in usable
+    for name in usable:
+        checks.process_group_backend(name)
+
+
+def test_arguments_of_a_caller_are_copied():
+    arguments = {"mode": "max-autotune"}
+    found = checks.compile_arguments(arguments)
+    arguments["mode"] = "default"
+    assert found == {"mode": "max-autotune"}
+
+
+def test_values_that_do_not_go_together_are_told():
+    told = checks.contradictions(
+        {"num_processes": 3, "cpu_for_each_process": ((0,), (1,)), "bf16_ops": ("a", "b"), "fp32_ops": ("b",)}
+    )
+    assert len(told) == 2
+    assert all(word in told[0] for word in ("cpu_for_each_process has 2 lists", "num_processes=3"))
+    assert told[1].startswith("b in both bf16_ops and fp32_ops")
+
+
+def test_value_that_was_refused_before_is_in_no_contradiction():
+    assert checks.contradictions({"cpu_for_each_process": ((0,), (1,))}) == []
