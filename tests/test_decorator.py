@@ -586,7 +586,7 @@ def test_inner_call_s_end_leaves_the_outer_one_s_allocator_settings(monkeypatch)
 
     outer(Net())
     assert seen == [allocator._SETTINGS]
-    assert settings[-1] == allocator._DEFAULTS
+    assert settings[-1] == allocator._LEFT
 
 
 # --- errors of the loop ---

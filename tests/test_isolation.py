@@ -355,7 +355,7 @@ def test_function_compiled_before_the_run_is_reported():
 
     with (
         slow_bf16_is_fine(),
-        pytest.warns(NanoWarning, match=r"^Linear was trained in fp32.*Compile it inside the run"),
+        pytest.warns(NanoWarning, match=r"^Linear is trained in fp32.*Compile it inside the run"),
     ):
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert train.report["precision"].status == "skipped"

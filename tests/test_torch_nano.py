@@ -716,7 +716,7 @@ def test_fp32_run_does_not_speak_of_what_only_reduced_precision_has(job):
     loop = Loop(verbose=False)
     loop.train(lambda self: self.setup(*job))
     named = {result.name for result in loop.report.results}
-    assert not named & {"precision", "fast_dropout", "fast_attention", "fast_convolution"}
+    assert not named & {"precision", "fast_attention", "fast_convolution"}
 
 
 # --- before and after ---

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.intercept.calls import Call, Entries, Entry, Layer, is_forward
 from nano_loop.intercept.nested import map_tensors, shares_memory
-from nano_loop.intercept.torch_private import version
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.precision.autocast import bf16_autocast, to_fp32
@@ -35,7 +35,8 @@ class Precision(Step):
 
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
-        self._watched: list[tuple[nn.Module, Entry, list[Any]]] = []  # with `_versions` before the run
+        self._entries_of: dict[int, tuple[nn.Module, Entry]] = {}  # by the id of a model
+        self._missed: list[str] = []
 
     @property
     def asked(self) -> bool:
@@ -55,28 +56,34 @@ class Precision(Step):
         if not self.machine.has_fast_bf16:
             self._warn()
         for model in parts.models:
-            entry = self.entries.add(model, self.name, _under_autocast(_bf16_state(model)))
-            self._watched.append((model, entry, _versions(model)))
+            self._entries_of[id(model)] = model, self.entries.add(model, self.name, _under_autocast(_bf16_state(model)))
+        for optimizer in parts.optimizers:
+            self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
         return "bf16 autocast, outputs fp32"
 
     def closing(self) -> StepResult | None:
-        """Say where a model was trained without a call that could be met, as in a function compiled before the run."""
-        missed = [
-            type(model).__name__
-            for model, entry, versions in self._watched
-            if not entry.was_called and _versions(model) != versions
-        ]
-        if not missed:
-            return None
-        given = f"{', '.join(missed)} was trained in fp32, without one call that nano_loop has seen"
-        cause = "a function that was compiled before the run keeps the calls that it was compiled with"
-        warnings.warn(problem(given, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
-        return StepResult(self.name, "skipped", f"{', '.join(missed)} was never called but by code compiled before")
+        """Say which models were trained without a call that could be met."""
+        names = ", ".join(self._missed)
+        return (
+            StepResult(self.name, "skipped", f"{names} was called by code compiled before the run") if names else None
+        )
+
+    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Warn of a model that this optimizer trains and that was never called, as far as can be seen."""
+        for model, entry in self._entries_of.values():
+            name = type(model).__name__
+            if entry.was_called or name in self._missed or not _is_trained(model, optimizer):
+                continue
+            self._missed.append(name)
+            given = f"{name} is trained in fp32, without one call that nano_loop has seen"
+            cause = "a function that was compiled before the run keeps the calls that it was compiled with"
+            warnings.warn(problem(given, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
 
     def undo(self) -> None:
         """See `Step.undo`."""
         super().undo()
-        self._watched.clear()
+        self._entries_of.clear()
+        self._missed.clear()
 
     def _warn(self) -> None:
         given = f"{self.config.given['precision']} on {self.machine.name}"
@@ -92,10 +99,9 @@ def _is_meta(model: nn.Module) -> bool:
     return bool(parameters) and all(parameter.is_meta for parameter in parameters)
 
 
-def _versions(model: nn.Module) -> list[Any]:
-    """Return what changes when a model is trained; fused optimizers do not count their changes of parameters."""
-    gradients = [(each, each.grad) for each in model.parameters()]
-    return [(version(each), id(grad), 0 if grad is None else version(grad)) for each, grad in gradients]
+def _is_trained(model: nn.Module, optimizer: Optimizer) -> bool:
+    held = {id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+    return any(id(parameter) in held for parameter in model.parameters())
 
 
 def _bf16_state(model: nn.Module) -> list[Tensor]:
