@@ -22,7 +22,8 @@ _MOST_CALLS = 1 << 16
 class Inside(threading.local):
     """Whether this thread is inside a call into a set-up model."""
 
-    yes = False
+    def __init__(self) -> None:
+        self.yes = False  # on the object: `torch.compile` guards on whether it is there
 
 
 class _Graphs(threading.local):
