@@ -1,7 +1,8 @@
-"""Draws a run as bars: each system's speed, of the best peer's, on each workload."""
+"""Draws a run as bars: each system's speed over the best peer's, and the README's picture of speed-ups over plain."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,10 @@ from benchmarks.surroundings import heading
 
 #: By the workload's place: the ratio to the best peer, and its lowest and highest over the rounds.
 Bars = dict[int, tuple[float, float, float]]
+#: By workload and system: the speed-up over plain PyTorch, and its lowest and highest over the rounds.
+SpeedUps = dict[str, dict[str, tuple[float, float, float]]]
+
+COLOURS = ("#b5b5b5", "#e0995e", "#1f6fb4")  # plain, the best peer, nano_loop
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -54,9 +59,41 @@ def _bars(workloads: dict[str, Any], system: str) -> Bars:
     }
 
 
-def _draw_bars(axes: Any, bars: Bars, shift: float, width: float, label: str) -> None:
+def _draw_bars(axes: Any, bars: Bars, shift: float, width: float, label: str, colour: str | None = None) -> None:
     heights = [ratio for ratio, _, _ in bars.values()]
     below = [ratio - low for ratio, low, _ in bars.values()]
     above = [high - ratio for ratio, _, high in bars.values()]
     places = [place + shift * width for place in bars]
-    axes.bar(places, heights, width, yerr=[below, above], label=label, error_kw={"linewidth": 0.8})
+    axes.bar(places, heights, width, yerr=[below, above], label=label, color=colour, error_kw={"linewidth": 0.8})
+
+
+def draw_speed_ups(speed_ups: SpeedUps, path: Path) -> None:
+    """Write a PNG that has the plotted numbers in its "Description", so that a test can read them back.
+
+    The same numbers, with the same matplotlib, give the same bytes.
+    """
+    metadata = {"Software": None, "Description": json.dumps(speed_ups)}
+    speed_up_figure(speed_ups).savefig(path, dpi=150, metadata=metadata)
+
+
+def speed_up_figure(speed_ups: SpeedUps) -> Any:
+    """Return the picture: for each workload a bar for each system, the last with its number above it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    systems = list(next(iter(speed_ups.values())))
+    width = 0.8 / len(systems)
+    for number, system in enumerate(systems):
+        bars = {place: each[system] for place, each in enumerate(speed_ups.values())}
+        _draw_bars(axes, bars, number - (len(systems) - 1) / 2, width, system, COLOURS[number % len(COLOURS)])
+    for place, each in enumerate(speed_ups.values()):
+        ratio, _, high = each[systems[-1]]
+        axes.annotate(f"{ratio:.1f}×", (place + (len(systems) - 1) / 2 * width, high + 0.06), ha="center", fontsize=9)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(speed_ups)), list(speed_ups), fontsize=9)
+    axes.set_ylabel("speed-up over plain PyTorch, fp32")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02, y=0.08)
+    figure.legend(frameon=False, ncols=len(systems), loc="outside upper center")
+    return figure

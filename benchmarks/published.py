@@ -1,16 +1,21 @@
-"""Writes stored results as the markdown tables of the README and of docs/performance.md, which a test holds to them.
+"""Writes stored results as the tables of docs/performance.md and as the README's headline and picture.
 
-python -m benchmarks.published benchmarks/results/*.json
+    python -m benchmarks.published benchmarks/results/*.json
+    python -m benchmarks.published benchmarks/results/NAME.json --picture docs/speed-ups.png
+
+A test checks that the documents and the picture agree with the stored results.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chart import SpeedUps, draw_speed_ups
 from benchmarks.summary import set_matmul_shares
 
 WORKLOADS = {
@@ -22,6 +27,17 @@ WORKLOADS = {
     "unet": "U-Net, 4 × 128², AdamW",
     "mlp": "MLP on tabular data through a `DataLoader`, AdamW",
     "resnet18_folder": "ResNet-18, JPEG files through a `DataLoader`, SGD",
+}
+#: What the README's picture calls them.
+SHORT_NAMES = {
+    "resnet50": "ResNet-50",
+    "vit": "ViT-S",
+    "bert": "BERT-base",
+    "gpt2": "GPT-2",
+    "lstm": "LSTM",
+    "unet": "U-Net",
+    "mlp": "MLP",
+    "resnet18_folder": "ResNet-18, JPEGs",
 }
 SYSTEMS = {
     "autocast": "autocast",
@@ -45,7 +61,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def overview(results: Results) -> str:
-    """Return the README's: a line for each workload, with the best peer."""
+    """Return a line for each workload, with the best peer."""
     head = ["", "plain fp32", "bf16 autocast by hand", "the best peer", "nano_loop, bf16", "× plain", "× the best peer"]
     rows = []
     for name, each in results["workloads"].items():
@@ -140,6 +156,44 @@ def _ratio(median: float, bounds: list[float]) -> str:
     return f"{median:.2f} ({bounds[0]:.2f} to {bounds[1]:.2f})"
 
 
+def headline(results: Results) -> str:
+    """Return the README's sentences: the means over the workloads, the workloads' range, and the rounds' range."""
+    workloads, means = results["workloads"].values(), results["geometric_means"]
+    nano, fp32 = ([each["systems"][system] for each in workloads] for system in ("nano", "nano_fp32"))
+    rounds = [bound for row in nano for bound in row["ratio_to_best_peer_range"]]
+    return (
+        f"**{means['nano']['over_plain']:.1f}× plain PyTorch** ({_range(nano, 'ratio_to_plain')}) and "
+        f"**{means['nano']['over_best_peer']:.2f}× the best peer** ({_range(nano, 'ratio_to_best_peer')}; "
+        f"in single rounds {min(rounds):.2f}× to {max(rounds):.2f}×). With the default options, in fp32, it is "
+        f"{means['nano_fp32']['over_plain']:.2f}× plain PyTorch ({_range(fp32, 'ratio_to_plain')})."
+    )
+
+
+def _range(rows: list[Results], key: str) -> str:
+    ratios = [row[key] for row in rows]
+    return f"{min(ratios):.2f}× to {max(ratios):.2f}×"
+
+
+def speed_ups(results: Results) -> SpeedUps:
+    """Return what the README's picture shows: of each workload plain PyTorch, the best peer and nano_loop."""
+    found = {}
+    for name, each in results["workloads"].items():
+        systems, best = each["systems"], each["best_peer"]
+        found[f"{SHORT_NAMES[name]}\npeer: {SYSTEMS[best].strip('`')}"] = {
+            "plain PyTorch, fp32": _over_plain(systems, "plain"),
+            "the best peer, bf16": _over_plain(systems, best),
+            "nano_loop, bf16": _over_plain(systems, "nano"),
+        }
+    return found
+
+
+def _over_plain(systems: Results, system: str) -> tuple[float, float, float]:
+    """Return the median, the least and the greatest of the rounds' ratios; the median is the stored one."""
+    rounds = zip(systems["plain"]["rounds"], systems[system]["rounds"], strict=True)
+    ratios = [plain["median_ms"] / other["median_ms"] for plain, other in rounds]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
 #: By what results hold, the tables that are made of it.
 TABLES = {"workloads": (overview, times, ratios, memory), "levers": (levers,), "scaling": (scaling,)}
 
@@ -153,8 +207,15 @@ def tables(results: Results) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.published", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="what benchmarks.run has stored")
-    for file in parser.parse_args().files:
-        print(f"\n{file.name}\n", *tables(json.loads(file.read_text())), sep="\n\n")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the first file's speed-ups to FILE")
+    args = parser.parse_args()
+    for file in args.files:
+        results = json.loads(file.read_text())
+        print(f"\n{file.name}\n", *tables(results), sep="\n\n")
+        if "workloads" in results:
+            print(f"\n{headline(results)}")
+    if args.picture:
+        draw_speed_ups(speed_ups(json.loads(args.files[0].read_text())), args.picture)
 
 
 if __name__ == "__main__":

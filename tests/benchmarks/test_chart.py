@@ -1,6 +1,11 @@
-"""The chart's bars are the ratios to the best peer, with their range, of what was measured."""
+"""The charts' bars are the ratios that they were given, with their range over the rounds."""
 
-from benchmarks.chart import _drawn, draw
+import json
+
+import pytest
+from PIL import Image
+
+from benchmarks.chart import _drawn, draw, draw_speed_ups, speed_up_figure
 
 
 def row(ratio, low, high):
@@ -23,3 +28,29 @@ def test_chart_is_written(tmp_path):
     results = {"workloads": WORKLOADS, "machine": machine, "versions": {"torch": "2.13.0"}}
     draw(results, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+SPEED_UPS = {
+    "BERT": {"plain": (1.0, 1.0, 1.0), "peer": (2.0, 1.5, 2.5), "nano_loop": (3.0, 2.75, 3.5)},
+    "MLP": {"plain": (1.0, 1.0, 1.0), "peer": (1.5, 1.25, 1.75), "nano_loop": (1.25, 1.0, 2.0)},
+}
+
+
+def test_bars_of_the_picture_have_the_heights_and_errors_of_the_numbers():
+    axes = speed_up_figure(SPEED_UPS).axes[0]
+    bars = [each for each in axes.containers if hasattr(each, "patches")]
+    assert [each.get_label() for each in bars] == ["plain", "peer", "nano_loop"]
+    for each in bars:
+        expected = [numbers[each.get_label()] for numbers in SPEED_UPS.values()]
+        assert [patch.get_height() for patch in each.patches] == [median for median, _, _ in expected]
+        (lines,) = each.errorbar.lines[2]
+        ends = [(low, high) for (_, low), (_, high) in lines.get_segments()]
+        assert ends == [pytest.approx(bounds) for _, *bounds in expected]
+
+
+def test_picture_holds_its_numbers_and_is_the_same_when_drawn_again(tmp_path):
+    for name in ("one.png", "two.png"):
+        draw_speed_ups(SPEED_UPS, tmp_path / name)
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    with Image.open(tmp_path / "one.png") as picture:
+        assert json.loads(picture.info["Description"]) == json.loads(json.dumps(SPEED_UPS))

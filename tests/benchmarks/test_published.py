@@ -1,14 +1,16 @@
-"""The tables in the README and in docs/performance.md are those of the stored results, to the last digit."""
+"""The README's headline and picture and the tables of docs/performance.md are those of the stored results."""
 
 import json
 from pathlib import Path
 
 import pytest
 from command_line import ROOT
+from PIL import Image
 
-from benchmarks.published import TABLES, overview, tables
+from benchmarks.published import TABLES, headline, speed_ups, tables
 
 RESULTS = {path.name: json.loads(path.read_text()) for path in sorted(Path(ROOT, "benchmarks/results").glob("2*.json"))}
+SHOWN = RESULTS["2026-11-amd-epyc-2-cores.json"]  # in the README: all workloads and systems
 README, PERFORMANCE = (Path(ROOT, name).read_text() for name in ("README.md", "docs/performance.md"))
 
 
@@ -18,10 +20,28 @@ def test_results_of_each_kind_are_stored(kind):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_documents_have_the_tables_of_the_results(name):
-    found = RESULTS[name]
-    for table in tables(found):
-        assert table in (README if "workloads" in found and table == overview(found) else PERFORMANCE)
+def test_performance_page_has_the_tables_of_the_results(name):
+    for table in tables(RESULTS[name]):
+        assert table in PERFORMANCE
+
+
+def test_readme_has_the_headline_of_the_results():
+    assert headline(SHOWN) in " ".join(README.split())
+
+
+def test_readme_shows_the_picture_of_the_results():
+    assert "(docs/speed-ups.png)" in README
+    with Image.open(Path(ROOT, "docs/speed-ups.png")) as picture:
+        plotted = json.loads(picture.info["Description"])
+    assert plotted == json.loads(json.dumps(speed_ups(SHOWN)))
+
+
+def test_picture_agrees_with_the_stored_ratios_to_plain():
+    found = SHOWN["workloads"].values()
+    for shown, each in zip(speed_ups(SHOWN).values(), found, strict=True):
+        stored = [each["systems"][name]["ratio_to_plain"] for name in ("plain", each["best_peer"], "nano")]
+        assert [median for median, _, _ in shown.values()] == stored
+        assert all(low <= median <= high for median, low, high in shown.values())
 
 
 @pytest.mark.parametrize("name", RESULTS)
