@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -16,8 +17,8 @@ from torch.utils.data import DataLoader
 from nano_loop.checks import check_kinds, check_loop
 from nano_loop.config import OPTIONS, NanoConfig
 from nano_loop.cpu import read_machine
-from nano_loop.distributed.launch.launcher import Call
-from nano_loop.distributed.launch.run import expected_ranks, joined
+from nano_loop.distributed.launch.joining import expected_ranks, joined
+from nano_loop.distributed.seat import Seat
 from nano_loop.distributed.strategy import RanksFabric
 from nano_loop.errors import NanoError, NanoWarning, problem, shown
 from nano_loop.parts import Parts
@@ -285,9 +286,10 @@ class TorchNano(RanksFabric):
         if self._nano_pipeline is not None:  # train calls super().train()
             return train(self, *args, **kwargs)
         self._nano_report = None
-        call = Call(self, args, kwargs, self._names(train, args, kwargs))
+        worker_seat: Seat | None = vars(self).pop("_nano_seat", None)
+        task = _TrainTask(self, args, kwargs, self._names(train, args, kwargs))
         with (
-            joined(self._nano_config, self._nano_machine, call) as seat,
+            nullcontext(worker_seat) if worker_seat else joined(self._nano_config, self._nano_machine, task) as seat,
             self._among(seat.ranks),
             Pipeline(self._nano_config, seat) as self._nano_pipeline,
         ):
@@ -303,6 +305,23 @@ class TorchNano(RanksFabric):
         except TypeError:  # the call itself will say so
             return {}
         return {**bound, **{f"self.{name}": value for name, value in self.__getstate__().items()}}
+
+
+@dataclass
+class _TrainTask:
+    """``loop.train(*args, **kwargs)``, on every rank."""
+
+    loop: TorchNano
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: Mapping[str, Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _TrainTask, (self.loop, self.args, self.kwargs, {})
+
+    def run_in(self, seat: Seat) -> object:
+        vars(self.loop)["_nano_seat"] = seat
+        return self.loop.train(*self.args, **self.kwargs)
 
 
 def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:
