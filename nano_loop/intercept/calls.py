@@ -31,7 +31,7 @@ Call = Callable[..., Any]
 Layer = Callable[[Call], Call]
 
 
-class _Thread(threading.local):
+class _InsideModel(threading.local):
     """Whether this thread is inside a set-up model."""
 
     inside = False
@@ -40,7 +40,7 @@ class _Thread(threading.local):
 # torch's own classes are entered through __call__; replacing their methods too would touch every model there is.
 _NOT_THE_USERS = frozenset({"torch", "builtins", "typing", "abc", "collections"})
 
-_thread = _Thread()
+_thread = _InsideModel()
 _entries: dict[int, Entry] = {}  # by the id of a module
 _FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
 

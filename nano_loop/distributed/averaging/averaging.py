@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nano_loop.distributed.averaging.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
-from nano_loop.distributed.averaging.gradients import DenseShare, average_sparse, kind_of
+from nano_loop.distributed.averaging.gradients import DenseGradient, average_sparse, kind_of
 from nano_loop.distributed.averaging.parameters import Parameters
 from nano_loop.distributed.averaging.replicas import make_equal
 from nano_loop.distributed.random_states import part_ways
@@ -165,12 +165,12 @@ class Averaging:
         for parameter, kinds in zip(self._parameters.in_order, zip(*arrived, strict=True), strict=True):
             if any(kinds):
                 (dense if DENSE in kinds else sparse).append(parameter)
-        shares = [DenseShare(parameter) for parameter in dense]
-        flat = [share.flat for share in shares if share.flat.numel()]
+        gradients = [DenseGradient(parameter) for parameter in dense]
+        flat = [gradient.flat for gradient in gradients if gradient.flat.numel()]
         if flat:
             self._transport.average(flat)
-        for share in shares:
-            share.put_back()
+        for gradient in gradients:
+            gradient.put_back()
         average_sparse(sparse, self._ranks)
 
     def _welcome(self) -> None:
