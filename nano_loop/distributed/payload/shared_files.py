@@ -73,7 +73,7 @@ class SharedFiles:
 
     def _no_room(self, size: int, error: OSError) -> str:
         needed = f"the arguments of the call need at least {self._written + size:,} bytes in {self._folder}"
-        allowed = "they travel to the worker processes through files in shared memory"
+        allowed = "they are sent to the worker processes through files in shared memory"
         advice = "Enlarge that file system (docker: --shm-size), or set TMPDIR to a folder that has room"
         return problem(f"{needed}, and {self._free:,} bytes were free there ({error.strerror})", allowed, advice)
 
