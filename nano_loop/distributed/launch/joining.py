@@ -48,7 +48,7 @@ def joined(options: NanoConfig, machine: Machine, task: Task) -> Iterator[Seat]:
     Yields
     ------
     Seat
-        This process's. Where it has CPUs of its own, every thread of the process is bound to them.
+        This process's. If CPUs were assigned to it, every thread of the process is bound to them.
 
     Raises
     ------

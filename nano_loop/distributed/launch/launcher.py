@@ -34,7 +34,7 @@ class Task(Protocol):
 class Launcher(ABC):
     """Brings the ranks of one run together, and lets them end together.
 
-    Whoever adds a launcher writes a subclass in a file or folder of its own, and a line in
+    Whoever adds a launcher writes a subclass, in a new file or folder, and a line in
     `nano_loop.distributed.launch.choice.choose`. A launcher has to do five things, the first of them twice:
 
     - *seats, before the run*: `expected_ranks` says how many ranks there will be and which this process is, from the

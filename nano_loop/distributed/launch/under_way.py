@@ -46,7 +46,7 @@ def under_way(size: int) -> Iterator[None]:
 
 @contextmanager
 def whole_process(given: str, what: str) -> Iterator[None]:
-    """Have the process group and the CPU binding of all threads to oneself; runs nest in a thread.
+    """Hold the process group and the CPU binding of all threads for one run; in a thread, runs nest.
 
     Parameters
     ----------
@@ -75,5 +75,5 @@ def whole_process(given: str, what: str) -> Iterator[None]:
 def _refusal(given: str, holder: _Holder) -> str:
     here = threading.current_thread().name
     taken = f"thread {holder.thread.name!r} is in {holder.what}"
-    advice = "Start this one when that one has ended, or in a process of its own"
+    advice = "Start this run when that one has ended, or in a separate process"
     return problem(f"{given} in thread {here!r}", taken, advice)

@@ -174,7 +174,7 @@ def sharded(take: Callable[[int], list[Any]], rank: int, size: int) -> Iterator[
     """Yield every `size`-th item, from the `rank`-th on, and as many of them on every rank.
 
     The last group is filled up from the first items. A group is taken whole before its item is yielded, so what the
-    loop tells a sampler in between counts for the same items on every rank.
+    loop changes in a sampler in between counts for the same items on every rank.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ class BoundWorker:
     Parameters
     ----------
     cpus : tuple of int
-        The logical CPUs; those that the worker may not use are left to the system to refuse, and nothing is bound.
+        The logical CPUs; if the system refuses them, nothing is bound.
     then : callable, optional
         The loader's own.
     """

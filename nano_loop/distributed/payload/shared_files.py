@@ -14,14 +14,14 @@ import torch
 
 from nano_loop.errors import NanoError, problem
 
-#: Bytes from which a buffer gets a file of its own.
+#: Bytes from which a buffer gets its own file.
 LARGE = 2**20
 
 
 class SharedFiles:
     """Writes a payload and the large buffers beside it.
 
-    Everything is written with `write(2)`, which says that a folder is full; a store into a mapping would end the
+    Everything is written with `write(2)`, which fails if the folder is full; a store into a mapping would end the
     process by SIGBUS.
 
     Parameters
@@ -53,7 +53,7 @@ class SharedFiles:
         return self._write(self._payload, PickleBuffer(data).raw())
 
     def take(self, buffer: PickleBuffer) -> bool:
-        """Write a large buffer to a file of its own; True says that the pickler has to keep it in the payload."""
+        """Write a large buffer to its own file; True means that the pickler keeps it in the payload."""
         view = buffer.raw()
         if view.nbytes < LARGE:
             return True

@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Packing:
-    """The batches of one list; `split` are the tensors that more than one batch holds; `mark` tells lists apart."""
+    """The batches of one list; `split` are the tensors that more than one batch holds; `mark` identifies the list."""
 
     batches: tuple[Batch, ...]
     split: tuple[int, ...]
@@ -208,5 +208,5 @@ def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None
 def _refuse_unknown(dtype: torch.dtype) -> None:
     if dtype not in AVERAGED:
         known = ", ".join(str(each).removeprefix("torch.") for each in AVERAGED)
-        advice = "Average it yourself, or give it one of these dtypes"
-        raise NanoError(problem(f"a gradient of {dtype}", f"ranks average {known}", advice))
+        advice = "Convert the parameter to one of these dtypes"
+        raise NanoError(problem(f"a gradient of {dtype}", f"nano_loop averages {known}", advice))

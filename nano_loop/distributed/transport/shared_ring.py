@@ -109,7 +109,7 @@ class Ring:
 
     def _stage(self, batch: Batch, number: int, count: int) -> _Stage:
         row = self._memory[number % self._slots, :, : batch.nbytes].view(batch.dtype)
-        # Slices end where cache lines do, lest two ranks write to one line.
+        # Slices end where cache lines do, so that no two ranks write to one line.
         length = -(-batch.length // self._size)
         length = -(-length // LINE) * LINE
         mine = slice(self._rank * length, min(self._rank * length + length, batch.length))

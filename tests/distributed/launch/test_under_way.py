@@ -98,7 +98,7 @@ def test_second_list_of_cpus_in_another_thread_is_refused_and_every_mask_comes_b
     assert type(second) is NanoError
     assert str(second) == (
         f"cpu_for_each_process=[[{cpus[-1]}]] in thread 'run 1': thread 'run 0' is in a run with cpu_for_each_process, "
-        "which binds all threads. Start this one when that one has ended, or in a process of its own."
+        "which binds all threads. Start this run when that one has ended, or in a separate process."
     )
 
 

@@ -1,4 +1,4 @@
-"""How torchrun, srun and MPI tell a process its place: by environment variables."""
+"""The environment variables in which torchrun, srun and MPI pass a process its place."""
 
 from __future__ import annotations
 

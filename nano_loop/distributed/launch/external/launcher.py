@@ -134,7 +134,7 @@ def _seated(options: NanoConfig, machine: Machine, everyone: Ranks) -> Iterator[
 
 
 class _Host(NamedTuple):
-    """What tells two hosts apart; a container with shared memory of its own counts as a host."""
+    """What identifies a host; a container with its own shared memory counts as one."""
 
     name: str
     boot: str
