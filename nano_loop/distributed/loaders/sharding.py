@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
 
 from nano_loop.distributed.loaders.agreed_randomness import AgreedItems, AgreedState
+from nano_loop.distributed.loaders.bound_worker import BoundWorker
 from nano_loop.distributed.random_states import generators_of, part_ways
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.intercept.loaders import LoaderChange, Start
@@ -193,27 +192,3 @@ def sharded(take: Callable[[int], list[Any]], rank: int, size: int) -> Iterator[
         yield item
         if last:
             return
-
-
-class BoundWorker:
-    """Binds a loader's worker process to some CPUs, and then does what the loader's own ``worker_init_fn`` does.
-
-    Parameters
-    ----------
-    cpus : tuple of int
-        The logical CPUs; if the system refuses them, nothing is bound.
-    then : callable, optional
-        The loader's own.
-    """
-
-    def __init__(self, cpus: tuple[int, ...], then: Callable[[int], Any] | None) -> None:
-        self.cpus = cpus
-        self.then = then
-
-    def __call__(self, worker: int) -> None:
-        """Do both in the worker of that number."""
-        if hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):  # they are not this process's to use, and it works on others as well
-                os.sched_setaffinity(0, self.cpus)
-        if self.then is not None:
-            self.then(worker)

@@ -12,18 +12,8 @@ import torch
 from torch import distributed
 
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.packing import (
-    Batch,
-    divide,
-    empty,
-    fill,
-    is_summed_wider,
-    new_scratch,
-    pack,
-    real,
-    signature,
-    write_mean,
-)
+from nano_loop.distributed.transport.means import divide, is_summed_wider, new_scratch, real, write_mean
+from nano_loop.distributed.transport.packing import Batch, empty, fill, pack, signature
 from nano_loop.errors import NanoError, problem
 
 _BUCKET = 25 << 20  # bytes: large enough for bandwidth, small enough that copying one overlaps with sending another

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.packing import Batch, Packing, Place, empty, fill, new_scratch, real, write_mean
+from nano_loop.distributed.transport.means import new_scratch, real, write_mean
+from nano_loop.distributed.transport.packing import Batch, Packing, Place, empty, fill
 from nano_loop.distributed.transport.shared_segment import LINE, SharedSegment
 
 

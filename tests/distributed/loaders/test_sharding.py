@@ -27,7 +27,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from nano_loop.distributed.loaders.sharding import BatchSharding, BoundWorker, forget_last_served, served_whole_by_mode
+from nano_loop.distributed.loaders.bound_worker import BoundWorker
+from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_served, served_whole_by_mode
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.intercept.loaders import changed
 
