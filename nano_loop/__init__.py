@@ -1,5 +1,6 @@
 """Makes a raw PyTorch training loop faster on CPUs, and leaves its body untouched."""
 
+from nano_loop.accelerated import accelerated
 from nano_loop.decorator import nano
 from nano_loop.errors import NanoConfigError, NanoError, NanoWarning, NanoWorkerError
 from nano_loop.precision.autocast import disable_casts
@@ -16,6 +17,7 @@ __all__ = [
     "StepResult",
     "TorchNano",
     "__version__",
+    "accelerated",
     "disable_casts",
     "nano",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, overload
 
 from torch import nn
@@ -17,8 +17,8 @@ from nano_loop.intercept.nested import find
 from nano_loop.intercept.torch_private import is_loss
 from nano_loop.options import Options
 from nano_loop.parts import Parts
+from nano_loop.run import Run, Settings, Task
 from nano_loop.signatures import named, takes, with_options
-from nano_loop.torch_nano import TorchNano
 
 _METHODS = (staticmethod, classmethod)
 
@@ -69,20 +69,23 @@ def nano(*args: Any, **others: Any) -> Any:
     function = options.get("num_processes")
     if callable(function) or isinstance(function, _METHODS):  # @nano without parentheses
         return _decorated(function, options | {"num_processes": None})
-    _Loop(**options)  # a wrong option is told where it stands, and not at the first call
+    Settings.read(options).expected_ranks()  # a wrong option is an error where it stands, and not at the first call
     return functools.partial(_decorated, options=options)
 
 
-class _Loop(TorchNano):
-    """The run of one call of a decorated function."""
+class _Call(Task):
+    """``function(*args, **kwargs)``, with what is among its arguments set up."""
 
-    def _names(self, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-        function, *given = args
-        return {**_arguments(function, *given), _name(function): function}
+    def __init__(
+        self, settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__(settings, {**_arguments(function, args, kwargs), _name(function): function})
+        self._function, self._args, self._kwargs = function, args, kwargs
 
-    def train(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._accelerate(_parts(function, args, kwargs))
-        return function(*args, **kwargs)
+    def do(self, run: Run) -> Any:
+        """See `Task.do`."""
+        run.apply(_parts(self._function, self._args, self._kwargs))
+        return self._function(*self._args, **self._kwargs)
 
 
 def _decorated(function: Any, options: dict[str, Any]) -> Any:
@@ -92,11 +95,13 @@ def _decorated(function: Any, options: dict[str, Any]) -> Any:
 
     @functools.wraps(function)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
-        loop = _Loop(**options)
+        task = _Call(Settings.read(options), function, args, kwargs)
+        run = Run(task.settings, task)
         try:
-            return loop.train(function, args, kwargs)
+            with run:
+                return task.do(run)
         finally:
-            accelerated.report = loop.report  # type: ignore[attr-defined]
+            accelerated.report = run.report  # type: ignore[attr-defined]
 
     accelerated.report = None  # type: ignore[attr-defined]
     return accelerated

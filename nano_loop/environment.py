@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from nano_loop.option_checks import Check, RefusedValueError
 
 _PREFIX = "NANO_LOOP_"
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None}
-# A launch is one where a rank has a size beside it. SLURM_NTASKS alone is not one: sbatch and salloc set it too.
-# The innermost comes first: srun may have started one torchrun or one daemon of mpirun on each host.
-_LAUNCHERS = (
-    ("torchrun", "RANK", "WORLD_SIZE"),
-    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("mpirun", "PMI_RANK", "PMI_SIZE"),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
-_LAUNCH_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-_LAUNCH_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-class Launch(NamedTuple):
-    """The place that somebody else's launcher has given to this process."""
-
-    launcher: str
-    rank: int
-    size: int
 
 
 def variable_of(option: str) -> str:
@@ -84,22 +66,3 @@ def _may_be(value: Any, check: Check) -> bool:
     except RefusedValueError:
         return False
     return True
-
-
-def outside_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Return the place that torchrun, srun or MPI has given to this process; None where there is one process."""
-    for launcher, rank, size in _LAUNCHERS:
-        if environ.get(rank, "").isdecimal() and environ.get(size, "").isdecimal():
-            by_srun = size == "PMI_SIZE" and environ[size] == environ.get("SLURM_STEP_NUM_TASKS")  # srun --mpi=pmi2
-            launch = Launch("srun" if by_srun else launcher, int(environ[rank]), int(environ[size]))
-            return launch if launch.size > 1 else None
-    return None
-
-
-def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without the variables by which launchers speak to the processes that they start."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith(_LAUNCH_PREFIXES) and name not in _LAUNCH_NAMES
-    }

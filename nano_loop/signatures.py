@@ -19,7 +19,6 @@ from nano_loop.options import Options
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Self = TypeVar("_Self")
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _PLACE = re.compile(r"^( *)\{options\}$", re.MULTILINE)
 _WIDTH = 116
 # With types, rather than with text that is to be read in another file.
@@ -30,12 +29,17 @@ _PARAMETERS = [each.replace(annotation=_TYPES[each.name]) for each in inspect.si
 def with_options(function: _T) -> _T:
     """Give a function of ``(*args, **others)`` the options for parameters, at run time.
 
-    They stand between its own and ``**others``. What was passed it learns of `named`.
+    They stand between its own and ``**others``; behind a ``*`` parameter of another name than ``args``, by keyword
+    only. What was passed the function learns of `named`.
     """
     signature = inspect.signature(function)  # type: ignore[arg-type]
-    own = [each for each in signature.parameters.values() if each.kind not in _VARIADIC]
-    *_, others = signature.parameters.values()
-    parameters = [*own, *_PARAMETERS, others]
+    *own, others = signature.parameters.values()
+    if own and own[-1].kind is inspect.Parameter.VAR_POSITIONAL and own[-1].name != "args":
+        options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in _PARAMETERS]
+    else:
+        own = [each for each in own if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+        options = _PARAMETERS
+    parameters = [*own, *options, others]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return documented(function)
 

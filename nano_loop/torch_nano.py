@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -13,17 +13,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nano_loop.checks import check_kinds, check_loop
-from nano_loop.cpu import read_machine
-from nano_loop.distributed.launch.launcher import Call
-from nano_loop.distributed.launch.run import expected_ranks, joined
 from nano_loop.distributed.strategy import RanksFabric
 from nano_loop.errors import NanoError, problem
 from nano_loop.options import Options
 from nano_loop.parts import Parts
-from nano_loop.pipeline import Pipeline
 from nano_loop.report import SetupReport
+from nano_loop.run import Run, Settings, Task
 from nano_loop.signatures import documented, method_takes, named
-from nano_loop.this_version import refuse_what_is_not_in_this_version
 
 
 @documented
@@ -75,21 +71,18 @@ class TorchNano(RanksFabric):
 
     @method_takes(Options)
     def __init__(self, *args: Any, **others: Any) -> None:
-        options = Options.from_call(named("TorchNano", args, others))
-        refuse_what_is_not_in_this_version(options)
-        self._nano_machine = read_machine()
-        self._nano_options = options.resolved(self._nano_machine)
-        self._nano_pipeline: Pipeline | None = None
+        self._nano_settings = Settings.read(named("TorchNano", args, others))
+        self._nano_run: Run | None = None
         self._nano_report: SetupReport | None = None
         self._set_up_fabric()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take up what has travelled."""
+        """Take up what was pickled."""
         vars(self).update(state)
         self._set_up_fabric()
 
     def _set_up_fabric(self) -> None:
-        self._be_fabric(str(self._nano_options.precision), expected_ranks(self._nano_options))
+        self._be_fabric(str(self._nano_settings.options.precision), self._nano_settings.expected_ranks())
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make ``train`` of each subclass a run."""
@@ -137,18 +130,14 @@ class TorchNano(RanksFabric):
         NanoError
             If it is called outside ``train``.
         """
-        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        check_kinds(
-            ("model", nn.Module, [model]),
-            ("optimizer", Optimizer, optimizers),
-            ("dataloaders", DataLoader, dataloaders),
-        )
+        check_kinds(("model", nn.Module, [model]))
+        run = self._active_run
         if move_to_device:
             self.to_device(model)
-        self._accelerate(Parts([model], optimizers, list(dataloaders)))
-        if not dataloaders:
-            return model, optimizer
-        return model, optimizer, dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
+        try:
+            return run.setup(model, optimizer, *dataloaders)
+        finally:
+            self._nano_report = run.report
 
     def setup_module(  # type: ignore[override]
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
@@ -190,12 +179,19 @@ class TorchNano(RanksFabric):
         return dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
 
     def _accelerate(self, parts: Parts) -> None:
-        if self._nano_pipeline is None:
+        run = self._active_run
+        try:
+            run.apply(parts)
+        finally:
+            self._nano_report = run.report
+
+    @property
+    def _active_run(self) -> Run:
+        if self._nano_run is None:
             given = "setup was called outside train"
             needed = "what it changes is put back when train ends"
             raise NanoError(problem(given, needed, "Call it in train, and call train from outside"))
-        self._nano_pipeline.apply(parts)
-        self._nano_report = self._nano_pipeline.report
+        return self._nano_run
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Return a context in which backwards leave the gradients of `module` unaveraged.
@@ -211,27 +207,29 @@ class TorchNano(RanksFabric):
             With False, the context does nothing.
         """
         check_kinds(("module", nn.Module, [module]))
-        if self._nano_pipeline is None or not enabled:
+        if self._nano_run is None or not enabled:
             return nullcontext()
-        return self._nano_pipeline.without_averaging(module)
+        return self._nano_run.without_averaging(module)
 
-    def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._nano_pipeline is not None:  # train calls super().train()
+    def _start(self, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._nano_run is not None:  # train calls super().train(), or a worker's run has begun
             return train(self, *args, **kwargs)
-        self._nano_report = None
-        call = Call(self, args, kwargs, self._names(train, args, kwargs))
-        with (
-            joined(self._nano_options, self._nano_machine, call) as seat,
-            self._among(seat.ranks),
-            Pipeline(self._nano_options, seat) as self._nano_pipeline,
-        ):
+        task = _Training(self, train, args, kwargs)
+        with Run(self._nano_settings, task) as run:
+            return task.do(run)
+
+    @contextmanager
+    def _inside(self, run: Run) -> Iterator[None]:
+        """Let ``setup`` and Fabric's collectives be those of a run."""
+        self._nano_run, self._nano_report = run, None
+        with self._among(run.ranks):
             try:
-                return train(self, *args, **kwargs)
+                yield
             finally:
-                self._nano_pipeline = None
+                self._nano_run = None
 
     def _names(self, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-        """Return what has to travel to workers, by the names that the user knows."""
+        """Return what workers get, by the names that the user knows."""
         try:
             bound = inspect.signature(train).bind(self, *args, **kwargs).arguments
         except TypeError:  # the call itself will say so
@@ -239,13 +237,34 @@ class TorchNano(RanksFabric):
         return {**bound, **{f"self.{name}": value for name, value in self.__getstate__().items()}}
 
 
+class _Training(Task):
+    """``loop.train(*args, **kwargs)``."""
+
+    def __init__(
+        self, loop: TorchNano, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__(loop._nano_settings, loop._names(train, args, kwargs))
+        self._loop, self._args, self._kwargs = loop, args, kwargs
+        self._train: Callable[..., Any] | None = train
+
+    def do(self, run: Run) -> Any:
+        """See `Task.do`."""
+        train = self._train or getattr(type(self._loop).train, "__wrapped__")  # noqa: B009
+        with self._loop._inside(run):
+            return train(self._loop, *self._args, **self._kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: the function is found by the class again."""
+        return {**super().__getstate__(), "_train": None}
+
+
 def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def run(self: TorchNano, *args: Any, **kwargs: Any) -> Any:
-        if "_nano_options" not in vars(self):
+        if "_nano_settings" not in vars(self):
             given = f"{type(self).__name__}.__init__ did not call TorchNano's"
             raise NanoError(problem(given, "the options are read there", "Call super().__init__(...) in it"))
-        return self._run(train, *args, **kwargs)
+        return self._start(train, args, kwargs)
 
     run.starts_run = True  # type: ignore[attr-defined]
     return run

@@ -15,10 +15,9 @@ PACKAGE = Path(nano_loop.__file__).parent
 # from those below it, never from one above. A new room is written in here.
 ROOMS = (
     ("__init__", "__main__"),
-    ("decorator", "cli"),
-    ("torch_nano",),
-    ("pipeline", "this_version"),
-    ("steps",),
+    ("torch_nano", "decorator", "accelerated", "cli"),
+    ("run",),
+    ("this_version", "steps"),
     ("distributed",),
     ("fabric",),
     ("precision",),

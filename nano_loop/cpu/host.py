@@ -35,7 +35,7 @@ class Host:
     architecture : str
         As `platform.machine` says it; empty where unknown.
     logical_count, physical_count : int or None
-        How many CPUs and cores there are.
+        How many CPUs and cores there are, as psutil counts them; None where unknown, or where `affinity` is known.
     affinity : frozenset of int or None
         The CPUs that this process may run on; None where the system has no such mask.
     sysctl : mapping of str to str
@@ -51,11 +51,14 @@ class Host:
 
 def live_host() -> Host:
     """Ask the running system."""
+    affinity = _read_affinity()
+    # Where there are masks, they and sysfs tell the CPUs. psutil, on Linux, would read all of sysfs once more.
+    counted = affinity is None
     return Host(
         architecture=platform.machine(),
-        logical_count=os.cpu_count(),
-        physical_count=_count_physical_cores(),
-        affinity=_read_affinity(),
+        logical_count=psutil.cpu_count() if counted else None,
+        physical_count=psutil.cpu_count(logical=False) if counted else None,
+        affinity=affinity,
         sysctl=parse_sysctl(_run_sysctl()) if platform.system() == "Darwin" else {},
     )
 
@@ -91,7 +94,7 @@ def host_logical_cpus(host: Host) -> tuple[LogicalCpu, ...]:
     """
     if apple := _apple_cpus(host.sysctl):
         return apple
-    count = min(max(host.logical_count or 1, 1), HIGHEST_CPU_ID)
+    count = min(host.logical_count or 1, HIGHEST_CPU_ID)
     paired = 2 * (count - (host.physical_count or count))
     # More than two threads a core, or fewer CPUs than cores: such counts are not believed.
     paired = paired if 0 <= paired <= count else 0
@@ -119,14 +122,6 @@ def _count(sysctl: Mapping[str, str], key: str) -> int:
 
 def _x86_feature(name: str) -> str:
     return {"AVX1.0": "avx"}.get(name, name.lower().replace(".", "_"))
-
-
-def _count_physical_cores() -> int | None:
-    try:
-        count: int | None = psutil.cpu_count(logical=False)
-    except (OSError, RuntimeError, NotImplementedError):
-        return None
-    return count
 
 
 def _read_affinity() -> frozenset[int] | None:

@@ -45,7 +45,7 @@ def set_process_states(states: list[Any], which: list[bool]) -> None:
 
 
 def part_ways(ranks: Ranks) -> None:
-    """Let the numbers that this rank draws be others than rank 0's from now on, once a run.
+    """Make this rank draw different random numbers than rank 0 from now on; only the first call in a run counts.
 
     Ranks begin a run with the states of rank 0, so that a split or a weight that the loop draws is the same on all of
     them, and part when the loop takes its first batch: dropout and noise are to differ. What they go on with follows
@@ -65,7 +65,7 @@ def part_ways(ranks: Ranks) -> None:
 
 
 def differing(states: list[Any], others: list[Any]) -> list[bool]:
-    """Say which of the three differ."""
+    """Return which of the three differ."""
     return [not kind.same(one, other) for kind, one, other in zip(_KINDS, states, others, strict=True)]
 
 
@@ -96,7 +96,7 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set the state of a generator object, which is one of its own kind's."""
+    """Set the state of a generator object, to one of a generator of its kind."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):

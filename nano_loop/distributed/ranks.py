@@ -1,6 +1,6 @@
 """One rank's view of the others: who it is, how many there are, and how values travel between them.
 
-Every wait is a Python loop that looks around, so that a signal, or a rank that has failed, ends it at once.
+Every wait is a Python loop with checks, so that a signal, or a rank that has failed, ends it at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 
 class RankLeftError(NanoError):
-    """Another rank takes part no longer: it has returned from the loop, or it has failed, which it will tell itself.
+    """Another rank has left the run: it has returned from the loop, or it has failed, which it reports itself.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class Ranks:
         self.shares = shares
         self.loader_cpus = loader_cpus
         self.folder = folder
-        #: torch's seed when the run began; None once this rank draws random numbers of its own.
+        #: torch's seed when the run began; None once this rank's random numbers differ from the others'.
         self.common_seed: int | None = None
 
     @property

@@ -32,7 +32,7 @@ class Seat:
     host: Machine
 
 
-def shares_of(config: Options, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:
+def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:
     """Return a share of `machine` for each of the `ranks` that are on it.
 
     Raises
@@ -40,13 +40,13 @@ def shares_of(config: Options, machine: Machine, ranks: Sequence[int]) -> tuple[
     NanoConfigError
         If there are fewer cores than ranks, or the system cannot bind processes to the CPUs that were asked for.
     """
-    if config.cpu_for_each_process is not None:
-        _refuse_where_nothing_can_be_bound(config)
-        return given_shares(machine, [config.cpu_for_each_process[rank] for rank in ranks])
+    if options.cpu_for_each_process is not None:
+        _refuse_where_nothing_can_be_bound(options)
+        return given_shares(machine, [options.cpu_for_each_process[rank] for rank in ranks])
     return partition(machine, len(ranks))
 
 
-def _refuse_where_nothing_can_be_bound(config: Options) -> None:
+def _refuse_where_nothing_can_be_bound(options: Options) -> None:
     if not hasattr(os, "sched_setaffinity"):
         needed = f"{sys.platform} has no way to bind a process to CPUs"
-        raise NanoConfigError(problem(config.given["cpu_for_each_process"], needed, "Leave it out"))
+        raise NanoConfigError(problem(options.given["cpu_for_each_process"], needed, "Leave it out"))

@@ -22,7 +22,7 @@ from nano_loop.fabric import (
 
 
 class RanksEnvironment(ClusterEnvironment):
-    """Tells Fabric the place of this rank, which nano_loop has found out.
+    """Gives Fabric the place of this rank, which nano_loop has found.
 
     Parameters
     ----------

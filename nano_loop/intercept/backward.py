@@ -20,13 +20,13 @@ from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.torch_private import in_backward, queue_callback
 
 
-class _Thread(threading.local):
+class _NestedBackwards(threading.local):
     """What the outermost backward of this thread is to do at its end, while an inner one runs; None outside of that."""
 
     waiting: list[Callable[[], None]] | None = None
 
 
-_thread = _Thread()
+_nested = _NestedBackwards()
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -35,10 +35,10 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     To be called inside a backward, and within `nested_backwards_noticed`, without which an inner backward is taken
     for the outermost.
     """
-    if _thread.waiting is None:
+    if _nested.waiting is None:
         queue_callback(function)
     else:
-        _thread.waiting.append(function)
+        _nested.waiting.append(function)
 
 
 def nested_backwards_noticed() -> AbstractContextManager[None]:
@@ -49,15 +49,15 @@ def nested_backwards_noticed() -> AbstractContextManager[None]:
 def _noticing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
-        if _thread.waiting is not None or not in_backward():
+        if _nested.waiting is not None or not in_backward():
             return original(*args, **kwargs)
         waiting: list[Callable[[], None]] = []
-        _thread.waiting = waiting
+        _nested.waiting = waiting
         queue_callback(lambda: _run(waiting))  # here the outer backward is still the one that is running
         try:
             return original(*args, **kwargs)
         finally:
-            _thread.waiting = None
+            _nested.waiting = None
 
     return backward
 

@@ -1,4 +1,4 @@
-"""Gives each rank its share of the loaders' batches; a loader that the loop evaluates on is served whole."""
+"""Shards the loaders' batches among the ranks; a loader that the loop evaluates on is served whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from nano_loop.cpu import Machine
-from nano_loop.distributed.loaders.sharding import Shares, forget_last_served, shared_by_user
+from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_served, sharded_by_user
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.loaders import changed
@@ -26,7 +26,7 @@ class Sharding(RanksStep):
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._models: list[nn.Module] = []
-        self._shares: dict[int, Shares] = {}  # by the id of a loader, which is kept alive by its change
+        self._shardings: dict[int, BatchSharding] = {}  # by the id of a loader, which is kept alive by its change
 
     def see(self, parts: Parts) -> None:
         """Note the models of a ``setup`` call, whose mode says whether the loop trains; also of one without loaders."""
@@ -35,15 +35,15 @@ class Sharding(RanksStep):
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if self.ranks.loader_cpus or not all(self._is_shared_by_user(loader) for loader in parts.loaders):
+        if self.ranks.loader_cpus or not all(self._is_sharded_by_user(loader) for loader in parts.loaders):
             return None
-        return "their own samplers share them out"
+        return "their own samplers shard them"
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
         self.see(parts)
         for loader in parts.loaders:
-            self._share(loader, parts.shard)
+            self._shard(loader, parts.shard)
         kinds = [self._kind(loader) for loader in parts.loaders]
         counts = {kind: kinds.count(kind) for kind in _KINDS if kind in kinds}
         return "; ".join(f"{count} of {len(kinds)} loaders {kind}" for kind, count in counts.items())
@@ -52,29 +52,29 @@ class Sharding(RanksStep):
         """See `Step.undo`."""
         super().undo()
         self._models.clear()
-        self._shares.clear()
+        self._shardings.clear()
         forget_last_served()
 
-    def _share(self, loader: DataLoader[Any], shard: bool | None) -> None:
-        if id(loader) not in self._shares:
-            self._shares[id(loader)] = Shares(self.ranks, self._models)
-            self.undoing.enter_context(changed(loader, self._shares[id(loader)]))
+    def _shard(self, loader: DataLoader[Any], shard: bool | None) -> None:
+        if id(loader) not in self._shardings:
+            self._shardings[id(loader)] = BatchSharding(self.ranks, self._models)
+            self.undoing.enter_context(changed(loader, self._shardings[id(loader)]))
         if shard is not None:
-            self._shares[id(loader)].choose(shard)
+            self._shardings[id(loader)].choose(shard)
 
     def _kind(self, loader: DataLoader[Any]) -> str:
-        if self._is_shared_by_user(loader):
+        if self._is_sharded_by_user(loader):
             return _BY_USER
-        if self._shares[id(loader)].shard is False:
+        if self._shardings[id(loader)].shard is False:
             return _WHOLE
         return _READ_BY_ALL if isinstance(loader.dataset, IterableDataset) else _BY_BATCH
 
-    def _is_shared_by_user(self, loader: DataLoader[Any]) -> bool:
-        return shared_by_user(loader, self.ranks.size)
+    def _is_sharded_by_user(self, loader: DataLoader[Any]) -> bool:
+        return sharded_by_user(loader, self.ranks.size)
 
 
 _BY_BATCH = "by batch, in rank 0's order"
-_READ_BY_ALL = "read by every rank, which keeps its share"
+_READ_BY_ALL = "read by every rank, which keeps its own"
 _WHOLE = "whole (shard=False)"
-_BY_USER = "shared out by their own samplers"
+_BY_USER = "sharded by their own samplers"
 _KINDS = (_BY_BATCH, _READ_BY_ALL, _WHOLE, _BY_USER)

@@ -64,7 +64,6 @@ def test_an_intel_mac_is_read_by_its_feature_lists(tmp_path):
         (4, 1, ((0,), (1,), (2,), (3,))),
         (2, 8, ((0,), (1,))),
         (None, None, ((0,),)),
-        (-3, 0, ((0,),)),
     ],
 )
 def test_counts_alone_give_cores_and_siblings(tmp_path, logical, physical, cores):
@@ -96,9 +95,7 @@ def test_a_live_mac_is_asked_once_for_all_that_counts(monkeypatch):
     assert commands == [["/usr/sbin/sysctl", "hw", "machdep.cpu"]]
 
 
-def test_a_system_that_does_not_count_its_cores_does_no_harm(monkeypatch):
-    def refuse(logical=True):
-        raise NotImplementedError
-
-    monkeypatch.setattr(host_module.psutil, "cpu_count", refuse)
-    assert live_host().physical_count is None
+def test_a_system_without_masks_is_counted_by_psutil(monkeypatch):
+    monkeypatch.delattr(host_module.os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(host_module.psutil, "cpu_count", lambda logical=True: 8 if logical else None)
+    assert (live_host().logical_count, live_host().physical_count) == (8, None)

@@ -32,8 +32,8 @@ def test_it_says_what_becomes_of_each_loader(step):
     assert sharding.apply(Parts(loaders=[numbers()])) == "1 of 1 loaders by batch, in rank 0's order"
     assert sharding.apply(Parts(loaders=[numbers(), by_user, DataLoader(Stream()), numbers()])) == (
         "2 of 4 loaders by batch, in rank 0's order; "
-        "1 of 4 loaders read by every rank, which keeps its share; "
-        "1 of 4 loaders shared out by their own samplers"
+        "1 of 4 loaders read by every rank, which keeps its own; "
+        "1 of 4 loaders sharded by their own samplers"
     )
     assert sharding.apply(Parts(loaders=[numbers()], shard=False)) == "1 of 1 loaders whole (shard=False)"
 
@@ -41,6 +41,6 @@ def test_it_says_what_becomes_of_each_loader(step):
 def test_it_is_skipped_where_the_user_has_done_it(step):
     by_user = numbers(sampler=DistributedSampler(range(10), 2, 0))
     sharding = step(Sharding, ranks=TWO)
-    assert sharding.skip_reason(Parts(loaders=[by_user])) == "their own samplers share them out"
+    assert sharding.skip_reason(Parts(loaders=[by_user])) == "their own samplers shard them"
     # Their workers are bound all the same.
     assert step(Sharding, ranks=Ranks(0, 2, loader_cpus=(0,))).skip_reason(Parts(loaders=[by_user])) is None

@@ -2,7 +2,7 @@
 
 A hook on each parameter notes what arrived. The first one in a backward asks for a callback at its end, so the
 gradients are averaged when `backward()` returns, and what the loop does with them next, such as clipping, sees the
-mean. Before anything is averaged the ranks tell each other what arrived and where they stand: a parameter that any
+mean. Before anything is averaged the ranks exchange what arrived and where they are: a parameter that any
 rank used counts on all of them, and ranks that have diverged raise.
 """
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nano_loop.distributed.averaging.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
-from nano_loop.distributed.averaging.gradients import DenseShare, average_sparse, kind_of
+from nano_loop.distributed.averaging.gradients import DenseGradient, average_sparse, kind_of
 from nano_loop.distributed.averaging.parameters import Parameters
 from nano_loop.distributed.averaging.replicas import make_equal
 from nano_loop.distributed.random_states import part_ways
@@ -46,7 +46,7 @@ class Averaging:
     transport : Transport
         Carries the gradients; it is not closed.
     served_whole : callable
-        Says whether the loop trains on batches that every rank was given alike because the models are in eval mode.
+        Returns whether the loop trains on batches that all ranks got because the models are in eval mode.
     """
 
     def __init__(self, ranks: Ranks, transport: Transport, served_whole: Callable[[], bool] = lambda: False) -> None:
@@ -92,7 +92,7 @@ class Averaging:
         def called(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or in_backward():
                 return call(*args, **kwargs)
-            # An evaluation, which a rank may do alone, is no time to talk to the others.
+            # A rank may evaluate alone, so an evaluation must not be collective.
             if torch.is_grad_enabled():
                 part_ways(self._ranks)
                 self._welcome()
@@ -144,7 +144,7 @@ class Averaging:
         return bool(paused) and all(id(model) in paused for model in self._parameters.models)
 
     def _agree(self, purpose: Purpose, waiting: set[int]) -> list[bytes]:
-        """Tell the other ranks where this one stands; return what of `waiting` arrived on each. Collective."""
+        """Compare this rank's state with the others'; return what of `waiting` arrived on each. Collective."""
         groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
         mine = Fingerprint(
             purpose,
@@ -165,12 +165,12 @@ class Averaging:
         for parameter, kinds in zip(self._parameters.in_order, zip(*arrived, strict=True), strict=True):
             if any(kinds):
                 (dense if DENSE in kinds else sparse).append(parameter)
-        shares = [DenseShare(parameter) for parameter in dense]
-        flat = [share.flat for share in shares if share.flat.numel()]
+        gradients = [DenseGradient(parameter) for parameter in dense]
+        flat = [gradient.flat for gradient in gradients if gradient.flat.numel()]
         if flat:
             self._transport.average(flat)
-        for share in shares:
-            share.put_back()
+        for gradient in gradients:
+            gradient.put_back()
         average_sparse(sparse, self._ranks)
 
     def _welcome(self) -> None:
@@ -182,7 +182,7 @@ class Averaging:
             self._parameters.are_equal()
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """See to an optimizer that the loop has made itself, of parameters that were set up; warn of other ones."""
+        """Average for an optimizer that the loop has made itself; warn if its parameters were not set up."""
         if id(optimizer) in self._at_step:
             return None
         self._parameters.refresh()
@@ -193,7 +193,7 @@ class Averaging:
         return None if averaged.isdisjoint(map(id, held)) else self._before_step(optimizer, args, kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Let the closure return the mean over the ranks; without one, average what no backward has seen to."""
+        """Make the closure return the mean over the ranks; without one, average what no backward has averaged."""
         closure = closure_of(args, kwargs)
         if closure is not None:
             return with_closure(args, kwargs, lambda: _mean(closure(), self._ranks))
@@ -202,7 +202,7 @@ class Averaging:
         return None
 
     def _settle(self, optimizer: Optimizer) -> None:
-        """Average what a step would take and no averaging has seen.
+        """Average the gradients that a step would use and that were not averaged yet.
 
         That is a gradient that the loop has set by hand, one that arrived while averaging was paused, or one whose hook
         steps in the middle of the backward. A rank whose backward did not reach any parameter joins the others here.
@@ -222,7 +222,7 @@ class Averaging:
 
     def _warn_of_whole_batches(self) -> None:
         if self._served_whole():
-            given = "the models are trained in eval mode, in which every rank is given the same whole batches"
+            given = "the models are trained in eval mode, in which every rank gets all batches"
             self._warn(given, _WHOLE, _SHARD)
 
     def _warn(self, given: str, needed: str, advice: str) -> None:
@@ -233,8 +233,8 @@ class Averaging:
                 warnings.warn(problem(given, needed, advice), NanoWarning, stacklevel=2)
 
 
-_WHOLE = "ranks that compute the same do not share the work"
-_OWN = "every rank trains a copy of its own, and that of rank 0 stays"
+_WHOLE = "all ranks compute the same, so several processes gain nothing"
+_OWN = "every rank trains its own copy, and only rank 0's is kept"
 _SET_UP = "Call self.setup(model, optimizer) in train, or make them before and pass them as arguments"
 _SHARD = "Set the loader up with setup_dataloaders(loader, shard=True)"
 
@@ -245,7 +245,7 @@ def _as_number(rate: Any) -> float:
 
 
 def _mean(loss: Any, ranks: Ranks) -> Any:
-    """Return the mean of all ranks' losses, so that line searches decide alike."""
+    """Return the mean of all ranks' losses, so that line searches decide the same on all ranks."""
     if isinstance(loss, torch.Tensor):
         return ranks.mean(loss)
     if isinstance(loss, float):

@@ -1,4 +1,4 @@
-"""What a rank says of itself before each averaging, so that ranks which have diverged are told so at once."""
+"""What a rank reports of its state before each averaging, so that diverged ranks are found at once."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Purpose = Literal["average", "welcome"]
 
 _COUNTS = struct.Struct("<7s4q")  # purpose, averagings, steps, newcomers, learning rates
 _PLACES = {"average": "ended a backward", "welcome": "called a model with added parameters"}
-_ADVICE = "Let nothing in the loop depend on the rank, other than what is printed, saved and evaluated"
+_ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """One rank's state when it is about to do something with the others.
+    """One rank's state just before a collective operation.
 
     Parameters
     ----------
     purpose : {"average", "welcome"}
-        What it is about to do.
+        The operation.
     averagings : int
         How many there have been.
     steps : int
@@ -86,15 +86,15 @@ def _agree(one: Fingerprint, other: Fingerprint) -> bool:
     return replace(one, arrived=b"") == replace(other, arrived=b"") and len(one.arrived) == len(other.arrived)
 
 
-def _refuse(what: str, fingerprints: list[Fingerprint], tell: Callable[[Fingerprint], Any]) -> None:
-    """Raise if `tell` tells the fingerprints apart."""
+def _refuse(what: str, fingerprints: list[Fingerprint], value_of: Callable[[Fingerprint], Any]) -> None:
+    """Raise if `value_of` differs between the fingerprints."""
     ranks: dict[str, list[int]] = {}
     for rank, each in enumerate(fingerprints):
-        ranks.setdefault(tell(each), []).append(rank)
+        ranks.setdefault(value_of(each), []).append(rank)
     if len(ranks) > 1:
-        told = ", ".join(f"{_those(some)} {value}" for value, some in ranks.items())
+        values = ", ".join(f"{_those(some)} {value}" for value, some in ranks.items())
         other = list(ranks.values())[1][0]  # the first that is not like rank 0
-        raise NanoWorkerError(problem(f"{what}: {told}", "ranks must take the same steps", _ADVICE), rank=other)
+        raise NanoWorkerError(problem(f"{what}: {values}", "all ranks must take the same steps", _ADVICE), rank=other)
 
 
 def _those(ranks: list[int]) -> str:

@@ -18,13 +18,13 @@ def kind_of(gradient: torch.Tensor | None) -> int:
     return DENSE if gradient.layout is torch.strided else SPARSE
 
 
-class DenseShare:
-    """What a rank gives to the mean of one parameter's gradients, and where it puts the mean.
+class DenseGradient:
+    """One parameter's gradient as it is averaged, and where the mean is put.
 
     Parameters
     ----------
     parameter : torch.Tensor
-        Without a gradient it gives zeros, and gets one.
+        Without a gradient it counts as zeros, and gets one.
 
     Attributes
     ----------

@@ -22,8 +22,8 @@ from nano_loop.intercept.torch_private import forget_empty_hooks
 class Parameters:
     """The parameters of some models and optimizers, in an order that is the same on every rank.
 
-    Each has a hook that tells when its gradient arrives, frozen ones too, for they may be thawed. What the loop adds to
-    a model or an optimizer is found at the next `refresh`.
+    Each has a hook that is called when its gradient arrives; frozen ones too, since they may be thawed. What the loop
+    adds to a model or an optimizer is found at the next `refresh`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Makes what the ranks hold equal: rank 0's values everywhere, once it is known that all hold the same tensors."""
+"""Gives all ranks rank 0's values, after checking that all hold the same tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.errors import NanoError, problem
 
-#: A tensor, and what a person calls it.
+#: A tensor, and its name for a message.
 Named = tuple[str, torch.Tensor]
 
 
@@ -84,7 +84,7 @@ def make_equal(ranks: Ranks, named: Sequence[Named], more: Sequence[str] = ()) -
 def _refuse_lazy(named: Sequence[Named]) -> None:
     lazy = [name for name, tensor in named if isinstance(tensor, (UninitializedParameter, UninitializedBuffer))]
     if lazy:
-        needed = "ranks can only begin with equal values once the values are there"
+        needed = "rank 0's values cannot be copied to the other ranks yet"
         raise NanoError(problem(f"{lazy[0]} has no shape yet", needed, "Call the model once before setup"))
 
 
@@ -100,7 +100,7 @@ def _refuse_difference(signatures: list[list[str]]) -> None:
             if first != other:
                 given = f"rank {rank} has {other} where rank 0 has {first}"
                 needed = "all ranks must set up the same models and optimizers"
-                raise NanoError(problem(given, needed, "Build them without regard to the rank"))
+                raise NanoError(problem(given, needed, "Build them the same way on every rank"))
 
 
 def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""How the processes of a run are started or joined, and how all of them end together."""
+"""How the ranks of a run come together; `nano_loop.distributed.launch.launcher.Launcher` is the contract."""

@@ -1,4 +1,4 @@
-"""What a worker gets from the caller: the call to make, its seat among the ranks, and the state of the process."""
+"""What a worker gets from the caller: the task, its seat among the ranks, and the state of the caller's process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from nano_loop.distributed.launch.launcher import Task
 from nano_loop.distributed.random_states import process_states, set_process_states
 from nano_loop.distributed.seat import Seat
 
 
 @dataclass
 class State:
-    """What a worker takes over from the caller's process besides the arguments."""
+    """Settings of the caller's process that a worker takes over, so that it computes the same."""
 
     random_states: list[Any]
     dtype: torch.dtype
@@ -64,14 +65,17 @@ class Assignment:
 
     Parameters
     ----------
-    call : tuple
-        A `TorchNano` and the positional and keyword arguments of its ``train``.
+    task : Task
+        What every rank does.
     seats : list of Seat
         The seats of all ranks, by rank.
     state : State
-        torch's settings, and the seed.
+        torch's settings, and the random states.
+    process_group_backend : str or None
+        What connects the ranks; None means gloo.
     """
 
-    call: tuple[Any, tuple[Any, ...], dict[str, Any]]
+    task: Task
     seats: list[Seat]
     state: State
+    process_group_backend: str | None

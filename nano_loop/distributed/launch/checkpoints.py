@@ -77,7 +77,7 @@ def save_memory_alone() -> None:
 
 
 class Checkpoints:
-    """What a worker has left to rank 0 to save.
+    """The files that a worker has left to rank 0 to save.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ class Checkpoints:
         def check() -> None:
             if time.monotonic() > deadline:
                 given = f"a worker loads {file}, which rank 0 has not saved within {self._timeout:g} s"
-                raise NanoError(problem(given, "rank 0 alone saves", "Let all ranks save and load at the same places"))
+                raise NanoError(problem(given, "only rank 0 saves", "Make every rank save and load at the same steps"))
 
         wait_until(lambda: not self._left[file] or self._is_there(file), check)
         self._loaded[file] += 1

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from nano_loop.distributed.launch.failure import Kind, kind_of
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.ranks import RankLeftError
+from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoWorkerError, problem
 
-_SAME_STEPS = "all ranks have to take the same number of steps"
+_SAME_STEPS = "all ranks have to run the same number of steps"
+_ADVICE = "Make every rank run the same number of steps"
 _ECHO_WAITS = 3.0  # seconds that an error which another rank has caused waits for that rank's report
 
 
 @contextmanager
+def running_together(workers: Workers, joining: AbstractContextManager[Seat], timeout: float) -> Iterator[Seat]:
+    """Run the body as rank 0 beside `workers`, until all have finished or one has failed.
+
+    Parameters
+    ----------
+    workers : Workers
+        The other ranks, about to join too.
+    joining : context manager
+        Connects the ranks, and gives rank 0's seat.
+    timeout : float
+        Seconds that rank 0 waits for the others after its body.
+
+    Raises
+    ------
+    NanoWorkerError
+        If another rank fails; the workers are killed then, as they are if the body raises.
+    """
+    with joining as seat, ending_together(workers):
+        seat.ranks.check = workers.check
+        yield seat
+    with ending_together(workers, has_returned=True):
+        workers.wait_until_finished(timeout)
+
+
+@contextmanager
 def ending_together(workers: Workers, *, has_returned: bool = False) -> Iterator[None]:
-    """Kill the workers where rank 0 raises, and raise what came first."""
+    """Kill the workers if rank 0 raises, and raise what came first."""
     try:
         yield
     except BaseException as error:
@@ -42,15 +69,14 @@ def _cause_of(error: BaseException, workers: Workers, has_returned: bool) -> Bas
         return NanoWorkerError(str(error), rank=error.rank)
     for rank in workers.finished:
         given = f"rank {rank} has returned from train, and rank 0 waits for it"
-        return NanoWorkerError(problem(given, _SAME_STEPS, "Let none leave the loop earlier"), rank=rank)
+        return NanoWorkerError(problem(given, _SAME_STEPS, _ADVICE), rank=rank)
     return failure.as_error() if failure is not None else error
 
 
 def _left_behind(error: BaseException, workers: Workers) -> BaseException:
-    """Say of a worker that lost its connection what that means when rank 0 has returned from the loop."""
+    """Return the error for a worker that lost its connection because rank 0 has returned from the loop."""
     failure = workers.await_failure(0)
     if failure is None or failure.kind is Kind.CAUSE:
         return error
     given = f"rank 0 has returned from train, and rank {failure.rank} waits for it"
-    advice = "Let none leave the loop earlier"
-    return NanoWorkerError(problem(given, _SAME_STEPS, advice), rank=failure.rank, traceback=failure.traceback)
+    return NanoWorkerError(problem(given, _SAME_STEPS, _ADVICE), rank=failure.rank, traceback=failure.traceback)

@@ -1,4 +1,4 @@
-"""What can become of a rank, which of several failures came first, and how a person is told."""
+"""How a rank can fail, which of several failures is the cause, and the error that is raised for it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nano_loop.distributed.ranks import RankLeftError
 from nano_loop.errors import NanoWorkerError, problem
 
 _LOST_CONNECTION = re.compile(r"gloo/transport|connection (closed|reset) by peer|broken pipe|connection refused", re.I)
-_RUNS_TOGETHER = "a run goes on only while every rank does"
+_RUNS_TOGETHER = "a run needs all of its ranks"
 
 
 class Kind(IntEnum):
-    """How near a failure is to the cause; of several, the smallest is told."""
+    """How near a failure is to the cause; of several, the smallest is reported."""
 
     CAUSE = 0  # an exception of the loop, a signal, an exit
-    LEFT = 1  # another rank takes part no longer
+    LEFT = 1  # another rank has left the run
     ECHO = 2  # a connection to another rank broke
 
 
@@ -63,7 +63,7 @@ class Failure:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Say whether an exception is a cause, or what a rank sees of another's end."""
+    """Return whether an exception is a cause, or the consequence of another rank's end."""
     if isinstance(error, RankLeftError):
         return Kind.LEFT
     if isinstance(error, (RuntimeError, ConnectionError)) and _LOST_CONNECTION.search(str(error)):
@@ -80,31 +80,32 @@ def raised(rank: int, error: BaseException, traceback: str) -> Failure:
         return Failure(rank, Kind.CAUSE, what, advice, exitcode=code, traceback=traceback)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     what = "raised " + text.rstrip(".").partition("\n")[0]
-    return Failure(rank, kind_of(error), what, "Mend what its traceback shows", traceback=traceback, error=error)
+    return Failure(rank, kind_of(error), what, "Fix the error in its traceback", traceback=traceback, error=error)
 
 
-def died(rank: int, exitcode: int, last_words: str) -> Failure:
+def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failure:
     """Return the failure of a rank whose process ended without a report.
 
     Parameters
     ----------
     rank : int
         Which.
-    exitcode : int
-        Negative for a signal.
+    exitcode : int or None
+        Negative for a signal; None where the launcher does not know it.
     last_words : str
         The end of what it wrote to standard error.
     """
-    advice = "Look at what it wrote before" if last_words else "Run the loop with num_processes=1 to find the cause"
-    if exitcode >= 0:
-        return Failure(rank, Kind.CAUSE, f"left its process with exit code {exitcode}", advice, exitcode, last_words)
+    advice = "See what it wrote before" if last_words else "Run the loop with num_processes=1 to find the cause"
+    if exitcode is None or exitcode >= 0:
+        code = "" if exitcode is None else f" with exit code {exitcode}"
+        return Failure(rank, Kind.CAUSE, f"ended its process{code}", advice, exitcode, last_words or None)
     name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else f"signal {-exitcode}"
     if name == "SIGKILL":
-        advice = "The kernel does that when memory runs out: look into dmesg, lower the batch size or num_processes"
+        advice = "The kernel does that when memory runs out: see dmesg, lower the batch size or num_processes"
     what = f"was killed by {name}" if name in ("SIGKILL", "SIGTERM") else f"crashed with {name}"
     return Failure(rank, Kind.CAUSE, what, advice, exitcode, last_words or None)
 
 
 def first(failures: list[Failure]) -> Failure | None:
-    """Return the failure to tell of those in the order in which they came: the earliest that is a cause."""
+    """Return the failure to report, of those in the order in which they came: the earliest that is a cause."""
     return min(failures, key=lambda failure: failure.kind, default=None)

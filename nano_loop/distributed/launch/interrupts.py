@@ -1,4 +1,4 @@
-"""Ctrl-C where Python does not hear it, while rank 0 waits inside torch, and where it would leave something behind."""
+"""Ctrl-C while rank 0 waits inside torch, where Python does not notice it, and while a run is cleaned up."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from types import FrameType
 from typing import Any
 
 _PATIENCE = 2.0  # seconds that Python has to hear of a signal by itself
-_ECHO = 0.5  # seconds in which another interrupt is the same Ctrl-C, pressed twice or told by another process
+_ECHO = 0.5  # seconds in which another interrupt is the same Ctrl-C, pressed twice or sent by another process
 _END = b"\0"  # no signal has this number
 
 
 @contextmanager
 def unheard_interrupts(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act`, in a thread, when an interrupt has come and the main thread does not get to its handler.
+    """Call `act`, in a thread, when an interrupt has come and the main thread does not call its handler.
 
     A handler runs between two bytecodes of the main thread, so never while that waits for a collective in C++. What
-    the handler does stays the user's. Outside the main thread, and where somebody else has a wake-up descriptor (as
-    asyncio and notebooks have), this does nothing.
+    the handler does stays the user's. Outside the main thread, and where another library has set a wake-up descriptor
+    (as asyncio and notebooks do), this does nothing.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def unheard_interrupts(act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def undisturbed_ending() -> Iterator[Callable[[], None]]:
-    """Put an impatient second Ctrl-C off until what has been begun is cleaned up; the next one comes through.
+    """Delay the first Ctrl-C during the cleaning until everything is cleaned up; a second one comes through.
 
     Outside the main thread, which alone is interrupted, this does nothing.
 
@@ -62,7 +62,7 @@ def undisturbed_ending() -> Iterator[Callable[[], None]]:
 
 
 class _Late:
-    """Stands in for the user's handler during the cleaning, and keeps the first call to itself."""
+    """Replaces the user's handler during the cleaning, and holds the first call back."""
 
     def __init__(self) -> None:
         self.frames: list[FrameType | None] = []
@@ -84,7 +84,7 @@ class _Late:
 
 
 class _Heard:
-    """Stands in for the user's handler, and notes that it is called."""
+    """Replaces the user's handler, calls it, and notes that it was called."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.called = threading.Event()
@@ -101,7 +101,7 @@ class _Heard:
 
     @property
     def in_place(self) -> bool:
-        """Whether the loop has not put a handler of its own in place, of whose calls nothing is known."""
+        """Whether it is still the handler; the calls of one that the loop has installed are not known."""
         return signal.getsignal(signal.SIGINT) is self
 
     def put_back(self) -> None:

@@ -1,17 +1,51 @@
-"""Rank 0's side of the workers: starts them, watches them, and ends them."""
+"""Rank 0's side of the processes that it has started, whatever has started them: watches them, and ends them."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
+from typing import Any, Protocol
 
-from nano_loop.distributed.launch.child import Start, Worker, death_of, started
 from nano_loop.distributed.launch.failure import Failure, Kind, first
 
-_LOOKING = 0.1  # seconds between two looks at the processes
+_INTERVAL = 0.1  # seconds between two looks at the workers
 _GRACE = 1.0  # seconds that an echo waits for its cause
+
+
+class Worker(Protocol):
+    """One process that a launcher has started, as rank 0 sees it.
+
+    All methods but `close` are called in the thread that watches, `kill` in any.
+
+    Attributes
+    ----------
+    rank : int
+        Its rank.
+    ready, finished : bool
+        Whether it has read the payload, and whether the task has returned there; `poll` sets them.
+    sources : sequence
+        What `multiprocessing.connection.wait` can wait for, so that `poll` is called as soon as there is something to
+        read; empty where there is nothing of that kind.
+    """
+
+    rank: int
+    ready: bool
+    finished: bool
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """See the class."""
+
+    def poll(self) -> Failure | None:
+        """Take in what the process has reported, without waiting; return its failure once there is one."""
+
+    def kill(self) -> None:
+        """End the process and all that it has started, at once; also one that has ended already."""
+
+    def close(self) -> None:
+        """Take in what is left, and free all that rank 0 holds for it; called last, after `kill`."""
 
 
 class Workers:
@@ -19,24 +53,18 @@ class Workers:
 
     Parameters
     ----------
-    starts : sequence of Start
-        One for each worker.
+    workers : sequence of Worker
+        Those that have been started; `end` closes them.
     """
 
-    def __init__(self, starts: Sequence[Start]) -> None:
-        self._workers: list[Worker] = []
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
         self._failures: list[Failure] = []
         self._failed_at: float | None = None
         self._changed = threading.Condition()
         self._ending = False
         self.interrupted = False  # whether the user has
-        try:
-            for start in starts:
-                self._workers.append(started(start))
-        except BaseException:
-            self._close()
-            raise
-        self._watch = threading.Thread(target=self._look, name="nano_loop watch", daemon=True)
+        self._watch = threading.Thread(target=self._watch_workers, name="nano_loop watch", daemon=True)
         self._watch.start()
 
     @property
@@ -44,19 +72,15 @@ class Workers:
         """The ranks that have returned from the loop."""
         return [worker.rank for worker in self._workers if worker.finished]
 
-    def go(self) -> None:
-        """Tell every worker that its payload is there."""
-        for worker in self._workers:
-            worker.go()
-
     def wait_until_ready(self, timeout: float) -> None:
         """Wait until every worker has imported what it needs and read its payload."""
-        self._wait("ready", timeout, "did not start", "Look whether its Python starts, or give it a longer timeout")
+        advice = "Check that its Python starts, or pass a longer timeout"
+        self._wait(lambda worker: worker.ready, timeout, "did not start", advice)
 
     def wait_until_finished(self, timeout: float) -> None:
         """Wait until the loop has returned on every worker."""
-        advice = "Let all ranks take the same number of steps, or give a longer timeout"
-        self._wait("finished", timeout, "did not return from the loop after rank 0 had", advice)
+        advice = "Make every rank run the same number of steps, or pass a longer timeout"
+        self._wait(lambda worker: worker.finished, timeout, "did not return from the loop after rank 0", advice)
 
     def check(self) -> None:
         """Raise a `NanoWorkerError` if a worker has failed, once it is known which was the first."""
@@ -81,27 +105,24 @@ class Workers:
             worker.kill()
 
     def end(self) -> None:
-        """Kill every worker, show what it still had to say, and stop watching."""
+        """Kill every worker, stop watching, and close them."""
         self._ending = True
         self.kill()
         self._watch.join()
-        self._close()
-
-    def _close(self) -> None:
         for worker in self._workers:
             worker.close()
 
-    def _wait(self, state: str, timeout: float, what: str, advice: str) -> None:
+    def _wait(self, done: Callable[[Worker], bool], timeout: float, what: str, advice: str) -> None:
         deadline = time.monotonic() + timeout
         while True:
             with self._changed:
                 self.check()
-                waiting = [worker.rank for worker in self._workers if not getattr(worker, state)]
+                waiting = [worker.rank for worker in self._workers if not done(worker)]
                 if not waiting:
                     return
                 if time.monotonic() > deadline:
                     raise Failure(waiting[0], Kind.CAUSE, f"{what} within {timeout:g} s", advice).as_error()
-                self._changed.wait(_LOOKING)  # short, so that Ctrl-C is heard
+                self._changed.wait(_INTERVAL)  # short, so that Ctrl-C is heard
 
     def _decided(self) -> Failure | None:
         failure = first(self._failures)
@@ -110,29 +131,22 @@ class Workers:
         assert self._failed_at is not None
         return failure if time.monotonic() > self._failed_at + _GRACE else None
 
-    def _look(self) -> None:
-        """Watch until the run has ended and all has been read."""
-        while True:
-            heard = self._hear()
+    def _watch_workers(self) -> None:
+        while not self._ending:
+            self._wait_for_news()
             for worker in self._workers:
-                self._note(death_of(worker))
+                self._note(worker.poll())
             if self._decided() is not None:
                 self.kill()  # which also ends what rank 0 waits for
             with self._changed:
                 self._changed.notify_all()
-            silent = not heard or not any(worker.sources for worker in self._workers)
-            if self._ending and silent and all(worker.process.poll() is not None for worker in self._workers):
-                return
 
-    def _hear(self) -> bool:
-        """Read what workers have written, and say whether there was anything; it waits a moment for it."""
-        sources = {source: worker for worker in self._workers for source in worker.sources}
-        if not sources:
-            time.sleep(_LOOKING)
-        heard = wait(list(sources), _LOOKING) if sources else []
-        for source in heard:
-            self._note(sources[source].read(source))
-        return bool(heard)
+    def _wait_for_news(self) -> None:
+        sources = [source for worker in self._workers for source in worker.sources]
+        if sources:
+            wait(sources, _INTERVAL)
+        else:
+            time.sleep(_INTERVAL)
 
     def _note(self, failure: Failure | None) -> None:
         if failure is None or any(each.rank == failure.rank for each in self._failures):

@@ -1,10 +1,8 @@
-"""Shares the batches of a loader out among the ranks: rank r gets batches r, r+N, … of the loader's own order."""
+"""Shards the batches of a loader: rank r gets batches r, r+N, … of the loader's own order."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
 
 from nano_loop.distributed.loaders.agreed_randomness import AgreedItems, AgreedState
+from nano_loop.distributed.loaders.bound_worker import BoundWorker
 from nano_loop.distributed.random_states import generators_of, part_ways
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.intercept.loaders import LoaderChange, Start
@@ -40,17 +39,17 @@ def forget_last_served() -> None:
     _LastServed.whole_by_mode = False
 
 
-class Shares(LoaderChange):
-    """Shares out one loader's batches, or serves them whole on every rank; chosen anew whenever an iteration starts.
+class BatchSharding(LoaderChange):
+    """Shards one loader's batches, or serves all of them on every rank; chosen anew whenever an iteration starts.
 
     Parameters
     ----------
     ranks : Ranks
-        Among whom.
+        The ranks among which the batches are divided.
     models : list of torch.nn.Module
         The models of the run, of which more may come; a loader is served whole while all are in eval mode.
     shard : bool or None
-        True to share out always, False never; None leaves it to the models' mode, and to whether gradients are on.
+        True to shard always, False never; None leaves it to the models' mode, and to whether gradients are on.
     """
 
     def __init__(self, ranks: Ranks, models: list[nn.Module], shard: bool | None = None) -> None:
@@ -60,7 +59,7 @@ class Shares(LoaderChange):
         self.last_was_whole = False  # how the most recent batch was served
 
     def choose(self, shard: bool) -> None:
-        """Share out always, or never, from the next iteration on."""
+        """Shard always, or never, from the next iteration on."""
         self.shard = shard
         self.last_was_whole = False
 
@@ -81,16 +80,16 @@ class Shares(LoaderChange):
         found: dict[str, Any] = {}
         if self.ranks.loader_cpus and loader.num_workers:
             found["worker_init_fn"] = BoundWorker(self.ranks.loader_cpus, loader.worker_init_fn)
-        if shared_by_user(loader, self.ranks.size):
+        if sharded_by_user(loader, self.ranks.size):
             return found
         if isinstance(loader.dataset, IterableDataset):
             return {**found, "in_order": True}  # every rank has to read the same order
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        return {**found, name: _SharedSampler(self, getattr(loader, name), loader)}
+        return {**found, name: _ShardedSampler(self, getattr(loader, name), loader)}
 
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
         """See `LoaderChange.iterate`."""
-        if shared_by_user(loader, self.ranks.size):
+        if sharded_by_user(loader, self.ranks.size):
             return _Served(start(), self, whole=False, by_mode=False)
         whole, by_mode = self.whole, self.whole_by_mode
         reads = isinstance(loader.dataset, IterableDataset) and not whole
@@ -104,14 +103,14 @@ class Shares(LoaderChange):
         put back to train mode and gradients are on again.
         """
         whole = self.whole or self.last_was_whole
-        return length if whole or shared_by_user(loader, self.ranks.size) else -(-length // self.ranks.size)
+        return length if whole or sharded_by_user(loader, self.ranks.size) else -(-length // self.ranks.size)
 
     @property
     def _evaluating(self) -> bool:
         return bool(self.models) and not any(model.training for model in self.models)
 
     def _read(self, loader: Loader, start: Start) -> Iterator[Any]:
-        """Let every rank read the batches of an `IterableDataset` from the same random state, and keep its share."""
+        """Let every rank read the batches of an `IterableDataset` from the same random state, and keep its own."""
         part_ways(self.ranks)
         state = AgreedState(self.ranks, generators_of(loader, loader.dataset))
         state.agree()
@@ -121,40 +120,40 @@ class Shares(LoaderChange):
             several = itertools.islice(batches, count)
             return list(several) if loader.num_workers else state.call(list, several)
 
-        return shares(take, self.ranks.rank, self.ranks.size)
+        return sharded(take, self.ranks.rank, self.ranks.size)
 
 
-class _SharedSampler(Sampler[Any]):
-    """Stands in for a loader's sampler or batch sampler."""
+class _ShardedSampler(Sampler[Any]):
+    """Replaces a loader's sampler or batch sampler."""
 
-    def __init__(self, sharing: Shares, sampler: Any, loader: Loader) -> None:
-        self._sharing = sharing
+    def __init__(self, sharding: BatchSharding, sampler: Any, loader: Loader) -> None:
+        self._sharding = sharding
         self._sampler = sampler
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        ranks = self._sharing.ranks
-        if self._sharing.whole:
+        ranks = self._sharding.ranks
+        if self._sharding.whole:
             return iter(self._sampler)  # with no other rank: one alone may evaluate
         part_ways(ranks)
-        return shares(AgreedItems(self._sampler, ranks, self._loader).take, ranks.rank, ranks.size)
+        return sharded(AgreedItems(self._sampler, ranks, self._loader).take, ranks.rank, ranks.size)
 
     def __len__(self) -> int:  # of torch's own iterator
-        return self._sharing.length(self._loader, len(self._sampler))
+        return self._sharding.length(self._loader, len(self._sampler))
 
 
 class _Served(Iterator[Any]):
     """Iterates over a loader's iterator, and notes how its batches are served."""
 
-    def __init__(self, iterator: Iterator[Any], sharing: Shares, whole: bool, by_mode: bool) -> None:
+    def __init__(self, iterator: Iterator[Any], sharding: BatchSharding, whole: bool, by_mode: bool) -> None:
         self._iterator = iterator
-        self._sharing = sharing
+        self._sharding = sharding
         self._whole = whole
         self._by_mode = by_mode
 
     def __next__(self) -> Any:
         batch = next(self._iterator)
-        self._sharing.last_was_whole = self._whole
+        self._sharding.last_was_whole = self._whole
         _LastServed.whole_by_mode = self._by_mode
         return batch
 
@@ -162,26 +161,26 @@ class _Served(Iterator[Any]):
         return len(self._iterator)  # type: ignore[arg-type]
 
 
-def shared_by_user(loader: Loader, size: int) -> bool:
-    """Whether a loader gives each of `size` ranks its share by itself, as with a `DistributedSampler`."""
+def sharded_by_user(loader: Loader, size: int) -> bool:
+    """Whether a loader shards its batches among `size` ranks by itself, as with a `DistributedSampler`."""
     if isinstance(loader.dataset, IterDataPipe):
-        return True  # torch shares data pipes out by itself
+        return True  # torch shards data pipes by itself
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     return any(getattr(each, "num_replicas", None) == size and hasattr(each, "rank") for each in samplers)
 
 
-def shares(take: Callable[[int], list[Any]], rank: int, size: int) -> Iterator[Any]:
+def sharded(take: Callable[[int], list[Any]], rank: int, size: int) -> Iterator[Any]:
     """Yield every `size`-th item, from the `rank`-th on, and as many of them on every rank.
 
     The last group is filled up from the first items. A group is taken whole before its item is yielded, so what the
-    loop tells a sampler in between counts for the same items on every rank.
+    loop changes in a sampler in between counts for the same items on every rank.
 
     Parameters
     ----------
     take : callable
-        Returns the next items, as many as it is told, or fewer at the end.
+        Is given a number, and returns so many of the next items, or fewer at the end.
     rank, size : int
-        Whose items, and of how many.
+        This rank, and how many there are.
     """
     first: list[Any] | None = None
     while group := take(size):
@@ -193,27 +192,3 @@ def shares(take: Callable[[int], list[Any]], rank: int, size: int) -> Iterator[A
         yield item
         if last:
             return
-
-
-class BoundWorker:
-    """Binds a loader's worker process to some CPUs, and then does what the loader's own ``worker_init_fn`` does.
-
-    Parameters
-    ----------
-    cpus : tuple of int
-        The logical CPUs; those that the worker may not use are left to the system to refuse, and nothing is bound.
-    then : callable, optional
-        The loader's own.
-    """
-
-    def __init__(self, cpus: tuple[int, ...], then: Callable[[int], Any] | None) -> None:
-        self.cpus = cpus
-        self.then = then
-
-    def __call__(self, worker: int) -> None:
-        """Do both in the worker of that number."""
-        if hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):  # they are not this process's to use, and it works on others as well
-                os.sched_setaffinity(0, self.cpus)
-        if self.then is not None:
-            self.then(worker)

@@ -24,7 +24,7 @@ def reduced(value: Any) -> Any:
 
 
 def reduce_storage(storage: torch.UntypedStorage, changing: bool) -> Reduction:
-    """Pickle a storage as a buffer; one that is `changing` gets memory of its own where it is loaded."""
+    """Pickle a storage as a buffer; one that is `changing` is loaded into private memory."""
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     memory: Any = whole.numpy()
     return _storage, (PickleBuffer(memory), changing)

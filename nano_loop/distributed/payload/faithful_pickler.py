@@ -46,11 +46,6 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduce(value) or super().reducer_override(value)
         return super().reducer_override(value)
 
-    def reduced(self, value: Any) -> tuple[Any, ...]:
-        """Return the callable, the arguments and the rest that `value` is pickled as; what it raises is the user's."""
-        reduction = self.reducer_override(value)
-        return tuple(value.__reduce_ex__(_PROTOCOL) if reduction is NotImplemented else reduction)
-
 
 def _about_to_change(kind: type, value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a parameter, a module or an optimizer that training writes, before they are met."""

@@ -31,8 +31,8 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> None:
     Raises
     ------
     NanoError
-        If something in `call` cannot be pickled, with the argument's name and the way down to it, or if the folder
-        has no room.
+        If something in `call` cannot be pickled, with the argument's name and the first steps down to it, or if the
+        folder has no room.
     """
     try:
         with SharedFiles(folder) as files:
@@ -62,5 +62,5 @@ def load(folder: Path) -> Any:
 def _refusal(call: Any, names: Mapping[str, Any], error: Exception) -> str:
     arguments = {f"argument `{name}`": value for name, value in names.items()}
     where = find_culprit({**arguments, "the call": call}) or f"the call cannot be pickled ({error!r})"
-    allowed = "every argument travels to the worker processes by cloudpickle"
+    allowed = "every argument is sent to the worker processes by cloudpickle"
     return problem(where, allowed, "Create it inside train, or leave it out of the call")

@@ -14,14 +14,14 @@ import torch
 
 from nano_loop.errors import NanoError, problem
 
-#: Bytes from which a buffer gets a file of its own.
+#: Bytes from which a buffer gets its own file.
 LARGE = 2**20
 
 
 class SharedFiles:
     """Writes a payload and the large buffers beside it.
 
-    Everything is written with `write(2)`, which says that a folder is full; a store into a mapping would end the
+    Everything is written with `write(2)`, which fails if the folder is full; a store into a mapping would end the
     process by SIGBUS.
 
     Parameters
@@ -53,7 +53,7 @@ class SharedFiles:
         return self._write(self._payload, PickleBuffer(data).raw())
 
     def take(self, buffer: PickleBuffer) -> bool:
-        """Write a large buffer to a file of its own; True says that the pickler has to keep it in the payload."""
+        """Write a large buffer to its own file; True means that the pickler keeps it in the payload."""
         view = buffer.raw()
         if view.nbytes < LARGE:
             return True
@@ -73,7 +73,7 @@ class SharedFiles:
 
     def _no_room(self, size: int, error: OSError) -> str:
         needed = f"the arguments of the call need at least {self._written + size:,} bytes in {self._folder}"
-        allowed = "they travel to the worker processes through files in shared memory"
+        allowed = "they are sent to the worker processes through files in shared memory"
         advice = "Enlarge that file system (docker: --shm-size), or set TMPDIR to a folder that has room"
         return problem(f"{needed}, and {self._free:,} bytes were free there ({error.strerror})", allowed, advice)
 

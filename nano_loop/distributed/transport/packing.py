@@ -1,11 +1,10 @@
-"""Packs lists of tensors into batches of a limited size, to be averaged as one, and takes the means of batches.
+"""Packs lists of tensors into batches of a limited size, to be averaged as one.
 
 How a list is packed follows from its shapes and dtypes alone, so it is the same on every rank, and computed once.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch
 
 from nano_loop.errors import NanoError, problem
 
-#: What can be averaged; each is summed in itself, but for numbers of 16 bits, which are summed in float32.
+#: What can be averaged.
 AVERAGED = (
     torch.float32,
     torch.float64,
@@ -23,7 +22,6 @@ AVERAGED = (
     torch.complex64,
     torch.complex128,
 )
-_SUMMED_WIDER = (torch.bfloat16, torch.float16)
 _COMPRESSED = (torch.float32, torch.float64)
 
 #: The shape and the dtype of each tensor of a list.
@@ -70,7 +68,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Packing:
-    """The batches of one list; `split` are the tensors that more than one batch holds; `mark` tells lists apart."""
+    """The batches of one list; `split` are the tensors that more than one batch holds; `mark` identifies the list."""
 
     batches: tuple[Batch, ...]
     split: tuple[int, ...]
@@ -138,62 +136,6 @@ def empty(places: Iterable[Place], tensors: Sequence[torch.Tensor], flat: dict[i
         (tensors[index] if bounds is None else flat[index][bounds]).copy_(view)
 
 
-def is_summed_wider(dtype: torch.dtype) -> bool:
-    """Whether elements of this dtype are summed in float32 rather than in themselves."""
-    return dtype in _SUMMED_WIDER
-
-
-def real(batch: torch.Tensor) -> torch.Tensor:
-    """View complex elements as twice as many real ones, which are summed alike."""
-    return torch.view_as_real(batch).view(-1) if batch.is_complex() else batch
-
-
-def write_mean(out: torch.Tensor, parts: Sequence[torch.Tensor], scratch: torch.Tensor) -> None:
-    """Write the mean of `parts`, summed in their order, to `out`: flat real tensors of one dtype and length.
-
-    Parameters
-    ----------
-    out : torch.Tensor
-        Overwritten; it shares no memory with the parts.
-    parts : sequence of torch.Tensor
-        Two or more.
-    scratch : torch.Tensor
-        What `new_scratch` has made. Elements of 16 bits are summed there and rounded once.
-    """
-    if is_summed_wider(out.dtype):
-        room = scratch.shape[1]
-        for start in range(0, len(out), room):
-            part = slice(start, start + room)
-            out[part].copy_(_wide_mean([each[part] for each in parts], scratch))
-        return
-    torch.add(parts[0], parts[1], out=out)
-    for each in parts[2:]:
-        out.add_(each)
-    divide(out, len(parts))
-
-
-def new_scratch() -> torch.Tensor:
-    """Make the memory in which `write_mean` widens 16-bit numbers: small, so that it stays in a cache."""
-    return torch.empty(2, 1 << 18, dtype=torch.float32, device="cpu")
-
-
-def divide(total: torch.Tensor, count: int) -> None:
-    """Divide in place, rounding as a division does; by a power of two that is an exact, and faster, product."""
-    if math.frexp(count)[0] == 0.5:
-        total.mul_(1 / count)
-    else:
-        total.div_(count)
-
-
-def _wide_mean(parts: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
-    total, widened = scratch[0, : len(parts[0])], scratch[1, : len(parts[0])]
-    total.copy_(parts[0])
-    for part in parts[1:]:
-        total.add_(widened.copy_(part))
-    divide(total, len(parts))
-    return total
-
-
 def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None:
     """Fill the last batch up, and then as many more as it takes; `room` is the elements of a batch."""
     start = 0
@@ -208,5 +150,5 @@ def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None
 def _refuse_unknown(dtype: torch.dtype) -> None:
     if dtype not in AVERAGED:
         known = ", ".join(str(each).removeprefix("torch.") for each in AVERAGED)
-        advice = "Average it yourself, or give it one of these dtypes"
-        raise NanoError(problem(f"a gradient of {dtype}", f"ranks average {known}", advice))
+        advice = "Convert the parameter to one of these dtypes"
+        raise NanoError(problem(f"a gradient of {dtype}", f"nano_loop averages {known}", advice))

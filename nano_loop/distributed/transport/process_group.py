@@ -12,19 +12,8 @@ import torch
 from torch import distributed
 
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.packing import (
-    Batch,
-    Packing,
-    divide,
-    empty,
-    fill,
-    is_summed_wider,
-    new_scratch,
-    pack,
-    real,
-    signature,
-    write_mean,
-)
+from nano_loop.distributed.transport.means import divide, is_summed_wider, new_scratch, real, write_mean
+from nano_loop.distributed.transport.packing import Batch, empty, fill, pack, signature
 from nano_loop.errors import NanoError, problem
 
 _BUCKET = 25 << 20  # bytes: large enough for bandwidth, small enough that copying one overlaps with sending another
@@ -71,7 +60,8 @@ class ProcessGroupTransport:
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Transport.average`."""
-        packing = self._packing(tensors)
+        self._refuse_closed()
+        packing = self._pack(signature(tensors))
         flat = packing.flat(tensors)
         under_way: deque[_Bucket] = deque()
         for batch in packing.batches:
@@ -82,28 +72,14 @@ class ProcessGroupTransport:
             self._finish(each, tensors, flat)
         packing.put_back(tensors, flat)
 
-    @torch.no_grad()
-    def start(self, tensors: Sequence[torch.Tensor]) -> Averaging:
-        """Start to average `tensors`, copied as they are now; `Averaging.finish` writes their means. Collective.
-
-        Several may be under way. Every rank starts them, and finishes them, in the same order.
-        """
-        packing = self._packing(tensors)
-        flat = packing.flat(tensors)
-        return Averaging(self, packing, [self._start(batch, tensors, flat) for batch in packing.batches], tensors)
-
     def leave(self) -> None:
-        """See `Transport.leave`. A process group has no way to tell: `Ranks.check` has to."""
+        """See `Transport.leave`. A process group cannot announce it; `Ranks.check` finds out."""
 
     def close(self) -> None:
         """See `Transport.close`."""
         self._closed = True
         self._unused.clear()
         self._pack.cache_clear()
-
-    def _packing(self, tensors: Sequence[torch.Tensor]) -> Packing:
-        self._refuse_closed()
-        return self._pack(signature(tensors))
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -124,27 +100,27 @@ class ProcessGroupTransport:
         self._ranks.finish(bucket.work)
         elements = [self._elements(each, bucket.batch) for each in bucket.memory]
         if is_summed_wider(bucket.batch.dtype):
-            self._average_share(*elements)
+            self._average_slice(*elements)
         else:
             divide(real(elements[0][: bucket.batch.length]), self._ranks.size)
         empty(bucket.batch.places(elements[-1]), tensors, flat)
         self._unused += bucket.memory
 
-    def _average_share(self, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """Average the share of this rank, which it has received from all, and gather all shares into `received`."""
-        shares = received.chunk(self._ranks.size)
-        mean = sent[: len(shares[0])]
-        write_mean(mean, shares, self._scratch)
-        self._ranks.finish(distributed.all_gather(list(shares), mean, async_op=True))
+    def _average_slice(self, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """Average this rank's slice, received from all ranks, and gather all slices into `received`."""
+        slices = received.chunk(self._ranks.size)
+        mean = sent[: len(slices[0])]
+        write_mean(mean, slices, self._scratch)
+        self._ranks.finish(distributed.all_gather(list(slices), mean, async_op=True))
 
     def _take(self) -> torch.Tensor:
-        # A batch may be filled to the last byte, and is then rounded up to equal shares.
+        # A batch may be filled to the last byte, and is then rounded up to equal slices.
         length = self._bucket + 2 * self._ranks.size
         return self._unused.pop() if self._unused else torch.empty(length, dtype=torch.uint8, device="cpu")
 
     def _elements(self, memory: torch.Tensor, batch: Batch) -> torch.Tensor:
         length = batch.length
-        if is_summed_wider(batch.dtype):  # every rank sums a share, and shares are of one length
+        if is_summed_wider(batch.dtype):  # every rank sums a slice, and slices are of one length
             length = -(-length // self._ranks.size) * self._ranks.size
         return memory[: length * batch.dtype.itemsize].view(batch.dtype)
 
@@ -167,28 +143,3 @@ def _padded(data: torch.Tensor, length: int) -> torch.Tensor:
     padded = torch.zeros(length, dtype=torch.uint8)
     padded[: len(data)] = data
     return padded
-
-
-class Averaging:
-    """What `ProcessGroupTransport.start` has started."""
-
-    def __init__(
-        self,
-        transport: ProcessGroupTransport,
-        packing: Packing,
-        buckets: list[_Bucket],
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
-        self._transport = transport
-        self._packing = packing
-        self._buckets = buckets
-        self._tensors = tensors
-
-    @torch.no_grad()
-    def finish(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """Wait, and write the means to `tensors`, or else to those that were started with. Collective."""
-        tensors = self._tensors if tensors is None else tensors
-        flat = self._packing.flat(tensors)
-        while self._buckets:
-            self._transport._finish(self._buckets.pop(0), tensors, flat)
-        self._packing.put_back(tensors, flat)

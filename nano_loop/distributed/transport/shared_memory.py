@@ -122,7 +122,7 @@ class SharedMemoryTransport:
         return lengths
 
     def _begin(self, mark: int) -> None:
-        """Say what this rank begins, and wait until all others begin something; raise where that is another thing."""
+        """Announce what this rank begins, and wait until all others begin something; raise if that differs."""
         segment = self._open()
         self._operations += 1
         offset = _MARKS + self._operations % 2
@@ -135,7 +135,7 @@ class SharedMemoryTransport:
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
-        """Refuse to go on after an operation that was not finished: the ranks are not in step any more."""
+        """Refuse to go on after an operation that was not finished: the ranks are out of step then."""
         if self._unfinished:
             raise NanoError(_OUT_OF_STEP)
         self._unfinished = True
@@ -155,6 +155,6 @@ _OUT_OF_STEP = problem(
 
 def _differs(rank: int, others: Sequence[int]) -> str:
     names = ", ".join(map(str, others))
-    given = f"rank {rank} is not about to average the gradients that rank {names} is about to average"
-    advice = "Let the loop do the same on every rank: the same model, the same parameters frozen, the same steps"
-    return problem(given, "all ranks average the same gradients in the same order", advice)
+    given = f"rank {rank} averages other gradients than rank {names}"
+    advice = "Make the loop do the same on every rank: the same model, the same parameters frozen, the same steps"
+    return problem(given, "all ranks must average the same gradients in the same order", advice)

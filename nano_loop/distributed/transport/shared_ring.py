@@ -1,13 +1,13 @@
 """A ring of slots in shared memory, through which batches of tensors go round and come out as means.
 
-Three things are under way at once: a rank copies batch k into its slot, sums its share of batch k - 1 over all ranks'
-slots into the ring's result slot, and copies batch k - 2 out of that. Each share is summed by one rank, in the order of
+Three things are under way at once: a rank copies batch k into its slot, sums its slice of batch k - 1 over all ranks'
+slots into the ring's result slot, and copies batch k - 2 out of that. Each slice is summed by one rank, in the order of
 ranks, so all ranks read the same bits.
 
 A batch is used by three counters of each rank, which count batches over the ring's life:
 
 - *posted*: it is in the rank's slot, and may be summed;
-- *reduced*: the rank has summed its share, so results may be read, and the slot is free as far as this rank goes;
+- *reduced*: the rank has summed its slice, so results may be read, and the slot is free as far as this rank goes;
 - *read*: the rank has copied it out, so the result slot is free as far as this rank goes.
 
 An averaging starts at a multiple of the ring's size, so that a batch of a list always meets the same slots and its
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.packing import Batch, Packing, Place, empty, fill, new_scratch, real, write_mean
+from nano_loop.distributed.transport.means import new_scratch, real, write_mean
+from nano_loop.distributed.transport.packing import Batch, Packing, Place, empty, fill
 from nano_loop.distributed.transport.shared_segment import LINE, SharedSegment
 
 
@@ -109,17 +110,17 @@ class Ring:
 
     def _stage(self, batch: Batch, number: int, count: int) -> _Stage:
         row = self._memory[number % self._slots, :, : batch.nbytes].view(batch.dtype)
-        # Shares end where cache lines do, lest two ranks write to one line.
-        share = -(-batch.length // self._size)
-        share = -(-share // LINE) * LINE
-        mine = slice(self._rank * share, min(self._rank * share + share, batch.length))
+        # Slices end where cache lines do, so that no two ranks write to one line.
+        length = -(-batch.length // self._size)
+        length = -(-length // LINE) * LINE
+        mine = slice(self._rank * length, min(self._rank * length + length, batch.length))
         *parts, mean = (real(each[mine]) for each in row)
         return _Stage(batch.places(row[self._rank]), batch.places(row[-1]), parts, mean, count)
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """The views of a batch: into this rank's slot, into the result slot, and of its share in every slot.
+    """The views of a batch: into this rank's slot, into the result slot, and of its slice in every slot.
 
     `count` is what the counters show, from the averaging's start on, when the batch is done.
     """

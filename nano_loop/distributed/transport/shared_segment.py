@@ -25,7 +25,7 @@ _give_way = getattr(os, "sched_yield", lambda: None)  # not on every Unix
 
 
 class SharedSegment:
-    """Memory that all ranks see: 64-bit counters on cache lines of their own, and bytes behind them.
+    """Memory that all ranks see: 64-bit counters, each on its own cache line, and bytes behind them.
 
     A counter is written by one rank, and only grows.
 
@@ -62,7 +62,7 @@ class SharedSegment:
         return [(first + rank) * LINE // _WORD for rank in range(self._ranks.size)]
 
     def leave(self) -> None:
-        """Say that this rank will not change its counters again: who waits for them is told."""
+        """Announce that this rank will not change its counters again: a rank that waits for them raises."""
         self.publish(self._left[self._ranks.rank], 1)
 
     def publish(self, place: int, value: int) -> None:
@@ -131,9 +131,9 @@ def _map_together(ranks: Ranks, folder: str, size: int) -> mmap.mmap:
         if ranks.rank == 0 and path:
             os.unlink(path)
     if mapped is None or failures:
-        given = f"{size / 2**20:.0f} MiB of shared memory in {folder} ({failures[0]})"
-        advice = "Make room there; in a container, give it more, such as with docker run --shm-size=1g"
-        raise NanoError(problem(given, "the ranks of one host average their gradients in it", advice))
+        given = f"{size / 2**20:.0f} MiB of shared memory in {folder} could not be allocated ({failures[0]})"
+        advice = "Free some of it; give a container more, for example docker run --shm-size=1g"
+        raise NanoError(problem(given, "the ranks of one host average their gradients there", advice))
     return mapped
 
 
@@ -167,12 +167,12 @@ def _map(path: str | None, size: int) -> tuple[mmap.mmap | None, str | None]:
 
 
 def _has_left(rank: int, waiting: int) -> str:
-    given = f"rank {rank} has returned from train, and rank {waiting} is still averaging gradients"
-    advice = "Let no rank leave the loop before the others, as an early break on a rank's own loss does"
-    return problem(given, "all ranks have to take the same number of steps", advice)
+    given = f"rank {rank} has returned from train, and rank {waiting} still averages gradients"
+    advice = "Make every rank run the same number of steps; an early break on a rank's own loss does not"
+    return problem(given, "all ranks have to run the same number of steps", advice)
 
 
 def _is_late(rank: int, ranks: Ranks) -> str:
     given = f"rank {ranks.rank} has waited {ranks.timeout:g} seconds for rank {rank} to average gradients"
-    advice = f"Look what rank {rank} is doing, or raise timeout= if it is working"
+    advice = f"Check what rank {rank} is doing, or pass a longer timeout if it is working"
     return problem(given, "every rank has to reach the averaging within the timeout", advice)

@@ -12,7 +12,7 @@ class Transport(Protocol):
     """Carries tensors between the ranks of a run.
 
     All methods but `leave` and `close` are collective: every rank calls the same ones in the same order. `average`
-    relies on equal shapes and dtypes, so ranks first `exchange` a header that tells whether they agree.
+    relies on equal shapes and dtypes, so ranks first `exchange` a header to check them.
     """
 
     def exchange(self, header: torch.Tensor) -> list[torch.Tensor]:
@@ -42,7 +42,7 @@ class Transport(Protocol):
         """
 
     def leave(self) -> None:
-        """Say that this rank averages no more, so that a rank which waits for it is told at once if it can be."""
+        """Announce that this rank averages no more, so that a rank which waits for it raises at once, if possible."""
 
     def close(self) -> None:
         """Give back all memory. A closed transport raises on use."""

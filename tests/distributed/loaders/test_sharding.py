@@ -27,7 +27,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from nano_loop.distributed.loaders.sharding import BoundWorker, Shares, forget_last_served, served_whole_by_mode
+from nano_loop.distributed.loaders.bound_worker import BoundWorker
+from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_served, served_whole_by_mode
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.intercept.loaders import changed
 
@@ -227,7 +228,7 @@ def sharing(ranks, *loaders, models=(), shard=None):
     before = dict(vars(DataLoader))
     with contextlib.ExitStack() as stack:
         for loader in loaders:
-            stack.enter_context(changed(loader, Shares(ranks, list(models), shard)))
+            stack.enter_context(changed(loader, BatchSharding(ranks, list(models), shard)))
         yield loaders[0]
     assert dict(vars(DataLoader)) == before
     assert not multiprocessing.active_children()

@@ -588,7 +588,7 @@ module_lock = threading.Lock()
 
 
 def by_value(x):
-    return [lambda: module_lock]
+    return [module_lock]
 
 
 def with_scripted_global():
@@ -600,10 +600,13 @@ CULPRITS = {
     "itself": (threading.Lock, f"argument `it` {LOCK}"),
     "closure": (lambda: closing_over(threading.Lock()), f"argument `it`, its closure variable `lock`, {LOCK}"),
     "global": (with_scripted_global, f"argument `it`, its global variable `module_lock`, {LOCK}"),
-    "partial": (lambda: functools.partial(print, x=threading.Lock()), f"its keywords, its item 'x', {LOCK}"),
-    "default": (lambda: lambda x=module_lock: x, f"argument `it`, its defaults, its item 0, {LOCK}"),
+    "partial": (
+        lambda: functools.partial(print, x=threading.Lock()),
+        f"its attribute `keywords`, its item 'x', {LOCK}",
+    ),
+    "default": (lambda: lambda x=module_lock: x, f"its attribute `__defaults__`, its item 0, {LOCK}"),
     "state": (Kept, f"argument `it`, its attribute `inner`, its item 'list', its item 1, {LOCK}"),
-    "method": (lambda: Kept().__getstate__, "argument `it`, its object, its attribute `inner`, its item 'list'"),
+    "method": (lambda: Kept().__getstate__, "argument `it`, its attribute `__self__`, its attribute `inner`"),
     "refusing": (Refusing, f"argument `it` is a {__name__}.Refusing and cannot be pickled (OSError: not this one)"),
     "generator": (lambda: (x for x in "a"), "argument `it` is a generator and cannot be pickled"),
 }
@@ -626,7 +629,7 @@ def test_what_cannot_be_pickled_is_named_with_the_way_to_it(tmp_path, make, word
     message = str(caught.value)
     assert words in message
     assert message.startswith("argument `it`")
-    assert "every argument travels to the worker processes by cloudpickle" in message
+    assert "every argument is sent to the worker processes by cloudpickle" in message
     assert "Create it inside train" in message
     assert isinstance(caught.value.__cause__, Exception)
 
@@ -640,7 +643,7 @@ def test_nesting_without_end_is_told_of_the_argument(tmp_path):
     tree = []
     for _ in range(100_000):
         tree = [tree]
-    with pytest.raises(NanoError, match=r"^argument `tree` is a list and cannot be pickled .*recursion"):
+    with pytest.raises(NanoError, match=r"^argument `tree`.* is a list and cannot be pickled .*recursion"):
         dump(tree, tmp_path, {"tree": tree})
     while tree:  # deleting it at once would recurse too
         tree = tree.pop()

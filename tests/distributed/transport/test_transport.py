@@ -213,7 +213,7 @@ def test_received_headers_stay_as_they_are(team, tmp_path, kind):
 def test_unknown_dtypes_are_refused_and_the_transport_goes_on(team, tmp_path, kind):
     def run(ranks):
         transport = opened(kind, ranks, tmp_path)
-        with pytest.raises(NanoError, match=r"gradient of torch.int64: ranks average float32, .*complex128"):
+        with pytest.raises(NanoError, match=r"gradient of torch.int64: nano_loop averages float32, .*complex128"):
             transport.average([torch.ones(3), torch.ones(3, dtype=torch.int64)])
         tensor = torch.full((3,), float(ranks.rank))
         transport.average([tensor])

@@ -10,11 +10,10 @@ import torch
 from torch import distributed, nn
 
 from distributed import small
+from distributed.launch.started import LOOP, agents, environment, free_port, run_together, torchrun
 from nano_loop import NanoConfigError, NanoError, nano
 from nano_loop.cpu import read_machine
-from nano_loop.environment import Launch, outside_launch
-
-from .started import LOOP, agents, environment, free_port, run_together, torchrun
+from nano_loop.distributed.launch.external.environment import Launch, found_launch
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -218,7 +217,7 @@ SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     ],
 )
 def test_launch_is_that_of_the_innermost_launcher(variables, launch):
-    assert outside_launch(variables) == launch
+    assert found_launch(variables) == launch
 
 
 def launched(monkeypatch, **variables):

@@ -17,9 +17,8 @@ import torch
 from torch import distributed, nn
 
 from distributed import small
+from distributed.launch.started import LOOP, environment, run_python
 from nano_loop import nano
-
-from .started import LOOP, environment, run_python
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

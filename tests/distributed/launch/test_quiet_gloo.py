@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from nano_loop.distributed.launch import group
+from nano_loop.distributed.launch import quiet_gloo
 
 
 @pytest.mark.parametrize("torch_version", ["2.8.0+cu128", "2.12.1"])
 def test_greeting_is_left_out_and_all_else_is_printed(monkeypatch, capfd, torch_version):
-    monkeypatch.setattr(group.torch, "__version__", torch_version)
+    monkeypatch.setattr(quiet_gloo.torch, "__version__", torch_version)
     descriptors = set(os.listdir("/proc/self/fd"))
-    with group._without_greeting():
+    with quiet_gloo.without_greeting():
         os.write(1, b"before\n[Gloo] Rank 0 is connected to 1 peer ranks.\nafter")
     os.write(1, b", and at once\n")
     assert capfd.readouterr().out == "before\nafter, and at once\n"
@@ -21,10 +21,10 @@ def test_greeting_is_left_out_and_all_else_is_printed(monkeypatch, capfd, torch_
 
 
 def test_output_is_back_where_ranks_do_not_meet(monkeypatch, capfd):
-    monkeypatch.setattr(group.torch, "__version__", "2.8.0")
+    monkeypatch.setattr(quiet_gloo.torch, "__version__", "2.8.0")
 
     def fail():
-        with group._without_greeting():
+        with quiet_gloo.without_greeting():
             os.write(1, b"said before\n")
             raise TimeoutError
 
@@ -35,8 +35,8 @@ def test_output_is_back_where_ranks_do_not_meet(monkeypatch, capfd):
 
 
 def test_a_torch_that_does_not_greet_is_left_alone(monkeypatch, capfd):
-    monkeypatch.setattr(group.torch, "__version__", "2.13.0+cpu")
-    with group._without_greeting():
+    monkeypatch.setattr(quiet_gloo.torch, "__version__", "2.13.0+cpu")
+    with quiet_gloo.without_greeting():
         os.write(1, b"[Gloo] who else would say so\n")
     assert capfd.readouterr().out == "[Gloo] who else would say so\n"
 
@@ -44,10 +44,10 @@ def test_a_torch_that_does_not_greet_is_left_alone(monkeypatch, capfd):
 def test_closed_standard_output_is_no_obstacle():
     script = """
         import os
-        from nano_loop.distributed.launch import group
-        group.torch.__version__ = "2.8.0"
+        from nano_loop.distributed.launch import quiet_gloo
+        quiet_gloo.torch.__version__ = "2.8.0"
         os.close(1)
-        with group._without_greeting():
+        with quiet_gloo.without_greeting():
             pass
     """
     command = [sys.executable, "-c", script.replace("\n        ", "\n")]

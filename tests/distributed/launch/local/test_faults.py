@@ -355,7 +355,7 @@ def test_attribute_of_the_loop_that_cannot_be_pickled_is_named():
 @pytest.fixture
 def small_folder(monkeypatch, tmp_path):
     """A place for shared memory with room for one megabyte: a file system, or else a limit on files."""
-    monkeypatch.setattr("nano_loop.distributed.launch.run.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("nano_loop.distributed.launch.shared_folder.SHARED_MEMORY", tmp_path)
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     if subprocess.run(command, capture_output=True).returncode == 0:
         yield tmp_path

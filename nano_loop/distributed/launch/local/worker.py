@@ -1,6 +1,6 @@
-"""What a worker process does: it takes its seat, reads its payload, runs the loop, and reports what became of it.
+"""What a worker process does: it reads its payload, does the task, and reports how that ended.
 
-`nano_loop.distributed.launch.workers` starts it, with its CPUs bound before torch is imported.
+`nano_loop.distributed.launch.local.start.BOOTSTRAP` calls `main`, with the CPUs bound before torch is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import traceback
-import warnings
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,14 +23,14 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from nano_loop.distributed.launch.assignment import Assignment
-from nano_loop.distributed.launch.checkpoints import Checkpoints, save_memory_alone
+from nano_loop.distributed.launch.checkpoints import save_memory_alone
 from nano_loop.distributed.launch.failure import Failure, raised
-from nano_loop.distributed.launch.launcher import PAYLOAD
-from nano_loop.distributed.launch.run import take_seat
+from nano_loop.distributed.launch.joining import run_task
+from nano_loop.distributed.launch.local.launcher import PAYLOAD
 from nano_loop.distributed.payload.payload import load
 from nano_loop.fabric import note_rank
 
-_LOOKING = 1.0  # seconds between two looks at the parent
+_INTERVAL = 1.0  # seconds between two looks at the parent
 
 
 def main(folder: Path, rank: int, report: int) -> NoReturn:
@@ -59,25 +58,13 @@ def main(folder: Path, rank: int, report: int) -> NoReturn:
         gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
         gc.enable()
         reports.send_bytes(pickle.dumps(("ready", None)))
-        _train(assignment, rank)
+        run_task(assignment, rank)
     except BaseException as error:
         _report(reports, raised(rank, error, traceback.format_exc()))
     else:
         _flush()
         reports.send_bytes(pickle.dumps(("finished", None)))
     os._exit(0)  # threads of the user's may be running; there is nothing to clean up that rank 0 does not
-
-
-def _train(assignment: Assignment, rank: int) -> None:
-    seat = assignment.seats[rank]
-    assignment.state.take_over(seat.machine.num_threads)
-    # An optimizer that has travelled has lost the mark of its scheduler, not the scheduler.
-    warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-    take_seat(seat)
-    assert seat.ranks.folder is not None
-    Checkpoints(seat.ranks.folder, seat.ranks.timeout).begin()
-    loop, args, kwargs = assignment.call
-    loop.train(*args, **kwargs)
 
 
 def _report(reports: Connection[Any, Any], failure: Failure) -> None:
@@ -102,7 +89,7 @@ def _flush() -> None:
 def _end_with_parent(parent: int, folder: Path) -> None:
     """End this process and all that it has started when the caller's process is gone, which nothing else would."""
     while os.getppid() == parent:
-        readable, _, _ = select.select([0], [], [], _LOOKING)
+        readable, _, _ = select.select([0], [], [], _INTERVAL)
         if readable and not os.read(0, 1):
             break
     shutil.rmtree(folder, ignore_errors=True)

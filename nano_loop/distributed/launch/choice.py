@@ -1,0 +1,30 @@
+"""Which launcher a run has: the one place where that is decided."""
+
+from __future__ import annotations
+
+import os
+
+from nano_loop.distributed.launch.alone import Alone
+from nano_loop.distributed.launch.external.environment import found_launch
+from nano_loop.distributed.launch.external.launcher import External
+from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.local.launcher import Local
+from nano_loop.options import Options
+
+
+def choose(options: Options, *, nested: bool) -> Launcher:
+    """Return the launcher of a run.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the run.
+    nested : bool
+        Whether it begins inside another run of this thread, which the processes of an external launcher are for.
+    """
+    launch = None if nested else found_launch(os.environ)
+    if launch is not None:
+        return External(options, launch)
+    if (options.num_processes or 1) > 1:
+        return Local(options)  # options.distributed_backend == "ray" goes here
+    return Alone(options)

@@ -1,0 +1,36 @@
+"""Each run has one launcher, by its options and by what has started this process."""
+
+import pytest
+
+from nano_loop.distributed.launch.alone import Alone
+from nano_loop.distributed.launch.choice import choose
+from nano_loop.distributed.launch.external.launcher import External
+from nano_loop.distributed.launch.local.launcher import Local
+from nano_loop.options import Options
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "nested", "launcher", "place"),
+    [
+        ({}, {}, False, Alone, (0, 1, 0, 1)),
+        ({"num_processes": 1}, {}, False, Alone, (0, 1, 0, 1)),
+        ({"num_processes": 3}, {}, False, Local, (0, 3, 0, 3)),
+        ({}, TORCHRUN, False, External, (3, 4, 1, 2)),
+        ({"num_processes": 4}, TORCHRUN, False, External, (3, 4, 1, 2)),
+        ({"num_processes": 1}, TORCHRUN, True, Alone, (0, 1, 0, 1)),
+    ],
+)
+def test_launcher_and_the_place_that_it_expects(monkeypatch, options, variables, nested, launcher, place):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    chosen = choose(Options(**options), nested=nested)
+    ranks = chosen.expected_ranks()
+    assert type(chosen) is launcher
+    assert (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size) == place
+    assert chosen.needs_whole_process == (ranks.size > 1)
+
+
+def test_list_of_cpus_needs_the_whole_process():
+    assert choose(Options(cpu_for_each_process=[[0]]), nested=False).needs_whole_process
