@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+
+from nano_loop.checks import check_kinds
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def class_name(module: nn.Module) -> str:
@@ -33,12 +40,38 @@ class Parts:
     """
 
     models: list[nn.Module] = field(default_factory=list)
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
     loaders: list[DataLoader[Any]] = field(default_factory=list)
     shard: bool | None = None
 
+    @classmethod
+    def of(cls, model: Any, optimizer: Any, dataloaders: Sequence[Any]) -> Parts:
+        """Return the parts of a call ``setup(model, optimizer, *dataloaders)``.
+
+        Parameters
+        ----------
+        model : torch.nn.Module, or a list or tuple of them
+            The models.
+        optimizer : torch.optim.Optimizer, or a list or tuple of them
+            The optimizers.
+        dataloaders : sequence of torch.utils.data.DataLoader
+            The loaders.
+
+        Raises
+        ------
+        NanoConfigError
+            If something is of another kind; all of it is named.
+        """
+        parts = cls(_as_list(model), _as_list(optimizer), list(dataloaders))
+        check_kinds(
+            ("model", nn.Module, parts.models),
+            ("optimizer", Optimizer, parts.optimizers),
+            ("dataloaders", DataLoader, parts.loaders),
+        )
+        return parts
+
     @property
-    def trained(self) -> list[nn.Module | torch.optim.Optimizer]:
+    def trained(self) -> list[nn.Module | Optimizer]:
         """Models and optimizers: what there is to train."""
         return [*self.models, *self.optimizers]
 

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from nano_loop.checks import check_kinds
 from nano_loop.cpu import Machine, format_cpu_list, read_machine
 from nano_loop.distributed.launch.joining import expected_ranks, joined
 from nano_loop.distributed.launch.launcher import Launcher
@@ -174,11 +172,7 @@ class Run:
         NanoError
             If the run has not begun or has ended.
         """
-        models, optimizers = _as_list(model), _as_list(optimizer)
-        check_kinds(
-            ("model", nn.Module, models), ("optimizer", Optimizer, optimizers), ("dataloaders", DataLoader, dataloaders)
-        )
-        self.apply(Parts(models, optimizers, list(dataloaders)))
+        self.apply(Parts.of(model, optimizer, dataloaders))
         if not dataloaders:
             return model, optimizer
         return model, optimizer, dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
@@ -249,10 +243,6 @@ class Run:
             options=_plain(self._options.as_dict()),
             from_environment=self._options.from_environment,
         )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _plain(value: Any) -> Any:

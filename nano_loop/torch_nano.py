@@ -130,9 +130,8 @@ class TorchNano(RanksFabric):
         NanoError
             If it is called outside ``train``.
         """
-        check_kinds(("model", nn.Module, [model]))
         run = self._active_run
-        if move_to_device:
+        if move_to_device and isinstance(model, nn.Module):
             self.to_device(model)
         try:
             return run.setup(model, optimizer, *dataloaders)

@@ -9,7 +9,7 @@ import pytest
 import nano_loop
 
 MODULES = sorted(each.name for each in pkgutil.walk_packages(nano_loop.__path__, "nano_loop."))
-WITH_EXAMPLES = ("nano_loop.decorator", "nano_loop.precision.autocast", "nano_loop.torch_nano")
+WITH_EXAMPLES = ("nano_loop.accelerated", "nano_loop.decorator", "nano_loop.precision.autocast", "nano_loop.torch_nano")
 
 
 @pytest.mark.parametrize("name", MODULES)

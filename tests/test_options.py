@@ -338,13 +338,13 @@ def test_option_comes_from_the_environment(name, text, expected):
 def test_environment_wins_over_the_code(monkeypatch):
     monkeypatch.setenv("NANO_LOOP_PRECISION", "32")
     monkeypatch.setenv("NANO_LOOP_CHANNELS_LAST", "true")
-    options = TorchNano(precision="bf16", channels_last=False, auto_lr=False)._nano_options
+    options = TorchNano(precision="bf16", channels_last=False, auto_lr=False)._nano_settings.options
     assert (options.precision, options.channels_last, options.auto_lr) == ("32-true", True, False)
 
 
 def test_environment_wins_over_a_bad_value_in_the_code(monkeypatch):
     monkeypatch.setenv("NANO_LOOP_PRECISION", "bf16")
-    assert TorchNano(precision="fp8")._nano_options.precision == "bf16-mixed"
+    assert TorchNano(precision="fp8")._nano_settings.options.precision == "bf16-mixed"
 
 
 def test_bad_value_in_the_environment_is_told_by_its_variable(monkeypatch):

@@ -528,10 +528,10 @@ def test_run_and_launch_of_fabric_do_no_harm(job):
 
 
 def test_first_eight_are_in_bigdl_nano_s_order():
-    found = TorchNano(1, False, "spawn", "gloo", "bf16", None, True, False)._nano_options
+    found = TorchNano(1, False, "spawn", "gloo", "bf16", None, True, False)._nano_settings.options
     named = {"process_group_backend": "gloo", "precision": "bf16", "channels_last": True, "auto_lr": False}
-    assert found == TorchNano(num_processes=1, **named)._nano_options
-    assert found != TorchNano(num_processes=1)._nano_options
+    assert found == TorchNano(num_processes=1, **named)._nano_settings.options
+    assert found != TorchNano(num_processes=1)._nano_settings.options
 
 
 def test_ninth_argument_in_order_is_python_s_own_error():
@@ -704,7 +704,7 @@ def test_printed_report_says_what_the_environment_overrode(job, capfd, monkeypat
 
 def test_auto_precision_is_reported_as_what_it_means_on_this_cpu(job, monkeypatch):
     slow = dataclasses.replace(read_machine(), instruction_sets=frozenset())
-    monkeypatch.setattr("nano_loop.torch_nano.read_machine", lambda: slow)
+    monkeypatch.setattr("nano_loop.run.read_machine", lambda: slow)
     loop = Loop(precision="auto", verbose=False)
     assert not loop.train(lambda self: any(in_bf16(self.setup(*job)[0])))
     assert loop.report["precision"].detail == "fp32, for this CPU has no bf16 instructions"
