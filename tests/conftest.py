@@ -1,5 +1,6 @@
 """Holds every test to leaving the process as it found it, and keeps the caller's launch variables out of the tests."""
 
+import gc
 import os
 import signal
 import sys
@@ -31,6 +32,15 @@ def pytest_configure(config):
         if name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES:
             patch.delenv(name)
     config.add_cleanup(patch.undo)
+
+
+def pytest_collection_finish():
+    """Take what was imported, which stays, out of the garbage collector's sight.
+
+    Tests that look for what a run has left collect first, and going through all of torch takes most of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
