@@ -124,7 +124,7 @@ def test_killed_worker_is_named_with_its_signal(clock, number, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.slow)])  # 0 looks as if all were well
 @pytest.mark.parametrize(("leave", "words"), [(sys.exit, "sys.exit({})"), (os._exit, "exit code {}")])
 def test_worker_that_leaves_is_named_with_its_way_and_its_code(clock, leave, words, code):
     with raises(NanoWorkerError, rank=1, exitcode=code) as caught:
