@@ -45,7 +45,7 @@ PEERS := $(if $(filter 3.10,$(VERSION)),,requirements/bench.txt)
 PYTEST := -m pytest -n 2 --dist worksteal
 BENCHMARKS := tests/benchmarks
 
-# The same with any torch, so that they need not run again with IPEX's.
+# The same with any torch, so that they need not run again with IPEX's; nor need the hundred runs, which five stand for.
 ANY_TORCH := tests/cpu tests/test_architecture.py tests/test_checks.py tests/test_docstrings.py \
     tests/test_no_test_skipped.py tests/test_options.py tests/test_packaging.py tests/test_report.py \
     tests/test_signatures.py $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
@@ -80,7 +80,7 @@ test test-all test-benchmarks: ready
 test-ipex: export CUDA_VISIBLE_DEVICES :=
 test-ipex:
 	@$(MAKE) --no-print-directory VENV=.venv-ipex REQUIREMENTS="requirements/ipex.txt $(PEERS)" \
-	    TESTS="$(addprefix --ignore=,$(ANY_TORCH))" test-all
+	    TESTS="$(addprefix --ignore=,$(ANY_TORCH)) -k 'not no_more_than_one_does[100]'" test-all
 
 lint: ready
 	@$(RUN) -m ruff check .
