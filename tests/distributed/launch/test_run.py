@@ -279,7 +279,7 @@ def test_verbose_all_shows_what_every_rank_prints(capfd):
 
 def test_report_tells_the_processes_and_their_cpus():
     model, optimizer, loader = small.parts()
-    train = nano(**small.OPTIONS | {"auto_lr": True})(small.fit)
+    train = nano(**small.OPTIONS | {"auto_lr": True, "cpu_for_each_process": None})(small.fit)
     train(model, optimizer, loader)
     assert "2 processes × 1 thread · CPUs 0, 1 of" in train.report.title
     assert {"broadcast", "gradient_averaging", "loaders", "learning_rate"} <= set(train.report.applied)
@@ -382,7 +382,7 @@ def test_one_process_is_bound_to_a_list_of_its_own():
 
 def test_more_processes_than_cores_are_refused_with_the_numbers():
     with pytest.raises(NanoConfigError, match=r"num_processes=99.*99 physical cores"):
-        nano(**small.OPTIONS | {"num_processes": 99})(small.fit)(*small.parts())
+        nano(**small.OPTIONS | {"num_processes": 99, "cpu_for_each_process": None})(small.fit)(*small.parts())
 
 
 def test_cpu_ids_that_do_not_exist_are_warned_about_and_left_out():
