@@ -40,14 +40,26 @@ LOCK := $(if $(shell command -v flock 2>/dev/null),flock Makefile)
 # transformers needs Python 3.11.
 PEERS := $(if $(filter 3.10,$(VERSION)),,requirements/bench.txt)
 
-.PHONY: help demo test test-ipex lint bench bench-overhead clean ready
+# Two at a time: a test that starts a process waits most of its time for it. `worksteal` keeps neighbours, which share
+# what they have made, on one side.
+PYTEST := -m pytest -n 2 --dist worksteal
+BENCHMARKS := tests/benchmarks
+
+# The same with any torch, so that they need not run again with IPEX's; nor need the hundred runs, which five stand for.
+ANY_TORCH := tests/cpu tests/test_architecture.py tests/test_checks.py tests/test_docstrings.py \
+    tests/test_no_test_skipped.py tests/test_options.py tests/test_packaging.py tests/test_report.py \
+    tests/test_signatures.py $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
+
+.PHONY: help demo test test-all test-benchmarks test-ipex lint bench bench-overhead clean ready
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    run an example plain and accelerated, side by side"
-	@echo "make test    run the tests; arguments for pytest: make test ARGS='-k precision'"
-	@echo "make test-ipex   the tests with IPEX and the torch it needs, in .venv-ipex: a download of several GB"
-	@echo "make lint    ruff and mypy"
+	@echo "make test    run the tests; arguments for pytest: make test ARGS='-k precision', one after another: ARGS='-n 0'"
+	@echo "make test-all    run these, those that take long or repeat much, and those of the benchmarks"
+	@echo "make test-benchmarks   run the tests of the benchmarks alone"
+	@echo "make test-ipex   the tests that depend on torch, with IPEX and its torch, in .venv-ipex: a download of several GB"
+	@echo "make lint    ruff, mypy, and that imports run downwards"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
 	@echo "make clean   remove .venv, .venv-ipex, .venv-bench, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
@@ -55,21 +67,26 @@ help:
 demo: ready
 	@$(RUN) examples/demo.py $(ARGS)
 
+test: TESTS := -m "not slow" --ignore=$(BENCHMARKS)
+test-benchmarks: TESTS := $(BENCHMARKS)
+test-all: TESTS :=
 # Threads that wait for their turn on a busy machine should sleep: spinning, two suites at once take ten times as long.
-test: export OMP_WAIT_POLICY := passive
-test: ready
-	@$(RUN) -m pytest $(ARGS)
+test test-all test-benchmarks: export OMP_WAIT_POLICY := passive
+test test-all test-benchmarks: ready
+	@$(RUN) $(PYTEST) $(TESTS) $(ARGS)
 
-# The same rules in another environment, which has the benchmarks' peers too, so that tests and `make bench` find them.
+# In another environment, which has the benchmarks' peers too, so that tests and `make bench` find them.
 # Its torch is built for CUDA too, which is not to be looked for.
 test-ipex: export CUDA_VISIBLE_DEVICES :=
 test-ipex:
-	@$(MAKE) --no-print-directory VENV=.venv-ipex REQUIREMENTS="requirements/ipex.txt $(PEERS)" test
+	@$(MAKE) --no-print-directory VENV=.venv-ipex REQUIREMENTS="requirements/ipex.txt $(PEERS)" \
+	    TESTS="$(addprefix --ignore=,$(ANY_TORCH)) -k 'not no_more_than_one_does[100]'" test-all
 
 lint: ready
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy --strict nano_loop
+	@$(RUN) -m pytest -q tests/test_architecture.py
 
 # The peers have an environment of their own, so that nothing of ours comes to rely on them.
 BENCH_VENV := .venv-bench

@@ -1,5 +1,6 @@
 """Holds every test to leaving the process as it found it, and keeps the caller's launch variables out of the tests."""
 
+import gc
 import os
 import signal
 import sys
@@ -31,6 +32,28 @@ def pytest_configure(config):
         if name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES:
             patch.delenv(name)
     config.add_cleanup(patch.undo)
+
+
+def pytest_collection_modifyitems(items):
+    """Put tests of teams first and tests that launch processes last, each in the order they had.
+
+    pytest's workers halve the tests, and one that has finished takes over what another has left. So one of them alone
+    starts the teams, and both launch processes to the end, which is most of the time.
+    """
+    items.sort(key=lambda item: _launches(item) - ("teams" in item.fixturenames))
+
+
+def _launches(item):
+    return "nothing_left" in item.fixturenames or item.path.parent.name == "examples"
+
+
+def pytest_collection_finish():
+    """Take what was imported, which stays, out of the garbage collector's sight.
+
+    Tests that look for what a run has left collect first, and going through all of torch takes most of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,13 @@ class Waits:
         return None
 
 
-LOOPS = [lambda: 1, Train(), Train().method, functools.partial(lambda x: x, 1), print]
+LOOPS = {
+    "a lambda": lambda: 1,
+    "an object": Train(),
+    "a method": Train().method,
+    "a partial": functools.partial(lambda x: x, 1),
+    "a builtin": print,
+}
 NO_LOOPS = {
     "a class": Train,
     "a generator function": generate,
@@ -54,7 +60,7 @@ NO_LOOPS = {
 }
 
 
-@pytest.mark.parametrize("function", LOOPS, ids=repr)
+@pytest.mark.parametrize("function", LOOPS.values(), ids=LOOPS)
 def test_what_runs_to_its_end_when_called_is_a_loop(function):
     check_loop(function, "train")
 

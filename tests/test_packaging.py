@@ -215,6 +215,8 @@ def test_wheel_says_what_it_is(wheel):
 
 # --- make, with a Python that only pretends ---
 
+OUTER_MAKE = ("MAKE", "MFLAGS", "ARGS", "TESTS")
+
 # It writes down what it was asked for, and makes a .venv that holds itself.
 FAKE_PYTHON = """\
 #!/bin/sh
@@ -250,8 +252,7 @@ class Checkout:
         self.python.chmod(0o755)
 
     def start(self, *arguments, **variables):
-        outer_make = ("MAKE", "MFLAGS", "ARGS")
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(outer_make)}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_MAKE)}
         environment = inherited | {"PYTHON": str(self.python)} | variables
         return subprocess.Popen(
             ["make", *arguments],
@@ -286,6 +287,19 @@ def checkout(tmp_path):
 
 
 SET_UP = ["venv", "pins", "package"]
+PYTEST = "ran -m pytest -n 2 --dist worksteal"
+OF_TEST = f"{PYTEST} -m not slow --ignore=tests/benchmarks"
+GOALS = {
+    "test": [OF_TEST],
+    "test-all": [PYTEST],
+    "test-benchmarks": [f"{PYTEST} tests/benchmarks"],
+    "lint": [
+        "ran -m ruff check .",
+        "ran -m ruff format --check .",
+        "ran -m mypy --strict nano_loop",
+        "ran -m pytest -q tests/test_architecture.py",
+    ],
+}
 
 
 @pytest.mark.parametrize("goal", ["demo", "test", "lint"])
@@ -324,13 +338,31 @@ def test_missing_python_is_named_in_one_line(checkout):
 def test_fit_python_is_taken(checkout, version):
     checkout.pretend(version)
     assert checkout.make("test")[0] == 0
-    assert checkout.calls() == [*SET_UP, "ran -m pytest"]
+    assert checkout.calls() == [*SET_UP, OF_TEST]
 
 
 def test_help_needs_no_python(checkout):
     code, out, _ = checkout.make(PYTHON="no-such-python")
     assert code == 0
-    assert all(f"make {goal}" in out for goal in ("demo", "test", "lint", "clean"))
+    assert all(f"make {goal}" in out for goal in ("demo", *GOALS, "test-ipex", "clean"))
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_goal_runs_what_it_is_for(checkout, goal):
+    assert checkout.make(goal)[0] == 0
+    assert checkout.calls() == [*SET_UP, *GOALS[goal]]
+
+
+def test_all_that_is_left_out_with_ipex_is_there():
+    """A file that had been renamed would be left out no longer, which nobody would see."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_MAKE)}
+    command = ["make", "-n", "test-ipex", f"PYTHON={sys.executable}"]
+    shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    (line,) = (line for line in shown.splitlines() if line.startswith(".venv-ipex/bin/python -m pytest"))
+    left_out = re.findall(r"--ignore=(\S+)", line)
+    assert "tests/cpu" in left_out
+    assert "tests/benchmarks/test_cases.py" not in left_out  # a system of each peer
+    assert [name for name in left_out if not (ROOT / name).exists()] == []
 
 
 def test_set_up_is_done_once(checkout):
@@ -338,7 +370,7 @@ def test_set_up_is_done_once(checkout):
     checkout.calls()
     code, out, err = checkout.make("test", "ARGS=-k 'a or b'")
     assert (code, out, err) == (0, "", "")
-    assert checkout.calls() == ["ran -m pytest -k a or b"]
+    assert checkout.calls() == [f"{OF_TEST} -k a or b"]
 
 
 def test_goals_share_one_set_up(checkout):
@@ -361,7 +393,7 @@ def test_changed_metadata_means_a_new_installation_of_the_package_alone(checkout
     checkout.calls()
     checkout.touch("setup.cfg")
     checkout.make("test")
-    assert checkout.calls() == ["package", "ran -m pytest"]
+    assert checkout.calls() == ["package", OF_TEST]
 
 
 def test_another_python_means_a_new_environment(checkout):
@@ -389,7 +421,7 @@ def test_moved_checkout_is_installed_from_its_new_place(checkout):
     moved = checkout.folder.rename(checkout.folder.with_name("elsewhere"))
     checkout.folder, checkout.python = moved, moved / "fake python"
     checkout.make("test")
-    assert checkout.calls() == ["package", "ran -m pytest"]
+    assert checkout.calls() == ["package", OF_TEST]
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two `make` apart")
@@ -401,7 +433,7 @@ def test_two_makes_at_once_set_up_once(checkout):
     assert [process.returncode for process in both] == [0, 0]
     calls = checkout.calls()
     assert [call for call in calls if call in SET_UP] == SET_UP
-    assert len([call for call in calls if call.startswith("ran")]) == 4
+    assert len([call for call in calls if call.startswith("ran")]) == 5
 
 
 def test_callers_python_settings_do_not_reach_the_tests(checkout):

@@ -46,9 +46,9 @@ def run(script, *options, nano_loop=True):
 
 
 def results(script, *options, folder, nano_loop=True):
-    """Run an example that must succeed without a warning, and return its results."""
+    """Run an example that must succeed without a warning, and return its results and what it has printed."""
     file = folder / "results.json"
     process = run(script, *options, "--json", file, nano_loop=nano_loop)
     assert process.returncode == 0, process.stderr
     assert "Warning" not in process.stderr, process.stderr
-    return json.loads(file.read_text())
+    return json.loads(file.read_text()) | {"stdout": process.stdout, "stderr": process.stderr}

@@ -34,7 +34,7 @@ SCHEDULERS = {
     "CosineAnnealingLR": functools.partial(schedulers.CosineAnnealingLR, T_max=STEPS),
     "CosineAnnealingWarmRestarts": functools.partial(schedulers.CosineAnnealingWarmRestarts, T_0=4),
     "OneCycleLR": functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=STEPS + 1),
-    "CyclicLR": functools.partial(schedulers.CyclicLR, base_lr=0.001, max_lr=0.1, step_size_up=3),
+    "CyclicLR": functools.partial(schedulers.CyclicLR, base_lr=0.001, max_lr=0.05, step_size_up=3),
     "LambdaLR": functools.partial(schedulers.LambdaLR, lr_lambda=shrinking),
     "MultiplicativeLR": functools.partial(schedulers.MultiplicativeLR, lr_lambda=shrinking),
     "LinearLR": schedulers.LinearLR,

@@ -30,7 +30,7 @@ def train(model, optimizer, loader):
     mask = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return fit(model, optimizer, loader), everywhere([mask, torch.get_num_threads()])
 
-def found():
+def found(train=train):
     before = torch.distributed.is_initialized(), torch.get_num_threads()
     ours = parts(4)
     size, (masks, threads) = (lambda size, each: (size, zip(*each)))(*train(*ours))
@@ -50,10 +50,13 @@ def tell(*values):
         json.dump(values, file)
 
 """
-TWO_RUNS = """
+# Twice as it is, on the CPUs that LISTS tells, and in a process group of the user's.
+RUNS = """
 first, second = found(), found()
+lists = {"num_processes": 2, "cpu_for_each_process": json.loads(os.environ["LISTS"])}
+listed = found(nano(**OPTIONS | lists)(train.__wrapped__))
 torch.distributed.init_process_group("gloo")
-tell(first, second, found())
+tell(first, second, listed, found())
 torch.distributed.destroy_process_group()
 """
 
@@ -80,9 +83,11 @@ def expected():
     return pytest.approx(names["found"], abs=2e-6)
 
 
-def test_torchrun_on_one_host_trains_twice_and_in_a_group_of_the_user_s(tmp_path, expected):
-    runs = run([torchrun("--nproc-per-node", 2)], tmp_path, TWO_RUNS, OMP_NUM_THREADS=2)
-    assert [len(each) for each in runs] == [3, 3]
+def test_torchrun_on_one_host_trains_twice_on_lists_of_cpus_and_in_a_group_of_the_user_s(tmp_path, expected):
+    cpus = read_machine().allowed
+    lists = [[cpus[-1]], [cpus[0]]] if hasattr(os, "sched_setaffinity") else None
+    runs = run([torchrun("--nproc-per-node", 2)], tmp_path, RUNS, OMP_NUM_THREADS=2, LISTS=json.dumps(lists))
+    assert [len(each) for each in runs] == [4, 4]
     for each in (*runs[0], *runs[1]):
         assert each["size"] == 2
         assert each["weights"] == expected
@@ -94,6 +99,8 @@ def test_torchrun_on_one_host_trains_twice_and_in_a_group_of_the_user_s(tmp_path
             assert mine
             assert other
             assert not mine & other
+    for _, _, listed, _ in runs:
+        assert listed["masks"] == lists or lists is None
 
 
 def test_ranks_of_two_hosts_use_the_network_and_all_cores_of_their_hosts(tmp_path, expected):
@@ -116,21 +123,6 @@ def test_more_ranks_than_cores_share_the_cores(tmp_path):
     assert code == 0, output
     for (each,) in told(tmp_path, count):
         assert each["threads"] == [1] * count
-
-
-def test_lists_of_cpus_are_for_the_ranks_of_a_host(tmp_path, expected):
-    cpus = read_machine().allowed
-    lists = [[cpus[-1]], [cpus[0]]] if hasattr(os, "sched_setaffinity") else None
-    program = f"OPTIONS.update(cpu_for_each_process={lists})\n" + TRAIN.replace(
-        '"num_processes": None', '"num_processes": 2'
-    )
-    (tmp_path / "ranks.py").write_text(LOOP + program + "tell(found())")
-    command = [*torchrun("--nproc-per-node", 2), "ranks.py"]
-    ((code, output),) = run_together([command], [environment()], tmp_path)
-    assert code == 0, output
-    for (each,) in told(tmp_path):
-        assert each["masks"] == lists
-        assert each["weights"] == expected
 
 
 def test_two_agents_of_torchrun_make_one_run(tmp_path, expected):

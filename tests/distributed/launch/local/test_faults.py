@@ -22,7 +22,6 @@ from nano_loop import NanoError, NanoWorkerError, TorchNano, nano
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 SOON = 10.0  # seconds from a fault to its error
-STEPS = (0, 3, 7)  # the first, one in the midst of an epoch, the last
 
 
 def run(each_step=lambda rank, step: None, **options):
@@ -68,7 +67,8 @@ def clock(tmp_path):
     return Clock()
 
 
-@pytest.mark.parametrize("step", STEPS)
+# The first, one in the midst of an epoch, the last.
+@pytest.mark.parametrize("step", [0, 3, 7])
 def test_exception_in_a_worker_is_raised_with_its_traceback(clock, step):
     def fail():
         raise ValueError("a bad batch")
@@ -81,7 +81,7 @@ def test_exception_in_a_worker_is_raised_with_its_traceback(clock, step):
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(7, marks=pytest.mark.slow)])
 def test_exception_of_rank_0_is_the_user_s_own(clock, step):
     class MineError(Exception):
         pass
@@ -124,7 +124,7 @@ def test_killed_worker_is_named_with_its_signal(clock, number, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.slow)])  # 0 looks as if all were well
 @pytest.mark.parametrize(("leave", "words"), [(sys.exit, "sys.exit({})"), (os._exit, "exit code {}")])
 def test_worker_that_leaves_is_named_with_its_way_and_its_code(clock, leave, words, code):
     with raises(NanoWorkerError, rank=1, exitcode=code) as caught:

@@ -1,5 +1,6 @@
 """A run of several ranks leaves the caller with what was trained, and with the process as it was."""
 
+import functools
 import os
 import random
 import signal
@@ -54,28 +55,138 @@ def test_two_ranks_train_the_caller_s_model_as_one_process_of_twice_the_batch_wo
     torch.testing.assert_close(momenta, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_value_of_rank_0_and_what_it_appends_are_the_caller_s():
+# --- what one run tells, asked for once ---
+
+VARIABLES = ("SLURM_NTASKS", "SLURM_PROCID", "MASTER_PORT", "KEPT")
+
+
+def draw(model):
+    return torch.rand(2), random.random(), numpy.random.rand()
+
+
+def drawing(function):
+    torch.manual_seed(5)
+    random.seed(5)
+    numpy.random.seed(5)
+    return function(nn.Linear(1, 1)), torch.rand(1)
+
+
+@functools.cache
+def found_by_two():
+    """What a run in the environment of a launcher returns and leaves. The first test to ask has it run."""
+
     def train(model, losses, notes):
+        numbers = draw(model)
         losses.append(small.rank())
         notes["rank"] = small.rank()
-        return model, small.rank()
+        return model, small.rank(), numbers, everywhere({name: os.environ.get(name) for name in VARIABLES})
 
-    model, losses, notes = nn.Linear(1, 1), [], {}
-    assert two(train)(model, losses, notes) == (model, 0)
-    assert (losses, notes) == ([0], {"rank": 0})
+    given, losses, notes, hook = [], [], {}, sys.excepthook
+
+    def run(model):
+        given.append(model)
+        return two(train)(model, losses, notes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in VARIABLES:
+            patch.setenv(name, "4")
+        (model, rank, numbers, variables), next_number = drawing(run)
+    return {
+        "value": (model is given[0], rank),
+        "appended": (losses, notes),
+        "drawn": (*numbers, next_number),
+        "variables": variables,
+        "excepthook": sys.excepthook is hook,
+    }
+
+
+def test_value_of_rank_0_and_what_it_appends_are_the_caller_s():
+    assert found_by_two()["value"] == (True, 0)
+    assert found_by_two()["appended"] == ([0], {"rank": 0})
 
 
 def test_caller_s_random_generators_go_on_as_if_there_were_one_process():
-    def draw(model):
-        return torch.rand(2), random.random(), numpy.random.rand()
+    numbers, next_number = drawing(draw)
+    torch.testing.assert_close(found_by_two()["drawn"], (*numbers, next_number), rtol=0, atol=0)
 
-    def drawing(function):
-        torch.manual_seed(5)
-        random.seed(5)
-        numpy.random.seed(5)
-        return *function(nn.Linear(1, 1)), torch.rand(1)
 
-    torch.testing.assert_close(drawing(two(draw)), drawing(draw), rtol=0, atol=0)
+def test_environment_of_a_launcher_does_not_reach_workers():
+    first, second = found_by_two()["variables"]
+    assert first == dict.fromkeys(VARIABLES, "4")
+    assert second == {**dict.fromkeys(VARIABLES), "KEPT": "4"}
+
+
+def test_exception_hook_stays_the_caller_s():
+    assert found_by_two()["excepthook"]
+
+
+class Loop(TorchNano):
+    """Tells what a loop of two ranks finds."""
+
+    def __init__(self, power):
+        super().__init__(**small.OPTIONS)
+        self.power = power
+
+    def train(self):
+        made = self.weights_of_a_model()
+        gradients = self.gradients_without_sync()
+        self.seen = self.broadcast(self.power * 10, src=1)
+        mine = (self.global_rank, self.local_rank, self.world_size, self.is_global_zero, self.node_rank)
+        total = self.all_reduce(torch.tensor([float(self.global_rank)]), reduce_op="sum")
+        mean = self.all_reduce(torch.tensor([float(self.global_rank)]))
+        gathered = self.all_gather(torch.tensor([self.global_rank]))
+        told = self.broadcast({"from": self.global_rank}, src=1)
+        self.barrier()
+        with self.rank_zero_first():
+            pass
+        fabric = self.broadcast(mine, src=1), total.item(), mean.item(), gathered.flatten().tolist(), told
+        return {"made": made, "gradients": gradients, "fabric": fabric}
+
+    def weights_of_a_model(self):
+        model = nn.Linear(3, 1)  # ranks draw different weights
+        model, _ = self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return self.all_gather(small.weights(model))
+
+    def gradients_without_sync(self):
+        model = nn.Linear(1, 1, bias=False)
+        self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.ones(1, 1) * (self.global_rank + 1)
+        with self.no_backward_sync(model):
+            model(x).sum().backward()
+        alone = model.weight.grad.item()
+        model(x).sum().backward()
+        return self.all_gather(torch.tensor([alone, model.weight.grad.item()])).tolist()
+
+
+@functools.cache
+def found_by_loop():
+    """What the loop finds, and itself as it was before and is now. The first test to ask has it run."""
+    loop = Loop(power=3)
+    before = loop.world_size, loop.global_rank
+    return loop.train() | {"before": before, "after": (loop.world_size, loop.global_rank), "seen": loop.seen}
+
+
+def test_what_fabric_tells_is_the_run_s():
+    found = found_by_loop()
+    assert found["before"] == (2, 0)
+    assert found["fabric"] == ((1, 1, 2, False, 0), 1.0, 0.5, [0, 1], {"from": 1})
+    assert found["after"] == (2, 0)
+
+
+def test_attributes_of_the_loop_travel_and_those_that_rank_0_sets_stay():
+    assert found_by_loop()["seen"] == 30
+
+
+def test_model_made_inside_train_is_made_equal():
+    first, second = found_by_loop()["made"]
+    assert torch.equal(first, second)
+
+
+def test_gradients_stay_unaveraged_inside_no_backward_sync():
+    assert found_by_loop()["gradients"] == [[1.0, 3.0], [2.0, 3.0]]
+
+
+# --- what is drawn, set and shown ---
 
 
 def drawn():
@@ -140,43 +251,12 @@ def test_settings_of_torch_travel():
     assert first == second == (torch.float64, True, False)
 
 
-def test_what_fabric_tells_is_the_run_s():
-    class Loop(TorchNano):
-        def train(self):
-            mine = (self.global_rank, self.local_rank, self.world_size, self.is_global_zero, self.node_rank)
-            total = self.all_reduce(torch.tensor([float(self.global_rank)]), reduce_op="sum")
-            mean = self.all_reduce(torch.tensor([float(self.global_rank)]))
-            gathered = self.all_gather(torch.tensor([self.global_rank]))
-            told = self.broadcast({"from": self.global_rank}, src=1)
-            self.barrier()
-            with self.rank_zero_first():
-                pass
-            return self.broadcast(mine, src=1), total, mean, gathered, told
-
-    loop = Loop(**small.OPTIONS)
-    assert (loop.world_size, loop.global_rank) == (2, 0)
-    mine, total, mean, gathered, told = loop.train()
-    assert mine == (1, 1, 2, False, 0)
-    assert (total.item(), mean.item(), gathered.flatten().tolist(), told) == (1.0, 0.5, [0, 1], {"from": 1})
-    assert (loop.world_size, loop.global_rank) == (2, 0)
-
-
-def test_attributes_of_the_loop_travel_and_those_that_rank_0_sets_stay():
-    class Loop(TorchNano):
-        def __init__(self, power):
-            super().__init__(**small.OPTIONS)
-            self.power = power
-
-        def train(self):
-            self.seen = self.broadcast(self.power * 10, src=1)
-
-    loop = Loop(power=3)
-    loop.train()
-    assert loop.seen == 30
-
-
-def test_only_rank_0_prints_and_saves(tmp_path, capfd):
+def test_only_rank_0_prints_and_saves_and_workers_are_asked_nothing(tmp_path, capfd):
     def train(model):
+        if small.rank() == 1:
+            breakpoint()
+            with pytest.raises(EOFError):
+                input()
         print("printed by", small.rank())
         torch.save(small.rank(), tmp_path / f"saved by {small.rank()}")
         sys.stderr.write(f"warned by {small.rank()}\n")  # print writes the end of the line apart where pytest captures
@@ -186,16 +266,6 @@ def test_only_rank_0_prints_and_saves(tmp_path, capfd):
     assert out == "printed by 0\n"
     assert sorted(err.splitlines()) == ["[rank 1] warned by 1", "warned by 0"]
     assert [path.name for path in tmp_path.iterdir()] == ["saved by 0"]
-
-
-def test_workers_are_asked_nothing(capfd):
-    def train(model):
-        if small.rank() == 1:
-            breakpoint()
-            with pytest.raises(EOFError):
-                input()
-
-    two(train)(nn.Linear(1, 1))
 
 
 def test_verbose_all_shows_what_every_rank_prints(capfd):
@@ -210,7 +280,7 @@ def test_verbose_all_shows_what_every_rank_prints(capfd):
 
 def test_report_tells_the_processes_and_their_cpus():
     model, optimizer, loader = small.parts()
-    train = nano(**small.OPTIONS | {"auto_lr": True})(small.fit)
+    train = nano(**small.OPTIONS | {"auto_lr": True, "cpu_for_each_process": None})(small.fit)
     train(model, optimizer, loader)
     assert "2 processes × 1 thread · CPUs 0, 1 of" in train.report.title
     assert {"broadcast", "gradient_averaging", "loaders", "learning_rate"} <= set(train.report.applied)
@@ -230,26 +300,27 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")  # a CPU without bf16 instructions
-@pytest.mark.parametrize(("precision", "count"), [(32, 1 << 12), ("bf16", 1 << 12), ("bf16", 1 << 20)])
-def test_dropout_draws_masks_of_its_own_on_each_rank_and_in_each_step(precision, count):
+@pytest.mark.parametrize(("precision", "counts"), [(32, [1 << 12]), ("bf16", [1 << 12, 1 << 20])])
+def test_dropout_draws_masks_of_its_own_on_each_rank_and_in_each_step(precision, counts):
     def train(model, optimizer):
+        return [masks_of(model, optimizer, count) for count in counts]
+
+    def masks_of(model, optimizer, count):
         kept = []
         for _ in range(2):
             model(torch.ones(count)).sum().backward()
             optimizer.step()
             kept.append(model.kept)
-        gathered = [None, None]
-        distributed.all_gather_object(gathered, kept)
-        return [each for kept in gathered for each in kept]
+        return [each for kept in everywhere(kept) for each in kept]
 
     model = Dropping()
     torch.manual_seed(0)
     train = nano(**small.OPTIONS | {"precision": precision})(train)
-    masks = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for first, one in enumerate(masks):
-        assert abs(one.double().mean() - 0.5) < 5 * 0.5 / count**0.5
-        for other in masks[:first]:
-            assert abs(one.eq(other).double().mean() - 0.5) < 5 * 0.5 / count**0.5
+    for count, masks in zip(counts, train(model, torch.optim.SGD(model.parameters(), lr=0.1)), strict=True):
+        for first, one in enumerate(masks):
+            assert abs(one.double().mean() - 0.5) < 5 * 0.5 / count**0.5
+            for other in masks[:first]:
+                assert abs(one.eq(other).double().mean() - 0.5) < 5 * 0.5 / count**0.5
     assert ("fast_dropout" in train.report.applied) == (unavailable() is None)
 
 
@@ -312,44 +383,19 @@ def test_one_process_is_bound_to_a_list_of_its_own():
 
 def test_more_processes_than_cores_are_refused_with_the_numbers():
     with pytest.raises(NanoConfigError, match=r"num_processes=99.*99 physical cores"):
-        nano(**small.OPTIONS | {"num_processes": 99})(small.fit)(*small.parts())
+        nano(**small.OPTIONS | {"num_processes": 99, "cpu_for_each_process": None})(small.fit)(*small.parts())
 
 
 def test_cpu_ids_that_do_not_exist_are_warned_about_and_left_out():
     options = small.OPTIONS | {"cpu_for_each_process": [[0, 7000], [1]]}
     with pytest.warns(NanoWarning, match="7000"):
-        assert nano(**options)(small.fit)(*small.parts()) == 8
+        assert nano(**options)(small.fit)(*small.parts(samples=24)) == 6
 
 
 def test_share_of_no_cpu_is_refused():
     options = small.OPTIONS | {"cpu_for_each_process": [[7000], [1]]}
     with pytest.raises(NanoConfigError, match="7000"):
         nano(**options)(small.fit)(*small.parts())
-
-
-def test_environment_of_a_launcher_does_not_reach_workers(monkeypatch):
-    def variables(model):
-        gathered = [None, None]
-        distributed.all_gather_object(gathered, {name: os.environ.get(name) for name in names})
-        return gathered
-
-    names = ("SLURM_NTASKS", "SLURM_PROCID", "MASTER_PORT", "KEPT")
-    for name in names:
-        monkeypatch.setenv(name, "4")
-    first, second = two(variables)(nn.Linear(1, 1))
-    assert first == dict.fromkeys(names, "4")
-    assert second == {**dict.fromkeys(names), "KEPT": "4"}
-
-
-def test_exception_hook_stays_the_caller_s():
-    before = sys.excepthook
-    two(small.fit)(*small.parts())
-    assert sys.excepthook is before
-
-
-def test_three_ranks_on_two_cores_by_lists_of_their_own():
-    options = small.OPTIONS | {"num_processes": 2, "cpu_for_each_process": [[0], [1]]}
-    assert nano(**options)(small.fit)(*small.parts(samples=24)) == 6
 
 
 def test_scheduler_checkpoint_and_callable_arguments_work_in_every_rank():
@@ -367,42 +413,15 @@ def test_scheduler_checkpoint_and_callable_arguments_work_in_every_rank():
     assert scheduler.last_epoch == 4
 
 
-def test_model_made_inside_train_is_made_equal():
-    class Loop(TorchNano):
-        def train(self):
-            model = nn.Linear(3, 1)  # ranks draw different weights
-            model, _ = self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            return self.all_gather(small.weights(model))
-
-    first, second = Loop(**small.OPTIONS).train()
-    assert torch.equal(first, second)
-
-
-def test_gradients_stay_unaveraged_inside_no_backward_sync():
-    class Loop(TorchNano):
-        def train(self):
-            model = nn.Linear(1, 1, bias=False)
-            self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            x = torch.ones(1, 1) * (self.global_rank + 1)
-            with self.no_backward_sync(model):
-                model(x).sum().backward()
-            alone = model.weight.grad.item()
-            model(x).sum().backward()
-            return self.all_gather(torch.tensor([alone, model.weight.grad.item()])).tolist()
-
-    assert Loop(**small.OPTIONS).train() == [[1.0, 3.0], [2.0, 3.0]]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_hundred_runs_leave_no_more_than_one_does():
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_many_runs_leave_no_more_than_one_does(count):
     def tiny(model):
         return None
 
     run = two(tiny)
     run(nn.Linear(1, 1))
     threads, before = psutil.Process().num_threads(), belongings()
-    for _ in range(99):
+    for _ in range(count - 1):
         run(nn.Linear(1, 1))
     assert belongings() == before
     assert psutil.Process().num_threads() <= threads

@@ -358,7 +358,8 @@ def test_another_thread_runs_with_one_number_of_processes_after_the_other(alone)
     def runs():
         for count, batch_size in ((2, 4), (1, 8), (2, 4)):
             model, optimizer, loader = small.parts(batch_size=batch_size)
-            size = nano(**small.OPTIONS | {"num_processes": count})(sized)(model, optimizer, loader)
+            options = small.OPTIONS | {"num_processes": count, "cpu_for_each_process": None}
+            size = nano(**options)(sized)(model, optimizer, loader)
             found.append((size, small.weights(model)))
 
     thread = threading.Thread(target=runs)
