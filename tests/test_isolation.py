@@ -230,44 +230,6 @@ def test_runs_of_two_threads_end_in_any_order(first_ends_first, shared):
 
 # --- what is left behind ---
 
-LOOP = """
-    import statistics, time, torch
-    torch.set_num_threads(1)
-    def median_ms():
-        a, times = torch.zeros(2 << 20), []
-        for _ in range(60):
-            begun = time.perf_counter()
-            b = a + 1
-            c = b * 2
-            del b, c
-            times.append(time.perf_counter() - begun)
-        return statistics.median(times) * 1e3
-"""
-
-
-@pytest.mark.bench
-def test_work_after_a_run_is_not_slower_than_before():
-    """Prints both: a loop over tensors of 8 MB, whose blocks glibc keeps or gives back."""
-    script = (
-        LOOP
-        + """
-    from torch import nn
-    from nano_loop import nano
-    before = median_ms()
-    @nano(verbose=False)
-    def train(model, optimizer): pass
-    model = nn.Linear(2, 2)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    print(f"before the run {before:.2f} ms, after it {median_ms():.2f} ms")
-    """
-    )
-    print(
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
-        ).stdout
-    )
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's thresholds")
 def test_blocks_of_eight_megabytes_are_kept_after_a_run():
     """With glibc's documented defaults each would be mapped and given back anew: 2,000 page faults a block."""

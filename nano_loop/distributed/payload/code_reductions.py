@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -20,7 +21,9 @@ from nano_loop.intercept.torch_private import compile_call, compile_context, com
 
 
 def reduce_module(module: nn.Module) -> Reduction | None:
-    """Add what `module.compile()` has set, which `nn.Module` leaves behind; make parametrized modules anew."""
+    """Add what `module.compile()` has set, which `nn.Module` leaves behind; make special modules anew."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return _reduce_scripted(module)
     # parametrize.is_parametrized() would take a compiled module for the one that is compiled.
     if "parametrizations" in dict(module.named_children()) and parametrize.is_parametrized(module):
         return _reduce_parametrized(module)
@@ -35,6 +38,24 @@ def _set_compiled_module(module: nn.Module, state: tuple[Any, Any]) -> None:
     attributes, context = state
     module.__setstate__(attributes)  # type: ignore[no-untyped-call]
     compile_call(module, context)
+
+
+def _reduce_scripted(module: torch.jit.ScriptModule) -> Reduction:
+    """Pickle a scripted module as `torch.jit.save` does, and its tensors beside that, for optimizers hold them too."""
+    content = io.BytesIO()
+    torch.jit.save(module, content)  # type: ignore[no-untyped-call]
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return _scripted, (content.getvalue(),), tensors, None, None, _set_tensors
+
+
+def _scripted(content: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(content))  # type: ignore[no-untyped-call]
+
+
+def _set_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, tensor)
 
 
 def _reduce_parametrized(module: nn.Module) -> Reduction:
