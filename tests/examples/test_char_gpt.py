@@ -70,7 +70,8 @@ def test_fp32_trains_as_plain_does(uninterrupted):
     assert uninterrupted["accelerated"]["loss"] == pytest.approx(uninterrupted["plain"]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", MODES)
+# That plain runs save and resume is needed by those below, too.
+@pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.slow), "accelerated"])
 def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(mode, uninterrupted, checkpoints, tmp_path):
     resumed = resume(checkpoints[mode], mode, tmp_path)
     assert 0 < resumed["first_step"] < STEPS
