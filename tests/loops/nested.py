@@ -75,3 +75,18 @@ def tensor_differences(actual, expected, tolerance, path):
     if not same.all():
         error = (actual - expected).abs().max() / expected.abs().max()
         yield f"{path}: off by {error:.2e} of the largest value, {tolerance:.0e} is allowed"
+
+
+def leaves(value, path="result"):
+    """Yield each value that is no container, with its place."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
+    else:
+        yield path, value

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import nano_loop
+from nano_loop.kernels import attention, bernoulli, convolution
 
-from .nested import differences, mapped
+from .nested import differences, leaves, mapped
 from .records import laid_otherwise, record, record_strides, surroundings
 
 # What later versions may switch on by themselves with reduced precision, and what changes numerics then.
@@ -33,6 +34,7 @@ class Config:
     tolerance: float = 0.0  # relative to each tensor's largest value; 0 is bit for bit
     subclass: bool = False  # through TorchNano.setup where the arguments allow it, else the decorator
     raises: bool = False  # the loop ends by raising, which must leave as little behind as returning
+    within_spread: bool = False  # as near as the loop by hand comes to itself; see `spread`
 
     @property
     def bf16(self):
@@ -48,6 +50,9 @@ class Config:
 EXACT = Config("exact", {"fused_optimizer": False})
 FUSED = Config("fused", {}, tolerance=1e-5, subclass=True, raises=True)
 BF16 = Config("bf16", {"precision": "bf16", "fused_optimizer": False, **SAME_NUMERICS}, raises=True)
+# What precision="bf16" alone gives: the fused optimizer, and kernels that sum in another order.
+SHIPPED = Config("bf16-as-shipped", {"precision": "bf16"}, within_spread=True)
+SHIPPED_NHWC = replace(SHIPPED, name="channels_last-as-shipped", options={"precision": "bf16", "channels_last": True})
 NHWC = Config("channels_last", {"channels_last": True, "fused_optimizer": False}, tolerance=1e-6)
 NHWC_FUSED = replace(FUSED, name="channels_last-fused", options={"channels_last": True})
 NHWC_BF16 = Config("channels_last-bf16", {**BF16.options, "channels_last": True}, tolerance=1e-6, subclass=True)
@@ -68,9 +73,14 @@ def has_ipex():
 WITH_IPEX = (IPEX, IPEX_BF16) if has_ipex() else ()
 if WITH_IPEX:
     torch.compile(repr, backend="eager")  # wraps methods of optimizers, once, as importing IPEX does
-ALL = (EXACT, FUSED, BF16, *WITH_IPEX)
-CONVOLUTIONS = (*ALL, NHWC, NHWC_FUSED, NHWC_BF16, *((IPEX_NHWC_BF16,) if WITH_IPEX else ()))
+ALL = (EXACT, FUSED, BF16, SHIPPED, *WITH_IPEX)
+CONVOLUTIONS = (*ALL, NHWC, NHWC_FUSED, NHWC_BF16, SHIPPED_NHWC, *((IPEX_NHWC_BF16,) if WITH_IPEX else ()))
 
+
+SHIPPED_NHWC = replace(
+    SHIPPED, name="channels_last-bf16-as-shipped", options={**SHIPPED.options, "channels_last": True}
+)
+CONVOLUTIONS = (*CONVOLUTIONS, SHIPPED_NHWC)
 
 OF_IPEX = {False: 1e-5, True: 0.02}  # relative to each tensor's largest value, in fp32 and in bf16
 
@@ -142,14 +152,91 @@ def check(build, loop, config):
     with computing_with(threads):
         expected = run_plain(build, loop, written_by_hand(config), config.channels_last)
         plain = run_plain(build, loop) if config.channels_last else expected
+    if config.within_spread:
+        with computing_with(threads):
+            compared = beyond(spread(build, loop, config, expected["seen"]), actual["seen"], expected["seen"])
+    else:
+        compared = differences(actual["seen"], expected["seen"], config.tolerance)
     found = [
-        *differences(actual["seen"], expected["seen"], config.tolerance),
+        *compared,
         *without_ipex(actual["seen"], build, loop, config, threads),
         *differences(actual["strides"], plain["strides"], path="strides"),
         *(f"state laid out unlike its parameter: {place}" for place in actual["unlike"] - plain["unlike"]),
         *differences(actual["random"], expected["random"], path="random"),
     ]
     assert not found, "\n".join(found)
+
+
+# bf16 keeps 8 bits of a number, so it rounds a weight by up to 2⁻⁹ of it. Two loops whose weights begin within that of
+# each other are the same loop, as far as bf16 can tell, and so are two that sum in another order.
+ROUNDING, VARIANTS = 2.0**-9, 4
+
+
+def spread(build, loop, config, expected):
+    """How far the loop by hand comes from itself when its first weights are moved by no more than bf16 rounds them.
+
+    By each place, the largest absolute error of several such loops; None where they differ in more than numbers.
+    """
+    found = {}
+    for seed in range(VARIANTS):
+        variant = run_plain(moved(build, seed), loop, written_by_hand(config), config.channels_last)
+        for place, error in errors(variant["seen"], expected):
+            found[place] = None if error is None or found.get(place, 0) is None else max(error, found.get(place, 0))
+    return found
+
+
+def moved(build, seed):
+    """`build` with the parameters of its models moved by up to bf16's rounding error."""
+
+    def build_and_move():
+        arguments = build()
+        generator = torch.Generator().manual_seed(seed)
+        for model in filter(is_model, arguments.values()):
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    noise = 2 * torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype) - 1
+                    parameter.data.mul_(1 + ROUNDING * noise)
+        return arguments
+
+    return build_and_move
+
+
+def beyond(allowed, actual, expected):
+    """Yield a line for each place where two values differ by more than the spread and what fused optimizers round."""
+    values = dict(leaves(expected))
+    for place, error in errors(actual, expected):
+        most = allowed.get(place, 0.0)
+        if most is not None and (error is None or error > most + FUSED.tolerance * largest(values.get(place))):
+            yield f"{place}: off by {error}, and the loop by hand by {most:.2e} from itself"
+
+
+def largest(value):
+    if isinstance(value, torch.Tensor):
+        value = value.detach().to_dense() if value.is_sparse else value.detach()
+        return float(value.abs().max()) if value.numel() else 0.0
+    return abs(value) if isinstance(value, float) else 0.0
+
+
+def errors(actual, expected):
+    """Yield each place where two nested values differ, with the largest error; None where not in numbers alone."""
+    ours, theirs = dict(leaves(actual)), dict(leaves(expected))
+    for place in {**ours, **theirs}:
+        error = error_of(ours.get(place), theirs.get(place))
+        if error != 0.0:
+            yield place, error
+
+
+def error_of(one, other):
+    if type(one) is float and type(other) is float:
+        one, other = torch.tensor(one), torch.tensor(other)
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return 0.0 if one is other or one == other else None
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return None
+    one, other = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (one, other))
+    if torch.equal(one, other) or not one.numel():
+        return 0.0
+    return float((one - other).abs().max()) if one.is_floating_point() or one.is_complex() else None
 
 
 def without_ipex(actual, build, loop, config, threads):
@@ -195,7 +282,7 @@ def run_accelerated(build, loop, config):
 
     by_setup = config.subclass and can_be_set_up(arguments)
     launch = accelerated_by_setup if by_setup else accelerated_by_decorator
-    with slow_bf16_is_fine(), left_as_found():
+    with slow_bf16_is_fine(), every_size_worth_it(config), left_as_found():
         try:
             result = launch(watched, dict(arguments), {"verbose": False, **config.options})
             assert not config.raises, "an exception of the loop was swallowed"
@@ -275,6 +362,15 @@ def slow_bf16_is_fine():
     with warnings.catch_warnings():
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             warnings.simplefilter("ignore", nano_loop.NanoWarning)
+        yield
+
+
+@contextlib.contextmanager
+def every_size_worth_it(config):
+    """Let kernels of ours compute what is too small to pay, for the models of these loops are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel in (attention, convolution, bernoulli) if config.within_spread else ():
+            patch.setattr(kernel, "WORTH_IT", 1)
         yield
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from . import pairs
 from .nested import differences, mapped
-from .pairs import BF16, EXACT, FUSED, NHWC, check, run_plain, untouched, written_by_hand
+from .pairs import BF16, EXACT, FUSED, NHWC, SHIPPED, check, run_plain, untouched, written_by_hand
 from .tasks import ADAM, ConvNet, fit, images, job
 
 
@@ -19,6 +19,15 @@ def loop(model, optimizer, loader, by_hand=untouched):
 
 def another_rate(arguments):
     arguments["optimizer"].param_groups[0]["lr"] *= 1.001
+
+
+def another_rate_by_far(arguments):
+    arguments["optimizer"].param_groups[0]["lr"] *= 1.05
+
+
+def another_gradient(arguments):
+    """One kernel's gradient is off by 5%."""
+    arguments["model"].features[0].weight.register_hook(lambda gradient: 1.05 * gradient)
 
 
 def another_weight(arguments):
@@ -90,6 +99,19 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
     monkeypatch.setattr(pairs, "accelerated_by_decorator", accelerated_with_a_fault)
     with thread_count_and_autocast_kept(), pytest.raises(AssertionError):
         check(job(model=ConvNet, loader=images), loop, EXACT)
+
+
+@pytest.mark.parametrize("fault", [another_rate_by_far, another_gradient, another_draw, a_leftover_layout])
+def test_a_planted_fault_is_found_beyond_bf16s_own_spread(monkeypatch, fault):
+    """What the options do as they are shipped is held by the spread of the loop by hand."""
+
+    def accelerated_with_a_fault(loop, arguments, options):
+        fault(arguments)
+        return loop(**arguments, by_hand=written_by_hand(SHIPPED))
+
+    monkeypatch.setattr(pairs, "accelerated_by_decorator", accelerated_with_a_fault)
+    with pytest.raises(AssertionError):
+        check(job(model=ConvNet, loader=images), loop, SHIPPED)
 
 
 def test_no_fault_is_found_where_none_is(monkeypatch):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 
-from .pairs import ALL, BF16, CONVOLUTIONS, EXACT, FUSED, named, pair, untouched
+from .pairs import ALL, BF16, CONVOLUTIONS, EXACT, FUSED, WITH_IPEX, named, pair, untouched
 from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, fit, images, job, vectors
 
 EACH_FUSED_KIND = {
@@ -276,7 +276,7 @@ def one_linear():
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25)}
 
 
-@pair(named("", one_linear))
+@pair(named("", one_linear), configs=[EXACT, FUSED, BF16, *WITH_IPEX])
 def test_one_step_of_a_known_model(model, optimizer, by_hand=untouched):
     (3 * by_hand(model)(torch.ones(2, 1))).mean().backward()
     optimizer.step()
