@@ -1,0 +1,135 @@
+"""accelerated(): a loop in the body of a with statement."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from loops.pairs import slow_bf16_is_fine
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from watched import Net, in_bf16, is_fused
+
+import nano_loop
+from nano_loop import NanoConfigError, NanoError, accelerated, nano
+from nano_loop.options import OPTIONS
+
+
+def job():
+    torch.manual_seed(0)
+    net = Net()
+    loader = DataLoader(TensorDataset(torch.randn(12, 3), torch.randn(12, 2)), batch_size=4, shuffle=True)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.1), loader
+
+
+def loop(model, optimizer, loader):
+    torch.manual_seed(1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("precision", [32, "bf16"])
+def test_loop_computes_what_the_decorated_one_does(precision):
+    options = {"precision": precision, "verbose": False}
+    with slow_bf16_is_fine():
+        expected = nano(**options)(loop)(*job())
+        parts = job()
+        with accelerated(*parts, **options) as run:
+            actual = loop(*parts)
+    assert all(map(torch.equal, actual, expected))
+    assert "fused_optimizer" in run.report.applied
+    assert "fast_fetch" in run.report.applied
+
+
+def test_everything_is_as_it_was_when_the_body_is_left_or_raises():
+    net, optimizer, loader = job()
+    with slow_bf16_is_fine():
+        for error in (None, KeyError):
+            try:
+                with accelerated(net, optimizer, loader, precision="bf16", verbose=False):
+                    assert in_bf16(net) == [True]
+                    assert is_fused(optimizer)
+                    if error:
+                        raise error
+            except KeyError:
+                assert error
+            assert in_bf16(net) == [False]
+            assert not is_fused(optimizer)
+
+
+def test_what_is_made_in_the_body_is_set_up_by_the_run():
+    with slow_bf16_is_fine(), accelerated(precision="bf16", verbose=False) as run:
+        assert run.report is None
+        net, optimizer, loader = job()
+        assert run.setup(net, optimizer, loader) == (net, optimizer, loader)
+        assert in_bf16(net) == [True]
+    with pytest.raises(NanoError, match="outside a run"):
+        run.setup(net, optimizer)
+
+
+def test_several_models_and_optimizers():
+    nets = [Net(), Net()]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    with slow_bf16_is_fine(), accelerated(nets, optimizers, precision="bf16", verbose=False):
+        assert in_bf16(*nets) == [True, True]
+        assert all(map(is_fused, optimizers))
+
+
+def test_it_may_be_inside_another_run_and_another_inside_it():
+    inner, outer = Net(), Net()
+
+    @nano(verbose=False)
+    def train(model):
+        with accelerated(inner, precision="bf16", verbose=False):
+            assert in_bf16(model, inner) == [False, True]
+        assert in_bf16(inner) == [False]
+
+    with slow_bf16_is_fine():
+        train(outer)
+        with accelerated(outer, precision="bf16", verbose=False):
+            nano(verbose=False)(lambda model: None)(inner)
+            assert in_bf16(outer) == [True]
+
+
+def test_several_processes_are_refused_with_the_way_that_works():
+    with pytest.raises(
+        NanoConfigError, match=r"^num_processes=2: accelerated runs in one process. .*@nano_loop.nano\("
+    ):
+        accelerated(num_processes=2)
+
+
+def test_wrong_arguments_are_errors_where_they_stand():
+    with pytest.raises(NanoConfigError, match="Write precision"):
+        accelerated(Net(), precison="bf16")
+    with (
+        pytest.raises(NanoConfigError, match=r"model is a builtins\.str"),
+        accelerated("model", verbose=False),
+    ):
+        pass
+
+
+def test_under_torchrun_each_process_runs_for_itself(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with accelerated(*job(), verbose=False) as run:
+        assert run.ranks.size == 1
+    assert "gradient_averaging" not in run.report.applied
+
+
+def test_options_are_those_of_nano_by_keyword():
+    parameters = inspect.signature(nano_loop.accelerated).parameters
+    options = [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
+    assert options == list(OPTIONS)
+
+
+def test_model_of_two_runs_computes_as_the_innermost_says():
+    net = Net()
+    plain = copy.deepcopy(net)
+    with slow_bf16_is_fine(), accelerated(net, precision="bf16", verbose=False):
+        with accelerated(net, verbose=False):
+            net(torch.ones(1, 3))
+        assert in_bf16(net) == [True]
+    assert torch.equal(net(torch.ones(1, 3)), plain(torch.ones(1, 3)))

@@ -1,0 +1,108 @@
+"""A run: entered once, its steps are undone in reverse, and what goes wrong at either end leaves nothing behind."""
+
+import pytest
+import torch
+from torch import nn
+
+from nano_loop import NanoError
+from nano_loop import run as module
+from nano_loop.parts import Parts
+from nano_loop.run import Run, Settings
+from nano_loop.steps import Step
+
+
+def settings(**options):
+    return Settings.read({"verbose": False, **options})
+
+
+class Noting(Step):
+    """Notes what is called on it; a subclass may fail at one of these."""
+
+    notes: list
+    fails_at = None
+    asked, required = True, False
+
+    def skip_reason(self, parts):
+        return None
+
+    def apply(self, parts):
+        self.note("apply")
+        return "done"
+
+    def undo(self):
+        super().undo()
+        self.note("undo")
+
+    def note(self, what):
+        self.notes.append((self.name, what))
+        if self.fails_at == what:
+            raise ZeroDivisionError(f"{self.name} {what}")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Let runs have two noting steps; returns what they note, and the classes."""
+    notes = []
+    kinds = [type(name, (Noting,), {"name": name, "notes": notes}) for name in ("first", "second")]
+    monkeypatch.setattr(module, "STEPS", tuple(kinds))
+    return notes, kinds
+
+
+def test_steps_are_applied_in_order_and_undone_in_reverse(steps):
+    notes, _ = steps
+    with Run(settings()) as run:
+        run.apply(Parts([nn.Linear(1, 1)]))
+    assert notes == [("first", "apply"), ("second", "apply"), ("second", "undo"), ("first", "undo")]
+
+
+@pytest.mark.parametrize("where", ["body", "apply", "undo"])
+def test_every_step_is_undone_whatever_raises(steps, where):
+    notes, (_, second) = steps
+    second.fails_at = where
+
+    def run_it():
+        with Run(settings()) as run:
+            run.apply(Parts([nn.Linear(1, 1)]))
+            if where == "body":
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_it()
+    assert notes[-2:] == [("second", "undo"), ("first", "undo")]
+
+
+def test_run_that_cannot_begin_undoes_what_it_has_begun(steps, monkeypatch):
+    notes, (_, second) = steps
+    monkeypatch.setattr(second, "__init__", lambda self, *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError), Run(settings()):
+        pass
+    assert notes == []
+
+
+def test_report_stays_and_setup_is_refused_after_the_end():
+    run = Run(settings())
+    with pytest.raises(NanoError, match="outside a run"):
+        run.apply(Parts([nn.Linear(1, 1)]))
+    with run:
+        run.setup(nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    assert "fused_optimizer" in run.report.applied
+    with pytest.raises(NanoError, match="outside a run"):
+        run.apply(Parts([nn.Linear(1, 1)]))
+
+
+def test_closing_words_of_steps_are_for_runs_that_end_well(steps, monkeypatch):
+    _, (first, _) = steps
+    monkeypatch.setattr(first, "closing", lambda self: module.StepResult("first", "measured", "all"))
+    with Run(settings()) as good:
+        good.apply(Parts([nn.Linear(1, 1)]))
+    bad = Run(settings())
+
+    def raising():
+        with bad:
+            bad.apply(Parts([nn.Linear(1, 1)]))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        raising()
+    assert [result.status for result in good.report.results] == ["applied", "applied", "measured"]
+    assert [result.status for result in bad.report.results] == ["applied", "applied"]
