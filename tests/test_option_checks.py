@@ -11,7 +11,8 @@ from nano_loop.option_checks import RefusedValueError
 
 
 def short(each):
-    return each.__name__ if inspect.isfunction(each) else repr(each)[:30]
+    """The same name in every process, without an address: workers of pytest have to agree on their tests."""
+    return each.__name__ if inspect.isfunction(each) else repr(each).partition(" at 0x")[0][:30]
 
 
 @pytest.mark.parametrize(("check", "case"), cases(SPELLINGS), ids=short)
