@@ -208,7 +208,7 @@ def _checked(values: Mapping[str, Any], given: Mapping[str, str]) -> tuple[dict[
         except checks.RefusedValueError as refused:
             problems.append(problem(given[name], *refused.args))
         except Exception as error:  # a user's object may raise anything when it is looked at
-            raised = f"looking at it raised {type(error).__name__}"
+            raised = f"reading its value raised {type(error).__name__}"
             problems.append(problem(given[name], raised, "Pass a plain Python value"))
     return good, problems + checks.contradictions(good)
 

@@ -22,5 +22,5 @@ def refuse_what_is_not_in_this_version(options: Options) -> None:
     }
     missing = [options.given[name] for name, is_asked in asked.items() if is_asked]
     if missing:
-        allowed = 'this version trains with precision 32, "bf16" or "auto", in processes of its own'
+        allowed = 'this version trains with precision 32, "bf16" or "auto", in processes that it starts itself'
         raise NanoError(problem(f"{', '.join(missing)}: not in this version of nano_loop", allowed, "Leave it out"))

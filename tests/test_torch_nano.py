@@ -812,7 +812,11 @@ SCRIPT = """
 
 @pytest.mark.parametrize(
     ("end", "code", "last"),
-    [("return 1", 0, ""), ("sys.exit(3)", 3, ""), ("raise LookupError('mine')", 1, "LookupError: mine")],
+    [
+        pytest.param("return 1", 0, "", marks=pytest.mark.slow),
+        ("sys.exit(3)", 3, ""),
+        ("raise LookupError('mine')", 1, "LookupError: mine"),
+    ],
 )
 def test_script_ends_as_its_loop_ends(end, code, last):
     program = textwrap.dedent(SCRIPT.format(end=end))

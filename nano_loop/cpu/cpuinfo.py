@@ -1,4 +1,4 @@
-"""What /proc/cpuinfo tells of each processor: its name, its ids and its instruction sets."""
+"""What /proc/cpuinfo says of each processor: its name, its ids and its instruction sets."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Machine:
 
     @property
     def has_fast_bf16(self) -> bool:
-        """Whether bf16 products run on instructions of their own, and so faster than fp32."""
+        """Whether the CPU has bf16 instructions, with which bf16 products are faster than fp32."""
         sets = self.instruction_sets
         return "avx512_bf16" in sets or {"amx_bf16", "amx_tile"} <= sets or "bf16" in sets
 

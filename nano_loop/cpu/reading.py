@@ -27,7 +27,7 @@ def read_machine(root: Path | str = "/", affinity: Collection[int] | None = None
         The CPUs that this process may run on. By default the live mask of the calling thread, and every CPU
         of a recorded machine.
     host : Host, optional
-        What no file tells. By default the live system is asked for ``/``, and nothing is known of others.
+        What no file says. By default the live system is asked for ``/``, and nothing is known of others.
 
     Returns
     -------

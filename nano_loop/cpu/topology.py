@@ -1,4 +1,4 @@
-"""Where each CPU sits, as sysfs tells it: core, package, NUMA node, last-level cache, kind of core.
+"""Where each CPU sits, as sysfs has it: core, package, NUMA node, last-level cache, kind of core.
 
 Where sysfs is silent, /proc/cpuinfo is asked, and where that is silent too, each CPU is taken for a core of
 its own.
@@ -25,12 +25,12 @@ EFFICIENCY_CAPACITY = 0.65
 
 
 def read_online(tree: Tree, blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Return the ids of the CPUs that are switched on, or none where nothing tells."""
+    """Return the ids of the CPUs that are switched on, or none where no file says."""
     return tree.cpu_list(f"{CPUS}/online") or tuple(sorted(field_by_cpu(blocks, "processor")))
 
 
 def read_logical_cpus(tree: Tree, online: Sequence[int], blocks: Sequence[Block]) -> tuple[LogicalCpu, ...]:
-    """Return the CPUs `online` with all that the tree tells of them.
+    """Return the CPUs `online` with all that the tree says of them.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def _read_caches(
             shared = _last_level_cache(tree, cpu)
             # Where no cache is described, CPUs of one package and node are taken to share one.
             keys[cpu] = shared or ("node", packages[cpu], nodes.get(cpu, 0))
-            # Those that share it need no reading of their own: on 256 CPUs this saves some 3,000 files.
+            # Those that share it need not be read again: on 256 CPUs this saves some 3,000 files.
             keys.update((other, shared) for other in shared if other not in keys)
     return _name_groups({cpu: keys[cpu] for cpu in online})
 

@@ -24,7 +24,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractConte
     owner : type or module
         Subclasses of a class inherit the replacement.
     name : str
-        The attribute. Where a class only inherits it, the class gets one of its own for the time.
+        The attribute. Where a class only inherits it, the class itself gets one for the time.
     make : callable
         Is given the attribute as ``getattr(owner, name)`` finds it, and returns the replacement. It is called
         for the first of several that ask for the same attribute, so one attribute has one maker.

@@ -1,6 +1,6 @@
 """The only place where names are used that torch keeps for itself, each with the reason why.
 
-`tests/intercept/test_torch_private.py` tells when one of them is gone.
+`tests/intercept/test_torch_private.py` fails when one of them is gone.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def own_iterator(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def without_kept_iterator(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return a loader's attributes for a copy that starts worker processes of its own."""
+    """Return a loader's attributes for a copy that starts its own worker processes."""
     return {**attributes, _KEPT_ITERATOR: None}
 
 

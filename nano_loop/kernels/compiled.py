@@ -100,7 +100,7 @@ def _cache_folder() -> Path | None:
 
 
 def _key(command: list[str], source: Path) -> str:
-    """Return what tells two results apart: the source, the compiler, and the processor it was compiled for."""
+    """Return a key for a compiled library: the source, the compiler, and the processor it was compiled for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -52,7 +52,7 @@ class Broadcast(RanksStep):
 
 
 def _checksum(value: Any, start: int = 0) -> int:
-    """Return a number that tells values apart: the CRC-32 of tensors inside dicts and lists, and of the rest's text."""
+    """Return a checksum of a value: the CRC-32 of tensors inside dicts and lists, and of the rest's text."""
     if isinstance(value, dict):
         return _checksum([each for item in value.items() for each in item], start)
     if isinstance(value, (list, tuple)):

@@ -81,11 +81,11 @@ def _refusal(loader: DataLoader[Any]) -> str | None:
     if type(dataset) is not TensorDataset:
         return f"{type(dataset).__name__} is not an in-memory TensorDataset"
     if loader.collate_fn is not default_collate:
-        return "the loader has a collate_fn of its own"
+        return "the loader has its own collate_fn"
     if loader.num_workers:
         return f"the loader has {loader.num_workers} workers"
     if type(loader.batch_sampler) is not BatchSampler:
-        return "the loader has a batch sampler of its own, or none"
+        return "the loader has its own batch sampler, or none"
     if any(tensor.layout is not torch.strided for tensor in dataset.tensors):
         return "the dataset holds sparse tensors"
     return None

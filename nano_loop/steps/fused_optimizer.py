@@ -121,7 +121,7 @@ def _refusal(optimizer: Optimizer, sparse: set[int]) -> str | None:
     if kernel is None:
         return f"{name} has no fused CPU kernel"
     if type(optimizer).step is not kernel.step:
-        return f"{name} has a step of its own"
+        return f"{name} overrides step()"
     reasons = [_group_refusal(group, sparse) for group in optimizer.param_groups]
     return f"{name}: {reasons[0]}" if all(reasons) and reasons else None
 

@@ -17,7 +17,7 @@ from nano_loop.report import StepResult
 class Step(ABC):
     """One acceleration of one run.
 
-    Whoever adds a step writes a subclass in a file of its own, and a line in `nano_loop.steps.STEPS`. A step says when
+    To add a step, write a subclass in a new file, and a line in `nano_loop.steps.STEPS`. A step says when
     it does not apply, how it is applied, and, where it applies itself, how that is undone:
 
     - `skip_reason` answers for one ``setup`` call, and changes nothing;

@@ -78,6 +78,7 @@ def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(mode, uninterrupt
     assert resumed["loss"] == pytest.approx(uninterrupted[mode]["loss"], rel=1e-6)
 
 
+@pytest.mark.slow  # tests/loops/test_checkpoints.py has it of small loops
 @pytest.mark.parametrize(("saved_by", "resumed_by"), [("plain", "accelerated"), ("accelerated", "plain")])
 def test_plain_and_accelerated_runs_resume_each_other(saved_by, resumed_by, uninterrupted, checkpoints, tmp_path):
     resumed = resume(checkpoints[saved_by], resumed_by, tmp_path)

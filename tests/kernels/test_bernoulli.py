@@ -1,11 +1,8 @@
 """Masks, and all that is drawn after them, are those of torch's own generator."""
 
 import functools
-import os
-import subprocess
-import sys
-import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +10,12 @@ import torch
 from nano_loop.intercept.operators import overridden
 from nano_loop.kernels import bernoulli, compiled
 from nano_loop.kernels.bernoulli import WORTH_IT, exact, unavailable
+from nano_loop.kernels.compiled import UnavailableError
 
 LARGE = 100_003
 RATES = [0.1, 0.5, 0.9, 1 / 3, 5e-6, 2**-17, 2**-53, 1e-300, 1 - 2**-53, 0.0, 1.0]
 DTYPES = [*bernoulli._ONES]
+SOURCE = Path(bernoulli.__file__).with_name("bernoulli.c")
 
 same_draws = pytest.mark.skipif(unavailable() is not None, reason=f"fast masks: {unavailable()}")
 
@@ -156,42 +155,60 @@ def test_threads_that_draw_at_once_share_no_number():
 # --- the compiler ---
 
 
-def in_new_process(environment, tmp_path):
-    script = "from nano_loop.kernels.bernoulli import unavailable; print(unavailable())"
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
-    run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
-    assert run.stderr == ""
-    return run.stdout.strip()
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty folder for compiled libraries; what this process has compiled before is not known."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.compiled.cache_clear()
+    yield tmp_path / "nano_loop"
+    compiled.compiled.cache_clear()
+
+
+def made():
+    """What there is after a new look."""
+    compiled.compiled.cache_clear()
+    return compiled.compiled("bernoulli").draw_bernoulli
 
 
 @same_draws
-def test_library_is_compiled_once_into_a_private_folder(tmp_path):
-    assert in_new_process({}, tmp_path) == "None"
-    (library,) = (tmp_path / "cache" / "nano_loop").iterdir()
-    made = library.stat().st_mtime_ns
-    assert library.parent.stat().st_mode & 0o077 == 0
-    assert in_new_process({}, tmp_path) == "None"
-    assert library.stat().st_mtime_ns == made
+def test_library_is_compiled_once_into_a_private_folder(cache):
+    assert made()
+    (library,) = cache.iterdir()
+    compiled_at = library.stat().st_mtime_ns
+    assert cache.stat().st_mode & 0o077 == 0
+    assert made()
+    assert library.stat().st_mtime_ns == compiled_at
+
+
+@same_draws
+def test_damaged_library_is_compiled_again(cache):
+    cache.mkdir(mode=0o700)
+    library = cache / f"bernoulli-{compiled._key(compiled._compiler(), SOURCE)}.so"
     library.write_bytes(b"damaged")
-    assert in_new_process({}, tmp_path) == "None"
+    assert made()
     assert library.stat().st_size > 1000
 
 
 @same_draws
-def test_folder_that_others_may_write_to_is_not_loaded_from(tmp_path):
-    folder = tmp_path / "cache" / "nano_loop"
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    assert in_new_process({}, tmp_path) == "None"
-    assert not [*folder.iterdir()]
+def test_folder_that_others_may_write_to_is_not_loaded_from(cache):
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert made()
+    assert not [*cache.iterdir()]
 
 
-def test_missing_and_failing_compilers_are_named(tmp_path):
+def test_missing_and_failing_compilers_are_named(cache, monkeypatch, tmp_path):
     failing = tmp_path / "failing-cc"
     failing.write_text("#!/bin/sh\necho 'no room' >&2\nexit 1\n")
     failing.chmod(0o755)
-    assert in_new_process({"CC": "no-such-cc"}, tmp_path) == "no C compiler was found (no-such-cc)"
-    assert in_new_process({"CC": str(failing)}, tmp_path) == f"{failing} failed: no room"
+    for command, words in (
+        ("no-such-cc", "no C compiler was found (no-such-cc)"),
+        (failing, f"{failing} failed: no room"),
+    ):
+        monkeypatch.setenv("CC", str(command))
+        with pytest.raises(UnavailableError) as caught:
+            made()
+        assert str(caught.value) == words
 
 
 def test_planted_difference_in_the_draws_is_noticed(monkeypatch):
@@ -199,14 +216,3 @@ def test_planted_difference_in_the_draws_is_noticed(monkeypatch):
         bernoulli, "fill", lambda tensor, p, generator: tensor.bernoulli_(p, generator=generator).neg_()
     )
     assert not bernoulli._draws_as_torch.__wrapped__()
-
-
-def test_importing_compiles_nothing(tmp_path):
-    script = """
-        import nano_loop
-        from nano_loop.kernels import compiled
-        print(compiled.compiled.cache_info().currsize)
-    """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
-    assert run.stdout == "0\n"
-    assert compiled._FLAGS

@@ -49,7 +49,7 @@ class Ipex(Step):
     name = "ipex"
     needs = None
     once = True  # about the process: there is one set of kernels
-    required = False  # it raises errors of its own, which name the option and the way out
+    required = False  # its own errors name the option and what to do
     _watch: Stopwatch | None = None
 
     @property
@@ -134,7 +134,7 @@ class Ipex(Step):
         try:
             with leaving_no_trace(*_REPLACED):
                 import_module(_MODULE)
-        except (Exception, SystemExit) as error:  # it loads libraries of its own, and ends the process by itself
+        except (Exception, SystemExit) as error:  # it loads libraries, and may end the process
             given = f"{self._given}: importing IPEX raised {type(error).__name__}"
             raise NanoError(problem(given, str(error), "Leave it out, or install IPEX anew")) from error
 

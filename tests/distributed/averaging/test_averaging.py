@@ -48,7 +48,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_ranks_take_the_steps_of_one_process(team, size, kind):
     def loop(setup):

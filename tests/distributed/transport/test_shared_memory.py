@@ -55,7 +55,10 @@ def with_timeout(ranks, seconds):
 # --- in step ---
 
 
-@pytest.mark.parametrize(("size", "slots", "rounds"), [(2, 3, 2000), (2, 2, 300), (3, 3, 200), (4, 4, 100)])
+@pytest.mark.parametrize(
+    ("size", "slots", "rounds"),
+    [(2, 3, 2000), (2, 2, 300), (3, 3, 200), pytest.param(4, 4, 100, marks=pytest.mark.slow)],
+)
 def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rounds):
     def run(ranks):
         transport, naps = opened(KIND, ranks, tmp_path, size=128, slots=slots), random.Random(ranks.rank)

@@ -26,7 +26,7 @@ from nano_loop.errors import NanoError
 cloudpickle.register_pickle_by_value(transports)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SIZES = (2, 3, 4)
+SIZES = (2, 3, pytest.param(4, marks=pytest.mark.slow))
 kinds = pytest.mark.parametrize("kind", KINDS)
 sizes = pytest.mark.parametrize("size", SIZES)
 

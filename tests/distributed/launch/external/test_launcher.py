@@ -125,6 +125,7 @@ def test_more_ranks_than_cores_share_the_cores(tmp_path):
         assert each["threads"] == [1] * count
 
 
+@pytest.mark.slow  # ranks of two hosts, and of one agent, are among the others
 def test_two_agents_of_torchrun_make_one_run(tmp_path, expected):
     runs = run(agents(), tmp_path, "tell(found(), found())", HOST_OF="GROUP_RANK")
     for each in (*runs[0], *runs[1]):

@@ -68,7 +68,7 @@ def clock(tmp_path):
 
 
 # The first, one in the midst of an epoch, the last.
-@pytest.mark.parametrize("step", [0, 3, 7])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(7, marks=pytest.mark.slow)])
 def test_exception_in_a_worker_is_raised_with_its_traceback(clock, step):
     def fail():
         raise ValueError("a bad batch")
@@ -133,7 +133,7 @@ def test_worker_that_leaves_is_named_with_its_way_and_its_code(clock, leave, wor
     assert words.format(code) in str(caught.value)
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_sys_exit_of_rank_0_leaves_the_caller_as_it_would(clock, code):
     with pytest.raises(SystemExit) as caught:
         run(on(0, 3, clock.around(lambda: sys.exit(code))))

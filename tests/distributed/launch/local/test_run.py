@@ -206,7 +206,7 @@ def everywhere(value):
     return gathered
 
 
-@pytest.mark.parametrize("begins_with", ["a batch", "a call"])
+@pytest.mark.parametrize("begins_with", ["a batch", pytest.param("a call", marks=pytest.mark.slow)])
 def test_ranks_draw_the_same_numbers_until_training_begins_and_others_from_then_on(begins_with):
     def train(model, loader):
         before = drawn()
@@ -483,7 +483,7 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_workers_end_with_the_caller(tmp_path, number):
     file = tmp_path / "pid"
     caller = subprocess.Popen(
