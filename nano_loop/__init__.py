@@ -1,4 +1,4 @@
-"""Makes a raw PyTorch training loop faster on CPUs, and leaves its body untouched."""
+"""Accelerates a plain PyTorch training loop on CPUs without changes to its body."""
 
 from nano_loop.accelerated import accelerated
 from nano_loop.decorator import nano

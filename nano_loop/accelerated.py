@@ -1,4 +1,4 @@
-"""accelerated: a context manager for loops that are not in a function, such as those of other libraries' trainers."""
+"""accelerated: a context manager for loops outside a function, such as those of other libraries' trainers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from nano_loop.signatures import with_options
 def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader[Any], **options: Any) -> Any:
     """Accelerate the loop in the body of a ``with`` statement, in this process.
 
-    What is given here is set up at once; ``run.setup(model, optimizer, *dataloaders)`` sets up what is made in the
-    body. Everything is as it was when the body has been left. Under torchrun, srun or mpirun each process runs its loop
-    for itself, and the communication between them is the loop's.
+    The arguments are set up on entry. For objects that the body creates, call
+    ``run.setup(model, optimizer, *dataloaders)``. On exit, all changes are undone. Under torchrun, srun or mpirun, each
+    process runs its loop independently, and communication between the processes is up to the loop.
 
     Parameters
     ----------
     model : torch.nn.Module, or a list or tuple of them, optional
-        Gets the layout and the precision that the options ask for.
+        The models. They run in the layout and the precision that the options select.
     optimizer : torch.optim.Optimizer, or a list or tuple of them, optional
-        Is switched to fused kernels where they fit.
+        The optimizers. Those that support fused kernels are switched to them.
     *dataloaders : torch.utils.data.DataLoader
-        Keep their class and their attributes.
+        The loaders. They keep their class and their attributes.
     {options}
     **options
         Any other name is an error.
@@ -37,12 +37,12 @@ def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader
     Returns
     -------
     context manager
-        Of the `Run`: its ``report`` says what was applied, and its ``setup`` accelerates more.
+        Yields the `Run`. ``run.report`` lists the steps that were applied, and ``run.setup`` sets up more objects.
 
     Raises
     ------
     NanoConfigError
-        If options or arguments cannot be used, or ``num_processes`` is more than 1.
+        If options or arguments are invalid, or ``num_processes`` is greater than 1.
 
     Examples
     --------
@@ -58,7 +58,7 @@ def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader
     settings = Settings.read(options)
     if (settings.options.num_processes or 1) > 1:
         given, needed = settings.options.given["num_processes"], "accelerated runs in one process"
-        advice = "Put the loop in a function, and decorate that: @nano_loop.nano(num_processes=...)"
+        advice = "Move the loop into a function and decorate it: @nano_loop.nano(num_processes=...)"
         raise NanoConfigError(problem(given, needed, advice))
     return _running(settings, model, optimizer, dataloaders)
 

@@ -1,4 +1,4 @@
-"""Checks the objects that a user hands over: loops, models, optimizers and loaders."""
+"""Checks of the user's objects: loops, models, optimizers and loaders."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from nano_loop.errors import NanoConfigError, problem
 
-_ITERATE = "Collect what it yields in a list, and return that"
-_AWAIT = "Write it without async; await what it needs before you call it"
+_ITERATE = "Collect the yielded values in a list and return the list"
+_AWAIT = "Write it without async, and await its inputs before the call"
 _CALL = "Pass a function, or decorate the method that trains"
-# What is no training loop, and what to do about it.
+# Kinds of objects that cannot be a training loop, each with a check and the advice for its error.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a class": (inspect.isclass, _CALL),
     "a generator function": (inspect.isgeneratorfunction, _ITERATE),
@@ -21,8 +21,8 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_loop(function: Any, name: str) -> None:
-    """Raise a `NanoConfigError` where `function` is none that runs to its end when it is called."""
-    allowed = "a training loop is a plain function or method, which has trained when it returns"
+    """Raise a `NanoConfigError` if `function` is not a function that runs to its end when it is called."""
+    allowed = "a training loop must be a plain function or method that completes the training before it returns"
     for kind, (is_of_kind, advice) in _REFUSED.items():
         if is_of_kind(function) or is_of_kind(getattr(function, "__call__", None)):  # noqa: B004
             raise NanoConfigError(problem(f"{name} is {kind}", allowed, advice))
@@ -31,19 +31,19 @@ def check_loop(function: Any, name: str) -> None:
 
 
 def check_kinds(*arguments: tuple[str, type, Sequence[Any]]) -> None:
-    """Raise one `NanoConfigError` for all values that are of another kind than they have to be.
+    """Raise one `NanoConfigError` that lists all values of the wrong type.
 
     Parameters
     ----------
     *arguments : tuple of str, type and sequence
-        An argument's name, its kind, and the values that were given for it.
+        The name of an argument, its required type, and the values that were passed for it.
     """
     problems = []
     for name, kind, values in arguments:
         for value in values:
             if not isinstance(value, kind):
                 given = f"{name} is a {type(value).__module__}.{type(value).__qualname__}"
-                advice = "Call setup(model, optimizer, *dataloaders); several optimizers go into one list"
-                problems.append(problem(given, f"it has to be a {kind.__module__}.{kind.__qualname__}", advice))
+                advice = "Call setup(model, optimizer, *dataloaders), with several optimizers as one list"
+                problems.append(problem(given, f"it must be a {kind.__module__}.{kind.__qualname__}", advice))
     if problems:
         raise NanoConfigError("\n".join(problems))

@@ -1,4 +1,4 @@
-"""nano: finds what to set up among the arguments of a call, and delegates."""
+"""nano: a decorator that finds models, optimizers and loaders among the arguments of a call and sets them up."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ def nano(*args: Any, **others: Any) -> Any: ...
 def nano(*args: Any, **others: Any) -> Any:
     """Accelerate a training function: ``@nano`` or ``@nano(precision="bf16", ...)`` above ``def train(...)``.
 
-    At each call, the models, optimizers and loaders among the arguments, also in lists, tuples and dicts, are set up
-    in place, and are as they were when the call ends. Losses without parameters are left alone.
+    Each call sets up, in place, the models, optimizers and loaders among the arguments, including those in lists,
+    tuples and dicts. When the call ends, all changes are undone. Losses without parameters are not changed.
 
     Parameters
     ----------
     {options}
     **others
-        ``strategy`` is tolerated for BigDL-Nano's sake, with a `NanoWarning`. Any other name is an error.
+        ``strategy`` is accepted for compatibility with BigDL-Nano and raises a `NanoWarning`. Any other name is an
+        error.
 
     Returns
     -------
     callable
-        The decorator; for ``@nano`` without options, the decorated function. A decorated function's ``report`` is the
-        `SetupReport` of its last call, None before the first.
+        The decorator; for ``@nano`` without options, the decorated function. The decorated function has an attribute
+        ``report``, the `SetupReport` of its last call, or None before the first call.
 
     Raises
     ------
     NanoConfigError
-        If options cannot be used, if the function is a class, a generator or async, or, when it is called, if there
-        is no model among its arguments.
+        If options are invalid, or if the function is a class, a generator function or an async function. A call
+        raises it if there is no model among the arguments.
 
     Examples
     --------
@@ -69,12 +70,12 @@ def nano(*args: Any, **others: Any) -> Any:
     function = options.get("num_processes")
     if callable(function) or isinstance(function, _METHODS):  # @nano without parentheses
         return _decorated(function, options | {"num_processes": None})
-    Settings.read(options).expected_ranks()  # a wrong option is an error where it stands, and not at the first call
+    Settings.read(options).expected_ranks()  # raises for an invalid option here, not at the first call
     return functools.partial(_decorated, options=options)
 
 
 class _Call(Task):
-    """``function(*args, **kwargs)``, with what is among its arguments set up."""
+    """``function(*args, **kwargs)``, with the models, optimizers and loaders among its arguments set up."""
 
     def __init__(
         self, settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -113,21 +114,21 @@ def _parts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     models = models or [module for module in find(nn.Module, arguments) if not is_loss(module)]
     if not models:
         given = f"{_name(function)}({', '.join(arguments)}) was called without a model"
-        needed = "nano accelerates the torch.nn.Module among the arguments, also in lists, tuples and dicts"
+        needed = "nano accelerates the models among the arguments, including those in lists, tuples and dicts"
         raise NanoConfigError(problem(given, needed, "Pass the model as an argument"))
     return Parts(models, list(find(Optimizer, arguments)), list(find(DataLoader, arguments)))
 
 
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return what `function` will get, by name and with its defaults."""
+    """Return the arguments of `function` by name, including defaults."""
     try:
         signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # some builtins have none
+    except ValueError:  # some builtins have no signature
         return {"args": args, **kwargs}
     try:
         call = signature.bind(*args, **kwargs)
     except TypeError:
-        function(*args, **kwargs)  # raises what Python says of such a call
+        function(*args, **kwargs)  # raises Python's own error for such a call
         raise
     call.apply_defaults()
     return dict(call.arguments)

@@ -1,4 +1,4 @@
-"""What the environment says: options in ``NANO_LOOP_<OPTION>``, and how many processes somebody else has started."""
+"""Reads options from the environment variables ``NANO_LOOP_<OPTION>``."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def variable_of(option: str) -> str:
-    """Return the name of the variable that holds an option."""
+    """Return the name of the environment variable of an option."""
     return _PREFIX + option.upper()
 
 
 def read_options(
     environ: Mapping[str, str], checks: Mapping[str, Check]
 ) -> tuple[dict[str, tuple[str, Any]], dict[str, str]]:
-    """Return the options that the environment holds, and the variables that look like one and are none.
+    """Return the options that are set in the environment, and the variables that match no option.
 
     Parameters
     ----------
     environ : mapping
         The environment.
     checks : mapping
-        By an option's name: what it may be, which says how its text is to be read.
+        The check of each option, by name. It determines how the text is parsed.
 
     Returns
     -------
     dict
-        By an option's name: the variable with its text, such as ``NANO_LOOP_PRECISION=bf16``, and the value.
+        By option name: the variable with its text, such as ``NANO_LOOP_PRECISION=bf16``, and the value.
     dict
-        By the name of an unknown variable: that name with its text.
+        By name of an unknown variable: the variable with its text.
     """
     variables = {variable_of(option): option for option in checks}
     found, unknown = {}, {}
@@ -48,7 +48,7 @@ def read_options(
 
 
 def _read(text: str, check: Check) -> Any:
-    """Read a value: a word such as ``on``, a Python literal, names with commas between them, or a plain string."""
+    """Parse a value: a word such as ``on``, a Python literal, comma-separated names, or a plain string."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if text in ("0", "1") and _may_be(True, check):

@@ -1,4 +1,4 @@
-"""The errors and the warning that nano_loop raises, and the three-part sentence they are written in."""
+"""The errors and warnings of nano_loop, and the three-part format of their messages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _repr.maxstring = _repr.maxother = 80
 
 
 class NanoError(RuntimeError):
-    """Something went wrong that is not a single argument's fault; the base of all errors of nano_loop."""
+    """Base class of all errors of nano_loop; raised itself for failures that no single argument causes."""
 
 
 class NanoConfigError(NanoError, ValueError):
-    """One or more arguments cannot be used. All of them are named, each with what is allowed and what to do."""
+    """One or more arguments are invalid. The message lists each, with the allowed values and what to do."""
 
 
 class NanoWorkerError(NanoError):
@@ -23,13 +23,13 @@ class NanoWorkerError(NanoError):
     Parameters
     ----------
     message : str
-        What happened, for a person.
+        The error message.
     rank : int
         The global rank that failed first.
     exitcode : int or None
-        Its exit code; negative for a signal, None while it is unknown.
+        Its exit code. Negative for a signal, None if unknown.
     traceback : str or None
-        Its formatted traceback, where it could still send one.
+        Its formatted traceback. None if the rank could not send one.
     """
 
     def __init__(self, message: str, *, rank: int, exitcode: int | None = None, traceback: str | None = None) -> None:
@@ -40,27 +40,27 @@ class NanoWorkerError(NanoError):
 
 
 class NanoWarning(UserWarning):
-    """What was asked for is done, and has a consequence that a person should know."""
+    """The request is carried out, but has a consequence that the user should know about."""
 
 
 def problem(given: str, allowed: str, advice: str) -> str:
-    """Join the three parts of a message: what was given, what is allowed, what to do next.
+    """Join the three parts of a message: what was given, what is allowed, and what to do.
 
     Parameters
     ----------
     given : str
-        What was given, as it was typed, such as ``precision='fp8'``.
+        The input, as the user wrote it, such as ``precision='fp8'``.
     allowed : str
-        What is allowed or needed, a sentence without its full stop.
+        What is allowed or required, as a sentence without a full stop.
     advice : str
-        What to do next, a sentence without its full stop.
+        What to do next, as a sentence without a full stop.
     """
     return f"{given}: {allowed}. {advice}."
 
 
 def shown(name: str, value: Any) -> str:
-    """Return ``name=value`` as it was typed, shortened; the value's class where its ``repr`` raises."""
+    """Return ``name=value`` with a shortened ``repr``, or with the class of the value if its ``repr`` raises."""
     try:
         return f"{name}={_repr.repr(value)}"
-    except Exception as error:  # a user's object may raise anything; a huge int raises ValueError
+    except Exception as error:  # a user's object may raise any exception; a huge int raises ValueError
         return f"{name}=<{type(value).__name__}, whose repr raises {type(error).__name__}>"

@@ -1,7 +1,7 @@
-"""Lightning Fabric, without what its import does to the process, and its precisions for a CPU.
+"""Lightning Fabric, imported without side effects, and its precision plugins for a CPU.
 
-Importing Fabric sets environment variables, gives its logger a handler, changes how warnings are formatted, and
-replaces `torch.compile`. Importing nano_loop must change nothing, so all of that is put back.
+Importing Fabric sets environment variables, adds a handler to its logger, changes the format of warnings, and replaces
+`torch.compile`. Importing nano_loop must not change the process, so all of these are restored.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nano_loop.precision.autocast import bf16_autocast
 
 @contextmanager
 def _leaving_no_trace() -> Iterator[None]:
-    if "lightning_fabric" in sys.modules:  # the user imported it, and has its effects already
+    if "lightning_fabric" in sys.modules:  # the user imported it, so its effects are already there
         yield
         return
     environment, compile_, format_ = dict(os.environ), torch.compile, warnings.formatwarning
     collects = gc.isenabled()
-    gc.disable()  # nothing that is imported is garbage: to look for it takes a fifth of the time
+    gc.disable()  # the import creates no garbage, and collection would take a fifth of its time
     logger = logging.getLogger("lightning_fabric")
     handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
     try:
@@ -54,16 +54,16 @@ with _leaving_no_trace():
 
 
 def note_rank(rank: int) -> int:
-    """Tell Fabric's messages which rank this process is, and return which it was."""
+    """Set the rank of this process for Fabric's messages, and return the previous one."""
     before = int(getattr(rank_zero_only, "rank", 0))
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
     return before
 
 
 class Bf16Precision(Precision):
-    """bf16 autocast for ``Fabric.autocast()``, and nothing else.
+    """bf16 autocast for ``Fabric.autocast()`` only.
 
-    Fabric's own also casts inputs, and refuses a plain ``loss.backward()``.
+    Fabric's own plugin also casts inputs and rejects a plain ``loss.backward()``.
     """
 
     precision = "bf16-mixed"
@@ -77,7 +77,7 @@ class Fp32Precision(Precision):
     """No autocast."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context for ``with self.autocast():``, which does nothing."""
+        """Return the context for ``with self.autocast():``, which has no effect."""
         return nullcontext()
 
 

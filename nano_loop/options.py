@@ -1,4 +1,4 @@
-"""Every option once: its name, type, default, check and help. All that lists options is made of this."""
+"""The options: name, type, default, check and help of each. Signatures and docstrings are generated from them."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from nano_loop.errors import NanoConfigError, problem, shown
 
 
 def option(default: Any, check: checks.Check, help: str) -> Any:
-    """Declare an option, whose name and type are the field's.
+    """Declare an option, whose name and type are those of the field.
 
     Parameters
     ----------
     default : object
-        Its value where nobody gives one.
+        The default value.
     check : callable
-        One of `nano_loop.option_checks`. What it lets through is what the option may be, ``"auto"`` too.
+        A check from `nano_loop.option_checks`, which defines the allowed values, including ``"auto"``.
     help : str
-        What the option is, in one line, for docstrings and for the README.
+        A description for docstrings and the README.
     """
     return field(default=default, metadata={"check": check, "help": help})
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run, checked one by one and together, each in its one spelling.
+    """The options of a run, validated and normalized.
 
-    An option that is declared here is an argument of `nano_loop.TorchNano` and `nano_loop.nano`, an entry of their
-    docstrings, a variable of the environment, and an entry of the report.
+    Each option declared here is an argument of `nano_loop.TorchNano` and `nano_loop.nano`, an entry of their
+    docstrings, an environment variable, and an entry of the report.
 
     Attributes
     ----------
     auto_precision : bool
-        Whether ``precision`` was ``"auto"``, before it was `resolved`.
+        Whether ``precision`` was ``"auto"`` before `resolved`.
     given : dict
-        Each option as it was typed.
+        Each option as the user wrote it.
     from_environment : tuple of str
-        Environment variables that overrode arguments, with their values.
+        The environment variables that overrode arguments, with their values.
 
     Raises
     ------
     NanoConfigError
-        Names every option that cannot be used, with its value, what is allowed, and what to do.
+        If options are invalid. The message lists each, with its value, the allowed values, and what to do.
     """
 
     # BigDL-Nano's eight, in its order and with its defaults.
@@ -135,13 +135,13 @@ class Options:
         True, checks.verbosity, 'Report on standard error. `"all"`: also what every process prints.'
     )
 
-    # What is remembered beside the options.
+    # Set by the methods below.
     auto_precision: bool = field(default=False, init=False, repr=False)
     given: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     from_environment: tuple[str, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the arguments one by one, then together, and put each into its one spelling."""
+        """Validate the arguments one by one, then together, and normalize them."""
         values = self.as_dict()
         given = {name: shown(name, value) for name, value in values.items()}
         checked, problems = _checked(values, given)
@@ -150,14 +150,14 @@ class Options:
 
     @classmethod
     def from_call(cls, arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
-        """Make the options of a call; the environment wins over its arguments.
+        """Create the options of a call. The environment overrides the arguments.
 
         Parameters
         ----------
         arguments : mapping
-            What was passed, by name; also names that are no options.
+            The arguments by name, including names that are not options.
         environ : mapping
-            Holds options as ``NANO_LOOP_<OPTION>``.
+            The environment, with options as ``NANO_LOOP_<OPTION>``.
         """
         overriding, unknown = read_options(environ, CHECKS)
         values = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
@@ -172,7 +172,7 @@ class Options:
         return options
 
     def resolved(self, machine: Machine) -> Options:
-        """Return the options with the precision that ``"auto"`` means on `machine`; others as they are."""
+        """Return the options with ``precision="auto"`` replaced by the precision for `machine`."""
         if self.precision != "auto":
             return self
         options = copy.copy(self)
@@ -181,7 +181,7 @@ class Options:
 
     @property
     def reduced_precision(self) -> bool:
-        """Whether models compute in fewer bits than fp32; ``"auto"`` has to be `resolved` before."""
+        """Whether models compute in a lower precision than fp32. Call `resolved` first."""
         return self.precision in ("bf16-mixed", "bf16-true", "16-mixed")
 
     def as_dict(self) -> dict[str, Any]:
@@ -200,14 +200,14 @@ CHECKS: dict[str, checks.Check] = {name: each.metadata["check"] for name, each i
 
 
 def _checked(values: Mapping[str, Any], given: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values in their one spelling, and a sentence for each that cannot be used."""
+    """Return the normalized values, and a message for each invalid one."""
     good, problems = {}, []
     for name, value in values.items():
         try:
             good[name] = CHECKS[name](value)
         except checks.RefusedValueError as refused:
             problems.append(problem(given[name], *refused.args))
-        except Exception as error:  # a user's object may raise anything when it is looked at
+        except Exception as error:  # reading a user's object may raise any exception
             raised = f"reading its value raised {type(error).__name__}"
             problems.append(problem(given[name], raised, "Pass a plain Python value"))
     return good, problems + checks.contradictions(good)

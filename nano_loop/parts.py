@@ -1,4 +1,4 @@
-"""The user's objects that one call of ``setup`` hands to the steps."""
+"""The user's objects that one ``setup`` call passes to the steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's class; for a scripted module that of the class it was made of."""
+    """Return the name of a module's class. For a scripted module, return the name of the original class."""
     return str(module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__)
 
 
 @dataclass
 class Parts:
-    """Models, optimizers and loaders, as the user made them.
+    """The user's models, optimizers and loaders.
 
     Parameters
     ----------
@@ -36,7 +36,8 @@ class Parts:
     loaders : list of torch.utils.data.DataLoader
         The loaders, which keep their class and attributes.
     shard : bool or None
-        Whether the loaders are always, or never, divided among the ranks; None leaves it to the models' mode.
+        Whether the batches are always (True) or never (False) sharded among the ranks. None: depends on the models'
+        mode.
     """
 
     models: list[nn.Module] = field(default_factory=list)
@@ -60,7 +61,7 @@ class Parts:
         Raises
         ------
         NanoConfigError
-            If something is of another kind; all of it is named.
+            If arguments have the wrong type. The message lists all of them.
         """
         parts = cls(_as_list(model), _as_list(optimizer), list(dataloaders))
         check_kinds(
@@ -72,11 +73,11 @@ class Parts:
 
     @property
     def trained(self) -> list[nn.Module | Optimizer]:
-        """Models and optimizers: what there is to train."""
+        """The models and optimizers."""
         return [*self.models, *self.optimizers]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield every parameter of every model, each once."""
+        """Yield every parameter of every model, without duplicates."""
         seen: set[int] = set()
         for model in self.models:
             for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What a run applied and what it skipped, for a person to read and for a program to check."""
+"""The report of a run: the steps that it applied and skipped, as text and as data."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _NAME_WIDTH = len("gradient_averaging")  # the longest name; a test compares it 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of one step.
+    """The result of one step.
 
     Parameters
     ----------
     name : str
-        The step's name, which is also its option's.
+        The name of the step, which is also the name of its option.
     status : {"applied", "skipped", "measured"}
-        Whether it is in force, or that it is a measurement, made when the run ended.
+        Whether the step was applied or skipped. "measured" marks a measurement that was made at the end of the run.
     detail : str
-        What was done, the reason why it was skipped, or what was measured.
+        What the step changed, why it was skipped, or what was measured.
     """
 
     name: str
@@ -40,13 +40,13 @@ class SetupReport:
     title : str
         The version, the processes and threads, the CPUs and the processor, in one line.
     machine : dict
-        What was read of the machine, as `nano_loop.cpu.Machine.as_dict` gives it.
+        The description of the machine, as returned by `nano_loop.cpu.Machine.as_dict`.
     options : dict
-        Every option as it was in force.
+        Every option with the value that the run used.
     from_environment : tuple of str
-        Names of the environment variables that overrode the code.
+        The environment variables that overrode arguments.
     results : list of StepResult
-        One for each step that was applied or skipped, in the order in which they ran, and for what was measured.
+        One result for each step that was applied or skipped, in the order of execution, and one for each measurement.
     """
 
     title: str
@@ -57,29 +57,29 @@ class SetupReport:
 
     @property
     def applied(self) -> tuple[str, ...]:
-        """Names of the steps that are in force, each once."""
+        """Names of the steps that were applied, without duplicates."""
         return self._names("applied")
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Names of the steps that were skipped, each once."""
+        """Names of the steps that were skipped, without duplicates."""
         return self._names("skipped")
 
     def __getitem__(self, name: str) -> StepResult:
-        """Return the last result of the step called `name`; ``KeyError`` where the step was off."""
+        """Return the last result of the step `name`; raises ``KeyError`` if the step was disabled."""
         for result in reversed(self.results):
             if result.name == name:
                 return result
         raise KeyError(name)
 
     def add(self, results: list[StepResult]) -> list[StepResult]:
-        """Take in the results of one more ``setup``, and return those that say something new."""
+        """Add the results of a ``setup`` call, and return those that are not in the report yet."""
         new = [result for result in results if result not in self.results]
         self.results.extend(new)
         return new
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain dicts, lists, strings and numbers, which JSON can hold."""
+        """Return the report as plain dicts, lists, strings and numbers, for JSON."""
         return {
             "title": self.title,
             "machine": copy.deepcopy(self.machine),
@@ -94,7 +94,7 @@ class SetupReport:
             lines.append(f"  from the environment: {', '.join(self.from_environment)}")
         return "\n".join([*lines, *map(str, self.results)])
 
-    __repr__ = __str__  # what a notebook shows
+    __repr__ = __str__  # for notebooks, which show the repr
 
     def _names(self, status: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(result.name for result in self.results if result.status == status))

@@ -1,6 +1,6 @@
-"""The life of one run: ranks joined, steps applied at each setup, all undone at the end, and the report.
+"""The life cycle of a run: it joins the ranks, applies the steps at each setup, undoes them, and fills the report.
 
-Every face (`nano_loop.TorchNano`, `nano_loop.nano`, `nano_loop.accelerated`) enters a `Run` and does nothing else.
+Every public entry point (`nano_loop.TorchNano`, `nano_loop.nano`, `nano_loop.accelerated`) is a thin layer over `Run`.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from nano_loop.version import __version__
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run begins with: the options, and the machine for which they were resolved."""
+    """The settings of a run: the options, and the machine for which they were resolved."""
 
     options: Options
     machine: Machine
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> Settings:
-        """Read the options of a call and of the environment, and the machine.
+        """Read the options from the arguments of a call and from the environment, and inspect the machine.
 
         Raises
         ------
         NanoConfigError
-            If options cannot be used; all of them are named.
+            If options are invalid. The message lists all of them.
         NanoError
-            If what is asked for is not in this version.
+            If this version does not support an option.
         """
         options, machine = Options.from_call(arguments), read_machine()
         refuse_what_is_not_in_this_version(options)
         return cls(options.resolved(machine), machine)
 
     def expected_ranks(self) -> Ranks:
-        """Return this process's place in its next run, as far as it is known before."""
+        """Return this process's place in its next run, as far as it is known before the run starts."""
         return expected_ranks(self.options)
 
 
 class Task(ABC):
-    """What a face does in a run, the same on every rank. Ranks in other processes do a pickled copy of it.
+    """The work of a run, the same on every rank. Ranks in other processes execute a pickled copy.
 
     Parameters
     ----------
     settings : Settings
-        Those of the run.
+        The settings of the run.
     names : mapping of str to Any
-        The user's own objects in the task, by the names that the user knows, for a message about one that cannot be
-        pickled. They are not pickled themselves.
+        The user's objects in the task, by their names in the user's code. An error about an object that cannot be
+        pickled uses these names. The mapping itself is not pickled.
     """
 
     def __init__(self, settings: Settings, names: Mapping[str, Any]) -> None:
@@ -77,36 +77,36 @@ class Task(ABC):
 
     @abstractmethod
     def do(self, run: Run) -> Any:
-        """Do it, in a run that has begun."""
+        """Execute the task in a started run."""
 
     def run_in(self, seat: Seat) -> Any:
-        """Do it in a process whose launcher has joined the ranks already."""
+        """Execute the task in a process whose launcher has already joined the ranks."""
         with Run(self.settings, self, seat=seat) as run:
             return self.do(run)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled."""
+        """Return the state to pickle."""
         return {**vars(self), "names": {}}
 
 
 class Run:
-    """One run, as a context: entering it joins the ranks, and leaving it undoes every step, the last one first.
+    """One run, as a context manager: it joins the ranks on entry and undoes all steps, in reverse order, on exit.
 
     Parameters
     ----------
     settings : Settings
         The options and the machine.
     task : Task, optional
-        What ranks in other processes do; None for a run of one process.
+        The work of ranks in other processes. None for a run of one process.
     seat : Seat, optional
-        This process's place in a run whose ranks have been joined already.
+        This process's place in a run whose ranks have already been joined.
     launcher : Launcher, optional
-        Joins the ranks; by default the one that the options and the environment ask for.
+        Joins the ranks. By default, the options and the environment select it.
 
     Attributes
     ----------
     report : SetupReport or None
-        What was applied and skipped; None before the first `setup`.
+        The steps that were applied and skipped. None before the first `setup`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Run:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of the run, as this process sees them."""
+        """The ranks of the run, from the view of this process."""
         return self._place.ranks
 
     def __enter__(self) -> Run:
@@ -153,24 +153,25 @@ class Run:
         Parameters
         ----------
         model : torch.nn.Module, or a list or tuple of them
-            Gets the layout and the precision that the options ask for; its parameters stay the same objects.
+            The models. They run in the layout and the precision that the options select. Their parameters stay the
+            same objects.
         optimizer : torch.optim.Optimizer, or a list or tuple of them
-            Is switched to fused kernels where they fit.
+            The optimizers. Those that support fused kernels are switched to them.
         *dataloaders : torch.utils.data.DataLoader
-            Keep their class and their attributes.
+            The loaders. They keep their class and their attributes.
 
         Returns
         -------
         tuple
             ``(model, optimizer)``, ``(model, optimizer, loader)``, or with several loaders
-            ``(model, optimizer, [loader, ...])``: the very objects that were given.
+            ``(model, optimizer, [loader, ...])``. These are the same objects that were passed.
 
         Raises
         ------
         NanoConfigError
-            If an argument is of another kind, or an option that was asked for by name cannot be honoured.
+            If an argument has the wrong type, or an explicitly requested option cannot be applied.
         NanoError
-            If the run has not begun or has ended.
+            If the run has not started or has ended.
         """
         self.apply(Parts.of(model, optimizer, dataloaders))
         if not dataloaders:
@@ -178,12 +179,12 @@ class Run:
         return model, optimizer, dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
 
     def apply(self, parts: Parts) -> None:
-        """Apply the steps to the parts of one ``setup`` call, and print what is new in the report.
+        """Apply the steps to the parts of one ``setup`` call, and print the new entries of the report.
 
         Raises
         ------
         NanoConfigError
-            If a step does not apply that the user asked for by name.
+            If an explicitly requested step does not apply.
         """
         seat = self._place
         for step in self._steps:
@@ -197,7 +198,7 @@ class Run:
             self._print(self.report.add(results))
 
     def without_averaging(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the gradients of `model` stay those of this rank."""
+        """Return a context in which the gradients of `model` are not averaged over the ranks."""
         averaging = next(step for step in self._steps if isinstance(step, GradientAveraging))
         return averaging.paused([model])
 
@@ -205,15 +206,15 @@ class Run:
     def _place(self) -> Seat:
         if self._seat is None:
             given = "setup was called outside a run"
-            needed = "what it changes is put back when the run ends"
-            raise NanoError(problem(given, needed, "Call it between the run's beginning and its end"))
+            needed = "its changes are undone when the run ends"
+            raise NanoError(problem(given, needed, "Call it while the run is active"))
         return self._seat
 
     def _leave(self) -> None:
         self._seat = None
 
     def _close_report(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Add what steps have to say at the end of a run that did not raise."""
+        """Add the closing results of the steps to the report, unless the run raised."""
         if kind is None and self.report is not None:
             self._print(self.report.add([result for step in self._steps if (result := step.closing())]))
 
@@ -246,7 +247,7 @@ class Run:
 
 
 def _plain(value: Any) -> Any:
-    """Turn options into what JSON holds."""
+    """Convert option values to types that JSON supports."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,6 @@
-"""Gives a function the options for parameters: in its signature, in its docstring, and for type checkers.
+"""Adds the options to a function's parameters: in its signature, in its docstring, and for type checkers.
 
-Type checkers read the parameters of `Options` itself, so editors complete the names of options.
+Type checkers read the parameters of `Options`, so editors complete the names of options.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _T = TypeVar("_T")
 _Self = TypeVar("_Self")
 _PLACE = re.compile(r"^( *)\{options\}$", re.MULTILINE)
 _WIDTH = 116
-# With types, rather than with text that is to be read in another file.
+# Resolved types, since annotations are strings that are valid only in the module of `Options`.
 _TYPES = get_type_hints(Options)
 _PARAMETERS = [each.replace(annotation=_TYPES[each.name]) for each in inspect.signature(Options).parameters.values()]
 
 
 def with_options(function: _T) -> _T:
-    """Give a function of ``(*args, **others)`` the options for parameters, at run time.
+    """Add the options to the signature of a function of ``(*args, **others)``, at run time.
 
-    They stand between its own and ``**others``; behind a ``*`` parameter of another name than ``args``, by keyword
-    only. What was passed the function learns of `named`.
+    The options are placed between the function's own parameters and ``**others``. After a ``*`` parameter with a name
+    other than ``args``, they are keyword-only. The function reads its arguments with `named`.
     """
     signature = inspect.signature(function)  # type: ignore[arg-type]
     *own, others = signature.parameters.values()
@@ -45,33 +45,33 @@ def with_options(function: _T) -> _T:
 
 
 def takes(options: Callable[_P, Options]) -> Callable[[Callable[..., _T]], Callable[_P, _T]]:
-    """Make `with_options` known to type checkers, for a function."""
+    """Type `with_options` for a function."""
     return with_options
 
 
 def method_takes(
     options: Callable[_P, Options],
 ) -> Callable[[Callable[Concatenate[_Self, ...], _T]], Callable[Concatenate[_Self, _P], _T]]:
-    """Make `with_options` known to type checkers, for a method."""
+    """Type `with_options` for a method."""
     return with_options
 
 
 def documented(owner: _T) -> _T:
-    """Put an entry for each option where the docstring of `owner` says ``{options}``; ``python -OO`` keeps none."""
-    if owner.__doc__:
+    """Replace ``{options}`` in the docstring of `owner` by the entries of the options."""
+    if owner.__doc__:  # python -OO removes docstrings
         owner.__doc__ = _PLACE.sub(lambda place: textwrap.indent(_entries(), place[1]), owner.__doc__)
     return owner
 
 
 def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was passed to `function`, by name; BigDL-Nano's ``strategy`` is left out, with a warning.
+    """Return the arguments of `function` by name. BigDL-Nano's ``strategy`` is removed, with a warning.
 
-    Its caller is the function that was called, and the warning points at the line that called that one.
+    Call it from `function` itself, so that the warning points to the line that called `function`.
 
     Raises
     ------
     TypeError
-        If there are more positional arguments than there may be, or one of them is passed by name too.
+        If there are too many positional arguments, or one of them is also passed by name.
     """
     positional = [each.name for each in _PARAMETERS if each.kind is each.POSITIONAL_OR_KEYWORD]
     if len(args) > len(positional):
@@ -83,13 +83,13 @@ def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict
     arguments |= others
     if "strategy" in arguments:
         given = shown("strategy", arguments.pop("strategy"))
-        allowed = "nano_loop has one strategy, so the argument changes nothing"
+        allowed = "nano_loop has only one strategy, so the argument has no effect"
         warnings.warn(problem(given, allowed, "Leave it out"), NanoWarning, stacklevel=3)
     return arguments
 
 
 def _entries() -> str:
-    """Return numpydoc's entries of the options."""
+    """Return the options as numpydoc entries."""
     return "\n".join(
         f"{each.name} : {_in_words(each.type)}\n"
         + textwrap.fill(each.metadata["help"], _WIDTH, initial_indent="    ", subsequent_indent="    ")
@@ -99,5 +99,5 @@ def _entries() -> str:
 
 
 def _in_words(annotation: Any) -> str:
-    """Return a type as numpydoc has it: ``bool or "auto"`` for ``bool | Literal["auto"]``."""
+    """Return a type in numpydoc's notation: ``bool or "auto"`` for ``bool | Literal["auto"]``."""
     return re.sub(r"Literal\[(.*?)\]", r"\1", annotation).replace(" | ", " or ").replace("'", '"')

@@ -1,4 +1,4 @@
-"""What a later version will do, and this one refuses; a line goes with each issue that is built."""
+"""Rejects options that are reserved for a later version. Remove an entry when its option is implemented."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nano_loop.options import Options
 
 
 def refuse_what_is_not_in_this_version(options: Options) -> None:
-    """Raise a `NanoError` that names every option that a later version will honour.
+    """Raise a `NanoError` that names every option that this version does not support.
 
     Parameters
     ----------

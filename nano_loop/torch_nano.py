@@ -1,4 +1,4 @@
-"""TorchNano: the contract between a user's training loop and what makes it faster."""
+"""TorchNano: the base class whose ``train`` method runs accelerated."""
 
 from __future__ import annotations
 
@@ -24,34 +24,38 @@ from nano_loop.signatures import documented, method_takes, named
 
 @documented
 class TorchNano(RanksFabric):
-    """Subclass it, move the training loop into ``train``, and call ``self.setup`` on its objects.
+    """Base class for an accelerated training loop.
 
-    It is a `lightning_fabric.Fabric`: ``backward``, ``all_reduce``, ``save``, ``print``, ``device`` and their like are
-    there. Everything that ``setup`` changes is as it was when ``train`` has returned or raised.
+    Subclass it, move the training loop into ``train``, and call ``self.setup`` on the model, the optimizer and the
+    loaders. When ``train`` returns or raises, every change that ``setup`` made is undone.
 
-    Each option may also come from the environment, as ``NANO_LOOP_<OPTION>``, which wins over the arguments.
+    The class is a `lightning_fabric.Fabric`, with ``backward``, ``all_reduce``, ``save``, ``print``, ``device`` and
+    the other methods of Fabric.
+
+    Each option can also be set in the environment, as ``NANO_LOOP_<OPTION>``, which overrides the argument.
 
     Parameters
     ----------
     {options}
     **others
-        ``strategy`` is tolerated for BigDL-Nano's sake, with a `NanoWarning`. Any other name is an error.
+        ``strategy`` is accepted for compatibility with BigDL-Nano and raises a `NanoWarning`. Any other name is an
+        error.
 
     Attributes
     ----------
     report : SetupReport or None
-        What the last run applied and skipped; None before its first ``setup``.
+        The steps that the last run applied and skipped. None before its first ``setup``.
 
     Raises
     ------
     NanoConfigError
-        If arguments cannot be used; all of them are named.
+        If arguments are invalid. The message lists all of them.
     NanoError
-        If what is asked for is not in this version.
+        If this version does not support an option.
 
     Notes
     -----
-    Calling ``train`` with several processes raises a `NanoWorkerError` where one of the others fails.
+    With several processes, ``train`` raises a `NanoWorkerError` if another rank fails.
 
     Examples
     --------
@@ -77,7 +81,7 @@ class TorchNano(RanksFabric):
         self._set_up_fabric()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take up what was pickled."""
+        """Restore the pickled state."""
         vars(self).update(state)
         self._set_up_fabric()
 
@@ -85,20 +89,23 @@ class TorchNano(RanksFabric):
         self._be_fabric(str(self._nano_settings.options.precision), self._nano_settings.expected_ranks())
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make ``train`` of each subclass a run."""
+        """Wrap ``train`` of each subclass, so that a call starts a run."""
         super().__init_subclass__(**kwargs)
-        if not hasattr(cls.train, "starts_run"):  # its own, or from a class beside TorchNano
+        if not hasattr(cls.train, "starts_run"):  # defined in the subclass, or inherited from another base class
             check_loop(cls.train, f"{cls.__name__}.train")
             cls.train = _as_run(cls.train)  # type: ignore[method-assign]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Override this with the training loop; calling it starts a run, and returns what the loop returns."""
+        """Run the training loop; a subclass overrides this method.
+
+        A call starts a run and returns the return value of the loop.
+        """
         given = f"{type(self).__name__} has no train method"
         raise NanoError(problem(given, "TorchNano runs the one that a subclass defines", "Define train(self, ...)"))
 
     @property
     def report(self) -> SetupReport | None:
-        """What the last run applied and skipped; None before the first ``setup``."""
+        """The steps that the last run applied and skipped. None before the first ``setup``."""
         return self._nano_report
 
     def setup(  # type: ignore[override]
@@ -109,26 +116,27 @@ class TorchNano(RanksFabric):
         Parameters
         ----------
         model : torch.nn.Module
-            Gets the layout and the precision that the options ask for; its parameters stay the same objects.
+            The model. It runs in the layout and the precision that the options select. Its parameters stay the same
+            objects.
         optimizer : torch.optim.Optimizer, or a list or tuple of them
-            Is switched to fused kernels where they fit.
+            The optimizers. Those that support fused kernels are switched to them.
         *dataloaders : torch.utils.data.DataLoader
-            Keep their class and their attributes.
+            The loaders. They keep their class and their attributes.
         move_to_device : bool
-            Move the model to the CPU if it is elsewhere.
+            Whether to move the model to the CPU if it is on another device.
 
         Returns
         -------
         tuple
             ``(model, optimizer)``, ``(model, optimizer, loader)``, or with several loaders
-            ``(model, optimizer, [loader, ...])``: the very objects that were given.
+            ``(model, optimizer, [loader, ...])``. These are the same objects that were passed.
 
         Raises
         ------
         NanoConfigError
-            If an argument is of another kind, or an option that was asked for by name cannot be honoured.
+            If an argument has the wrong type, or an explicitly requested option cannot be applied.
         NanoError
-            If it is called outside ``train``.
+            If the method is called outside ``train``.
         """
         run = self._active_run
         if move_to_device and isinstance(model, nn.Module):
@@ -141,12 +149,12 @@ class TorchNano(RanksFabric):
     def setup_module(  # type: ignore[override]
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
     ) -> nn.Module:
-        """Accelerate a model that needs no optimizer; see `setup`."""
+        """Accelerate a model without an optimizer; see `setup`."""
         self.setup(module, [], move_to_device=move_to_device)
         return module
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Accelerate optimizers alone; see `setup`. One comes back as it is, several as a tuple."""
+        """Accelerate optimizers only; see `setup`. Returns a single optimizer itself, and several as a tuple."""
         check_kinds(("optimizers", Optimizer, optimizers))
         self._accelerate(Parts(optimizers=list(optimizers)))
         return optimizers[0] if len(optimizers) == 1 else optimizers
@@ -158,19 +166,19 @@ class TorchNano(RanksFabric):
         move_to_device: bool = True,
         shard: bool | None = None,
     ) -> Any:
-        """Accelerate loaders alone; see `setup`. One comes back as it is, several as a list.
+        """Accelerate loaders only; see `setup`. Returns a single loader itself, and several as a list.
 
         Parameters
         ----------
         *dataloaders : torch.utils.data.DataLoader
-            Keep their class and their attributes.
+            The loaders. They keep their class and their attributes.
         use_distributed_sampler : bool
-            Fabric's: False means the same as ``shard=False``.
+            A parameter of Fabric. False means the same as ``shard=False``.
         move_to_device : bool
-            Fabric's; batches are on the CPU already.
+            A parameter of Fabric. It has no effect, since batches are already on the CPU.
         shard : bool, optional
-            Under several processes: whether each gets its own share of the batches, always or never. By default it
-            does, except while gradients are off or every model is in eval mode.
+            With several processes: whether each process always (True) or never (False) gets its own share of the
+            batches. By default it does, except while gradients are disabled or every model is in eval mode.
         """
         check_kinds(("dataloaders", DataLoader, dataloaders))
         shard = shard if use_distributed_sampler else False
@@ -188,22 +196,22 @@ class TorchNano(RanksFabric):
     def _active_run(self) -> Run:
         if self._nano_run is None:
             given = "setup was called outside train"
-            needed = "what it changes is put back when train ends"
+            needed = "its changes are undone when train ends"
             raise NanoError(problem(given, needed, "Call it in train, and call train from outside"))
         return self._nano_run
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which backwards leave the gradients of `module` unaveraged.
+        """Return a context in which backward passes do not average the gradients of `module`.
 
-        They are averaged, with all that has come together, by the first backward outside of it. With one process there
-        is nothing to leave out.
+        The first backward pass after the context averages the accumulated gradients. With one process, the context has
+        no effect.
 
         Parameters
         ----------
         module : torch.nn.Module
             A model that was set up.
         enabled : bool
-            With False, the context does nothing.
+            If False, the context has no effect.
         """
         check_kinds(("module", nn.Module, [module]))
         if self._nano_run is None or not enabled:
@@ -219,7 +227,7 @@ class TorchNano(RanksFabric):
 
     @contextmanager
     def _inside(self, run: Run) -> Iterator[None]:
-        """Let ``setup`` and Fabric's collectives be those of a run."""
+        """Use the run for ``setup``, and its ranks for Fabric's collectives."""
         self._nano_run, self._nano_report = run, None
         with self._among(run.ranks):
             try:
@@ -228,10 +236,10 @@ class TorchNano(RanksFabric):
                 self._nano_run = None
 
     def _names(self, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-        """Return what workers get, by the names that the user knows."""
+        """Return the objects that are sent to workers, by their names in the user's code."""
         try:
             bound = inspect.signature(train).bind(self, *args, **kwargs).arguments
-        except TypeError:  # the call itself will say so
+        except TypeError:  # the call itself raises it
             return {}
         return {**bound, **{f"self.{name}": value for name, value in self.__getstate__().items()}}
 
@@ -253,7 +261,7 @@ class _Training(Task):
             return train(self._loop, *self._args, **self._kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: the function is found by the class again."""
+        """Return the state to pickle, without the function, which is looked up on the class again."""
         return {**super().__getstate__(), "_train": None}
 
 

@@ -1,4 +1,4 @@
-"""What CPUs this process may use, how to divide them among processes, and how to bind threads to them."""
+"""The CPUs that this process may use, their partition among processes, and the binding of threads."""
 
 from nano_loop.cpu.binding import bound
 from nano_loop.cpu.cpu_list import format_cpu_list, parse_cpu_list

@@ -1,7 +1,7 @@
-"""Binds the threads of this process to some CPUs for a while, and puts each thread's own mask back.
+"""Temporarily binds the threads of this process to a set of CPUs, and restores each thread's affinity mask.
 
-A mask belongs to a thread: ``os.sched_setaffinity(0, ...)`` binds the calling thread alone, and the OpenMP threads that
-exist already keep theirs. So every thread that the kernel lists is bound.
+An affinity mask belongs to a thread. ``os.sched_setaffinity(0, ...)`` binds only the calling thread, and existing
+OpenMP threads keep their masks. So every thread that the kernel lists is bound.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nano_loop.errors import NanoError, problem
 
 _TASKS = Path("/proc/self/task")
 
-# One round finds the threads there are, a second those that were born meanwhile to threads not yet bound. More are
-# rare, and a process that never stops bearing threads must not keep us here.
+# The first round finds the existing threads, and the second one those that unbound threads have started meanwhile. More
+# rounds are rare. The limit ends the loop in a process that keeps starting threads.
 _MOST_ROUNDS = 100
 
 
@@ -26,19 +26,19 @@ _MOST_ROUNDS = 100
 def bound(cpus: Collection[int]) -> Iterator[None]:
     """Run the body with every thread of this process on `cpus`.
 
-    On leaving, each thread gets its own mask back, and those that were born meanwhile get the mask that the calling
-    thread had. A mask that the kernel does not take back, since the cpuset has shrunk, is left out. Nothing is done
-    where threads cannot be bound (macOS, Windows, no /proc).
+    On exit, the mask of each thread is restored, and threads that were started meanwhile get the previous mask of the
+    calling thread. A mask that the kernel rejects, because the cpuset has shrunk, is not restored. The context has no
+    effect where threads cannot be bound (macOS, Windows, no /proc).
 
     Parameters
     ----------
     cpus : collection of int
-        Ids of logical CPUs. Those outside of the cpuset have no effect while there are others.
+        Ids of logical CPUs. Ids outside the cpuset are ignored if others are inside.
 
     Raises
     ------
     NanoError
-        If the kernel refuses; what was changed is put back first.
+        If the kernel rejects the mask. All masks are restored first.
     """
     if not _can_bind():
         yield
@@ -53,7 +53,7 @@ def bound(cpus: Collection[int]) -> Iterator[None]:
 
 
 def _can_bind() -> bool:
-    # Where /proc belongs to another PID namespace, the ids in it mean threads of other processes.
+    # If /proc belongs to another PID namespace, its ids are those of other processes' threads.
     return hasattr(os, "sched_setaffinity") and (_TASKS / str(threading.get_native_id())).is_dir()
 
 
@@ -72,15 +72,15 @@ def _bind(cpus: Collection[int], own: Collection[int]) -> None:
                 os.sched_setaffinity(thread, cpus)
     except OSError as error:
         refused = f"the kernel refused it ({error.strerror}); this thread had CPUs {format_cpu_list(own)}"
-        advice = "See whether the cpuset or the affinity of this process has changed, and start the run again"
+        advice = "Check whether the cpuset or the affinity of this process has changed, and restart the run"
         raise NanoError(problem(f"binding to CPUs {format_cpu_list(cpus)}", refused, advice)) from error
 
 
 def _put_back(masks: dict[int, set[int]], own: Collection[int]) -> None:
-    """Give each thread its mask, and `own` to those that have none; nothing here may hide what the body raised."""
+    """Restore the mask of each thread, and set `own` for new threads. Never raises, to keep an error of the body."""
     for thread, mask in masks.items():
         _put_back_one(thread, mask)
-    # After the others, for this needs a file descriptor, and that the body has used up all may be why it has failed.
+    # Last, since it needs a file descriptor, and the body may have failed because there are none left.
     with suppress(OSError):
         for thread in _each_thread():
             if thread not in masks:
@@ -88,14 +88,14 @@ def _put_back(masks: dict[int, set[int]], own: Collection[int]) -> None:
 
 
 def _put_back_one(thread: int, mask: Collection[int]) -> None:
-    # The id of a thread that has ended may be another process's by now.
+    # The id of an ended thread may have been reused by another process.
     if (_TASKS / str(thread)).is_dir():
         with suppress(OSError):
             os.sched_setaffinity(thread, mask)
 
 
 def _each_thread() -> Iterator[int]:
-    """Yield the id of each thread once, also of those that are born while the caller goes through them."""
+    """Yield the id of each thread once, including threads that are started during the iteration."""
     met: set[int] = set()
     for _ in range(_MOST_ROUNDS):
         born = _threads() - met

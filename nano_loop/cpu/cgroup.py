@@ -1,8 +1,8 @@
-"""What control groups leave to this process: a quota of CPU time, and a set of CPUs.
+"""The limits of control groups on this process: a quota of CPU time, and a set of CPUs.
 
-A limit of any ancestor binds as well, so each is read from the process's own cgroup up to the top. Version 1,
-version 2 and both side by side are read alike: ``/proc/self/cgroup`` says which cgroup the process is in, and
-``/proc/self/mountinfo`` where its files are.
+The limits of all ancestors apply too, so limits are read from the process's own cgroup up to the root. Version 1,
+version 2 and hybrid set-ups are read in the same way: ``/proc/self/cgroup`` names the cgroup of the process, and
+``/proc/self/mountinfo`` the folder of its files.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from nano_loop.cpu.tree import Tree, parse_number
 
-UNIFIED = ""  # how /proc/self/cgroup names the one hierarchy of version 2: by no controller at all
-DEFAULT_PERIOD = 100_000  # microseconds; the kernel's own
+UNIFIED = ""  # the hierarchy of version 2, for which /proc/self/cgroup lists no controllers
+DEFAULT_PERIOD = 100_000  # the kernel's default, in microseconds
 
 
 class Mount(NamedTuple):
@@ -35,13 +35,13 @@ USUAL_MOUNTS = (
 
 
 def read_quota(tree: Tree) -> float | None:
-    """Return the CPU time that this process may use, in CPUs, or None without a limit."""
+    """Return the CPU time that this process may use, as a number of CPUs, or None if there is no limit."""
     quotas = [_folder_quota(tree, folder) for folder in _folders(tree, "cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def read_cpuset(tree: Tree) -> tuple[int, ...]:
-    """Return the CPUs of the nearest cgroup that names some, or an empty tuple where none does."""
+    """Return the CPUs of the nearest cgroup that defines a cpuset, or an empty tuple."""
     names = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
     for folder in _folders(tree, "cpuset"):
         for name in names:
@@ -61,7 +61,7 @@ def _folder_quota(tree: Tree, folder: str) -> float | None:
 
 
 def _folders(tree: Tree, controller: str) -> Iterator[str]:
-    """Yield the folders of the process's cgroup and its ancestors, the nearest first."""
+    """Yield the folders of the process's cgroup and its ancestors, nearest first."""
     memberships = _read_memberships(tree)
     for mount in _read_mounts(tree):
         for name in (controller, UNIFIED):
@@ -73,7 +73,7 @@ def _folders_upwards(mount: Mount, cgroup: str) -> list[str]:
     try:
         below = PurePosixPath(cgroup).relative_to(mount.root).parts
     except ValueError:
-        # A container sees its own cgroup where the mount starts, while the path may still be the host's.
+        # In a container, the mount starts at the container's own cgroup, while the path may be the host's.
         below = ()
     return ["/".join([mount.point, *below[:depth]]) for depth in range(len(below), -1, -1)]
 

@@ -1,33 +1,33 @@
-"""CPU ids as people and the kernel write them: ``0-3,8``."""
+"""CPU lists in the kernel's format: ``0-3,8``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 
-# The most that Linux can be built for. A damaged file that says "0-99999999999" must not eat all memory.
+# The maximum that Linux supports. The limit protects against damaged files, such as "0-99999999999".
 HIGHEST_CPU_ID = 8191
 
 _PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Read a list of CPU ids.
+    """Parse a list of CPU ids.
 
     Parameters
     ----------
     text : str
-        Ids and ranges, divided by commas, as in the kernel's ``cpulist`` files. Blank means no CPU.
+        Comma-separated ids and ranges, as in the kernel's ``cpulist`` files. Blank means no CPU.
 
     Returns
     -------
     tuple of int
-        The ids, sorted, each once.
+        The ids, sorted, without duplicates.
 
     Raises
     ------
     ValueError
-        If `text` is anything else, or has an id above `HIGHEST_CPU_ID`.
+        If `text` has another format, or an id above `HIGHEST_CPU_ID`.
     """
     if not text.strip():
         return ()
@@ -41,17 +41,17 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """Write CPU ids in their short form, ``(0, 1, 2, 3, 8)`` as ``"0-3,8"``.
+    """Format CPU ids as a list of ranges: ``(0, 1, 2, 3, 8)`` as ``"0-3,8"``.
 
     Parameters
     ----------
     cpus : iterable of int
-        The ids, in any order; duplicates count once.
+        The ids, in any order. Duplicates are removed.
 
     Returns
     -------
     str
-        What `parse_cpu_list` reads back; empty for no CPU.
+        The list, in the format of `parse_cpu_list`; empty for no CPU.
     """
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in _runs(sorted(set(cpus))))
 
@@ -67,7 +67,7 @@ def _parse_part(part: str) -> range:
 
 
 def _runs(cpus: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last id of every unbroken run."""
+    """Yield the first and the last id of each range of consecutive ids."""
     start = 0
     for end, cpu in enumerate(cpus, start=1):
         if end == len(cpus) or cpus[end] != cpu + 1:

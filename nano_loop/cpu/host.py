@@ -1,4 +1,4 @@
-"""What the running system says of itself, for what /proc and /sys do not tell: all of macOS and Windows."""
+"""Queries the running system for what /proc and /sys do not provide, such as everything on macOS and Windows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nano_loop.cpu.cpuinfo import tidy_name
 from nano_loop.cpu.machine import CoreKind, LogicalCpu
 from nano_loop.cpu.tree import parse_number
 
-# Where Apple's name for a feature is not the one that Linux prints on the same chip.
+# Apple's names of features that differ from those of Linux on the same chip.
 APPLE_FEATURES = {
     "DotProd": "asimddp",
     "FHM": "asimdfhm",
@@ -28,18 +28,18 @@ APPLE_FEATURES = {
 
 @dataclass(frozen=True)
 class Host:
-    """The live facts that `read_machine` cannot read from files; tests hand in their own.
+    """Properties of the system that `read_machine` cannot read from files. Tests pass their own.
 
     Attributes
     ----------
     architecture : str
-        As `platform.machine` says it; empty where unknown.
+        The result of `platform.machine`; empty if unknown.
     logical_count, physical_count : int or None
-        How many CPUs and cores there are, as psutil counts them; None where unknown, or where `affinity` is known.
+        The numbers of CPUs and cores, as counted by psutil; None if unknown, or if `affinity` is known.
     affinity : frozenset of int or None
-        The CPUs that this process may run on; None where the system has no such mask.
+        The CPUs that this process may run on; None if the system has no affinity masks.
     sysctl : mapping of str to str
-        What ``sysctl hw machdep.cpu`` prints on macOS; empty elsewhere.
+        The output of ``sysctl hw machdep.cpu`` on macOS; empty on other systems.
     """
 
     architecture: str = ""
@@ -50,9 +50,9 @@ class Host:
 
 
 def live_host() -> Host:
-    """Ask the running system."""
+    """Query the running system."""
     affinity = _read_affinity()
-    # Where there are masks, they and sysfs tell the CPUs. psutil, on Linux, would read all of sysfs once more.
+    # With affinity masks, the masks and sysfs are enough. psutil would read all of sysfs again on Linux.
     counted = affinity is None
     return Host(
         architecture=platform.machine(),
@@ -64,18 +64,18 @@ def live_host() -> Host:
 
 
 def parse_sysctl(text: str) -> dict[str, str]:
-    """Read lines such as ``hw.optional.arm.FEAT_BF16: 1``."""
+    """Parse lines such as ``hw.optional.arm.FEAT_BF16: 1``."""
     pairs = [line.partition(":") for line in text.splitlines()]
     return {key.strip(): value.strip() for key, colon, value in pairs if colon}
 
 
 def host_name(host: Host) -> str:
-    """Return the processor's name as macOS knows it, or an empty string."""
+    """Return the processor's name on macOS, or an empty string."""
     return tidy_name(host.sysctl.get("machdep.cpu.brand_string", ""))
 
 
 def host_instruction_sets(host: Host) -> frozenset[str]:
-    """Return macOS's features by the names that Linux has for them."""
+    """Return the features that macOS reports, by their names in Linux."""
     arm = [key for key, value in host.sysctl.items() if ".FEAT_" in key and value == "1"]
     features = [key.rpartition("FEAT_")[2] for key in arm]
     x86 = [host.sysctl.get(f"machdep.cpu.{key}", "") for key in ("features", "leaf7_features")]
@@ -86,23 +86,22 @@ def host_instruction_sets(host: Host) -> frozenset[str]:
 
 
 def host_logical_cpus(host: Host) -> tuple[LogicalCpu, ...]:
-    """Return as many CPUs as the system counts, numbered as most systems number them.
+    """Return as many CPUs as the system counts, with the usual numbering.
 
-    macOS and Windows say how many CPUs there are and not where they sit. macOS cannot bind threads at all,
-    so its ids only count. Windows puts the siblings of a core side by side, and a hybrid's cores without
-    siblings last.
+    macOS and Windows report the number of CPUs but not the topology. macOS cannot bind threads, so its ids have no
+    meaning. Windows numbers the siblings of a core consecutively, and cores without siblings of a hybrid CPU last.
     """
     if apple := _apple_cpus(host.sysctl):
         return apple
     count = min(host.logical_count or 1, HIGHEST_CPU_ID)
     paired = 2 * (count - (host.physical_count or count))
-    # More than two threads a core, or fewer CPUs than cores: such counts are not believed.
+    # Counts with more than two threads per core, or with fewer CPUs than cores, are ignored.
     paired = paired if 0 <= paired <= count else 0
     return tuple(LogicalCpu(cpu, cpu // 2 * 2 if cpu < paired else cpu) for cpu in range(count))
 
 
 def _apple_cpus(sysctl: Mapping[str, str]) -> tuple[LogicalCpu, ...]:
-    """Return the CPUs of each performance level, of which macOS puts the fastest first."""
+    """Return the CPUs of each performance level. On macOS, the fastest level is first."""
     cpus: list[LogicalCpu] = []
     hybrid = _count(sysctl, "hw.perflevel1.logicalcpu") > 0
     kinds: tuple[CoreKind, CoreKind] = ("performance", "efficiency")

@@ -1,4 +1,4 @@
-"""What the machine is, and what of it this process may use."""
+"""The description of a machine, and of the part that this process may use."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ CoreKind = Literal["performance", "efficiency"]
 
 @dataclass(frozen=True)
 class LogicalCpu:
-    """One CPU as the scheduler counts them, and where it sits.
+    """A logical CPU, and its place in the topology.
 
     Attributes
     ----------
     id : int
-        The number that affinity masks use.
+        The id in affinity masks.
     physical_core : int
-        Its core, named after that core's smallest CPU id: unique over the machine.
+        The physical core, identified by its smallest CPU id.
     package : int
-        Its socket.
+        The socket.
     numa_node : int
-        The node whose memory is nearest.
+        The NUMA node.
     last_level_cache : int
-        The biggest cache it can reach, named after the smallest CPU id that shares it: unique over the
-        machine.
+        The last-level cache, identified by the smallest CPU id that shares it.
     core_kind : {"performance", "efficiency"} or None
-        Which kind of core it is on a hybrid machine; None where all cores are alike.
+        The kind of core on a hybrid machine; None if all cores are alike.
     """
 
     id: int
@@ -41,7 +40,7 @@ class LogicalCpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine, and the share of it that this process was given.
+    """A machine, and the part of it that this process may use.
 
     Attributes
     ----------
@@ -52,11 +51,11 @@ class Machine:
     logical_cpus : tuple of LogicalCpu
         Every CPU that is online, sorted by id.
     allowed : tuple of int
-        The ids that this process may run on: affinity, cpuset and online CPUs at once.
+        The ids of the CPUs that this process may run on: those in the affinity mask, in the cpuset and online.
     quota : float or None
-        The CPU time that the process's cgroups grant, in CPUs; None without a limit.
+        The CPU quota of the process's cgroups, as a number of CPUs; None if there is no limit.
     instruction_sets : frozenset of str
-        By their names in Linux's /proc/cpuinfo, such as ``avx512_bf16`` or, on ARM, ``bf16``.
+        The names of the instruction sets in Linux's /proc/cpuinfo, such as ``avx512_bf16`` or, on ARM, ``bf16``.
     """
 
     name: str
@@ -68,17 +67,17 @@ class Machine:
 
     @property
     def has_fast_bf16(self) -> bool:
-        """Whether the CPU has bf16 instructions, with which bf16 products are faster than fp32."""
+        """Whether the CPU has bf16 instructions, which make bf16 products faster than fp32 ones."""
         sets = self.instruction_sets
         return "avx512_bf16" in sets or {"amx_bf16", "amx_tile"} <= sets or "bf16" in sets
 
     @property
     def physical_cores(self) -> tuple[tuple[int, ...], ...]:
-        """The allowed CPU ids by physical core.
+        """The allowed CPU ids, grouped by physical core.
 
-        In each core the first id is the one to compute on, the others are its SMT siblings. Cores that share
-        memory and cache stand side by side, so that contiguous shares are good ones: they are sorted by NUMA
-        node, then on hybrid machines performance cores first, then by last-level cache, then by id.
+        In each core, the first id is used for computation, and the others are its SMT siblings. Cores are sorted by
+        NUMA node, then performance cores first (on hybrid machines), then by last-level cache, then by id. So
+        neighbouring cores share memory and caches.
         """
         allowed = set(self.allowed)
         cores: defaultdict[int, list[LogicalCpu]] = defaultdict(list)
@@ -89,12 +88,12 @@ class Machine:
 
     @property
     def num_threads(self) -> int:
-        """How many compute threads pay: one a physical core, within the quota, and at least one."""
+        """The best number of compute threads: one per physical core, within the quota, and at least one."""
         cores = len(self.physical_cores)
         return max(1, cores if self.quota is None else min(cores, math.floor(self.quota)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain lists, dicts, strings and numbers, for JSON."""
+        """Return the description as plain lists, dicts, strings and numbers, for JSON."""
         return {
             "name": self.name,
             "architecture": self.architecture,

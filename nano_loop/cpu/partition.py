@@ -1,10 +1,10 @@
-"""Divides the cores of one host among its processes.
+"""Partitions the cores of a host among its processes.
 
-All shares are of one size, since ranks in lockstep wait for the slowest: cores that do not divide evenly stay idle.
-For the same reason one share that straddles a boundary slows all. So the cores are cut inside each last-level cache
-where that gives enough shares of this size, or else inside each NUMA node, or else across the whole machine. Of more
-shares than are needed, those on the fewest nodes are taken, to keep the ranks' exchange there, and about as many
-from each of these nodes and caches, to use all of their memory's speed.
+All shares have the same size, since synchronized ranks wait for the slowest one. Remaining cores stay idle. For the
+same reason, a single share that crosses a boundary slows down all ranks. So the cores are split within each last-level
+cache if that yields enough shares of this size, else within each NUMA node, else across the whole machine. If there are
+more shares than processes, shares on the fewest nodes are used, to keep communication local, and about equally many
+from each of these nodes and caches, to use their full memory bandwidth.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from nano_loop.cpu.cpu_list import format_cpu_list
 from nano_loop.cpu.machine import Machine
 from nano_loop.errors import NanoConfigError, NanoWarning, problem
 
-Core = tuple[int, ...]  # the allowed CPU ids of one physical core, the one to compute on first
+Core = tuple[int, ...]  # the allowed CPU ids of one physical core; the first one is used for computation
 Piece = list[Core]  # the cores of one share
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one process of this host gets.
+    """The CPUs of one process of this host.
 
     Attributes
     ----------
     cpus : tuple of int
-        The ids of the logical CPUs to compute on, one a physical core, in the machine's order of cores.
+        The ids of the logical CPUs for computation, one per physical core, in the machine's order of cores.
     loader_cpus : tuple of int
-        Those for the worker processes of its `DataLoader`: SMT siblings of `cpus`, or `cpus` where there are none.
+        The CPUs for `DataLoader` workers: SMT siblings of `cpus`, or `cpus` if there are none.
     """
 
     cpus: tuple[int, ...]
@@ -40,21 +40,21 @@ class Share:
 
 
 def partition(machine: Machine, num_processes: int) -> tuple[Share, ...]:
-    """Give each process the same number of cores, as many as the affinity, the cpuset and the quota leave.
+    """Return equal shares, with as many cores as the affinity, the cpuset and the quota allow.
 
-    A hybrid machine's efficiency cores are used only where there are fewer performance cores than processes.
+    Efficiency cores of a hybrid machine are used only if there are fewer performance cores than processes.
 
     Parameters
     ----------
     machine : Machine
-        The host, as the process that starts the others may use it.
+        The host, limited to the CPUs of the process that starts the others.
     num_processes : int
-        How many processes of this host there are, 1 or more.
+        The number of processes on this host, at least 1.
 
     Returns
     -------
     tuple of Share
-        One for each process; no CPU is in two of them.
+        One share for each process. Shares are disjoint.
 
     Raises
     ------
@@ -69,32 +69,32 @@ def partition(machine: Machine, num_processes: int) -> tuple[Share, ...]:
 
 
 def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]) -> tuple[Share, ...]:
-    """Make shares of the user's own lists of CPUs.
+    """Return the shares for the user's lists of CPUs.
 
-    Of a core's siblings in one list the first given is computed on, and the others are for the `DataLoader`'s
-    workers. A list with no such others gets those allowed siblings of its cores that no list names.
+    If a list contains several siblings of a core, the first one is used for computation and the others for `DataLoader`
+    workers. If it contains none of these others, the workers use the allowed siblings that are in no list.
 
     Parameters
     ----------
     machine : Machine
-        The host, as this process may use it.
+        The host, limited to the CPUs of this process.
     cpu_for_each_process : sequence of sequences of int
-        A list of CPU ids for each process; an id that a list repeats counts once.
+        A list of CPU ids for each process. Duplicates in a list are ignored.
 
     Returns
     -------
     tuple of Share
-        One for each list, in their order.
+        One share for each list, in the same order.
 
     Raises
     ------
     NanoConfigError
-        If a CPU is in two lists, or this process may use no CPU of a list. All problems are named at once.
+        If a CPU is in two lists, or this process may use no CPU of a list. The message lists all problems.
 
     Warns
     -----
     NanoWarning
-        If CPUs are left out because they do not exist or this process may not use them. All are named.
+        If CPUs are left out because they do not exist or this process may not use them. The message lists them.
     """
     allowed = set(machine.allowed)
     lists = [[cpu for cpu in dict.fromkeys(cpus) if cpu in allowed] for cpus in cpu_for_each_process]
@@ -109,33 +109,33 @@ def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]
 
 
 def restricted(machine: Machine, share: Share, num_processes: int) -> Machine:
-    """Return the machine as the process that was given `share` sees it: its CPUs, and its part of the quota.
+    """Return the machine limited to `share`: its CPUs, and a part of the quota.
 
-    A share that `partition` made keeps a thread for each of its CPUs: it has ``quota / num_processes`` of them at the
-    most. One that `given_shares` made may have more CPUs than its part of the quota pays for.
+    A share from `partition` has at most ``quota / num_processes`` CPUs, so each gets a thread. A share from
+    `given_shares` may have more CPUs than its part of the quota.
 
     Parameters
     ----------
     machine : Machine
-        The host, as `partition` or `given_shares` was given it.
+        The host, as passed to `partition` or `given_shares`.
     share : Share
-        What this process got of it.
+        The share of this process.
     num_processes : int
-        Into how many parts the quota is divided, 1 or more.
+        The number of parts into which the quota is divided, at least 1.
     """
     quota = None if machine.quota is None else machine.quota / num_processes
     return dataclasses.replace(machine, allowed=share.cpus, quota=quota)
 
 
 def _cores_to_use(machine: Machine, num_processes: int) -> Piece:
-    """Return the performance cores where each process gets one, or else all cores."""
+    """Return the performance cores if there is one for each process, else all cores."""
     slow = {cpu.id for cpu in machine.logical_cpus if cpu.core_kind == "efficiency"}
     fast = [core for core in machine.physical_cores if core[0] not in slow]
     return fast if len(fast) >= num_processes else [*machine.physical_cores]
 
 
 def _pieces(machine: Machine, cores: Piece, size: int, count: int) -> list[Piece]:
-    """Cut `count` pieces of `size` cores, across no more boundaries than the file's head says."""
+    """Return `count` pieces of `size` cores, split by the rule in the module's docstring."""
     cpus = {cpu.id: cpu for cpu in machine.logical_cpus}
     places: tuple[Callable[[Core], int], ...] = (
         lambda core: cpus[core[0]].last_level_cache,
@@ -158,19 +158,19 @@ def _grouped(cores: Piece, place: Callable[[Core], int]) -> Collection[Piece]:
 
 
 def _cut(cores: Piece, size: int) -> list[Piece]:
-    """Return as many pieces of `size` neighbours as there are."""
+    """Return as many pieces of `size` neighbouring cores as possible."""
     return [cores[start : start + size] for start in range(0, len(cores) - size + 1, size)]
 
 
 def _about_as_many_from_each(groups: list[list[Piece]], count: int) -> list[Piece]:
     group_of = [index for index, pieces in enumerate(groups) for _ in pieces]
-    # Steps of one length through all pieces pass each cache, and so each node, about equally often.
+    # Evenly spaced picks over all pieces take about equally many from each cache, and so from each node.
     taken = Counter(group_of[step * len(group_of) // count] for step in range(count))
     return [piece for index, pieces in enumerate(groups) for piece in pieces[: taken[index]]]
 
 
 def _share(cores: Iterable[Core], spare: Iterable[int] = ()) -> Share:
-    """Compute on the first CPU of each core; what is left of the cores, or else `spare`, is for loaders."""
+    """Return a share that computes on the first CPU of each core. Loaders use the others, or else `spare`."""
     cpus = tuple(core[0] for core in cores)
     siblings = tuple(cpu for core in cores for cpu in core[1:])
     return Share(cpus, siblings or tuple(spare) or cpus)
@@ -183,7 +183,7 @@ def _given_share(machine: Machine, given: Sequence[int], claimed: Collection[int
 
 
 def _why_not(machine: Machine, cpus: Collection[int]) -> str:
-    """Name the CPUs that cannot be used, each with the reason, and those that can."""
+    """Return a text with the CPUs that cannot be used, the reasons, and the CPUs that can be used."""
     online = {cpu.id for cpu in machine.logical_cpus}
     reasons = {"no such CPU": set(cpus) - online, "not in this process's affinity mask": set(cpus) & online}
     named = [f"{format_cpu_list(ids)} ({reason})" for reason, ids in reasons.items() if ids]

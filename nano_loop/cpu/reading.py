@@ -1,4 +1,4 @@
-"""Reads a `Machine` from /proc and /sys, or from what the system counts where there are none."""
+"""Reads a `Machine` from /proc and /sys, or else from system calls."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from nano_loop.cpu.tree import Tree
 
 
 def read_machine(root: Path | str = "/", affinity: Collection[int] | None = None, host: Host | None = None) -> Machine:
-    """Find out what the machine is and what of it this process may use.
+    """Return a description of the machine and of the part that this process may use.
 
-    Never raises: what is missing, unreadable or garbled is replaced by the next best source, and in the end
-    by one CPU. Nothing is changed.
+    Never raises. If a source is missing, unreadable or damaged, the next best one is used, down to a single CPU.
+    Nothing is changed.
 
     Parameters
     ----------
     root : str or pathlib.Path
-        The folder that holds ``proc`` and ``sys``: ``/`` is the live machine, others are recorded ones.
+        The folder that contains ``proc`` and ``sys``: ``/`` for the live machine, others for recorded ones.
     affinity : collection of int, optional
-        The CPUs that this process may run on. By default the live mask of the calling thread, and every CPU
-        of a recorded machine.
+        The CPUs that this process may run on. By default, the mask of the calling thread on the live machine, and all
+        CPUs of a recorded machine.
     host : Host, optional
-        What no file says. By default the live system is asked for ``/``, and nothing is known of others.
+        Properties that are not in files. By default, queried from the system for ``/``, and unknown for recorded
+        machines.
 
     Returns
     -------
     Machine
-        The machine, as of now: affinity and quotas can change while a process runs.
+        The current state. Affinity and quotas can change while a process runs.
     """
     tree = Tree(root)
     if host is None:
         host = live_host() if Path(root) == Path("/") else Host()
     blocks = read_cpuinfo(tree)
-    # A CPU of the live mask exists, whatever the files say: in an LXC container they count from 0 anew.
+    # CPUs in the live mask exist even if the files do not list them: in an LXC container, the files renumber from 0.
     online = sorted({*read_online(tree, blocks), *(host.affinity or ())})
     cpus = read_logical_cpus(tree, online, blocks) if online else host_logical_cpus(host)
     kind = _architecture(host.architecture or tree.text("/proc/sys/kernel/arch").strip() or architecture(blocks))
@@ -54,10 +55,10 @@ def read_machine(root: Path | str = "/", affinity: Collection[int] | None = None
 
 
 def _allowed(online: Collection[int], affinity: Collection[int] | None, cpuset: Collection[int]) -> tuple[int, ...]:
-    """Return the CPUs that all three name.
+    """Return the intersection of the three sets of CPUs.
 
-    A process that runs at all runs on some CPU, so masks that leave none are not believed: the cpuset is
-    dropped first, then the affinity.
+    A running process has at least one CPU, so an empty intersection must be wrong. In that case, the cpuset is ignored
+    first, then the affinity.
     """
     limits = [limit for limit in (affinity, cpuset) if limit]
     while limits and not set(online).intersection(*limits):
@@ -66,5 +67,5 @@ def _allowed(online: Collection[int], affinity: Collection[int] | None, cpuset: 
 
 
 def _architecture(name: str) -> str:
-    # Windows has another name for the same thing, in capitals.
+    # Windows names it "AMD64".
     return {"amd64": "x86_64"}.get(name.lower(), name) or "unknown"

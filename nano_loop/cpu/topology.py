@@ -1,7 +1,6 @@
-"""Where each CPU sits, as sysfs has it: core, package, NUMA node, last-level cache, kind of core.
+"""Reads the topology from sysfs: core, package, NUMA node, last-level cache and kind of core of each CPU.
 
-Where sysfs is silent, /proc/cpuinfo is asked, and where that is silent too, each CPU is taken for a core of
-its own.
+If sysfs has no information, /proc/cpuinfo is used. If that has none either, each CPU counts as a separate core.
 """
 
 from __future__ import annotations
@@ -16,35 +15,35 @@ from nano_loop.cpu.tree import Tree
 CPUS = "/sys/devices/system/cpu"
 NODES = "/sys/devices/system/node"
 
-# IBM POWER has eight. More are a virtual machine's invention; to believe in 16 would leave 15 CPUs idle.
+# IBM POWER has eight. Higher numbers are errors of virtual machines; with a wrong 16, 15 CPUs would stay idle.
 MOST_THREADS_PER_CORE = 8
 
-# Below this share of the biggest core's capacity a core counts as an efficiency core. The middle cores
-# of ARM's three-tier chips have 0.75 and more, their small ones less than 0.55.
+# A core with less than this fraction of the largest capacity counts as an efficiency core. On ARM's three-tier chips,
+# the middle cores have 0.75 or more, and the small ones less than 0.55.
 EFFICIENCY_CAPACITY = 0.65
 
 
 def read_online(tree: Tree, blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Return the ids of the CPUs that are switched on, or none where no file says."""
+    """Return the ids of the CPUs that are online, or an empty tuple if no file lists them."""
     return tree.cpu_list(f"{CPUS}/online") or tuple(sorted(field_by_cpu(blocks, "processor")))
 
 
 def read_logical_cpus(tree: Tree, online: Sequence[int], blocks: Sequence[Block]) -> tuple[LogicalCpu, ...]:
-    """Return the CPUs `online` with all that the tree says of them.
+    """Return the CPUs `online` with their topology.
 
     Parameters
     ----------
     tree : Tree
-        Where /sys is.
+        The files of /sys.
     online : sequence of int
-        The ids to look up.
+        The ids of the CPUs.
     blocks : sequence of Block
-        What /proc/cpuinfo says.
+        The blocks of /proc/cpuinfo.
 
     Returns
     -------
     tuple of LogicalCpu
-        One for each id, in the order of `online`.
+        One CPU for each id, in the order of `online`.
     """
     packages = _read_packages(tree, online, blocks)
     nodes = _read_nodes(tree)
@@ -59,7 +58,7 @@ def read_logical_cpus(tree: Tree, online: Sequence[int], blocks: Sequence[Block]
 def _read_packages(tree: Tree, online: Sequence[int], blocks: Sequence[Block]) -> dict[int, int]:
     fallback = field_by_cpu(blocks, "physical id")
     found = {cpu: tree.number(f"{CPUS}/cpu{cpu}/topology/physical_package_id") for cpu in online}
-    # Some ARM firmware says -1 for "unknown".
+    # Some ARM firmware reports -1 for "unknown".
     return {
         cpu: number if number is not None and number >= 0 else fallback.get(cpu, 0) for cpu, number in found.items()
     }
@@ -80,9 +79,9 @@ def _read_cores(
 
 
 def _core_key(tree: Tree, cpu: int, package: int, cpuinfo_core_id: int | None) -> Hashable:
-    """Return what only the CPUs of one physical core have in common."""
+    """Return a key that is shared only by the CPUs of one physical core."""
     topology = f"{CPUS}/cpu{cpu}/topology"
-    # The list counts first: a core_id is unique in its package at best, on some ARM boards in its cluster.
+    # The list takes precedence, since a core_id is unique only per package, and on some ARM boards only per cluster.
     siblings = tree.cpu_list(f"{topology}/thread_siblings_list") or tree.cpu_list(f"{topology}/core_cpus_list")
     if cpu in siblings:
         return siblings
@@ -99,15 +98,15 @@ def _read_caches(
     for cpu in online:
         if cpu not in keys:
             shared = _last_level_cache(tree, cpu)
-            # Where no cache is described, CPUs of one package and node are taken to share one.
+            # Without information on caches, CPUs of the same package and node are assumed to share one.
             keys[cpu] = shared or ("node", packages[cpu], nodes.get(cpu, 0))
-            # Those that share it need not be read again: on 256 CPUs this saves some 3,000 files.
+            # CPUs that share the cache are not read again, which saves about 3,000 files on 256 CPUs.
             keys.update((other, shared) for other in shared if other not in keys)
     return _name_groups({cpu: keys[cpu] for cpu in online})
 
 
 def _last_level_cache(tree: Tree, cpu: int) -> tuple[int, ...]:
-    """Return the CPUs that share the highest cache of `cpu`, or none where sysfs does not say."""
+    """Return the CPUs that share the last-level cache of `cpu`, or an empty tuple if sysfs does not list them."""
     folder = f"{CPUS}/cpu{cpu}/cache"
     levels: dict[int, tuple[int, ...]] = {}
     for index in tree.numbered_folders(folder, "index"):
@@ -119,7 +118,7 @@ def _last_level_cache(tree: Tree, cpu: int) -> tuple[int, ...]:
 
 
 def _name_groups(keys: Mapping[int, Hashable]) -> dict[int, int]:
-    """Map each CPU to the smallest CPU that has the same key: a name that is unique over the machine."""
+    """Map each CPU to the smallest CPU id with the same key, which identifies the group on the machine."""
     names: dict[Hashable, int] = {}
     for cpu in sorted(keys):
         names.setdefault(keys[cpu], cpu)
@@ -127,7 +126,7 @@ def _name_groups(keys: Mapping[int, Hashable]) -> dict[int, int]:
 
 
 def _read_kinds(tree: Tree, online: Sequence[int]) -> dict[int, CoreKind]:
-    """Return the kind of each core on a hybrid machine; nothing where all are alike."""
+    """Return the kind of each core on a hybrid machine, or an empty dict if all cores are alike."""
     big = tree.cpu_list("/sys/devices/cpu_core/cpus")
     small = tree.cpu_list("/sys/devices/cpu_atom/cpus")
     if big and small:  # Intel
@@ -136,7 +135,7 @@ def _read_kinds(tree: Tree, online: Sequence[int]) -> dict[int, CoreKind]:
 
 
 def _kinds_by_capacity(capacities: Mapping[int, int | None]) -> dict[int, CoreKind]:
-    """Tell ARM's big cores from its LITTLE ones by the kernel's measure of their speed."""
+    """Distinguish ARM's big and LITTLE cores by the capacity that the kernel reports."""
     known = {cpu: capacity for cpu, capacity in capacities.items() if capacity is not None}
     limit = EFFICIENCY_CAPACITY * max(known.values(), default=0)
     if all(capacity >= limit for capacity in known.values()):

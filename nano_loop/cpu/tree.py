@@ -1,4 +1,4 @@
-"""A view of /proc and /sys below one root folder, for which no file is too odd to read."""
+"""Fault-tolerant access to /proc and /sys below a root folder."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from pathlib import Path
 
 from nano_loop.cpu.cpu_list import parse_cpu_list
 
-# Bounded, so that a damaged file cannot make a number that overflows later on.
+# The length is limited, so that a damaged file cannot cause an overflow.
 _NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 
 
 def parse_number(text: str | None) -> int | None:
-    """Read a whole number, or None where `text` is not one."""
+    """Return the integer in `text`, or None if it is not an integer."""
     stripped = (text or "").strip()
     return int(stripped) if _NUMBER.fullmatch(stripped) else None
 
 
 class Tree:
-    """The files below a root folder; what is missing, unreadable or damaged reads as nothing.
+    """The files below a root folder. Missing, unreadable or damaged files read as empty.
 
-    Containers, sandboxes and virtual machines hide or garble any part of /proc and /sys, and a training run
-    must start all the same. So no method of this class raises, and callers need no error handling.
+    Containers, sandboxes and virtual machines may hide or damage any part of /proc and /sys, and a training run must
+    still start. So no method of this class raises, and callers need no error handling.
 
     Parameters
     ----------
     root : str or pathlib.Path
-        The folder that holds ``proc`` and ``sys``: ``/`` on a live machine.
+        The folder that contains ``proc`` and ``sys``: ``/`` on a live machine.
     """
 
     def __init__(self, root: Path | str) -> None:
         self._root = Path(root)
 
     def text(self, path: str) -> str:
-        """Return what the file at `path` holds, or an empty string."""
+        """Return the content of the file at `path`, or an empty string."""
         relative = path.lstrip("/")
-        # Paths come from files as well (/proc/self/cgroup may say "/.."): none may lead out of the root.
+        # Paths may come from files (/proc/self/cgroup may contain "/.."), and must not leave the root.
         if ".." in relative.split("/"):
             return ""
         try:
@@ -44,11 +44,11 @@ class Tree:
             return ""
 
     def number(self, path: str) -> int | None:
-        """Return the whole number that the file at `path` holds, or None."""
+        """Return the integer in the file at `path`, or None."""
         return parse_number(self.text(path))
 
     def cpu_list(self, path: str) -> tuple[int, ...]:
-        """Return the CPU ids that the file at `path` lists, or none."""
+        """Return the CPU ids in the file at `path`, or an empty tuple."""
         try:
             return parse_cpu_list(self.text(path))
         except ValueError:

@@ -1,1 +1,1 @@
-"""Ways to meet what torch does, for the time of a run; each is undone when the last run that uses it ends."""
+"""Interception of torch's calls during a run. Each change is undone when the last run that uses it ends."""

@@ -1,8 +1,7 @@
-"""Replaces attributes of classes and modules for as long as a run needs it, and puts back exactly what was there.
+"""Replaces attributes of classes and modules during a run, and restores them exactly.
 
-A user's objects stay what they are (`type(layer) is nn.Linear`, `copy.deepcopy`, `pickle`) only when nothing is
-hung on the objects themselves. So what has to happen on a call is hung on the class, once, and looks the object up
-in a table.
+The user's objects are unchanged (`type(layer) is nn.Linear`, `copy.deepcopy`, `pickle`) only if nothing is attached to
+the objects themselves. So the replacement is attached to the class, once, and looks the object up in a table.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ _ABSENT = object()
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractContextManager[None]:
-    """Replace ``owner.name`` until the last of those who asked for it has left.
+    """Replace ``owner.name`` until the last user of the replacement has exited.
 
     Parameters
     ----------
     owner : type or module
         Subclasses of a class inherit the replacement.
     name : str
-        The attribute. Where a class only inherits it, the class itself gets one for the time.
+        The name of the attribute. If a class inherits it, the replacement is set on the class itself.
     make : callable
-        Is given the attribute as ``getattr(owner, name)`` finds it, and returns the replacement. It is called
-        for the first of several that ask for the same attribute, so one attribute has one maker.
+        Takes the attribute, as returned by ``getattr(owner, name)``, and returns the replacement. It is called for the
+        first user only, so use the same `make` for all replacements of an attribute.
     """
     return shared_change((owner, name), lambda: _replaced(owner, name, make))
 
@@ -39,7 +38,7 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
     try:
         yield
     finally:
-        # Where somebody has put their own on top of ours meanwhile, theirs stays: it calls ours, which passes through.
+        # If other code has wrapped the replacement in the meantime, its wrapper stays. The replacement passes through.
         if vars(owner).get(name) is replacement:
             if original is _ABSENT:
                 delattr(owner, name)

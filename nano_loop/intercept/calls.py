@@ -1,11 +1,11 @@
-"""What happens at every outermost call into a model: layers of work around it, such as autocast.
+"""Layers around every outermost call into a model, such as autocast.
 
-A call is outermost when no other call into a set-up model is under way in its thread. Besides `model(x)` that is
+A call is outermost if no other call into a set-up model is running in its thread. Examples are `model(x)`,
 `model.encoder(x)`, `model[0](x)`, `model.forward(x)` and `model.my_loss(x)`.
 
-Nothing is hung on the model. While at least one model has layers, `torch.nn.Module.__call__` and the public methods
-of the model's own classes are replaced by functions that look the module up in a table and otherwise pass through.
-So `type(layer) is nn.Linear` holds inside the loop, and copies and pickles are plain without any help.
+Nothing is attached to the model. While at least one model has layers, `torch.nn.Module.__call__` and the public methods
+of the model's classes are replaced by functions that look the module up in a table, and pass through if it is not
+there. So `type(layer) is nn.Linear` holds inside the loop, and copies and pickles are plain objects.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from nano_loop.intercept.ownership import forget_graphs, inside, note_graph
 from nano_loop.intercept.registry import shared_change
 from nano_loop.intercept.torch_private import in_backward, next_node_number
 
-#: A function and its arguments go in, its outputs come out.
+#: Takes a function and its arguments, and returns its outputs.
 Call = Callable[..., Any]
-#: Is given the next call inwards and returns its own, which may change the arguments and the outputs.
+#: Takes the next inner call and returns a call around it, which may change the arguments and the outputs.
 Layer = Callable[[Call], Call]
 
 
-# torch's own classes are entered through __call__; replacing their methods too would touch every model there is.
+# Modules of torch's classes are called through __call__. Replacing their methods too would affect every model.
 _NOT_THE_USERS = frozenset({"torch", "builtins", "typing", "abc", "collections"})
 
-# By the id of a module; several where runs of several threads, or one inside another, have set it up.
+# By the id of a module; several if runs of several threads, or nested runs, have set it up.
 _entries: dict[int, tuple[Entry, ...]] = {}
 _lock = threading.Lock()
-_traced: set[int] = set()  # the ids of entries that `torch.compile` has traced a call into
+_traced: set[int] = set()  # the ids of entries with a call that `torch.compile` has traced
 _FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_trace(entry: int) -> bool:
-    """Note that a call was traced: torch runs this while it traces, and never again."""
+    """Note that a call was traced. torch runs this function once, while it traces the call."""
     _traced.add(entry)
     return True
 
 
 class Entry:
-    """The layers that one run has around the outermost calls into one model, outside in."""
+    """The layers of one run around the outermost calls into one model, from the outside in."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self._modules: dict[int, nn.Module] = {}  # kept alive, so that their ids are not used again
+        self._modules: dict[int, nn.Module] = {}  # kept alive, so that their ids are not reused
         self._called: set[int] = set()
         self._layers: dict[str, Layer] = {}
         self._call: Call = _innermost
 
     def add(self, name: str, layer: Layer) -> None:
-        """Put `layer` inside the others; under a name that is taken, in the place of that one."""
+        """Add `layer` as the innermost layer, or replace the layer with the same name."""
         self._layers[name] = layer
         call: Call = _innermost
         for each in reversed(self._layers.values()):
@@ -69,7 +69,7 @@ class Entry:
         self._call = call
 
     def cover(self, modules: Iterable[nn.Module]) -> None:
-        """Let calls into these modules come here."""
+        """Route calls into these modules to this entry."""
         with _lock:
             for module in modules:
                 if id(module) not in self._modules:
@@ -77,7 +77,7 @@ class Entry:
                     _entries[id(module)] = (*_entries.get(id(module), ()), self)
 
     def uncover(self) -> None:
-        """Let no call come here any more."""
+        """Stop routing calls to this entry."""
         with _lock:
             for key in self._modules:
                 others = tuple(each for each in _entries[key] if each is not self)
@@ -90,14 +90,14 @@ class Entry:
 
     @property
     def was_called(self) -> bool:
-        """Whether any call came here, or was traced by `torch.compile`."""
+        """Whether any call reached this entry, or was traced by `torch.compile`."""
         return bool(self._called) or id(self) in _traced
 
     def is_way_in(self, module: nn.Module) -> bool:
-        """Whether this call into `module` is the loop's.
+        """Whether this call into `module` comes from the loop.
 
-        An activation checkpoint inside a model calls modules again during the backward. What is to surround them then
-        was around them in the forward, and the checkpoint has seen to it, unless the loop had called them directly.
+        An activation checkpoint inside a model calls modules again during the backward, and restores the context of the
+        forward, including the layers' effects. Only modules that the loop called directly need the layers again.
         """
         if torch.compiler.is_compiling():
             return bool(_note_trace(id(self)))
@@ -107,7 +107,7 @@ class Entry:
         return True
 
     def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
-        """Call `function` inside the layers; calls that it makes into models pass through."""
+        """Call `function` inside the layers. Nested calls into models pass through."""
         return _inside(self._call, function, *args, **kwargs)
 
 
@@ -119,34 +119,34 @@ class Entries:
         self._undoing = ExitStack()
 
     def add(self, model: nn.Module, name: str, layer: Layer) -> Entry:
-        """Put `layer` around every outermost call into `model` and its submodules, until `close`.
+        """Add a layer around every outermost call into `model` and its submodules, until `close`.
 
         Parameters
         ----------
         model : torch.nn.Module
             The model. It is not changed.
         name : str
-            The layer's name; a second layer of that name takes the place of the first.
+            The name of the layer. A second layer with the same name replaces the first.
         layer : callable
-            Is given the next call inwards and returns its own.
+            Takes the next inner call and returns a call around it.
 
         Returns
         -------
         Entry
-            All layers that this run has around calls into the model.
+            All layers of this run around calls into the model.
         """
         entry = self.meet(model)
         entry.add(name, layer)
         return entry
 
     def meet(self, model: nn.Module) -> Entry:
-        """Let what is computed in calls into `model` belong to a set-up model, also without layers; see `add`."""
+        """Intercept the calls into `model`, also without layers, so that their operators belong to a set-up model."""
         if id(model) not in self._by_model:
             self._by_model[id(model)] = self._open(model)
         return self._by_model[id(model)]
 
     def close(self) -> None:
-        """Take all layers of this run away, and leave those of a run around it."""
+        """Remove all layers of this run, and keep those of an enclosing run."""
         self._by_model.clear()
         self._undoing.close()
         if not _entries:
@@ -164,7 +164,7 @@ class Entries:
 
 
 def is_forward(function: Call) -> bool:
-    """Whether `function`, which a layer is given to call, is a module's call or its ``forward``, no other method."""
+    """Whether `function`, as passed to a layer, is a module's ``__call__`` or ``forward`` and not another method."""
     return getattr(function, "__name__", None) in _FORWARD
 
 
@@ -178,14 +178,14 @@ def _newcomers_covered() -> Iterator[None]:
 
 
 def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Let a module that the loop puts into a set-up model be one of its ways in."""
+    """Intercept calls into a module that is registered in a set-up model during the run."""
     if module is not None:
         for entry in _entries.get(id(parent), ()):
             entry.cover(_called_by_loops(module))
 
 
 def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of `model`, without those that a mere `layer.weight` calls to compute a parametrization."""
+    """Yield the modules of `model`, except parametrizations, which an access to `layer.weight` calls."""
     lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
     parametrizations = {part for each in lists for part in each.modules()}
     yield from (module for module in model.modules() if module not in parametrizations)
@@ -196,8 +196,8 @@ def _innermost(function: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def _inside(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Call `call` with what torch computes in it, and in its backward, belonging to a set-up model."""
-    traced = torch.compiler.is_compiling()  # whose graph is one node, that is made when the trace is run
+    """Call `call`, and mark the operators in it and in its backward as belonging to a set-up model."""
+    traced = torch.compiler.is_compiling()  # the compiled graph is one node, created when it runs
     start = 0 if traced else next_node_number()
     inside.yes = True
     try:
@@ -209,7 +209,7 @@ def _inside(call: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def _ways_in(modules: list[nn.Module]) -> Iterator[tuple[type, str]]:
-    """Yield the class attributes through which a loop can call into one of `modules`."""
+    """Yield the class attributes through which the loop can call one of `modules`."""
     yield nn.Module, "__call__"
     for owner in {owner for module in modules for owner in type(module).__mro__}:
         if owner.__module__.partition(".")[0] not in _NOT_THE_USERS:
@@ -217,7 +217,7 @@ def _ways_in(modules: list[nn.Module]) -> Iterator[tuple[type, str]]:
 
 
 def _computes(name: str, value: object) -> bool:
-    """Whether a class attribute is a method that a loop may call to compute something."""
+    """Whether a class attribute is a method that the loop may call for a computation."""
     if name not in ("forward", "__call__") and (name.startswith("_") or hasattr(nn.Module, name)):
         return False
     lazy = inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value)
@@ -225,7 +225,7 @@ def _computes(name: str, value: object) -> bool:
 
 
 def _through_entry(original: Call) -> Call:
-    """Make the replacement of `original`."""
+    """Return the replacement of `original`."""
 
     @functools.wraps(original)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -243,6 +243,6 @@ def _through_entry(original: Call) -> Call:
 
 
 def _of_this_thread(entries: tuple[Entry, ...]) -> Entry:
-    """Return the entry of the innermost run of this thread, or else of the run that began last."""
+    """Return the entry of the innermost run of this thread, or else of the run that started last."""
     thread = threading.get_ident()
     return next((each for each in reversed(entries) if each.thread == thread), entries[-1])

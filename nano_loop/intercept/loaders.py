@@ -1,8 +1,8 @@
-"""Lets a private copy of a loader do its iterating, so that the loader itself is never changed.
+"""Changes to loaders: the iteration runs on a private copy, so that the loader itself is never changed.
 
-`DataLoader.__iter__` and `DataLoader.__len__` are replaced while a run has changes for some loader. The replacements
-look the loader up in a table; one that is not there is served as ever. Several changes to one loader compose: each
-names the attributes that the copy is to have in place of the loader's own.
+`DataLoader.__iter__` and `DataLoader.__len__` are replaced while a run has changes to any loader. The replacements look
+the loader up in a table, and pass through if it is not there. Several changes to one loader compose: each defines the
+attributes that it overrides on the copy.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ Start = Callable[[], Iterator[Any]]
 
 
 class LoaderChange:
-    """One kind of change to a loader; a subclass overrides what it needs.
+    """Base class of changes to a loader. Subclasses override the methods that they need.
 
-    Of several changes of one class to one loader, which a loader that is set up again or in a run within a run has,
-    the latest is in force.
+    A loader that is set up twice, or in nested runs, can have several changes of one class. The latest one applies.
     """
 
     def attributes(self, loader: Loader) -> dict[str, Any]:
-        """Name what the copy has in place of the loader's own attributes; asked whenever an iteration starts."""
+        """Return the attributes that the copy overrides. Called at the start of each iteration."""
         return {}
 
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
-        """Return what the loop iterates over; `start` gives the iterator of the copy."""
+        """Return the iterator for the loop. `start` returns the iterator of the copy."""
         return start()
 
     def length(self, loader: Loader, length: int) -> int:
-        """Return the number of batches; `length` is what it is without this change."""
+        """Return the number of batches. `length` is the number without this change."""
         return length
 
 
 @contextmanager
 def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
-    """Put a change to a loader in force. The loader is kept alive, and is not changed.
+    """Apply a change to the iteration of a loader. The loader itself is kept alive and is not changed.
 
-    Worker processes that the copy keeps between epochs (``persistent_workers``) are ended with the loader's last
-    change. Those that the loader keeps since before are not touched.
+    Worker processes that the copy keeps between epochs (``persistent_workers``) are stopped when the loader's last
+    change ends. Worker processes that the loader started earlier are not affected.
     """
     with replaced(DataLoader, "__iter__", _through_copy), replaced(DataLoader, "__len__", _changed_length):
         stand_in = _stand_ins.get(id(loader)) or _StandIn(loader)
@@ -63,11 +62,11 @@ def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
 
 
 class _StandIn:
-    """A loader's copy, and the changes that it has."""
+    """A copy of a loader, with the changes to it."""
 
     def __init__(self, loader: Loader) -> None:
-        self.loader = loader  # kept alive, so that its id is not used again
-        # Neither `copy.copy`, which leaves a cache on the class and runs its pickling methods, nor its __init__.
+        self.loader = loader  # kept alive, so that its id is not reused
+        # Not `copy.copy`, which leaves a cache on the class and calls its pickling methods, and not __init__.
         self.copy: Loader = object.__new__(type(loader))
         vars(self.copy).update(without_kept_iterator(vars(loader)))
         self.changes: list[LoaderChange] = []
@@ -94,18 +93,18 @@ class _StandIn:
         return length
 
     def _choose(self) -> None:
-        """Note the latest change of each class."""
+        """Select the latest change of each class."""
         latest = list({type(change): change for change in self.changes}.values())
         if latest != self._in_force and self.changes:
-            vars(self.copy).update(without_kept_iterator({}))  # its workers were started for other changes
+            vars(self.copy).update(without_kept_iterator({}))  # its workers were started with other changes
         self._in_force = latest
 
     def _refresh(self) -> None:
-        """Give the copy what the loader has now, for a loop may have put something else on it, and the changes."""
+        """Update the copy with the loader's current attributes, which the loop may have set, and with the changes."""
         attributes = {**vars(self.loader), **own_iterator(self.copy)}
         for change in self._in_force:
             attributes.update(change.attributes(self.loader))
-        # Not by assignment: a DataLoader refuses new samplers and datasets that way, since they might not fit.
+        # Not by assignment, since a DataLoader rejects the assignment of a sampler or a dataset.
         vars(self.copy).update(attributes)
 
 

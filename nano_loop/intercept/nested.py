@@ -1,4 +1,4 @@
-"""Walks the tuples, lists, dicts and dataclasses in which tensors and arguments come."""
+"""Traverses nested tuples, lists, dicts and dataclasses of tensors and other objects."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     Parameters
     ----------
     function : callable
-        Takes a tensor and returns one; the very same object where nothing has to change.
+        Takes a tensor and returns a tensor, or the same object for no change.
     value : object
-        A tensor, or tuples (named ones too), lists, mappings and dataclasses of them, nested at will. Anything else
-        is left alone.
+        A tensor, or arbitrarily nested tuples (including named tuples), lists, mappings and dataclasses of tensors.
+        Other objects are returned unchanged.
 
     Returns
     -------
     object
-        `value` itself where no tensor changed, else a copy of the containers that hold a changed one, of their own
-        class. `value` is never changed.
+        `value` itself if no tensor changed. Otherwise, the containers of changed tensors are copied, with their class.
+        `value` is never changed.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -73,19 +73,19 @@ def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return value
     result = copy.copy(value)
     for name, new in changed:
-        object.__setattr__(result, name, new)  # also where the dataclass is frozen
+        object.__setattr__(result, name, new)  # also works if the dataclass is frozen
     return result
 
 
 class Substitution:
-    """Puts tensors in the place of others inside the arguments of a call, and leaves what the call did as it should be.
+    """Substitutes tensors in the arguments of a call, and restores the originals with the writes of the call.
 
-    Lists and mappings get the other tensors themselves, for the called may well write into them; tuples are made anew.
+    Lists and mappings are changed in place, since the called function may write to them. Tuples are copied.
 
     Parameters
     ----------
     function : callable
-        Takes a tensor and returns the one to put in its place; the very same object where nothing has to change.
+        Takes a tensor and returns its substitute, or the same object for no change.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -109,12 +109,12 @@ class Substitution:
         return value
 
     def restore(self) -> None:
-        """Put the originals back where the substitutes still are, with what was written into those."""
+        """Replace the remaining substitutes by the originals, and copy what was written to a substitute."""
         for container, key, original, substitute in reversed(self._items):
             if _holds(container, key, substitute):
                 container[key] = original
         for tensor, substitute, before in self._tensors:
-            changed = version(substitute) != before or substitute.is_inference()  # which does not count its changes
+            changed = version(substitute) != before or substitute.is_inference()  # these have no version counter
             if changed and not shares_memory(tensor, substitute):
                 with torch.no_grad():
                     tensor.copy_(substitute)
@@ -134,7 +134,7 @@ class Substitution:
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors look at the same storage."""
+    """Whether two tensors share a storage."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
@@ -149,7 +149,7 @@ def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def find(kind: type | tuple[type, ...], value: Any) -> Iterator[Any]:
-    """Yield every instance of `kind` in `value`: itself, or inside lists, tuples, sets and dicts, each once."""
+    """Yield every instance of `kind` in `value`: itself, or in lists, tuples, sets and dicts, without duplicates."""
     yield from _find(kind, value, set())
 
 
@@ -160,6 +160,6 @@ def _find(kind: type | tuple[type, ...], value: Any, seen: set[int]) -> Iterator
         seen.add(id(value))
         yield value
     elif isinstance(value, (list, tuple, set, frozenset, dict)):
-        seen.add(id(value))  # a list may hold itself
+        seen.add(id(value))  # a list may contain itself
         for item in value.values() if isinstance(value, dict) else value:
             yield from _find(kind, item, seen)

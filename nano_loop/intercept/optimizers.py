@@ -1,8 +1,8 @@
-"""Optimizers during a run: the closure of a step, and equal memory layouts of parameters, gradients and state.
+"""Utilities for optimizers: the closure of a step, and equal memory layouts of parameters, gradients and state.
 
-torch's fused CPU optimizers walk parameter, gradient and state as flat memory and check nothing: where their strides
-differ, each element is updated with another element's gradient, silently (pytorch#110758 is the CUDA side of it).
-A checkpoint from an NCHW run that is loaded into a channels_last model is enough.
+torch's fused CPU optimizers treat parameter, gradient and state as flat memory, without checks. If their strides
+differ, each element is silently updated with the gradient of another element (pytorch#110758 reports it for CUDA).
+Loading a checkpoint of an NCHW run into a channels_last model is enough.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Closure = Callable[[], Any]
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """Return the closure that a step is given, None where there is none; `args` begin with the optimizer."""
+    """Return the closure argument of a step, or None. `args` starts with the optimizer."""
     given = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return given if callable(given) else None
 
@@ -29,7 +29,7 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with `closure` in the place of the one that is there."""
+    """Return the arguments with the closure replaced by `closure`."""
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure}
     return (args[0], closure, *args[2:]), kwargs
@@ -41,18 +41,18 @@ _guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
-    """Hold the strides of gradients and state to those of the parameters, until `undoing` is closed.
+    """Keep the strides of gradients and state equal to those of the parameters, until `undoing` is closed.
 
-    State is laid out anew now, after each ``load_state_dict``, and before a step that finds a parameter's layout
-    changed; a gradient before each fused step. ``state_dict()`` gives state in torch's default layout, so that a
-    checkpoint is safe in a plain run too.
+    State is converted immediately, after each ``load_state_dict``, and before a step if the layout of a parameter has
+    changed. Gradients are converted before each fused step. ``state_dict()`` returns state in torch's default layout,
+    so that a checkpoint is also safe in a plain run.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Its state is changed; guarding it twice changes nothing.
+        The optimizer, whose state is changed. A second call has no effect.
     undoing : contextlib.ExitStack
-        Takes the hooks away when it is closed.
+        Removes the hooks when it is closed.
     """
     if optimizer in _guarded:
         return
@@ -72,7 +72,7 @@ class _Guard:
     """The hook before each step of one optimizer."""
 
     def __init__(self) -> None:
-        self._strides: dict[int, tuple[int, ...]] = {}  # at the last step, of the parameters that are not contiguous
+        self._strides: dict[int, tuple[int, ...]] = {}  # of non-contiguous parameters at the last step
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         moved = False
@@ -82,7 +82,7 @@ class _Guard:
                     gradient = parameter.grad
                     if gradient is None or gradient.layout is not torch.strided:
                         continue
-                    # Nearly always both are contiguous, and were so before: this line is what a step costs.
+                    # The common case: both are contiguous, and were before. This line is the overhead of a step.
                     if parameter.is_contiguous() and gradient.is_contiguous() and id(parameter) not in self._strides:
                         continue
                     moved |= self._match(parameter, gradient)
@@ -90,7 +90,7 @@ class _Guard:
             relay_state(optimizer)
 
     def _match(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        """Lay the gradient out as its parameter, and say whether the parameter has moved since the last step."""
+        """Convert the gradient to its parameter's layout. Return whether that layout changed since the last step."""
         stride = parameter.stride()
         if gradient.stride() != stride:
             parameter.grad = laid_out_as(parameter, gradient)
@@ -100,7 +100,7 @@ class _Guard:
 
 
 def relay_state(optimizer: Optimizer) -> None:
-    """Give every tensor of the optimizer's state that has its parameter's shape its parameter's strides too."""
+    """Convert the tensors of the optimizer's state to the strides of their parameter, if they have its shape."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if _is_misplaced(value, parameter):
@@ -108,20 +108,20 @@ def relay_state(optimizer: Optimizer) -> None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor fills its memory without gaps or overlap, so that another may take over its strides."""
+    """Whether the tensor is non-overlapping and dense, so that another tensor can have the same strides."""
     return tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def laid_out_as(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copy `value` into new memory with the strides of `like`; shape and dtype are those of `value`.
+    """Return a copy of `value` with the strides of `like` and the shape and dtype of `value`.
 
-    Where `like` is not dense, its strides are only approached.
+    If `like` is not dense, the strides only preserve its order of dimensions.
     """
     return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def portable_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return `state_dict` with every dense tensor of its state contiguous; neither argument is changed."""
+    """Return a copy of `state_dict` in which every strided tensor of the state is contiguous."""
     state = {key: _contiguous(values) for key, values in state_dict["state"].items()}
     return {**state_dict, "state": state}
 

@@ -1,7 +1,7 @@
-"""The one register of what runs change in the whole process: each change has users, and ends with the last of them.
+"""The registry of process-wide changes. Each change is reference-counted, and ends with its last user.
 
-Two runs may overlap in two threads and end in any order. So no run undoes a change that another run still uses, and
-what a change replaces is captured once, before the first user: never what another run has put there.
+Runs in several threads may overlap and end in any order. So no run undoes a change that another run still uses, and the
+original state is captured once, before the first user, so that it never includes another run's change.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class _Change:
     users: int = 0
 
 
-# Reentrant, since a change may be made of others.
+# Reentrant, since a change may make other changes.
 _lock = threading.RLock()
 _changes: dict[Hashable, _Change] = {}
 
 
 @contextmanager
 def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value]]) -> Iterator[Value]:
-    """Keep a change to the process in force until the last of those who asked for it has left.
+    """Make a process-wide change that lasts until its last user has exited.
 
     Parameters
     ----------
     key : hashable
-        Names the change, such as an operator with its dispatch key.
+        Identifies the change, such as an operator with its dispatch key.
     make : callable
-        Returns the context manager that makes the change and undoes it. It is called for the first user alone.
+        Returns the context manager that makes and undoes the change. It is called for the first user only.
 
     Yields
     ------
     object
-        What the context manager yields, the same for every user.
+        The value of the context manager, the same for every user.
     """
     change = _enter(key, make)
     try:
@@ -51,7 +51,7 @@ def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value
 
 
 def users(key: Hashable) -> int:
-    """Return how many use a change now."""
+    """Return the number of current users of a change."""
     with _lock:
         return _changes[key].users if key in _changes else 0
 

@@ -1,9 +1,9 @@
 """Attention by plain matrix products, for bf16 on the CPU.
 
-torch's own CPU kernel ("flash") works in blocks and never holds all the probabilities, but its small bf16 products run
-at a fifth of the speed of oneDNN's large ones. Here scores are computed and normalised in fp32, and the probabilities
-kept in bf16 for the backward. The error against fp64 stays near that of torch's
-kernel (docs/performance.md has both, and the times).
+torch's CPU kernel ("flash") works in blocks and never materializes all probabilities, but its small bf16 products run
+at a fifth of the speed of oneDNN's large ones. Here, scores are computed and normalized in fp32, and the probabilities
+are kept in bf16 for the backward. The error against fp64 is close to that of torch's kernel (docs/performance.md has
+both errors and the times).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from nano_loop.intercept.ownership import belongs_to_set_up_model
 from nano_loop.intercept.torch_private import in_functorch, softmax_backward
 
-#: The most that the probabilities of one call may take, in bytes; above it torch's kernel, which keeps none, runs.
+#: Maximum size of the probabilities of one call, in bytes. Above it, torch's kernel runs, which does not store them.
 MEMORY_BOUND = 256 * 2**20
-#: With fewer scores than this the Python around the products costs more than they gain.
+#: Minimum number of scores. Below it, the Python overhead exceeds the gain.
 WORTH_IT = 1 << 14
-#: Narrower heads gain nothing, and torch's kernel, which rounds less there, is the more exact.
+#: Minimum head size. With smaller heads there is no gain, and torch's kernel is more accurate.
 _WIDTH_WORTH_IT = 16
 
 
 def for_set_up_models(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
     """Return the replacement of the autocast kernel of ``aten::scaled_dot_product_attention``.
 
-    Calls that do not belong to a set-up model get torch's own answer, to the bit.
+    Calls that do not belong to a set-up model return torch's own result, bitwise identical.
 
     Parameters
     ----------
     original : callable or None
-        That kernel; None where torch does not give it, and then `attention` hands such calls to torch itself.
+        The original kernel. None if torch does not return it; `attention` then calls torch's function.
     """
 
     def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor:
@@ -69,19 +69,19 @@ def attention(
     key, value : torch.Tensor
         Of shapes (..., heads, S, E) and (..., heads, S, Ev).
     attn_mask, dropout_p, is_causal, scale, enable_gqa
-        As torch has them.
+        As in torch.
     plain_products : bool
-        False lets torch's kernel answer.
+        If False, torch's kernel computes the result.
 
     Returns
     -------
     torch.Tensor
-        Of shape (..., heads, L, Ev), in autocast's dtype. It can be differentiated once, as torch's kernel.
+        Of shape (..., heads, L, Ev), in autocast's dtype. It can be differentiated once, like torch's kernel.
     """
     dtype = torch.get_autocast_dtype("cpu")
     query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
     mask = None if attn_mask is None else _cast(attn_mask, dtype)
-    # Without autocast from here on: it would take the products of fp32 scores to bf16.
+    # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
         if not plain_products or not _fits(query, key, value, mask, is_causal, enable_gqa):
             return scaled_dot_product_attention(
@@ -97,14 +97,14 @@ def attention(
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast as autocast does, which leaves masks of bools and doubles alone."""
+    """Cast like autocast, which does not change bool and float64 masks."""
     return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
-    """Whether the call is one that the plain products do right and faster; torch answers all others, and all errors."""
+    """Whether plain products support the call and are faster. torch handles all other calls, and all errors."""
     tensors = (query, key, value)
-    # Whoever turns torch's fast kernel off, with `sdpa_kernel`, wants what its plain one can do: a second derivative.
+    # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
     if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return False
     if torch.compiler.is_compiling() or any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
@@ -160,7 +160,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Normalise `scores`, which are overwritten, over the last dimension; a row that is masked out whole is zero."""
+    """Return the softmax over the last dimension, and overwrite `scores`. A fully masked row becomes zero."""
     if mask is None:
         return scores.softmax(-1)
     if mask.dtype is torch.bool:
@@ -173,7 +173,7 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _dropped(tensor: Tensor, kept: Tensor | None, dropout_p: float) -> Tensor:
-    """Apply dropout's mask, and scale what is kept, so that the mean stays."""
+    """Apply the dropout mask, and rescale the kept elements."""
     if kept is None:
         return tensor
     return kept.to(tensor.dtype).mul_(tensor).div_(1 - dropout_p) if dropout_p < 1 else torch.zeros_like(tensor)

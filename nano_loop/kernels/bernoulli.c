@@ -1,7 +1,7 @@
-/* Draws of torch's CPU generator, vectorised: MT19937 of Matsumoto and Nishimura (1998), as torch uses it.
+/* Vectorised draws of torch's CPU generator, the MT19937 of Matsumoto and Nishimura (1998).
 
-   torch makes one draw at a time: two 32-bit numbers of the generator are a 53-bit one, and the element is 1 where that
-   is below the probability. Here the generator's 624 numbers are made, tempered and compared as vectors. */
+   torch makes one draw at a time: it combines two 32-bit numbers of the generator into a 53-bit number, and the element
+   is 1 if that is below the probability. Here, all 624 numbers are generated, tempered and compared as vectors. */
 #include <stdint.h>
 
 #define N 624
@@ -12,7 +12,7 @@ static inline uint32_t twisted(uint32_t word, uint32_t next, uint32_t far) {
     return far ^ (joined >> 1) ^ ((0u - (next & 1u)) & 0x9908b0dfu);
 }
 
-/* The second and the third loop read what is N - M places behind, further than a vector is wide. */
+/* The second and the third loop read elements N - M places behind, which is more than the width of a vector. */
 static void twist(uint32_t *mt) {
     int i;
     for (i = 0; i < N - M; i++) mt[i] = twisted(mt[i], mt[i + 1], mt[i + M]);
@@ -56,9 +56,9 @@ static void write(const uint8_t *bits, void *out, int64_t at, int count, int ite
     }
 }
 
-/* Fills `out` with `count` draws: `one`, the bits of a 1 of `itemsize` bytes, with the probability threshold / 2^53,
-   else 0. `state` holds the generator's 624 numbers, `next` which comes next (624 where a twist is due); the state is
-   advanced, and the new `next` returned. */
+/* Fills `out` with `count` draws: with the probability threshold / 2^53, `one` (the bits of a 1 of `itemsize` bytes),
+   else 0. `state` holds the 624 numbers of the generator, and `next` the index of the next one (624 if a twist is due).
+   Advances the state and returns the new `next`. */
 int32_t draw_bernoulli(uint64_t *state, int32_t next, void *out, int64_t count, int itemsize, uint64_t one,
                        uint64_t threshold) {
     uint32_t mt[N], words[N], straddling[2];
@@ -68,7 +68,7 @@ int32_t draw_bernoulli(uint64_t *state, int32_t next, void *out, int64_t count, 
     temper(mt, words);
     while (done < count) {
         int left = N - next;
-        if (left < 2) { /* one number of the old state and one of the new, or none and the new ones alone */
+        if (left < 2) { /* the next pair has one number of the old state and one of the new, or two of the new */
             if (left) straddling[0] = words[next];
             twist(mt);
             temper(mt, words);

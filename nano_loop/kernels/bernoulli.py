@@ -1,8 +1,8 @@
-"""Draws the random masks of torch's CPU generator, the very same ones, about ten times as fast.
+"""Draws the same random masks as torch's CPU generator, about ten times as fast.
 
-torch's `Tensor.bernoulli_` takes two numbers of a Mersenne Twister for each element, one element at a time. Here the
-generator's state is taken over, a C function (``bernoulli.c``) makes the same draws as vectors, and the state is given
-back where torch would have left it. So what is drawn afterwards is what the plain loop draws too.
+torch's `Tensor.bernoulli_` takes two numbers of a Mersenne Twister for each element, one element at a time. Here, a C
+function (``bernoulli.c``) reads the generator's state, makes the same draws with vector instructions, and writes back
+the state that torch would have left. So all later random numbers are also the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from nano_loop.intercept.optimizers import is_dense
 from nano_loop.kernels.compiled import UnavailableError, compiled
 
-#: Below this many elements handing the state over takes longer than is gained.
+#: Minimum number of elements. Below it, copying the state takes longer than the gain.
 WORTH_IT = 1 << 12
 
 # The bits of a 1.
@@ -28,13 +28,13 @@ _ONES = {
     torch.float32: 0x3F800000,
     torch.float64: 0x3FF0000000000000,
 }
-# Where torch's state of a generator has what is needed, in bytes: a count, a position, 624 numbers of 64 bits.
+# Offsets in torch's generator state, in bytes: a count, a position, and 624 numbers of 64 bits.
 _STATE_SIZE, _LEFT, _NEXT, _NUMBERS = 5056, 8, 16, 24
 _WORDS = 624
 
 
 def unavailable() -> str | None:
-    """Say why `fill` cannot be used in this process, None where it can."""
+    """Return why `fill` cannot be used in this process, or None."""
     try:
         return None if _draws_as_torch() else "torch draws masks with another generator here"
     except UnavailableError as error:
@@ -42,12 +42,12 @@ def unavailable() -> str | None:
 
 
 def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
-    """Return the replacement of the CPU's kernel of ``aten::bernoulli_.float``, which makes the same draws.
+    """Return the replacement of the CPU kernel of ``aten::bernoulli_.float``, which makes the same draws.
 
     Parameters
     ----------
     original : callable or None
-        That kernel; None where torch does not give it.
+        The original kernel. None if torch does not return it.
     """
 
     def bernoulli_(
@@ -63,16 +63,16 @@ def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.T
 
 
 def fill(tensor: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
-    """Fill `tensor` in place with ones, each with probability `p`, and zeros; return it.
+    """Fill `tensor` in place with ones, with probability `p`, and zeros, and return it.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        Dense, on the CPU, of any shape and of a dtype in which there is a 1.
+        Dense, on the CPU, of any shape, and of one of the dtypes of `_ONES`.
     p : float
-        From 0 to 1.
+        The probability of a one, from 0 to 1.
     generator : torch.Generator
-        Is advanced as by torch.
+        The CPU generator, which advances as in torch.
     """
     state = generator.get_state()
     left = ctypes.c_int32.from_address(state.data_ptr() + _LEFT)
@@ -102,13 +102,13 @@ def _fits(tensor: torch.Tensor, p: float, generator: torch.Generator | None) -> 
 
 
 def by_torch(tensor: torch.Tensor, p: float = 0.5, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Draw by torch's kernel for a probability that is a tensor, whose draws are the same."""
+    """Draw by torch's kernel for a tensor of probabilities, whose draws are the same."""
     return tensor.bernoulli_(torch.tensor(p, dtype=torch.float64), generator=generator)
 
 
 @functools.cache
 def _draws_as_torch() -> bool:
-    """Whether our draws and what they leave of a generator are those of torch: its builds with MKL may have others."""
+    """Whether `fill` makes the same draws and leaves the same state as torch, whose builds with MKL may differ."""
     ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     if ours.get_state().numel() != _STATE_SIZE:
         return False

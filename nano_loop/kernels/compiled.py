@@ -1,8 +1,8 @@
-"""Compiles the C files of this folder at first use, with the machine's own compiler, and keeps the result.
+"""Compiles the C files of this folder at first use, with the machine's compiler, and caches the result.
 
-Neither installing nor importing nano_loop needs a compiler: what cannot be compiled is not used. Compiled libraries are
-kept in the user's cache folder (``$XDG_CACHE_HOME/nano_loop``, by default ``~/.cache/nano_loop``), by everything that
-they depend on.
+Neither installing nor importing nano_loop needs a compiler: a kernel that cannot be compiled is not used. Compiled
+libraries are stored in the user's cache folder (``$XDG_CACHE_HOME/nano_loop``, by default ``~/.cache/nano_loop``). The
+file name contains a hash of the source, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pathlib import Path
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-shared", "-fPIC")
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
-_PATIENCE = 60.0  # seconds for the compiler
+_PATIENCE = 60.0  # timeout of the compiler, in seconds
 
 
 class UnavailableError(Exception):
-    """A compiled kernel cannot be had; the message says why, for the report."""
+    """A compiled kernel is not available. The message is the reason for the report."""
 
 
 @functools.cache
 def compiled(name: str) -> ctypes.PyDLL:
-    """Return the library made of ``<name>.c``. Its functions hold the GIL.
+    """Return the library compiled from ``<name>.c``. Its functions hold the GIL.
 
     Raises
     ------
     UnavailableError
-        If there is no compiler, or it fails.
+        If no compiler is found, or the compiler fails.
     """
     source = Path(__file__).with_name(f"{name}.c")
     command = _compiler()
@@ -47,7 +47,7 @@ def compiled(name: str) -> ctypes.PyDLL:
     library = folder / f"{name}-{_key(command, source)}.so"
     try:
         return ctypes.PyDLL(str(library))
-    except OSError:  # not there yet, or damaged
+    except OSError:  # missing or damaged
         return _made(command, source, library)
 
 
@@ -61,7 +61,7 @@ def _compiler() -> list[str]:
 
 
 def _made(command: list[str], source: Path, library: Path) -> ctypes.PyDLL:
-    """Compile beside the library, and put it in its place at once, since other processes may do the same."""
+    """Compile into a temporary folder and move the library into place atomically, for concurrent processes."""
     try:
         with tempfile.TemporaryDirectory(prefix="making-", dir=library.parent) as folder:
             made = Path(folder) / library.name
@@ -86,13 +86,13 @@ def _compiles(command: list[str], must: bool = False) -> bool:
 
 
 def _cache_folder() -> Path | None:
-    """Return a folder that nobody else may write to, for what is loaded from it runs; None where there is none."""
+    """Return a cache folder that only this user can write to, since its libraries are executed, or None."""
     try:
         parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = parent / "nano_loop"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except (OSError, RuntimeError):  # no home, or none to write to
+    except (OSError, RuntimeError):  # no home folder, or not writable
         return None
     own = not hasattr(os, "getuid") or found.st_uid == os.getuid()
     private = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -100,7 +100,7 @@ def _cache_folder() -> Path | None:
 
 
 def _key(command: list[str], source: Path) -> str:
-    """Return a key for a compiled library: the source, the compiler, and the processor it was compiled for."""
+    """Return the cache key of a compiled library: a hash of the source, the compiler and the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,8 +1,8 @@
-"""Gradients of bf16 convolutions by plain matrix products and sums, where oneDNN's kernels for them are slow.
+"""Gradients of bf16 convolutions by plain matrix products and sums, where oneDNN's kernels are slow.
 
-oneDNN computes a weight's gradient for one image after another. Where images have few pixels, and where the kernel is
-1×1, one product over the pixels of all images is faster; and the sum that is the gradient of a transposed convolution's
-bias takes it several times as long as everything else. docs/performance.md has the times.
+oneDNN computes a weight's gradient image by image. For images with few pixels, and for 1×1 kernels, a single product
+over the pixels of all images is faster. For the bias of a transposed convolution, oneDNN's sum takes several times as
+long as the rest of the backward. docs/performance.md has the times.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import Tensor
 
 from nano_loop.intercept.ownership import belongs_to_set_up_model
 
-#: With fewer multiplications than this the Python around the product costs more than it gains.
+#: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 WORTH_IT = 1 << 25
-#: The most pixels of outputs, of all images together, for which a product was the faster, with kernels of 1×1...
+#: Maximum number of output pixels, over all images, for which a product was faster with 1×1 kernels.
 _PIXELS_OF_1X1 = 1 << 14
-#: ... and with greater ones.
+#: The same for larger kernels.
 _PIXELS = 1 << 11
-#: The most elements that inputs may have which are copied once for each place in a greater kernel: 32 MiB.
+#: Maximum number of elements of the unfolded input, with one copy per kernel position, for larger kernels: 32 MiB.
 _COLUMNS = 1 << 24
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gradients]:
-    """Return the replacement of the CPU's kernel of ``aten::convolution_backward``.
+    """Return the replacement of the CPU kernel of ``aten::convolution_backward``.
 
-    Backwards that do not belong to a set-up model get torch's own answer, to the bit.
+    Backwards that do not belong to a set-up model return torch's own result, bitwise identical.
 
     Parameters
     ----------
     original : callable
-        That kernel, which has to be given.
+        The original kernel. None is not supported.
     """
     assert original is not None
     faster = faster_backward(original)
@@ -53,14 +53,14 @@ def faster_backward(kernel: Callable[..., _Gradients]) -> Callable[..., _Gradien
     Parameters
     ----------
     kernel : callable
-        The kernel, which computes all that is not faster here.
+        The original kernel, which computes the remaining gradients.
 
     Returns
     -------
     callable
-        Takes the set of dispatch keys, and then what the operator takes. It returns the gradients of input, weight and
-        bias, in the dtypes of these, and None for each that is not asked for. Products and sums are accumulated in
-        fp32, as they are by oneDNN, in another order.
+        Takes the dispatch key set, followed by the arguments of the operator. Returns the gradients of input, weight
+        and bias, in their dtypes, and None for each that is not requested. Products and sums are accumulated in fp32,
+        as in oneDNN, in a different order.
     """
 
     def backward(
@@ -102,12 +102,12 @@ def faster_backward(kernel: Callable[..., _Gradients]) -> Callable[..., _Gradien
 def _is_plain_bf16(*tensors: Tensor) -> bool:
     if any(each.dtype is not torch.bfloat16 or type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
         return False
-    # A backward inside somebody's autocast to another dtype would have its products in that.
+    # Inside a user's autocast to another dtype, the products would have that dtype.
     return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
 def _product_is_faster(gradient: Tensor, inputs: Tensor, weight: Tensor, *geometry: Sequence[int]) -> bool:
-    """Whether the weight's gradient is faster as one product; for images in NHWC alone, which are rows of pixels."""
+    """Whether the weight's gradient is faster as one product. Only for NHWC images, which are rows of pixels."""
     if weight.dim() != 4 or any(len(each) != 2 for each in geometry):
         return False
     if not all(each.is_contiguous(memory_format=torch.channels_last) for each in (gradient, inputs)):
@@ -128,7 +128,7 @@ def _of_weight(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """Return the weight's gradient: the output's gradient times, pixel by pixel, what of the input it was made of."""
+    """Return the weight's gradient: the output's gradient times the unfolded input."""
     outputs, channels, height, width = weight.shape
     images = inputs.permute(0, 2, 3, 1)
     if any(padding):

@@ -1,1 +1,1 @@
-"""In which dtypes a model computes."""
+"""The dtypes in which a model computes."""

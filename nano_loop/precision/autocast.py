@@ -1,4 +1,4 @@
-"""bf16 autocast, and the context inside which there is none."""
+"""bf16 autocast, and a context that disables it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from nano_loop.intercept.nested import map_tensors
 
 
 def bf16_autocast(keep_casts: bool = True) -> AbstractContextManager[Any]:
-    """Return the context in which torch runs matrix products and convolutions in bf16 on the CPU.
+    """Return a context in which torch runs matrix products and convolutions in bf16 on the CPU.
 
     Parameters
     ----------
     keep_casts : bool
-        Whether a weight is cast once for all its uses inside; right only where no weight changes inside.
+        Whether autocast caches the bf16 copy of each weight. Correct only if no weight changes inside the context.
     """
     return torch.autocast("cpu", torch.bfloat16, cache_enabled=keep_casts)
 
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Run everything inside in fp32, also on bf16 tensors that come from outside.
+    """Run the body in fp32, including operations on bf16 tensors that were created outside.
 
-    Use it in a model's method around what needs the range or the digits of fp32, or around a whole call into a model.
+    Use it inside a model around operations that need the range or the precision of fp32, or around a whole call of a
+    model.
 
     Examples
     --------
@@ -40,7 +41,7 @@ def disable_casts() -> Iterator[None]:
     (torch.bfloat16, torch.float32)
     """
     enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    # An autocast to fp32 casts what torch's kernels take together; a disabled one would raise on bf16 with fp32.
+    # Autocast to fp32 casts mixed inputs of an operator. With autocast disabled, bf16 mixed with fp32 would raise.
     torch.set_autocast_dtype("cpu", torch.float32)
     torch.set_autocast_enabled("cpu", True)
     try:
@@ -52,7 +53,7 @@ def disable_casts() -> Iterator[None]:
 
 
 class _Upcast(TorchFunctionMode):
-    """Hands every torch function fp32 copies of its bf16 arguments."""
+    """Passes fp32 copies of bf16 arguments to every torch function."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,10 +66,10 @@ class _Upcast(TorchFunctionMode):
 
 
 def _writes_or_reads(func: Callable[..., Any]) -> bool:
-    """Whether a function changes its argument, or only looks at it: `add_`, `__setitem__`, a property's `__get__`."""
+    """Whether a function writes to its argument or only reads an attribute: `add_`, `__setitem__`, `__get__`."""
     return getattr(func, "__name__", "").endswith("_")
 
 
 def to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a bf16 tensor as fp32, within the graph, and any other as it is."""
+    """Return a bf16 tensor cast to fp32, as part of the autograd graph. Any other tensor is returned unchanged."""
     return tensor.float() if tensor.dtype is torch.bfloat16 else tensor

@@ -1,4 +1,4 @@
-"""The accelerations, one a file, and the order in which they are applied."""
+"""The steps, one per module, and the order in which they are applied."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from nano_loop.steps.sharding import Sharding
 from nano_loop.steps.step import Step
 from nano_loop.steps.threads import Threads
 
-#: Applied from the first to the last, undone from the last to the first.
+#: Applied in this order and undone in reverse order.
 STEPS: tuple[type[Step], ...] = (
-    Allocator,  # before anything allocates: what is allocated later stays with the process
-    Threads,  # before anything is computed
-    Broadcast,  # before anything re-lays what all ranks are to have
-    ChannelsLast,  # parameters get their layout before optimizer state is laid out after them
-    Ipex,  # its kernels, before anything is computed that a run compares with
-    FusedOptimizer,  # once parameters lie still: its kernels need state and gradients of the same strides
-    Precision,  # around the converted inputs, so that a conversion is done once, in fp32
-    GradientAveraging,  # meets gradients, whatever computes them
-    LearningRate,  # inside the fused step's hooks: what is multiplied is put back before they look
-    FastDropout,  # anywhere: it meets the models' operators, not the models
+    Allocator,  # before any allocation, since it affects later ones only
+    Threads,  # before any computation
+    Broadcast,  # before a step changes the layout of tensors that all ranks share
+    ChannelsLast,  # before FusedOptimizer, which lays out optimizer state like the parameters
+    Ipex,  # before any computation, since it replaces kernels
+    FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides
+    Precision,  # after ChannelsLast, so that each input is converted once, in fp32
+    GradientAveraging,  # in any place: it hooks gradients, not models
+    LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run
+    FastDropout,  # in any place: it replaces an operator, not models
     FastAttention,  # likewise
     FastConvolution,  # likewise
-    Compile,  # what is compiled is called inside the entries that the steps above have made
-    FastFetch,  # touches loaders alone
-    Sharding,  # likewise: whose batches, where the one before is about how they are fetched
+    Compile,  # after the steps above, whose layers surround the compiled call
+    FastFetch,  # in any place: it affects loaders only
+    Sharding,  # likewise
 )
 
 __all__ = ["STEPS", "GradientAveraging", "Step"]

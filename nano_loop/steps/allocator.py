@@ -1,7 +1,7 @@
-"""Asks the C library to keep freed memory, so that a training step does not fault its pages in again.
+"""Makes the C library keep freed memory, so that a training step does not fault its pages in again.
 
-By default glibc gives every large block back to the kernel when it is freed, and gets it again, page by page, in the
-next step. With these three settings a small CNN went from about 8,500 to 200 page faults a step.
+By default, glibc returns every large block to the kernel when it is freed, and the next step faults it in again, page
+by page. With these three settings, a small CNN went from about 8,500 to 200 page faults per step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from nano_loop.steps.step import Step
 # From malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: -1, _TOP_PAD: 1 << 26}  # -1: never trim
-# What is left behind. glibc raises its thresholds by itself as large blocks are freed, until they are set for the first
-# time. These are the highest that it goes to (DEFAULT_MMAP_THRESHOLD_MAX, and twice that), so no size of block is
-# slower than it was. With the documented defaults of 128 KiB, loops over tensors of 4 to 31 MB were 2 to 5 times as
-# slow after a run as before it.
+# The settings after a run. By default, glibc raises its thresholds dynamically as large blocks are freed. The first
+# call of mallopt disables this. These values are the highest that glibc would reach (DEFAULT_MMAP_THRESHOLD_MAX, and
+# twice that), so no block size becomes slower. With the documented defaults of 128 KiB, loops over tensors of 4 to
+# 31 MB were 2 to 5 times as slow after a run as before it.
 _LEFT = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 128 << 10}
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 _USERS_OWN = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
@@ -32,8 +32,8 @@ _USERS_OWN = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD
 class Allocator(Step):
     """Sets glibc's thresholds with `mallopt(3)`.
 
-    Undoing sets the highest thresholds that glibc chooses by itself, and trims the heap. Its own adjustment of them
-    stays off, for glibc has no way to turn that on again.
+    Undoing the step sets the highest thresholds that glibc would choose itself, and trims the heap. glibc's dynamic
+    adjustment stays disabled, since glibc has no call to enable it again.
     """
 
     name = "allocator"
@@ -68,7 +68,7 @@ def _is_glibc() -> bool:
 
 
 def _other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Name the allocator that is loaded instead of glibc's, from the libraries mapped into this process."""
+    """Return the name of the allocator that replaces glibc's, found among the libraries mapped into this process."""
     try:
         libraries = {Path(line.split()[-1]).name for line in maps.read_text().splitlines() if ".so" in line}
     except OSError:

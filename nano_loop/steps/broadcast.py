@@ -1,4 +1,4 @@
-"""Gives every rank the values of rank 0 before training begins."""
+"""Broadcasts the values of rank 0 to every rank before training starts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nano_loop.steps.step import RanksStep
 
 
 class Broadcast(RanksStep):
-    """Overwrites parameters and buffers, in place, and optimizer state with rank 0's, each once a run."""
+    """Overwrites parameters and buffers in place, and optimizer state, with the values of rank 0, once per run."""
 
     name = "broadcast"
-    needs = "trained"  # optimizers may come alone, with parameters that no model has
+    needs = "trained"  # an optimizer may be set up without a model, with parameters of its own
 
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
@@ -40,7 +40,7 @@ class Broadcast(RanksStep):
         return "every rank begins with rank 0's values"
 
     def _broadcast_state(self, optimizer: Optimizer) -> None:
-        """Give the optimizer rank 0's state, where a rank has another, such as a checkpoint that one rank loaded."""
+        """Broadcast the optimizer's state if the ranks differ, as when only one rank loaded a checkpoint."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = [optimizer.state.get(each) for each in held]
         if len(set(self.ranks.gather(_checksum(states)))) == 1:
@@ -52,7 +52,7 @@ class Broadcast(RanksStep):
 
 
 def _checksum(value: Any, start: int = 0) -> int:
-    """Return a checksum of a value: the CRC-32 of tensors inside dicts and lists, and of the rest's text."""
+    """Return the CRC-32 of a value: of the data of tensors, also in dicts and lists, and of the repr of the rest."""
     if isinstance(value, dict):
         return _checksum([each for item in value.items() for each in item], start)
     if isinstance(value, (list, tuple)):

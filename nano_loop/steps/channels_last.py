@@ -1,4 +1,4 @@
-"""Lays images out as NHWC (and volumes as NDHWC), the order in which oneDNN's convolutions read and write them."""
+"""Converts images to NHWC (and volumes to NDHWC), the memory format that oneDNN's convolutions read and write."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from nano_loop.steps.step import Step
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
-_converting: dict[int, nn.Module] = {}  # the convolutions of set-up models, by their id
+_converting: dict[int, nn.Module] = {}  # the convolutions of set-up models, by id
 
 
 class ChannelsLast(Step):
-    """Converts what goes into the model, and into each of its convolutions, where it is not NHWC yet.
+    """Converts the inputs of the model, and of each of its convolutions, to NHWC.
 
-    The weights stay as they are: oneDNN reorders them for each convolution in any case, and what comes out is the same
-    to the bit, in the same layout.
+    The weights keep their layout. oneDNN reorders them for each convolution in any case, and the result is bitwise
+    identical, in the same layout.
 
-    Outputs come back contiguous, as the plain loop has them. Inside the model, `Tensor.view` is replaced: the
-    `x.view(batch, -1)` behind so many convolutions needs the strides of NCHW, and falls back to `reshape` where it
-    finds those of NHWC.
+    The outputs of the model are contiguous, as in the plain loop. Inside the model, `Tensor.view` is replaced: the
+    common `x.view(batch, -1)` after a convolution needs the strides of NCHW, so on NHWC strides it falls back to
+    `reshape`.
     """
 
     name = "channels_last"
-    required = False  # one option serves all models of a run: a GAN's discriminator may well have no convolution
+    required = False  # the option applies to all models of a run, and one of them may have no convolution
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
         models = _unscripted(parts)
         if parts.models and not models:
-            return "the model is scripted, and its convolutions and views are out of reach"
+            return "the model is scripted, so its convolutions and views cannot be changed"
         if any(parameter.dim() in _FORMATS for model in models for parameter in model.parameters()):
             return None
         return "the model has no 4-D or 5-D parameters"
@@ -73,22 +73,22 @@ def _dimensions(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
 
 
 def in_channels_last(tensor: Tensor) -> Tensor:
-    """Return a 4-D or 5-D tensor with the strides of NHWC or NDHWC: itself, a view where one will do, else a copy."""
+    """Return a 4-D or 5-D tensor with the strides of NHWC or NDHWC: itself, a view if possible, else a copy."""
     if tensor.size(1) == 1 and tensor.is_contiguous():
-        # One channel lies in both layouts at once; only strides that say so make a convolution's output NHWC.
+        # A tensor with one channel has both layouts. A convolution returns NHWC only if the strides are those of NHWC.
         return tensor.reshape(tensor.size(0), *tensor.shape[2:], 1).movedim(-1, 1)
     return tensor.contiguous(memory_format=_FORMATS[tensor.dim()])
 
 
 def _in_plain_layout(tensor: Tensor) -> Tensor:
-    """Return what the model has computed in NHWC in the layout that the plain loop finds."""
+    """Return an output that the model computed in NHWC in the layout that the plain loop returns."""
     return tensor.contiguous() if tensor.dim() in _FORMATS and _lies_as_nhwc(tensor) else tensor
 
 
 def _lies_as_nhwc(tensor: Tensor) -> bool:
-    """Whether channels lie innermost in memory, with two or more dimensions of pixels behind them.
+    """Whether channels are innermost in memory, followed by two or more dimensions of pixels.
 
-    Of one image, without the dimension of the batch, they are the first dimension; of a batch the second.
+    In a single image, without a batch dimension, channels are the first dimension; in a batch, the second.
     """
     if tensor.layout is not torch.strided:
         return False

@@ -1,4 +1,4 @@
-"""Hands the models to `torch.compile`, in place."""
+"""Compiles the models in place with `torch.compile`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from nano_loop.steps.step import Step
 
 
 class Compile(Step):
-    """Calls `torch.nn.Module.compile`, which leaves the object, its keys and its class as they are.
+    """Calls `torch.nn.Module.compile`, which keeps the module's identity, keys and class.
 
-    It is never on by default: on a CPU compiling a training step takes from ten seconds to a minute, and seldom
-    beats the other steps.
+    The step is disabled by default. On a CPU, compiling a training step takes from ten seconds to a minute, and is
+    seldom faster than the other steps.
     """
 
     name = "compile"
@@ -44,7 +44,7 @@ class Compile(Step):
         return "torch.compile, at the first call"
 
     def _uncompiled(self, parts: Parts) -> list[nn.Module]:
-        """Those that the user has not compiled."""
+        """Return the models that the user has not compiled."""
         fitting = [model for model in parts.models if not isinstance(model, torch.jit.ScriptModule)]
         return [model for model in fitting if id(model) in self._compiled or not is_compiled(model)]
 

@@ -1,4 +1,4 @@
-"""Computes bf16 attention by plain matrix products, where that beats torch's CPU kernel."""
+"""Computes bf16 attention by plain matrix products where they are faster than torch's CPU kernel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FastAttention(Step):
 
 
 def _attends(model: nn.Module) -> bool:
-    """Whether anything in the model is called attention, or calls torch's function itself."""
+    """Whether a module of the model is named after attention, or calls torch's attention function."""
     return any("attention" in name.lower() or "attn" in name.lower() for name in _names(model))
 
 
@@ -50,5 +50,5 @@ def _names(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         yield name
         yield class_name(module)
-        forward = inspect.getattr_static(module, "forward", None)  # of a scripted class it is no function
+        forward = inspect.getattr_static(module, "forward", None)  # not a function in a scripted class
         yield from forward.__code__.co_names if inspect.isfunction(forward) else ()

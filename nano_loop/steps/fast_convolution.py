@@ -1,4 +1,4 @@
-"""Computes some gradients of bf16 convolutions by plain products and sums, where that beats torch's CPU kernel."""
+"""Computes some gradients of bf16 convolutions by plain products and sums where they are faster than torch's kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = {kind.__name__ for kind in _CONVOLUTIONS}
 
 
 class FastConvolution(Step):
-    """Replaces torch's backward of the set-up models' convolutions, and hands to it what it does not do faster."""
+    """Replaces the backward of the set-up models' convolutions, and calls torch's kernel where that one is faster."""
 
     name = "fast_convolution"
     auto_is_for_reduced_precision = True

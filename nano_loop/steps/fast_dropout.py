@@ -1,4 +1,4 @@
-"""Draws dropout's masks as vectors, where torch's own generator makes one draw at a time."""
+"""Draws dropout masks with vector instructions; torch's generator draws one element at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NAMES = {kind.__name__ for kind in _DROPOUTS}
 class FastDropout(Step):
     """Replaces `Tensor.bernoulli_` on the CPU during the run.
 
-    Masks, and all that is drawn afterwards, are those of the plain loop, so it is on in every precision, and code that
-    was not set up draws what it always does.
+    Masks and all later random numbers are the same as in the plain loop. So the step applies in every precision, and
+    code that was not set up draws the same numbers as without a run.
     """
 
     name = "fast_dropout"
@@ -43,7 +43,7 @@ def _has_dropout(model: nn.Module) -> bool:
 
 
 def _drops(module: nn.Module) -> bool:
-    # nn.LSTM and nn.MultiheadAttention keep their rate in an attribute of that name, as do most users' own modules.
+    # nn.LSTM, nn.MultiheadAttention and most user-defined modules store their rate in an attribute `dropout`.
     is_dropout = isinstance(module, _DROPOUTS) or class_name(module) in _NAMES
     rate = getattr(module, "p" if is_dropout else "dropout", 0.0)
     return isinstance(rate, float) and rate > 0

@@ -1,7 +1,7 @@
-"""Takes a batch out of an in-memory dataset by one indexing, in place of one a sample and a stacking.
+"""Fetches a batch from an in-memory dataset with one indexing operation.
 
-A `DataLoader` over a `TensorDataset` indexes each sample alone and stacks the samples; indexing the tensors with the
-whole batch gives the same tensors in a sixth of the time.
+A `DataLoader` over a `TensorDataset` indexes each sample separately and stacks the samples. Indexing the tensors with
+the whole batch returns the same tensors in a sixth of the time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from nano_loop.steps.step import Step
 
 
 class FastFetch(Step):
-    """Lets a private copy of each loader, over whole batches, do the iterating of the loader.
+    """Iterates over a private copy of each loader, which fetches whole batches.
 
-    The copy shares the loader's samplers and generator and goes through torch's own iterator, so order, random draws
-    and `len` are the loader's. The loader keeps its class, its dataset and its `collate_fn`.
+    The copy shares the loader's samplers and generator and uses torch's own iterator, so the order, the random numbers
+    and `len` do not change. The loader keeps its class, its dataset and its `collate_fn`.
     """
 
     name = "fast_fetch"
@@ -54,14 +54,14 @@ class _WholeBatches(Dataset[Any]):
             positions = [dataset.indices[position] for position in positions]
             dataset = dataset.dataset
         index = torch.as_tensor(positions, dtype=torch.long)
-        return [tensor[index].contiguous() for tensor in dataset.tensors]  # as torch.stack would lay it out
+        return [tensor[index].contiguous() for tensor in dataset.tensors]  # the layout that torch.stack returns
 
 
 class _Fetching(LoaderChange):
-    """Whole batches in place of samples; the samplers stay the loader's, since positions mean the same."""
+    """Fetches whole batches instead of samples. The samplers are the loader's, since indices keep their meaning."""
 
     def attributes(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        # Whoever puts another collate_fn or another worker count on the loader in the loop gets what they ask for.
+        # The loop may set another collate_fn or another number of workers on the loader.
         if _refusal(loader):
             return {}
         return {"dataset": _WholeBatches(loader.dataset), "collate_fn": _as_it_is}  # type: ignore[arg-type]

@@ -24,8 +24,8 @@ _FLAGS = ("fused", "foreach")
 class FusedOptimizer(Step):
     """Sets ``fused`` in the live optimizer's parameter groups.
 
-    The layouts of gradients and state are guarded (see `nano_loop.intercept.optimizers`). ``state_dict()`` shows the
-    user's own flags; ``load_state_dict()``, which overwrites the flags, is followed by switching again.
+    The layouts of gradients and state are guarded (see `nano_loop.intercept.optimizers`). ``state_dict()`` returns the
+    user's flags. After ``load_state_dict()``, which overwrites the flags, the step sets them again.
     """
 
     name = "fused_optimizer"
@@ -33,7 +33,7 @@ class FusedOptimizer(Step):
 
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
-        self._switches: dict[int, _Switch] = {}  # by the optimizer's id; a switch keeps its optimizer alive
+        self._switches: dict[int, _Switch] = {}  # by the optimizer's id; each keeps its optimizer alive
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
@@ -74,12 +74,12 @@ class FusedOptimizer(Step):
 
 
 class _Switch:
-    """The flags of one optimizer: the user's, and the ones in force."""
+    """Sets the flags of one optimizer, and restores the user's."""
 
     def __init__(self, optimizer: Optimizer, sparse: set[int]) -> None:
         self.optimizer = optimizer
         self._sparse = sparse
-        self._users: dict[int, dict[str, Any]] = {}  # by a group's place, for load_state_dict makes the groups anew
+        self._users: dict[int, dict[str, Any]] = {}  # by a group's index, since load_state_dict creates new groups
 
     def on(self) -> None:
         for place, group in enumerate(self.optimizer.param_groups):
@@ -93,7 +93,7 @@ class _Switch:
             self._give_back(place, self.optimizer.param_groups)
 
     def after_load(self, optimizer: Optimizer) -> None:
-        self._users.clear()  # the loaded groups hold the flags of whoever saved them
+        self._users.clear()  # the loaded groups have the flags of the saved optimizer
         self.on()
 
     def users_flags(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class _Switch:
         return state_dict
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Give back a group on which the fused kernels would raise in this step."""
+        """Restore the flags of a group on which the fused kernels would raise in this step."""
         for place in list(self._users):
             if place < len(optimizer.param_groups) and not _is_ready(optimizer, optimizer.param_groups[place]):
                 self._give_back(place, optimizer.param_groups)
@@ -115,7 +115,7 @@ class _Switch:
 
 
 def _refusal(optimizer: Optimizer, sparse: set[int]) -> str | None:
-    """Say why no group of `optimizer` can be switched."""
+    """Return the reason why no group of `optimizer` can be switched, or None."""
     name = type(optimizer).__name__
     kernel = next((kind for kind in _HAVE_KERNELS if isinstance(optimizer, kind)), None)
     if kernel is None:
@@ -128,7 +128,7 @@ def _refusal(optimizer: Optimizer, sparse: set[int]) -> str | None:
 
 def _group_refusal(group: dict[str, Any], sparse: set[int]) -> str | None:
     if group.get("fused"):
-        return None  # by the user, or by a run around this one: what is left to do is to guard the layout
+        return None  # set by the user or by an enclosing run; only the layout has to be guarded
     if group.get("fused") is not None or group.get("foreach") is not None:
         return f"it was built with {'fused' if group.get('fused') is not None else 'foreach'}="
     if group.get("differentiable") or group.get("capturable") or isinstance(group.get("lr"), torch.Tensor):
@@ -151,7 +151,7 @@ def _sparse_parameters(models: list[nn.Module]) -> set[int]:
 
 
 def _is_ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the fused kernel takes what it will find in `group` at this step."""
+    """Whether the fused kernel supports the gradients and the state of `group` in this step."""
     for parameter in group["params"]:
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
@@ -160,10 +160,10 @@ def _is_ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _has_all_momenta(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Give SGD's late-comers, such as a layer that was thawed, the zero momentum that their first step starts from.
+    """Add zero momentum to parameters that SGD steps for the first time, such as those of an unfrozen layer.
 
-    torch's fused SGD raises where some parameters have a momentum and some have none. A first step without dampening
-    is one from zero; with dampening it is not, and the plain optimizer has to do it.
+    torch's fused SGD raises if only some parameters have a momentum buffer. Without dampening, a first step equals a
+    step from zero momentum. With dampening it does not, and the unfused kernel has to do this step.
     """
     stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
     late = [parameter for parameter in stepped if optimizer.state[parameter].get("momentum_buffer") is None]
@@ -177,7 +177,7 @@ def _has_all_momenta(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _steps_as_float32(optimizer: Optimizer) -> None:
-    """Turn step counters into float32, which the fused kernels take them for; a float64 default makes others."""
+    """Cast step counters to float32, as the fused kernels require; with a float64 default dtype, they are float64."""
     for state in optimizer.state.values():
         if isinstance(state, dict) and isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(torch.float32)

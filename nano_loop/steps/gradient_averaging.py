@@ -26,10 +26,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class GradientAveraging(RanksStep):
-    """Makes every backward end with the mean of all ranks' gradients; see `nano_loop.distributed.averaging`."""
+    """Averages the gradients over all ranks at the end of each backward; see `nano_loop.distributed.averaging`."""
 
     name = "gradient_averaging"
-    needs = "trained"  # optimizers may come alone, with parameters that no model has
+    needs = "trained"  # an optimizer may be set up without a model, with parameters of its own
 
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
@@ -47,7 +47,7 @@ class GradientAveraging(RanksStep):
         return f"at the end of each backward, {self._way}{narrowed}"
 
     def paused(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Return a context in which gradients of `models` stay those of this rank; see `Averaging.paused`."""
+        """Return a context in which the gradients of `models` are not averaged; see `Averaging.paused`."""
         return nullcontext() if self._averaging is None else self._averaging.paused(models)
 
     def undo(self) -> None:
@@ -64,12 +64,12 @@ class GradientAveraging(RanksStep):
         return averaging
 
     def _make_transport(self) -> Transport:
-        """Take the faster of the two, shared memory, where there is some, and nothing else was asked for."""
+        """Return the shared-memory transport, which is faster, if available and no other backend was requested."""
         compression = torch.bfloat16 if self.config.gradient_compression else None
         backend = self.config.process_group_backend
         folder = self.ranks.folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
-            with suppress(NanoError):  # raised on every rank, where it is too small, as it is in many containers
+            with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers
                 transport = SharedMemoryTransport(self.ranks, folder, compression=compression)
                 self._way = "through shared memory"
                 return transport

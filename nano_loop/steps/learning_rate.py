@@ -1,7 +1,7 @@
-"""Scales the learning rate with the number of ranks, inside of ``optimizer.step()`` alone.
+"""Scales the learning rate with the number of ranks, inside ``optimizer.step()`` only.
 
-N ranks take steps on batches N times as large, for which a learning rate N times as large is the usual rule, and a
-warm-up from the small one the usual way there. BigDL-Nano's users know it as ``auto_lr``.
+With N ranks, each step uses a batch N times as large. The usual rule is a learning rate N times as large, with a
+warm-up from the unscaled rate. In BigDL-Nano this is ``auto_lr``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 
-#: Steps over which the ratio grows from 1 to the number of ranks.
+#: Number of steps over which the ratio grows from 1 to the number of ranks.
 WARM_UP = 1000
-#: Under which the first group of a checkpoint holds the number of steps taken.
+#: The key in the first parameter group of a checkpoint that holds the number of steps taken.
 KEY = "auto_lr_step"
 
 
 class LearningRate(RanksStep):
-    """Lets step t, counted from 0, use ``lr · (1 + (N - 1) · min(t / 1000, 1))`` for the user's ``lr`` and N ranks."""
+    """Scales the user's ``lr`` at step t, from 0, to ``lr · (1 + (N - 1) · min(t / 1000, 1))``, with N ranks."""
 
     name = "learning_rate"
     needs = "optimizers"
 
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
-        self._ramps: dict[int, _Ramp] = {}  # by the optimizer's id; a ramp keeps its optimizer alive
+        self._ramps: dict[int, _Ramp] = {}  # by the optimizer's id; each keeps its optimizer alive
 
     @property
     def asked(self) -> bool:
@@ -83,8 +83,8 @@ class _Ramp:
         self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # a group, the user's learning rate, ours
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Scale; a closure, which is the user's, finds the learning rate as it was."""
-        self.put_back()  # a step before may have raised
+        """Scale the learning rate; the user's closure runs with the unscaled one."""
+        self.put_back()  # a previous step may have raised
         self._scale()
         closure = closure_of(args, kwargs)
         return None if closure is None else with_closure(args, kwargs, lambda: self._unscaled(closure))
@@ -97,18 +97,18 @@ class _Ramp:
         self.put_back()
 
     def into_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add the step to the first group; neither argument is changed."""
+        """Return a copy of `state_dict` with the step in the first group."""
         first, *others = state_dict["param_groups"]
         return {**state_dict, "param_groups": [{**first, KEY: self._step}, *others]}
 
     def after_load(self, optimizer: Optimizer) -> None:
-        """Go on where the checkpoint was, and from the start after one of a run without a ramp."""
-        self._scaled.clear()  # those were the groups before
+        """Continue from the checkpoint's step, or from 0 if it has none."""
+        self._scaled.clear()  # these groups were replaced
         steps = [group.pop(KEY) for group in optimizer.param_groups if KEY in group]
         self._step = int(steps[0]) if steps else 0
 
     def put_back(self) -> None:
-        """Give every group the user's very learning rate, unless it has got another meanwhile."""
+        """Restore the user's learning rate in every group, unless it was changed in the meantime."""
         for group, users, ours in self._scaled:
             if group.get("lr") is ours:
                 group["lr"] = users

@@ -1,4 +1,4 @@
-"""Runs the models under bf16 autocast; parameters, gradients and what the loop sees stay fp32."""
+"""Runs the models under bf16 autocast. Parameters, gradients and model outputs stay fp32."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from nano_loop.steps.step import Step
 
 
 class Precision(Step):
-    """Enters autocast for each outermost call into a model, and leaves it when the call returns.
+    """Enters autocast for each outermost call into a model, and exits it when the call returns.
 
-    Autocast keeps its bf16 copies of the weights until it is left, so one autocast around the whole loop would go on
-    computing with the weights of the first step. In methods other than ``forward``, which may change the weights
-    themselves, or hold the whole loop, it keeps no copies.
+    Autocast caches bf16 copies of the weights until it exits, so a single autocast around the whole loop would keep
+    using the weights of the first step. In methods other than ``forward``, which may change the weights or contain the
+    whole loop, the cache is disabled.
     """
 
     name = "precision"
@@ -46,7 +46,7 @@ class Precision(Step):
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
         if not self.config.reduced_precision:
-            return "fp32, for this CPU has no bf16 instructions"
+            return "fp32, since this CPU has no bf16 instructions"
         if parts.models and all(map(_is_meta, parts.models)):
             return "the model's parameters are on the meta device, where nothing is computed"
         return None
@@ -62,21 +62,21 @@ class Precision(Step):
         return "bf16 autocast, outputs fp32"
 
     def closing(self) -> StepResult | None:
-        """Say which models were trained without a call that could be met."""
+        """Return a result that names the models that were trained without an intercepted call, or None."""
         names = ", ".join(self._missed)
         return (
             StepResult(self.name, "skipped", f"{names} was called by code compiled before the run") if names else None
         )
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Warn of a model that this optimizer trains and that was never called, as far as can be seen."""
+        """Warn about a model that this optimizer trains and whose calls were not intercepted."""
         for model, entry in self._entries_of.values():
             name = type(model).__name__
             if entry.was_called or name in self._missed or not _is_trained(model, optimizer):
                 continue
             self._missed.append(name)
-            given = f"{name} is trained in fp32, without one call that nano_loop has seen"
-            cause = "a function that was compiled before the run keeps the calls that it was compiled with"
+            given = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
+            cause = "a function that was compiled before the run bypasses the steps"
             warnings.warn(problem(given, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
 
     def undo(self) -> None:
@@ -88,7 +88,7 @@ class Precision(Step):
     def _warn(self) -> None:
         given = f"{self.config.given['precision']} on {self.machine.name}"
         lack = "this CPU has no bf16 instructions, so bf16 will be slower than fp32"
-        warnings.warn(problem(given, lack, 'Take precision="auto"'), NanoWarning, stacklevel=2)
+        warnings.warn(problem(given, lack, 'Use precision="auto"'), NanoWarning, stacklevel=2)
 
 
 _COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"
@@ -105,7 +105,7 @@ def _is_trained(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def _bf16_state(model: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers that are bf16 before the run, and so in the plain loop."""
+    """Return the parameters and buffers that are bf16 before the run, as in the plain loop."""
     state = itertools.chain(model.parameters(), model.buffers())
     return [tensor for tensor in state if tensor.dtype is torch.bfloat16]
 
@@ -116,7 +116,7 @@ def _under_autocast(state: list[Tensor]) -> Layer:
 
     def layer(call: Call) -> Call:
         def with_autocast(function: Call, *args: Any, **kwargs: Any) -> Any:
-            # The plain loop would obey an autocast or a `disable_casts` that the user has put around the call.
+            # An autocast or a `disable_casts` of the user takes precedence, as in the plain loop.
             if torch.is_autocast_enabled("cpu"):
                 return call(function, *args, **kwargs)
             with bf16_autocast(keep_casts=is_forward(function)):

@@ -1,4 +1,4 @@
-"""Shards the loaders' batches among the ranks; a loader that the loop evaluates on is served whole."""
+"""Shards the loaders' batches among the ranks. In an evaluation, every rank gets all batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nano_loop.steps.step import RanksStep
 
 
 class Sharding(RanksStep):
-    """Lets rank r take batches r, r+N, … of what each loader's own sampler yields; the loaders are not changed."""
+    """Assigns batches r, r+N, … of each loader's sampler to rank r. The loaders are not changed."""
 
     name = "loaders"
     needs = "loaders"
@@ -26,10 +26,10 @@ class Sharding(RanksStep):
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._models: list[nn.Module] = []
-        self._shardings: dict[int, BatchSharding] = {}  # by the id of a loader, which is kept alive by its change
+        self._shardings: dict[int, BatchSharding] = {}  # by the loader's id; the loader's change keeps it alive
 
     def see(self, parts: Parts) -> None:
-        """Note the models of a ``setup`` call, whose mode says whether the loop trains; also of one without loaders."""
+        """Note the models of a ``setup`` call, with or without loaders. Their mode shows whether the loop trains."""
         known = set(map(id, self._models))
         self._models.extend(model for model in parts.models if id(model) not in known)
 

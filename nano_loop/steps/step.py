@@ -1,4 +1,4 @@
-"""The one shape that all steps have."""
+"""The base classes of all steps."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from nano_loop.report import StepResult
 
 
 class Step(ABC):
-    """One acceleration of one run.
+    """Base class of a step: one acceleration in one run.
 
-    To add a step, write a subclass in a new file, and a line in `nano_loop.steps.STEPS`. A step says when
-    it does not apply, how it is applied, and, where it applies itself, how that is undone:
+    To add a step, write a subclass in a new module and add it to `nano_loop.steps.STEPS`. A step defines when it does
+    not apply, how it is applied, and how it is undone:
 
-    - `skip_reason` answers for one ``setup`` call, and changes nothing;
-    - `apply` changes the parts in place. Right beside each change it hands the way back to ``self.undoing``, so that
-      a step which fails halfway is undone too;
-    - an object that it has changed before in this run (a model set up with a second optimizer) it leaves as it is.
+    - `skip_reason` is called for each ``setup`` call and changes nothing.
+    - `apply` changes the parts in place. With each change, it registers the inverse in ``self.undoing``, so that a step
+      that fails halfway is also undone.
+    - An object that the step has already changed in this run is not changed again, for example a model that is set up
+      with a second optimizer.
 
     Parameters
     ----------
     config : Options
         The options of the run.
     machine : Machine
-        What this process may use.
+        The machine, limited to the CPUs that this process may use.
     entries : Entries
-        Where a step puts what has to happen around the calls into a model.
+        Registers layers around the calls into a model.
     ranks : Ranks
         The processes of the run; a single one by default.
     """
 
-    #: The step's name in the report; its option, where it has one, is called the same.
+    #: The name of the step in the report, and of its option if it has one.
     name: ClassVar[str]
-    #: The parts without which the step has nothing to do, and is silent: models, optimizers, either, loaders, or none.
+    #: The kind of parts that the step needs; without any, it is not in the report. "trained": models or optimizers.
     needs: ClassVar[Literal["models", "optimizers", "trained", "loaders"] | None] = "models"
-    #: Whether the step is about the process, so that the first ``setup`` of a run does it for all of them.
+    #: Whether the step changes the whole process, so that only the first ``setup`` of a run applies it.
     once: ClassVar[bool] = False
-    #: Whether "auto" means reduced precision alone, so that an fp32 run that did not ask for the step is silent on it.
+    #: Whether "auto" enables the step in reduced precision only. An fp32 run then does not report it.
     auto_is_for_reduced_precision: ClassVar[bool] = False
 
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
@@ -55,7 +56,7 @@ class Step(ABC):
 
     @property
     def asked(self) -> bool:
-        """Whether the options turn the step on; a step that is off is silent."""
+        """Whether the options enable the step. A disabled step is not in the report."""
         choice = getattr(self.config, self.name)
         if choice == "auto" and self.auto_is_for_reduced_precision:
             return self.config.reduced_precision or self.config.auto_precision
@@ -63,31 +64,31 @@ class Step(ABC):
 
     @property
     def required(self) -> bool:
-        """Whether the user asked for the step by name, so that skipping it is an error."""
+        """Whether the user requested the step explicitly, so that skipping it is an error."""
         return getattr(self.config, self.name) is True
 
     def see(self, parts: Parts) -> None:  # noqa: B027
-        """Take note of the parts of a ``setup`` call, also of one for which the step has nothing to do."""
+        """Inspect the parts of a ``setup`` call, including calls to which the step does not apply."""
 
     @abstractmethod
     def skip_reason(self, parts: Parts) -> str | None:
-        """Say why the step does not apply to `parts`, in one line for the report; None where it applies."""
+        """Return why the step does not apply to `parts`, in one line for the report, or None if it applies."""
 
     @abstractmethod
     def apply(self, parts: Parts) -> str:
-        """Change `parts` in place, and say what was done, in one line for the report."""
+        """Change `parts` in place, and return a description of the change, in one line for the report."""
 
     def closing(self) -> StepResult | None:
-        """Say what a run that has ended adds to the report, before it is undone; None for nothing."""
+        """Return a final result for the report at the end of the run, before `undo`, or None."""
         return None
 
     def undo(self) -> None:
-        """Put everything back that `apply` changed, the last change first."""
+        """Undo all changes of `apply`, in reverse order."""
         self.undoing.close()
 
 
 class RanksStep(Step):
-    """A step that several ranks need and one does not: it has no option, and is silent with one."""
+    """Base class of a step that is needed with several ranks only. It has no option."""
 
     required = False
 

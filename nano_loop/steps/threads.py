@@ -1,7 +1,7 @@
-"""Runs as many compute threads as this process has physical cores.
+"""Sets the number of compute threads to the number of physical cores of this process.
 
-torch counts the machine's cores and knows no cgroup quota: in a container that may use 2 of 64 CPUs, its 64 threads
-wait for each other most of the time (xgboost#7653 measured 28 s in place of 0.3 s).
+torch counts the machine's cores and ignores cgroup quotas. In a container that may use 2 of 64 CPUs, its 64 threads
+wait for each other most of the time (xgboost#7653 measured 28 s instead of 0.3 s).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Threads(Step):
-    """Lowers torch's thread count to the physical cores that the affinity, the cpuset and the quota leave."""
+    """Lowers torch's thread count to the physical cores that the affinity, the cpuset and the quota allow."""
 
     name = "threads"
     needs = None
@@ -46,5 +46,5 @@ class Threads(Step):
 
 
 def _is_torchruns(variable: str) -> bool:
-    """Whether torchrun has set a thread count, as it does to 1 for several processes, and not the user."""
+    """Whether torchrun set the thread count, rather than the user. With several processes, torchrun sets it to 1."""
     return "TORCHELASTIC_RUN_ID" in os.environ and (variable, os.environ.get(variable)) == ("OMP_NUM_THREADS", "1")

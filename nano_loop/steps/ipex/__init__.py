@@ -1,4 +1,4 @@
-"""Intel Extension for PyTorch: the step, the repairs of wrong kernels, and the comparison of speeds."""
+"""Intel Extension for PyTorch: the step, replacements of faulty kernels, and the speed comparison."""
 
 from nano_loop.steps.ipex.step import Ipex
 

@@ -1,4 +1,4 @@
-"""Imports a library that changes the process while it is imported, and puts back what can be put back."""
+"""Imports a library whose import changes the process, and undoes the changes that can be undone."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _ABSENT = object()
 
 @contextmanager
 def leaving_no_trace(*replaced: tuple[Any, str]) -> Iterator[None]:
-    """Put back, after an import, the environment, logging, warnings' filters and attributes; say nothing meanwhile.
+    """Restore the environment, logging, warning filters and attributes after an import, and silence the import.
 
-    What the import prints through Python's logging, and torch's warning that kernels are overridden, stays unsaid.
-    Kernels that the library has registered with torch stay: torch has no way to take them back.
+    Log messages of the import, and torch's warning about overridden kernels, are suppressed. Kernels that the library
+    registered stay registered, since torch cannot unregister them.
 
     Parameters
     ----------
     *replaced : tuple of object and str
-        Attributes that the import replaces, each by its owner and its name. An attribute that the owner only inherits
-        is inherited again.
+        Attributes that the import replaces, each as an owner and a name. An attribute that the owner inherited is
+        inherited again.
     """
     with ExitStack() as undoing:
         undoing.enter_context(warnings.catch_warnings())
@@ -36,8 +36,8 @@ def leaving_no_trace(*replaced: tuple[Any, str]) -> Iterator[None]:
         for owner, name in replaced:
             undoing.callback(_restore_attribute, owner, name, vars(owner).get(name, _ABSENT))
         logging.disable(logging.CRITICAL)
-        os.environ["TORCH_WARM_POOL"] = "0"  # torch's compiler, where it is imported too, would start its processes
-        # torch says once a process, from C++, that a kernel is overridden. Saying it to nobody before leaves nothing.
+        os.environ["TORCH_WARM_POOL"] = "0"  # otherwise torch's compiler, if imported too, starts worker processes
+        # torch warns only once per process, from C++, about an overridden kernel. This override uses up the warning.
         with overridden("bernoulli_.float", plainly(by_torch), "CPU"):
             yield
 

@@ -1,4 +1,4 @@
-"""Puts torch's own kernels back where those of IPEX 2.8 are wrong, which without this nothing would tell."""
+"""Restores torch's kernels where those of IPEX 2.8 silently return wrong results."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from nano_loop.intercept.operators import overridden, plainly
 
-_repairs = ExitStack()  # never closed: IPEX's kernels stay as long as the process does
+_repairs = ExitStack()  # never closed, since IPEX's kernels stay until the process ends
 _in_force = False
 
 
 def repair() -> None:
-    """Replace four of IPEX's kernels, in the whole process, until it ends. Call it after IPEX's import.
+    """Replace four of IPEX's kernels in the whole process, until it ends. Call it after the import of IPEX.
 
-    - ``layer_norm`` and ``group_norm`` have kernels without a derivative that torch could see. In plain PyTorch they
-      differentiate themselves, but where torch itself takes an operator apart, gradients are silently None under
-      AOTAutograd, and 0 under `torch.func` and in forward mode.
-    - Under autocast, its ``group_norm`` returns bf16 for an fp32 input, and torch's fp32.
-    - Its ``mean`` with ``dim=None`` returns the sum.
+    - The kernels of ``layer_norm`` and ``group_norm`` have no derivative that is registered with torch. In eager mode
+      they differentiate themselves. Where torch decomposes operators, gradients are silently None (under AOTAutograd)
+      or 0 (under `torch.func` and in forward mode).
+    - Under autocast, ``group_norm`` of IPEX returns bf16 for an fp32 input, and torch's returns fp32.
+    - ``mean`` of IPEX returns the sum for ``dim=None``.
     """
     global _in_force
     if _in_force:
@@ -34,6 +34,6 @@ def repair() -> None:
 
 
 def _mean(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return what torch's kernel does that writes to a tensor of the caller's, which IPEX has left alone."""
+    """Compute the mean by torch's kernel for ``out=``, which IPEX does not replace."""
     out = x.new_empty(0, dtype=dtype or x.dtype)
     return torch.mean(x, dim, keepdim, dtype=dtype, out=out)

@@ -1,6 +1,6 @@
-"""Intel Extension for PyTorch (IPEX): its kernels, behind the checks that it does not make itself.
+"""Intel Extension for PyTorch (IPEX): its kernels, with the checks that it does not make itself.
 
-This is the only file that imports it. IPEX was archived in March 2026; 2.8.0 is its last version.
+This is the only module that imports IPEX. IPEX was archived in March 2026; 2.8.0 is its last version.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from nano_loop.steps.ipex.repairs import repair
 from nano_loop.steps.ipex.stopwatch import Stopwatch
 from nano_loop.steps.step import Step
 
-#: Median milliseconds a step of the runs of this process, by kind of run and by whether IPEX's kernels ran.
+#: Median time per step in milliseconds, by kind of run and by whether IPEX's kernels ran, for the runs of this process.
 _measured: dict[str, dict[str, float]] = {}
 _MODULE = "intel_extension_for_pytorch"
 _DISTRIBUTION = "intel-extension-for-pytorch"
-# Attributes of torch that the import of IPEX replaces, for its own sake or to work around bugs of older versions.
+# Attributes of torch that the import of IPEX replaces, for its own use or as workarounds for older versions of torch.
 _REPLACED = (
     (torch.Tensor, "numpy"),
     (torch.Tensor, "__format__"),
@@ -37,19 +37,19 @@ _REPLACED = (
 
 
 class Ipex(Step):
-    """Imports IPEX, whose kernels then run wherever torch's would, in the whole process.
+    """Imports IPEX, whose kernels then replace torch's in the whole process.
 
-    `ipex.optimize` is not called. It packs weights into bf16 blocks, so that inside the loop ``parameters()`` would be
-    others than the optimizer was given and the user knows: averages of weights, surgery on them, clipping and freezing
-    would go wrong, most of them silently. So weights, gradients and optimizers are the user's own at all times, and
-    fp32, which leaves nothing to undo. The kernels stay registered until the process ends. docs/choices.md has the
-    times: packing was behind these kernels on every workload of the benchmarks.
+    `ipex.optimize` is not called. It packs weights into bf16 blocks, so inside the loop ``parameters()`` would differ
+    from the parameters that the optimizer and the user hold. Weight averaging, weight surgery, clipping and freezing
+    would fail, in most cases silently. Without packing, weights, gradients and optimizers stay the user's fp32 objects,
+    and there is nothing to undo. The kernels stay registered until the process ends. docs/choices.md has the times:
+    packing was slower than these kernels on every workload of the benchmarks.
     """
 
     name = "ipex"
     needs = None
-    once = True  # about the process: there is one set of kernels
-    required = False  # its own errors name the option and what to do
+    once = True  # the kernels are registered for the whole process
+    required = False  # skip_reason raises its own errors, which name the option and what to do
     _watch: Stopwatch | None = None
 
     @property
@@ -58,16 +58,16 @@ class Ipex(Step):
         return self.config.use_ipex
 
     def see(self, parts: Parts) -> None:
-        """Time the run's steps where there is IPEX to compare with, whether it is asked for or not."""
+        """Time the steps of the run, with or without IPEX, if a fitting IPEX is installed."""
         if self._watch is None and parts.optimizers and parts.loaders and _fits_torch(_installed_version()):
             self._watch = Stopwatch(parts.optimizers[0])
             self.undoing.callback(self._watch.close)
             self._kind = _kind_of_run(self.config, parts)
 
     def closing(self) -> StepResult | None:
-        """Name the faster of IPEX and nano_loop without it, once this process has run both."""
+        """Return which is faster, with or without IPEX, once this process has run both."""
         if not self.asked and _MODULE in sys.modules:
-            detail = "not asked for, but imported in this process before: its kernels run until the process ends"
+            detail = "not asked for, but already imported in this process: its kernels run until the process ends"
             return StepResult(self.name, "applied", detail)
         median_ms = None if self._watch is None else self._watch.median_ms()
         if median_ms is None:
@@ -81,19 +81,19 @@ class Ipex(Step):
         return StepResult("ipex_speed", "measured", detail)
 
     def skip_reason(self, parts: Parts) -> str | None:
-        """Return None, for who asks for IPEX by name gets it or an error.
+        """Return None: a request for IPEX is either honoured or an error.
 
         Raises
         ------
         ImportError
             If IPEX is not installed.
         NanoConfigError
-            If it is made for another torch, or for another CPU.
+            If IPEX does not support this version of torch or this CPU.
         """
         self._check_instructions()
         version = _installed_version()
         if version is None:
-            needed = f"IPEX is not installed, and works with torch 2.8 alone (this is torch {_torch_version()})"
+            needed = f"IPEX is not installed, and works with torch 2.8 only (this is torch {_torch_version()})"
             raise ImportError(problem(self._given, needed, self._install()))
         self._check_version(version)
         return None
@@ -106,7 +106,7 @@ class Ipex(Step):
 
     @property
     def _given(self) -> str:
-        """What asked for it: the argument, or the variable of the environment."""
+        """The argument or the environment variable that requested IPEX."""
         return self.config.given["use_ipex"]
 
     def _install(self) -> str:
@@ -115,11 +115,11 @@ class Ipex(Step):
         return f'Leave it out, or run pip install "nano-loop[ipex]"{replaced}'
 
     def _check_version(self, version: str) -> None:
-        """IPEX prints, and ends the process, when it is imported beside another torch than its own."""
+        """Raise if IPEX was built for another torch: its import would print a message and end the process."""
         if _fits_torch(version):
             return
         torch_version = _torch_version()
-        needed = f"IPEX {_minor(version)} works with torch {_minor(version)} alone, and this is torch {torch_version}"
+        needed = f"IPEX {_minor(version)} works with torch {_minor(version)} only, and this is torch {torch_version}"
         raise NanoConfigError(problem(self._given, needed, self._install()))
 
     def _check_instructions(self) -> None:
@@ -129,14 +129,14 @@ class Ipex(Step):
         raise NanoConfigError(problem(self._given, needed, "Leave it out"))
 
     def _import_quietly(self) -> None:
-        if _MODULE in sys.modules:  # the user imported it, and has its effects already
+        if _MODULE in sys.modules:  # the user imported it, so its effects are already there
             return
         try:
             with leaving_no_trace(*_REPLACED):
                 import_module(_MODULE)
-        except (Exception, SystemExit) as error:  # it loads libraries, and may end the process
+        except (Exception, SystemExit) as error:  # the import loads libraries, and may end the process
             given = f"{self._given}: importing IPEX raised {type(error).__name__}"
-            raise NanoError(problem(given, str(error), "Leave it out, or install IPEX anew")) from error
+            raise NanoError(problem(given, str(error), "Leave it out, or reinstall IPEX")) from error
 
 
 def _installed_version() -> str | None:
@@ -158,12 +158,12 @@ def _fits_torch(version: str | None) -> bool:
 
 
 def _minor(version: str) -> str:
-    """Return the first two numbers of a version, which are all that IPEX compares."""
+    """Return the first two numbers of a version. IPEX compares no more than these."""
     return ".".join(re.findall(r"\d+", version)[:2])
 
 
 def _kind_of_run(config: Options, parts: Parts) -> str:
-    """Return what two runs share that differ in IPEX alone."""
+    """Return a key that is equal for two runs that differ only in IPEX."""
     options = {name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose")}
     shapes = [tuple(each.shape) for model in parts.models for each in model.parameters()]
     batches = [

@@ -9,17 +9,17 @@ from itertools import pairwise
 
 from torch.optim import Optimizer
 
-#: The first steps pay for warming up: page faults, oneDNN's primitives, files that are read for the first time.
+#: The first steps include warm-up costs: page faults, creation of oneDNN primitives, first reads of files.
 _WARMUP, _ENOUGH, _LAST = 3, 5, 1000
 
 
 class Stopwatch:
-    """Notes when each step of an optimizer ends, until it is closed.
+    """Records when each step of an optimizer ends, until it is closed.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Gets a hook after its ``step``; `close` takes it off.
+        The optimizer. It gets a hook after ``step``, which `close` removes.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -33,11 +33,11 @@ class Stopwatch:
             self._ends.append(time.perf_counter())
 
     def median_ms(self) -> float | None:
-        """Return the median of the last thousand steps, in milliseconds; None where there were too few."""
+        """Return the median time of the last thousand steps in milliseconds, or None if there were too few steps."""
         ends = list(self._ends)
         seconds = [end - begin for begin, end in pairwise(ends)]
         return statistics.median(seconds) * 1e3 if len(seconds) >= _ENOUGH else None
 
     def close(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         self._hook.remove()

@@ -96,7 +96,7 @@ def test_another_torch_is_told_which_one_goes_with_this_ipex(installed, torch_ve
     installed(torch_version, "2.8.0")
     with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*, which replaces torch .* by 2\.8\.0\.$") as caught:
         train()
-    assert f"IPEX 2.8 works with torch 2.8 alone, and this is torch {torch_version}." in str(caught.value)
+    assert f"IPEX 2.8 works with torch 2.8 only, and this is torch {torch_version}." in str(caught.value)
 
 
 @pytest.mark.parametrize("torch_version", ["2.8.0", "2.8.0+cu128", "2.8.1", "2.8.0a0"])
