@@ -230,7 +230,7 @@ def test_a_refused_mask_is_an_error_that_says_what_to_do(cpus):
         pytest.fail("the body ran")
     assert isinstance(caught.value.__cause__, OSError)
     assert "Invalid argument" in str(caught.value)
-    assert str(caught.value).endswith("start the run again.")
+    assert str(caught.value).endswith("restart the run.")
     assert os.sched_getaffinity(0) == ALL
 
 
