@@ -42,7 +42,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def nested_backwards_noticed() -> AbstractContextManager[None]:
-    """Return a context in which an inner backward, begun through `torch.autograd.backward`, is told apart from an outer one."""
+    """Return a context in which an inner `torch.autograd.backward` is known from the outer one that runs it."""
     return replaced(cast(Any, torch.autograd), "backward", _noticing)
 
 

@@ -2,7 +2,7 @@
 
 In a forward it does while the thread is inside a call into such a model. In a backward it does where the graph was
 made inside such a call. torch numbers the autograd nodes of a thread in the order in which they are made, so the nodes
-of one call are those between two numbers, and the number of the node that the backward is running shows whether it is one of them.
+of one call are those between two numbers, and the number of the running node shows whether it is one of them.
 
 A graph whose backward runs in another thread than its forward is taken for one that does not belong, and so is the
 graph of a call that lies more than 65,536 calls back: torch's own kernels are always right.
