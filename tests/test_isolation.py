@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from loops.pairs import slow_bf16_is_fine
+from loops.pairs import has_ipex, slow_bf16_is_fine
 from torch import nn
 
 from nano_loop import NanoWarning, TorchNano, nano
@@ -244,16 +244,20 @@ def test_blocks_of_eight_megabytes_are_kept_after_a_run():
     model = nn.Linear(2, 2)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     a = torch.zeros(2 << 20)
-    for _ in range(3): b = a + 1; del b
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20): b = a + 1; del b
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(20): b = a + 1; del b
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    print(min(faults() for _ in range(4)))
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
     assert int(run.stdout) < 2000
 
 
 # --- models that come as they are ---
+
+# In a process that has imported IPEX, its passes change how scripted models compute, and it warns of them.
+without_ipex = pytest.mark.skipif(has_ipex(), reason="IPEX's passes over TorchScript stay in force once it is imported")
 
 
 class Small(nn.Module):
@@ -280,6 +284,7 @@ def fit(model, optimizer):
     return losses
 
 
+@without_ipex
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("precision", [32, "bf16"])
 def test_scripted_model_trains_as_the_module_it_was_made_of(precision):
@@ -295,6 +300,7 @@ def test_scripted_model_trains_as_the_module_it_was_made_of(precision):
         assert trained(scripted) == pytest.approx(trained(model), rel=1e-6)
 
 
+@without_ipex
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_report_says_what_a_step_cannot_do_for_a_scripted_model():
     train = nano(verbose=False, channels_last=True, compile=True)(fit)

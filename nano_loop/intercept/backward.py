@@ -1,8 +1,9 @@
-"""Defers work to the end of the outermost backward, also from within a nested backward.
+"""Puts work off to the end of the outermost backward, also from inside a backward that another one runs.
 
-An activation checkpoint (``use_reentrant=True``) recomputes a segment during a backward, and runs a nested backward of
-that segment. torch's own end-of-backward callback, queued there, would run at the end of the segment. Only the caller
-of the nested backward can detect the outer one, so `torch.autograd.backward` is replaced while it is needed.
+An activation checkpoint (``use_reentrant=True``) computes a segment again in the middle of a backward, and runs a
+backward of that segment alone. torch's own end-of-backward callback, queued there, would run when the segment is
+through. Nobody but the caller of the inner backward can tell that there is an outer one, so `torch.autograd.backward`
+is replaced for as long as it matters.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nano_loop.intercept.torch_private import in_backward, queue_callback
 
 
 class _NestedBackwards(threading.local):
-    """The functions to run at the end of this thread's outermost backward. None unless a nested backward is running."""
+    """What the outermost backward of this thread is to do at its end, while an inner one runs; None outside of that."""
 
     waiting: list[Callable[[], None]] | None = None
 
@@ -29,10 +30,10 @@ _nested = _NestedBackwards()
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Run `function` at the end of this thread's outermost backward, before it returns, unless the backward raises.
+    """Run `function` when the outermost backward of this thread ends, before it returns; never if it raises.
 
-    Call it during a backward, inside `nested_backwards_noticed`. Outside that context, a nested backward counts as
-    the outermost one.
+    To be called inside a backward, and within `nested_backwards_noticed`, without which an inner backward is taken
+    for the outermost.
     """
     if _nested.waiting is None:
         queue_callback(function)
@@ -41,7 +42,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def nested_backwards_noticed() -> AbstractContextManager[None]:
-    """Return a context in which nested calls of `torch.autograd.backward` are detected."""
+    """Return a context in which an inner `torch.autograd.backward` is known from the outer one that runs it."""
     return replaced(cast(Any, torch.autograd), "backward", _noticing)
 
 
@@ -52,7 +53,7 @@ def _noticing(original: Callable[..., None]) -> Callable[..., None]:
             return original(*args, **kwargs)
         waiting: list[Callable[[], None]] = []
         _nested.waiting = waiting
-        queue_callback(lambda: _run(waiting))  # the outer backward is still the current one here
+        queue_callback(lambda: _run(waiting))  # here the outer backward is still the one that is running
         try:
             return original(*args, **kwargs)
         finally:

@@ -1,11 +1,11 @@
-"""Determines whether the current operator belongs to a set-up model.
+"""Says whether what torch computes at this moment belongs to a model that was set up.
 
-In a forward, it does if the thread is inside a call into such a model. In a backward, it does if the graph was created
-inside such a call. torch numbers the autograd nodes of a thread in order of creation, so the nodes of a call are a
-range of numbers, and the number of the current node shows whether it is in the range of a call.
+In a forward it does while the thread is inside a call into such a model. In a backward it does where the graph was
+made inside such a call. torch numbers the autograd nodes of a thread in the order in which they are made, so the nodes
+of one call are those between two numbers, and the number of the running node shows whether it is one of them.
 
-A graph counts as not belonging to a set-up model if its backward runs in another thread than its forward, or if more
-than 65,536 calls were made since. This is safe, since torch's own kernels are always correct.
+A graph whose backward runs in another thread than its forward is taken for one that does not belong, and so is the
+graph of a call that lies more than 65,536 calls back: torch's own kernels are always right.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Inside(threading.local):
     """Whether this thread is inside a call into a set-up model."""
 
     def __init__(self) -> None:
-        self.yes = False  # an instance attribute, since `torch.compile` guards on its existence
+        self.yes = False  # on the object: `torch.compile` guards on whether it is there
 
 
 class _Graphs(threading.local):
-    """The ranges of node numbers of this thread's calls: the first number, and the first one after the call."""
+    """The numbers of the first node of each call of this thread, and of the first one behind it."""
 
     def __init__(self) -> None:
         self.starts, self.ends = array("Q"), array("Q")
@@ -38,7 +38,7 @@ _graphs = _Graphs()
 
 
 def belongs_to_set_up_model() -> bool:
-    """Return whether the current operator is in a call into a set-up model, or in the backward of such a call."""
+    """Return whether torch computes for a set-up model now: in a call into it, or in the backward of one."""
     if inside.yes:
         return True
     number = current_node_number()
@@ -49,7 +49,7 @@ def belongs_to_set_up_model() -> bool:
 
 
 def note_graph(start: int, end: int) -> None:
-    """Note that the nodes from `start` to `end`, exclusive, were created inside a call into a set-up model."""
+    """Note that the nodes from `start` to before `end` were made inside a call into a set-up model."""
     starts, ends = _graphs.starts, _graphs.ends
     if start == end:
         return
@@ -63,5 +63,5 @@ def note_graph(start: int, end: int) -> None:
 
 
 def forget_graphs() -> None:
-    """Discard the noted graphs of this thread."""
+    """Forget the graphs of this thread's calls."""
     _graphs.__init__()  # type: ignore[misc]

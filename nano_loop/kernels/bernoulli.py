@@ -103,6 +103,10 @@ def _fits(tensor: torch.Tensor, p: float, generator: torch.Generator | None) -> 
 
 def by_torch(tensor: torch.Tensor, p: float = 0.5, generator: torch.Generator | None = None) -> torch.Tensor:
     """Draw by torch's kernel for a tensor of probabilities, whose draws are the same."""
+    if not 0 <= p <= 1:
+        raise RuntimeError(
+            f"bernoulli_ expects p to be in [0, 1], but got p={p:g}"
+        )  # the message of the other overload
     return tensor.bernoulli_(torch.tensor(p, dtype=torch.float64), generator=generator)
 
 

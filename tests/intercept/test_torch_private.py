@@ -11,6 +11,7 @@ from nano_loop.intercept.torch_private import (
     compile_call,
     compile_context,
     compiled_call,
+    current_node_number,
     forget_compiled,
     forget_empty_hooks,
     forget_fused_check,
@@ -22,6 +23,7 @@ from nano_loop.intercept.torch_private import (
     is_loss,
     is_watched_by_scheduler,
     kept_iterator,
+    next_node_number,
     own_iterator,
     queue_callback,
     softmax_backward,
@@ -187,3 +189,26 @@ def test_call_of_a_module_is_compiled_by_the_context_of_another():
     compile_call(other, compile_context(compiled_call(one)))
     assert is_compiled(other)
     assert other(torch.ones(1, 1)).shape == (1, 1)
+
+
+def test_autograd_nodes_are_numbered_as_they_are_made_and_known_in_their_backward():
+    seen = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(current_node_number())
+            return gradient
+
+    x = torch.ones(1, requires_grad=True)
+    first = next_node_number()
+    out = Noting.apply(x)
+    assert next_node_number() == first + 1
+    assert current_node_number() is None
+    out.backward()
+    assert seen == [first]
+    assert current_node_number() is None

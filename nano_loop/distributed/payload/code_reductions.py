@@ -43,7 +43,7 @@ def _set_compiled_module(module: nn.Module, state: tuple[Any, Any]) -> None:
 def _reduce_scripted(module: torch.jit.ScriptModule) -> Reduction:
     """Pickle a scripted module as `torch.jit.save` does, and its tensors beside that, for optimizers hold them too."""
     content = io.BytesIO()
-    torch.jit.save(module, content)  # type: ignore[no-untyped-call]
+    torch.jit.save(module, content)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return _scripted, (content.getvalue(),), tensors, None, None, _set_tensors
 
@@ -53,9 +53,10 @@ def _scripted(content: bytes) -> Any:
 
 
 def _set_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
+    modules = dict(module.named_modules())
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, tensor)
+        setattr(modules[owner], attribute, tensor)
 
 
 def _reduce_parametrized(module: nn.Module) -> Reduction:

@@ -96,6 +96,9 @@ class Ipex(Step):
             needed = f"IPEX is not installed, and works with torch 2.8 only (this is torch {_torch_version()})"
             raise ImportError(problem(self._given, needed, self._install()))
         self._check_version(version)
+        if any(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
+            needed = "IPEX's passes over TorchScript make the backward of scripted models fail under autocast"
+            raise NanoConfigError(problem(self._given, needed, "Leave it out, or pass the model unscripted"))
         return None
 
     def apply(self, parts: Parts) -> str:

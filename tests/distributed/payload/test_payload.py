@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import operator
 import os
 import shutil
 import subprocess
@@ -99,6 +100,29 @@ def test_what_training_writes_is_read_into_ordinary_memory(send, tmp_path):
 
     assert send((model, optimizer, free), check) == ({}, expected, 2)
     assert len([*tmp_path.glob("*/[0-9]*")]) == 5  # weight, gradient, buffer, momentum, and the free one
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted_model_arrives_with_the_tensors_that_its_optimizer_holds(send):
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.rand(5, 3)
+    model(x).sum().backward()
+    optimizer.step()
+    model.eval()
+    expected = model(x).tolist()
+
+    def check(call):
+        model, optimizer, x = call
+        before = model(x).tolist()
+        held = all(map(operator.is_, model.parameters(), optimizer.param_groups[0]["params"]))
+        model.train()
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        return before, held, model.eval()(x).tolist() != before
+
+    assert send((model, optimizer, x), check) == (expected, True, True)
 
 
 def test_no_file_stays_open(send, tmp_path):

@@ -122,6 +122,14 @@ def test_another_cpu_is_named_with_what_is_needed(installed, step, architecture,
         step(Ipex, on=machine, use_ipex=True).skip_reason(Parts())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted_model_is_refused(step, installed):
+    installed("2.8.0", "2.8.0")
+    parts = Parts([torch.jit.script(torch.nn.Linear(2, 2))])
+    with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*TorchScript.*pass the model unscripted\.$"):
+        step(Ipex, use_ipex=True).skip_reason(parts)
+
+
 @pytest.mark.parametrize(
     "error",
     [OSError("libfoo.so: cannot open"), AttributeError("module 'os' has no 'exit'"), SystemExit("needs AVX2")],

@@ -1,0 +1,124 @@
+"""It is known whether what torch computes belongs to a set-up model: in calls into it, and in its backwards."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nano_loop.intercept import ownership
+from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.ownership import belongs_to_set_up_model
+
+
+class Asking(torch.autograd.Function):
+    """Notes in its forward and in its backward whether it belongs to a set-up model."""
+
+    @staticmethod
+    def forward(ctx, x, notes):
+        ctx.notes = notes
+        notes.append(belongs_to_set_up_model())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.notes.append(belongs_to_set_up_model())
+        return gradient * 2, None
+
+
+class Model(nn.Module):
+    """Asks, once or with its inner part recomputed in the backward."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.reentrant = reentrant
+        self.notes = []
+
+    def part(self, x):
+        return Asking.apply(self.inner(x), self.notes).tanh()
+
+    def forward(self, x):
+        return self.part(x) if self.reentrant is None else checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+@pytest.fixture
+def entries():
+    made = Entries()
+    yield made
+    made.close()
+
+
+def ones():
+    return torch.ones(1, 2, requires_grad=True)
+
+
+def test_forward_and_backward_of_a_set_up_model_belong_and_no_others(entries):
+    model, other = Model(), Model()
+    entries.meet(model)
+    (model(ones()).sum() + other(ones()).sum()).backward()
+    assert model.notes == [True, True]
+    assert other.notes == [False, False]
+
+
+def test_graphs_of_calls_in_between_are_told_apart(entries):
+    model, other = Model(), Model()
+    entries.meet(model)
+    outputs = [each(ones()) for _ in range(5) for each in (model, other)]
+    torch.cat(outputs).sum().backward()
+    assert model.notes == [True] * 10
+    assert other.notes == [False] * 10
+
+
+def test_recomputation_belongs_where_the_forward_did(entries):
+    model, other = Model(reentrant=False), Model(reentrant=False)
+    entries.meet(model)
+    (model(ones()).sum() + other(ones()).sum()).backward()
+    assert model.notes == [True, True, True]  # forward, forward again, backward
+    assert other.notes == [False, False, False]
+
+
+def test_reentrant_recomputation_belongs_too(entries):
+    model, other = Model(reentrant=True), Model(reentrant=True)
+    entries.meet(model)
+    (model(ones()).sum() + other(ones()).sum()).backward()
+    assert model.notes[:2] == [True, True]
+    assert other.notes == [False, False, False]
+
+
+def test_another_threads_graphs_with_the_same_numbers_do_not_belong(entries):
+    model, other = Model(), Model()
+    entries.meet(model)
+
+    def train():
+        for _ in range(20):
+            other(ones()).sum().backward()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    for _ in range(20):
+        model(ones()).sum().backward()
+    thread.join()
+    assert model.notes == [True] * 40
+    assert other.notes == [False] * 40
+
+
+def test_graph_does_not_belong_once_no_model_is_set_up():
+    entries, model = Entries(), Model()
+    entries.meet(model)
+    out = model(ones())
+    entries.close()
+    out.sum().backward()
+    assert model.notes == [True, False]
+
+
+def test_calls_long_ago_are_forgotten_and_those_since_are_not(entries, monkeypatch):
+    monkeypatch.setattr(ownership, "_MOST_CALLS", 4)
+    model = Model()
+    entries.meet(model)
+    outputs = [model(ones()) * 2 for _ in range(6)]
+    model.notes.clear()
+    outputs[-1].sum().backward()
+    outputs[0].sum().backward()
+    assert model.notes == [True, False]
