@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import threading
 from collections.abc import Callable
 
 import torch
@@ -31,6 +32,7 @@ _ONES = {
 # Offsets in torch's generator state, in bytes: a count, a position, and 624 numbers of 64 bits.
 _STATE_SIZE, _LEFT, _NEXT, _NUMBERS = 5056, 8, 16, 24
 _WORDS = 624
+_lock = threading.Lock()  # a state is taken, advanced and given back by one thread at a time
 
 
 def unavailable() -> str | None:
@@ -74,7 +76,18 @@ def fill(tensor: torch.Tensor, p: float, generator: torch.Generator) -> torch.Te
     generator : torch.Generator
         The CPU generator, which advances as in torch.
     """
-    state = generator.get_state()
+    with _lock:
+        while True:
+            before = generator.get_state()
+            after = _draw(tensor, p, before.clone())
+            # Another thread may have drawn from the generator meanwhile, by torch: then these numbers are its own.
+            if torch.equal(generator.get_state(), before):
+                generator.set_state(after)
+                return tensor
+
+
+def _draw(tensor: torch.Tensor, p: float, state: torch.Tensor) -> torch.Tensor:
+    """Fill `tensor` from a generator's state, which is advanced in place and returned."""
     left = ctypes.c_int32.from_address(state.data_ptr() + _LEFT)
     position = ctypes.c_uint64.from_address(state.data_ptr() + _NEXT)
     following = compiled("bernoulli").draw_bernoulli(
@@ -87,8 +100,7 @@ def fill(tensor: torch.Tensor, p: float, generator: torch.Generator) -> torch.Te
         ctypes.c_uint64(math.ceil(math.ldexp(p, 53))),
     )
     left.value, position.value = _WORDS + 1 - following, following
-    generator.set_state(state)
-    return tensor
+    return state
 
 
 def _fits(tensor: torch.Tensor, p: float, generator: torch.Generator | None) -> bool:
