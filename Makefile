@@ -45,12 +45,14 @@ PEERS := $(if $(filter 3.10,$(VERSION)),,requirements/bench.txt)
 PYTEST := -m pytest -n 2 --dist worksteal
 BENCHMARKS := tests/benchmarks
 
-# The same with any torch, so that they need not run again with IPEX's; nor need the hundred runs, which five stand for.
-ANY_TORCH := tests/cpu tests/test_architecture.py tests/test_checks.py tests/test_docstrings.py \
-    tests/test_no_test_skipped.py tests/test_options.py tests/test_packaging.py tests/test_report.py \
-    tests/test_signatures.py $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
+# The same with any torch, so that they need not run again with IPEX's. Nor need what is slow of some more.
+ANY_TORCH := tests/cpu tests/distributed/launch tests/faults tests/test_architecture.py \
+    tests/test_checks.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/test_options.py \
+    tests/test_packaging.py tests/test_report.py tests/test_signatures.py \
+    $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
+SLOW_WITH_ANY_TORCH := transport or lightning or examples or scripts
 
-.PHONY: help demo test test-all test-benchmarks test-ipex lint bench bench-overhead clean ready
+.PHONY: help demo test test-all test-benchmarks test-ipex lint docs-faults bench bench-overhead clean ready
 .NOTPARALLEL:
 
 help:
@@ -60,6 +62,7 @@ help:
 	@echo "make test-benchmarks   run the tests of the benchmarks alone"
 	@echo "make test-ipex   the tests that depend on torch, with IPEX and its torch, in .venv-ipex: a download of several GB"
 	@echo "make lint    ruff, mypy, and that imports run downwards"
+	@echo "make docs-faults  write docs/faults.md from the table of faults in tests/faults"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
 	@echo "make clean   remove .venv, .venv-ipex, .venv-bench, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
@@ -80,13 +83,16 @@ test test-all test-benchmarks: ready
 test-ipex: export CUDA_VISIBLE_DEVICES :=
 test-ipex:
 	@$(MAKE) --no-print-directory VENV=.venv-ipex REQUIREMENTS="requirements/ipex.txt $(PEERS)" \
-	    TESTS="$(addprefix --ignore=,$(ANY_TORCH)) -k 'not no_more_than_one_does[100]'" test-all
+	    TESTS="$(addprefix --ignore=,$(ANY_TORCH)) -k 'not (slow and ($(SLOW_WITH_ANY_TORCH)))'" test-all
 
 lint: ready
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy --strict nano_loop
 	@$(RUN) -m pytest -q tests/test_architecture.py
+
+docs-faults: ready
+	@PYTHONPATH=tests $(RUN) -m faults.page
 
 # The peers have an environment of their own, so that nothing of ours comes to rely on them.
 BENCH_VENV := .venv-bench

@@ -27,6 +27,7 @@ from benchmarks.names import at_least_one
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.transport.process_group import ProcessGroupTransport
+from nano_loop.distributed.transport.shared_channel import SharedChannel
 from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,7 +91,9 @@ def serve(rank: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(arguments.store, 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    ranks = Ranks(rank, 2, local_rank=rank, local_size=2)
+    folder = Path(arguments.store).parent
+    ranks = Ranks(rank, 2, local_rank=rank, local_size=2, folder=folder)
+    ranks.channel = SharedChannel(ranks, folder)
     compression = getattr(torch, arguments.compression) if arguments.compression else None
     results = measure(ranks, arguments.rounds, compression)
     ranks.barrier()

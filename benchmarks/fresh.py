@@ -20,7 +20,7 @@ Result = dict[str, Any]
 
 
 def fresh(job: Job, *, limit: float, python: str = sys.executable, settings: Mapping[str, str] | None = None) -> Result:
-    """Do a job (see `benchmarks.case`) in a process of its own.
+    """Do a job (see `benchmarks.case`) in a fresh process.
 
     Parameters
     ----------

@@ -36,7 +36,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def losses(workload: str, system: str, options: argparse.Namespace, **others: float) -> list[float]:
-    """Return the losses of training steps, in a process of their own; end the program where there are none."""
+    """Return the losses of training steps, in a fresh process; end the program where there are none."""
     job = {"task": "losses", "workload": workload, "system": system, "small": options.small, "count": options.steps}
     job |= others
     found = fresh(job, limit=options.limit)

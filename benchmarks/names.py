@@ -1,4 +1,4 @@
-"""Finds workloads and systems by what a person calls them: a name of ours, or ``module:function`` of their own."""
+"""Finds workloads and systems by what a person calls them: a name from a list, or the user's ``module:function``."""
 
 from __future__ import annotations
 

@@ -1,37 +1,40 @@
-"""Two ranks of one core each: what averaging costs, beside torch's DDP and beside none, and how long a start takes.
+"""Two ranks of one core each: what averaging costs, beside torch's DDP and beside none, and what starts and calls take.
 
 python -m benchmarks.processes --rounds 3
 python -m benchmarks.processes --only start
+python -m benchmarks.processes --only calls
 
-The three ways of averaging run under the same launch, binding and accelerations, in fresh processes and in turn.
+The three ways of averaging take steps in turn, in the same two processes, so that they meet the same machine.
 BERT-base is transformers', with random weights: pip install -r requirements/bench.txt.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from benchmarks.names import at_least_one
-from nano_loop import TorchNano
+from nano_loop import TorchNano, nano
 
 ROOT = Path(__file__).resolve().parent.parent
-WAYS = ("none", "nano", "ddp")
-WARMUP, STEPS = 2, 6
+#: No averaging; none, but a rank waits for the other after its backward, as with any averaging; ours; torch's.
+WAYS = ("none", "wait", "nano", "ddp")
+WARMUP, TURNS = 2, 8  # of which those of a round are counted
 IMPORT = "import nano_loop"
 FIRST_STEP = """
 import nano_loop, torch
-@nano_loop.nano(num_processes=2, verbose=False)
+@nano_loop.nano(num_processes={}, verbose=False)
 def train(model, optimizer):
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
@@ -40,58 +43,125 @@ train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 """
 
 
-class Timed(TorchNano):
-    """Times steps of BERT-base on 4 sequences of 128 tokens a rank, with one way of averaging gradients."""
+class InTurn(TorchNano):
+    """Takes steps on 4 sequences of 128 tokens a rank, with each way of averaging in turn."""
 
-    def train(self, way: str) -> list[float]:
-        from transformers import BertConfig, BertForMaskedLM
-
-        bert = BertForMaskedLM(BertConfig())
-        optimizer = torch.optim.AdamW(bert.parameters(), lr=1e-4)
-        self.setup(bert, optimizer)
+    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, turns: int) -> list[dict[str, list[float]]]:
+        """Return for each turn and way the seconds of each rank. The ranks begin a step together."""
+        self.setup(model, optimizer)
         tokens = torch.randint(30000, (4, 128))
-        with self.no_backward_sync(bert, enabled=way != "nano"):
-            model = DistributedDataParallel(bert, gradient_as_bucket_view=True) if way == "ddp" else bert
-            return [_step(model, optimizer, tokens) for _ in range(WARMUP + STEPS)][WARMUP:]
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        found = []
+        for turn in range(WARMUP + turns):
+            seconds = {}
+            for way in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
+                with self.no_backward_sync(model, enabled=way != "nano"):
+                    self.barrier()
+                    after = self.barrier if way == "wait" else _nothing
+                    mine = _step(ddp if way == "ddp" else model, optimizer, tokens, after)
+                seconds[way] = self.all_gather(torch.tensor([mine])).flatten().tolist()
+            found.append(seconds)
+        return found[WARMUP:]
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
+def _nothing() -> None: ...
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, after: Callable[[], object]
+) -> float:
     start = time.perf_counter()
     optimizer.zero_grad()
     model(input_ids=tokens, labels=tokens).loss.backward()
+    after()
     optimizer.step()
     return time.perf_counter() - start
 
 
-def measure(way: str) -> float:
-    """Return the median milliseconds of a step, from a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.processes", "--way", way]
-    return float(json.loads(_output(command).splitlines()[-1]))
-
-
 def bert(rounds: int) -> None:
-    """Print a row a way: its median, and the ratio to the others, round by round."""
-    found: list[dict[str, float]] = []
-    for number in range(rounds):
-        print(f"bert: round {number + 1} of {rounds}", file=sys.stderr)
-        found.append({way: measure(way) for way in WAYS})
-    print("\nBERT-base, 4×128 tokens a rank, two ranks of one core, bf16, milliseconds a step")
+    """Print a row a way: its median step, and its time over that of no averaging, turn by turn."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    model = BertForMaskedLM(BertConfig())
+    # Without averaging, the ranks train apart.
+    in_turn = InTurn(num_processes=2, precision="bf16", auto_lr=False, compare_parameters=False, verbose=False)
+    found = in_turn.train(model, torch.optim.AdamW(model.parameters(), lr=1e-4), rounds * TURNS)
+    slower = [{way: max(each) for way, each in turn.items()} for turn in found]
+    waits = statistics.quantiles((each["nano"] / each["wait"] for each in slower), n=4)
+    print("\nBERT-base, 4×128 tokens a rank, two ranks of one core, bf16, milliseconds a step of the slower rank")
     for way in WAYS:
-        ratios = [each[way] / each["none"] for each in found]
-        median = statistics.median(each[way] for each in found)
-        print(f"  {way:<6} {median:8.0f}   {statistics.median(ratios):.3f}× none ({min(ratios):.3f}-{max(ratios):.3f})")
-    gains = [each["ddp"] / each["nano"] for each in found]
-    print(f"  DDP takes {statistics.median(gains):.3f}× nano's time ({min(gains):.3f}-{max(gains):.3f})")
+        ratios = statistics.quantiles((each[way] / each["none"] for each in slower), n=4)
+        median = statistics.median(each[way] for each in slower)
+        print(f"  {way:<6} {median * 1e3:8.0f}   {ratios[1]:.3f}× none (quartiles {ratios[0]:.3f}, {ratios[2]:.3f})")
+    print(f"  nano takes {waits[1]:.3f}× the time of waiting alone (quartiles {waits[0]:.3f}, {waits[2]:.3f})")
+    gains = statistics.quantiles((each["ddp"] / each["nano"] for each in slower), n=4)
+    print(f"  DDP takes {gains[1]:.3f}× nano's time (quartiles {gains[0]:.3f}, {gains[2]:.3f}), {len(found)} turns")
 
 
 def start(rounds: int) -> None:
-    """Print how long two processes take to their first step, over one Python that imports nano_loop."""
-    found = []
+    """Print how long two processes take to their first step, over one process, and over an import of nano_loop."""
+    programs = {"import": IMPORT, "one process": FIRST_STEP.format(1), "two processes": FIRST_STEP.format(2)}
+    found: dict[str, list[float]] = {"an import": [], "one process": []}
     for _ in range(rounds):
-        imported, stepped = (_seconds(program) for program in (IMPORT, FIRST_STEP))
-        found.append(stepped - imported)
-        print(f"start: import {imported:.2f} s, first step of two processes {stepped:.2f} s", file=sys.stderr)
-    print(f"\nstart of two processes, over an import: {statistics.median(found):.2f} s (median of {rounds})")
+        seconds = {name: _seconds(program) for name, program in programs.items()}
+        print("start:", ", ".join(f"{name} {each:.2f} s" for name, each in seconds.items()), file=sys.stderr)
+        found["an import"].append(seconds["two processes"] - seconds["import"])
+        found["one process"].append(seconds["two processes"] - seconds["one process"])
+    print()
+    for name, each in found.items():
+        print(f"start of two processes, over {name}: {statistics.median(each):.2f} s (median of {rounds})")
+
+
+FOLDS, EPOCHS = 5, 20
+
+
+@nano(num_processes=2, verbose=False)
+def cross_validate(models: list[nn.Module], optimizers: list[Any], loaders: list[Any], epochs: int) -> None:
+    for model, optimizer, loader in zip(models, optimizers, loaders, strict=True):
+        for _ in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+
+def calls(rounds: int) -> None:
+    """Print how long a cross-validation takes by one call, by one call a fold, and by one call an epoch."""
+    ways = {"one call": (1, EPOCHS), "a call a fold": (FOLDS, EPOCHS), "a call an epoch": (FOLDS, 1)}
+    cross_validate(*_folds(), 1)  # starts the process that workers are forked from
+    found = [{name: _seconds_by(*way) for name, way in ways.items()} for _ in range(rounds)]
+    print(f"\n{FOLDS} folds of {EPOCHS} epochs over {ROWS} rows, two processes, seconds")
+    for name in ways:
+        ratios = [each[name] / each["one call"] for each in found]
+        median = statistics.median(each[name] for each in found)
+        print(f"  {name:<16} {median:7.2f}   {statistics.median(ratios):.3f}× ({min(ratios):.3f}-{max(ratios):.3f})")
+
+
+ROWS = 20_000
+
+
+def _folds() -> tuple[list[nn.Module], list[torch.optim.Optimizer], list[DataLoader[Any]]]:
+    torch.manual_seed(0)
+    models: list[nn.Module] = [
+        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        for _ in range(FOLDS)
+    ]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    data = TensorDataset(torch.rand(ROWS, 32), torch.rand(ROWS, 1))
+    held = torch.arange(ROWS).chunk(FOLDS)
+    subsets = [Subset(data, torch.cat([*held[:fold], *held[fold + 1 :]]).tolist()) for fold in range(FOLDS)]
+    return models, optimizers, [DataLoader(subset, 64, shuffle=True) for subset in subsets]
+
+
+def _seconds_by(parts: int, epochs: int) -> float:
+    """Return the seconds of all folds and epochs, in calls of a share of the folds and of so many epochs each."""
+    folds = list(zip(*_folds(), strict=True))
+    size = FOLDS // parts
+    begun = time.perf_counter()
+    for start in range(0, FOLDS, size):
+        for _ in range(EPOCHS // epochs):
+            cross_validate(*map(list, zip(*folds[start : start + size], strict=True)), epochs)
+    return time.perf_counter() - begun
 
 
 def _seconds(program: str) -> float:
@@ -107,19 +177,14 @@ def _output(command: list[str]) -> str:
     return run.stdout
 
 
-PARTS: dict[str, Any] = {"bert": bert, "start": start}
+PARTS: dict[str, Any] = {"bert": bert, "start": start, "calls": calls}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=at_least_one, default=3)
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.way:
-        timed = Timed(num_processes=2, precision="bf16", auto_lr=False, verbose=False)
-        print(json.dumps(statistics.median(timed.train(arguments.way)) * 1e3))
-        return
     for name, part in PARTS.items():
         if arguments.only in (None, name):
             part(arguments.rounds)

@@ -76,7 +76,7 @@ class Plan:
 
 def measure(plan: Plan) -> Iterator[Measured]:
     """Yield each workload when it is measured, and show how far it has come on standard error."""
-    tqdm.monitor_interval = 0  # no thread of its own
+    tqdm.monitor_interval = 0  # no monitor thread
     with tqdm(total=len(plan), file=sys.stderr, unit="case", dynamic_ncols=True) as bar:
         for workload in plan.workloads:
             yield _measure(plan, workload, bar)

@@ -1,4 +1,4 @@
-"""Runs workloads × systems, each case in a process of its own and the systems in turn, and shows and stores figures.
+"""Runs workloads × systems, each case in a fresh process and the systems in turn, and shows and stores figures.
 
 python -m benchmarks.run
 python -m benchmarks.run --only bert,mlp --systems plain,nano --rounds 5 --output bert-and-mlp
@@ -29,7 +29,7 @@ from benchmarks.rounds import Plan, measure
 from benchmarks.scaling import scaling, scaling_table
 from benchmarks.summary import geometric_means, set_matmul_shares, summarize
 from benchmarks.surroundings import heading, surroundings
-from benchmarks.systems import NOT_QUICK, SYSTEMS
+from benchmarks.systems import DEFAULT, NOT_QUICK, SYSTEMS
 from benchmarks.table import means, table
 from benchmarks.workloads import WORKLOADS
 
@@ -87,7 +87,7 @@ def _each(options: argparse.Namespace, results: dict[str, Any], name: str, measu
 def _compare(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Show and store each workload when it is measured, so that nothing is lost of a run that is broken off."""
     left_out = NOT_QUICK if options.quick and not options.systems else {}
-    systems = options.systems or list(SYSTEMS)
+    systems = options.systems or list(DEFAULT)
     with forks() if options.quick else nullcontext(fresh) as run:
         plan = Plan(
             options.only or list(WORKLOADS), systems, options.rounds, options.quick, options.limit, run, left_out

@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks import trainers
+from benchmarks.loop import Loss, steps
 from benchmarks.workloads import Workload
-
-#: A loss and how to go backward from it.
-Backward = Callable[[torch.Tensor], None]
-Loss = Callable[[Any, Any], torch.Tensor]
-
-
-def endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """Epoch after epoch; `itertools.cycle` would load the first alone and keep it."""
-    while True:
-        yield from batches
-
-
-def steps(
-    model: Any,
-    optimizer: Any,
-    batches: Iterable[Any],
-    loss: Loss,
-    count: int,
-    backward: Backward = torch.Tensor.backward,
-) -> list[float]:
-    """Run `count` training steps, and return the seconds that each took, with the loading of its batch."""
-    seconds, last = [], time.perf_counter()
-    for batch in islice(endless(batches), count):
-        optimizer.zero_grad()
-        backward(loss(model, batch))
-        optimizer.step()
-        now = time.perf_counter()
-        seconds.append(now - last)
-        last = now
-    return seconds
 
 
 def plain(work: Workload, count: int) -> list[float]:
@@ -174,7 +144,9 @@ def _train(**options: Any) -> Any:
 SYSTEMS: dict[str, Callable[[Workload, int], list[float]]] = {
     each.__name__: each
     for each in (plain, autocast, by_hand, fabric, accelerate, compile, ipex, nano, nano_fp32, nano_ipex)
-}
+} | trainers.SYSTEMS
+#: What is measured where nobody says what: the user's own loop.
+DEFAULT = tuple(name for name in SYSTEMS if name not in trainers.SYSTEMS)
 ALL = ""
 #: By the step of nano_loop that they leave out, options; under `ALL` none, which leave out nothing.
 LEVERS: dict[str, dict[str, bool]] = {
@@ -188,7 +160,7 @@ LEVERS: dict[str, dict[str, bool]] = {
     },
 }
 #: nano_loop's own; all others are its peers.
-OURS = ("nano", "nano_fp32", "nano_ipex")
+OURS = ("nano", "nano_fp32", "nano_ipex", *trainers.OURS)
 #: IPEX works with torch 2.8.0 alone.
 _WITH_IPEX = ("ipex", "nano_ipex")
 #: What --quick leaves out where it is not asked for by name, and why.

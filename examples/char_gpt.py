@@ -258,7 +258,7 @@ if args.resume:
     torch.set_rng_state(state["rng"])
     first_step = state["step"]
 
-# A loader draws a number when it is iterated: from a generator of its own, it leaves torch's to the model.
+# A loader draws a number when it is iterated: from a separate generator, it leaves torch's to the model.
 loader = DataLoader(
     training, args.batch_size // processes, sampler=starts[first_step * windows_a_step :], generator=torch.Generator()
 )

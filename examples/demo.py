@@ -17,7 +17,7 @@ script = Path(__file__).with_name("digits.py")
 
 
 def run(*options):
-    """Run the script in a process of its own, on this terminal, and return its results."""
+    """Run the script in a separate process, on this terminal, and return its results."""
     print(f"\n$ python {script.name} {' '.join(options)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +10,15 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from nano_loop.distributed.launch.alone import Alone
+from nano_loop.distributed.launch.external.environment import found_launch, local_size
+from nano_loop.distributed.launch.under_way import innermost
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.run import Run, Settings
+from nano_loop.report import Printed
+from nano_loop.run import Run
+from nano_loop.settings import Settings
 from nano_loop.signatures import with_options
+
+_printed = Printed()  # by all calls in this process, of which many have the same place in a loop
 
 
 @with_options
@@ -20,7 +27,8 @@ def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader
 
     The arguments are set up on entry. For objects that the body creates, call
     ``run.setup(model, optimizer, *dataloaders)``. On exit, all changes are undone. Under torchrun, srun or mpirun, each
-    process runs its loop independently, and communication between the processes is up to the loop.
+    process runs its loop independently, and communication between the processes is up to the loop. torchrun's processes
+    divide the threads of their host.
 
     Parameters
     ----------
@@ -65,8 +73,19 @@ def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader
 
 @contextmanager
 def _running(settings: Settings, model: Any, optimizer: Any, dataloaders: tuple[DataLoader[Any], ...]) -> Iterator[Run]:
-    with Run(settings, launcher=Alone(settings.options)) as run:
-        models = () if model is None else model
-        if model is not None or optimizer or dataloaders:
-            run.setup(models, optimizer, *dataloaders)
-        yield run
+    run = Run(settings, launcher=Alone(settings.options, _processes_here()), printed=_printed)
+    try:
+        with run:
+            if model is not None or optimizer or dataloaders:
+                run.setup(() if model is None else model, optimizer, *dataloaders)
+            yield run
+    finally:
+        run.end()
+
+
+def _processes_here() -> int:
+    """Return how many processes torchrun has started on this host, which it binds to no CPUs; else 1."""
+    launch = found_launch(os.environ)
+    if launch is None or launch.launcher != "torchrun" or innermost() is not None:
+        return 1
+    return local_size(launch, os.environ)

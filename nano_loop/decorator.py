@@ -1,23 +1,25 @@
-"""nano: a decorator that finds models, optimizers and loaders among the arguments of a call and sets them up."""
+"""nano: a decorator that finds the models, optimizers and loaders that a call uses, and sets them up."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, overload
 
-from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
-
+from nano_loop.call_parts import arguments_of, owner_of, parts_in, variables_around
 from nano_loop.checks import check_loop
+from nano_loop.distributed.launch.external.environment import found_launch
+from nano_loop.distributed.payload.code_reductions import is_sent_by_name
+from nano_loop.distributed.ranks import Loop
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.intercept.nested import find
-from nano_loop.intercept.torch_private import is_loss
 from nano_loop.options import Options
 from nano_loop.parts import Parts
-from nano_loop.run import Run, Settings, Task
+from nano_loop.report import Printed
+from nano_loop.rewriting import Built, as_torch_nano
+from nano_loop.run import Run, Task
+from nano_loop.settings import Settings
 from nano_loop.signatures import named, takes, with_options
 
 _METHODS = (staticmethod, classmethod)
@@ -33,14 +35,16 @@ def nano(*args: Any, **others: Any) -> Any:
     """Accelerate a training function: ``@nano`` or ``@nano(precision="bf16", ...)`` above ``def train(...)``.
 
     Each call sets up, in place, the models, optimizers and loaders among the arguments, including those in lists,
-    tuples and dicts. When the call ends, all changes are undone. Losses without parameters are not changed.
+    tuples and dicts, and in attributes of ``self``. If none of these is a model, it sets up those in the global and
+    closure variables that the function uses. When the call ends, all changes are undone. Losses without parameters are
+    not changed.
 
     Parameters
     ----------
     {options}
     **others
-        ``strategy`` is accepted for compatibility with BigDL-Nano and raises a `NanoWarning`. Any other name is an
-        error.
+        ``strategy``, and ``accelerator``, ``devices``, ``num_nodes`` and ``plugins`` with their values for one CPU, are
+        accepted for compatibility with BigDL-Nano, with a `NanoWarning`. Any other name is an error.
 
     Returns
     -------
@@ -52,7 +56,7 @@ def nano(*args: Any, **others: Any) -> Any:
     ------
     NanoConfigError
         If options are invalid, or if the function is a class, a generator function or an async function. A call
-        raises it if there is no model among the arguments.
+        raises it if no model is found.
 
     Examples
     --------
@@ -69,38 +73,45 @@ def nano(*args: Any, **others: Any) -> Any:
     options = named("nano", args, others)
     function = options.get("num_processes")
     if callable(function) or isinstance(function, _METHODS):  # @nano without parentheses
-        return _decorated(function, options | {"num_processes": None})
-    Settings.read(options).expected_ranks()  # raises for an invalid option here, not at the first call
-    return functools.partial(_decorated, options=options)
+        options |= {"num_processes": None}
+        return _decorated(function, options, Settings.read(options))
+    settings = Settings.read(options)
+    settings.expected_ranks()  # raises for an invalid option here, not at the first call
+    return functools.partial(_decorated, options=options, settings=settings)
 
 
 class _Call(Task):
-    """``function(*args, **kwargs)``, with the models, optimizers and loaders among its arguments set up."""
+    """``function(*args, **kwargs)``, with the models, optimizers and loaders that it uses set up."""
 
     def __init__(
         self, settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        super().__init__(settings, {**_arguments(function, args, kwargs), _name(function): function})
+        parts, names = _parts_and_names(settings, function, args, kwargs)
+        super().__init__(settings, names, Loop(getattr(function, "__name__", "the function"), "nano_loop"))
         self._function, self._args, self._kwargs = function, args, kwargs
+        self._parts = parts  # sent together with the rest, so that on each rank they are those that the function uses
 
     def do(self, run: Run) -> Any:
         """See `Task.do`."""
-        run.apply(_parts(self._function, self._args, self._kwargs))
+        run.apply(self._parts)
         return self._function(*self._args, **self._kwargs)
 
 
-def _decorated(function: Any, options: dict[str, Any]) -> Any:
+def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> Any:
     if isinstance(function, _METHODS):  # @nano above @staticmethod
-        return type(function)(_decorated(function.__func__, options))
+        return type(function)(_decorated(function.__func__, options, settings))
     check_loop(function, _name(function))
+    settings.prepare(function)
+
+    printed = Printed()
 
     @functools.wraps(function)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
+        accelerated.report = None  # type: ignore[attr-defined]
         task = _Call(Settings.read(options), function, args, kwargs)
-        run = Run(task.settings, task)
+        run = Run(task.settings, task, printed=printed)
         try:
-            with run:
-                return task.do(run)
+            return run.complete()
         finally:
             accelerated.report = run.report  # type: ignore[attr-defined]
 
@@ -108,30 +119,45 @@ def _decorated(function: Any, options: dict[str, Any]) -> Any:
     return accelerated
 
 
-def _parts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
-    arguments = _arguments(function, args, kwargs)
-    models = [module for module in find(nn.Module, arguments) if any(True for _ in module.parameters())]
-    models = models or [module for module in find(nn.Module, arguments) if not is_loss(module)]
-    if not models:
-        given = f"{_name(function)}({', '.join(arguments)}) was called without a model"
-        needed = "nano accelerates the models among the arguments, including those in lists, tuples and dicts"
-        raise NanoConfigError(problem(given, needed, "Pass the model as an argument"))
-    return Parts(models, list(find(Optimizer, arguments)), list(find(DataLoader, arguments)))
+def _parts_and_names(
+    settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Parts, dict[str, Any]]:
+    """Return what a call sets up, and the user's objects in it by their names."""
+    arguments = arguments_of(function, args, kwargs)
+    owner = owner_of(function, arguments)
+    parts = parts_in(arguments, owner)
+    around = {} if parts else variables_around(function)
+    parts = parts or parts_in(around)
+    given = f"{_name(function)}({', '.join(arguments)})"
+    if parts is None:
+        raise NanoConfigError(_without_model(given, function, arguments, owner, settings.options))
+    if around and _starts_workers(settings.options) and is_sent_by_name(inspect.unwrap(function)):
+        given = f"{given} uses the global variable{'s' * (len(around) > 1)} {', '.join(around)}"
+        needed = f"worker processes import {function.__module__} anew, and would train different objects"
+        advice = f"Pass them as arguments: def {function.__name__}({', '.join([*arguments, *around])})"
+        raise NanoConfigError(problem(given, needed, advice))
+    return parts, {**arguments, **around, _name(function): function}
 
 
-def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `function` by name, including defaults."""
-    try:
-        signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # some builtins have no signature
-        return {"args": args, **kwargs}
-    try:
-        call = signature.bind(*args, **kwargs)
-    except TypeError:
-        function(*args, **kwargs)  # raises Python's own error for such a call
-        raise
-    call.apply_defaults()
-    return dict(call.arguments)
+def _starts_workers(options: Options) -> bool:
+    return (options.num_processes or 1) > 1 and found_launch(os.environ) is None
+
+
+def _without_model(
+    given: str, function: Callable[..., Any], arguments: dict[str, Any], owner: Any, options: Options
+) -> str:
+    needed = (
+        "nano accelerates the models among the arguments, including those in lists, tuples and dicts, those in "
+        "attributes of self, and those in variables around the function"
+    )
+    built = Built(function)
+    advice = (
+        f"{function.__name__} builds its model, so write"
+        if built.is_certain
+        else (f"Pass the model as an argument. If {_name(function)} builds it, write")
+    )
+    message = problem(f"{given} was called without a model", needed, f"{advice} it as the train method of a TorchNano")
+    return f"{message}\n\n{as_torch_nano(function, arguments, owner, built, options)}"
 
 
 def _name(function: Any) -> str:

@@ -8,6 +8,9 @@ from typing import Any
 
 from nano_loop.option_checks import Check, RefusedValueError
 
+#: Has the secret of a launch on several hosts, and is no option; see docs/security.md.
+SECRET = "NANO_LOOP_SECRET"
+
 _PREFIX = "NANO_LOOP_"
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None}
 
@@ -38,8 +41,9 @@ def read_options(
     """
     variables = {variable_of(option): option for option in checks}
     found, unknown = {}, {}
-    for name in sorted(each for each in environ if each.upper().startswith(_PREFIX)):
-        text = f"{name}={environ[name]}"
+    for name in sorted(each for each in environ if each.upper().startswith(_PREFIX) and each != SECRET):
+        # A mistyped secret is in no message.
+        text = f"{name}=..." if "SECRET" in name.upper() else f"{name}={environ[name]}"
         if name in variables:
             found[variables[name]] = (text, _read(environ[name].strip(), checks[variables[name]]))
         else:

@@ -38,6 +38,39 @@ class NanoWorkerError(NanoError):
         self.exitcode = exitcode
         self.traceback = traceback
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is pickled and copied by its positional arguments, unless it says otherwise.
+        attributes = {name: value for name, value in vars(self).items() if name not in _OF_WORKER_ERRORS}
+        return _worker_error, (type(self), str(self), *(getattr(self, name) for name in _OF_WORKER_ERRORS)), attributes
+
+
+_OF_WORKER_ERRORS = ("rank", "exitcode", "traceback")
+
+
+def _worker_error(
+    kind: type[NanoWorkerError], message: str, rank: int, exitcode: int | None, traceback: str | None
+) -> NanoWorkerError:
+    return kind(message, rank=rank, exitcode=exitcode, traceback=traceback)
+
+
+class RankLateError(NanoError):
+    """Another rank has not come to where this one waits for it, within the timeout.
+
+    Parameters
+    ----------
+    message : str
+        The error message.
+    rank : int or None
+        The rank that is late; None where any of the others may be.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
 
 class NanoWarning(UserWarning):
     """The request is carried out, but has a consequence that the user should know about."""

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed
 
 from nano_loop.errors import problem, shown
+from nano_loop.op_names import PRESETS, operators_of, overloads_of, read_names, unknown
+from nano_loop.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
 
-_PRECISIONS = {
-    "32": "32-true",
-    "64": "64-true",
-    "16": "16-mixed",
-    "bf16": "bf16-mixed",
-    **{name: name for name in ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "auto")},
-}
+_PRECISIONS = {**SHORT_NAMES, **{name: name for name in (*PRECISIONS, "auto")}}
 
 #: Takes any value, and returns its normalized form or raises a `RefusedValueError`.
 Check = Callable[[Any], Any]
 #: More than the maximum number of CPUs in Linux.
 _TOO_MANY = 1 << 16
+_LONGEST_TIMEOUT = 1_000_000_000  # seconds: 31 years
 
 
 class RefusedValueError(Exception):
@@ -57,9 +56,14 @@ def num_processes(value: Any) -> int | None:
 
 def distributed_backend(value: Any) -> str:
     """Accept the names of process launchers."""
-    if isinstance(value, str) and value in ("subprocess", "spawn", "ray"):
+    if isinstance(value, str) and value in ("subprocess", "spawn", "k8s", "ray"):
         return "subprocess" if value == "spawn" else value
-    raise RefusedValueError('it must be "subprocess" (also called "spawn") or "ray"', 'Leave it out for "subprocess"')
+    allowed = 'it must be "subprocess" (also called "spawn"), "k8s" or "ray"'
+    raise RefusedValueError(allowed, 'Leave it out for "subprocess"')
+
+
+_LEAVE_OUT = "Leave it out: ranks of one host use shared memory, and ranks of several hosts gloo"
+_OURS = "nano_loop"  # registered with torch while there are runs; None asks for it
 
 
 def process_group_backend(value: Any) -> str | None:
@@ -67,14 +71,14 @@ def process_group_backend(value: Any) -> str | None:
     if value is None:
         return None
     if isinstance(value, str) and value == "ccl":
-        raise RefusedValueError("oneCCL's binding for torch is retired", "Leave it out for gloo")
+        raise RefusedValueError("oneCCL's binding for torch is retired", _LEAVE_OUT)
     if isinstance(value, str) and _has_backend(value):
         return value
-    raise RefusedValueError("it must be None or a backend that this torch was built with", "Leave it out for gloo")
+    raise RefusedValueError("it must be None or a backend that this torch was built with", _LEAVE_OUT)
 
 
 def _has_backend(name: str) -> bool:
-    if not torch.distributed.is_available() or name == torch.distributed.Backend.UNDEFINED:
+    if not torch.distributed.is_available() or name in (torch.distributed.Backend.UNDEFINED, _OURS):
         return False
     return name in torch.distributed.Backend.backend_list and torch.distributed.is_backend_available(name)
 
@@ -83,6 +87,8 @@ def precision(value: Any) -> str:
     """Accept BigDL-Nano's and Fabric's names of precisions, and return Fabric's."""
     if (isinstance(value, str) or _is_number(value, Integral)) and str(value) in _PRECISIONS:
         return _PRECISIONS[str(value)]
+    if isinstance(value, str) and value in OF_GPUS:
+        raise RefusedValueError("it is Fabric's for GPUs", 'Pass "bf16" or "bf16-true"')
     allowed = 'it must be 32, 64, 16, "bf16", "auto" or one of Fabric\'s names: ' + ", ".join(
         dict.fromkeys(_PRECISIONS.values())
     )
@@ -111,13 +117,50 @@ def compile_arguments(value: Any) -> bool | dict[str, Any]:
     raise RefusedValueError(allowed, 'Pass a dict such as {"mode": "max-autotune"}')
 
 
+_OPERATORS = "it must be a list of names of operators, or the path of a file with one a line"
+
+
 def operators(value: Any) -> tuple[str, ...]:
-    """Accept names of ATen operators, and return a tuple."""
-    if (_is_list(value) or isinstance(value, (set, frozenset))) and all(
-        isinstance(name, str) and name for name in value
-    ):
-        return tuple(value)
-    raise RefusedValueError("it must be a list of names of ATen operators", 'Pass a list such as ["layer_norm"]')
+    """Accept names of operators, or the path of a file of them, and return the names."""
+    return _named_operators(value, _OPERATORS, 'Pass a list such as ["softmax", "layer_norm"]')
+
+
+def operators_or_safe(value: Any) -> tuple[str, ...]:
+    """Accept the same and ``"safe"``, and return the names."""
+    if isinstance(value, str) and value in PRESETS:
+        return PRESETS[value]
+    return _named_operators(value, f'{_OPERATORS}, or "safe"', 'Pass a list such as ["softmax"], or "safe"')
+
+
+def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
+    names: Any = value
+    if isinstance(value, str) and value in PRESETS:
+        raise RefusedValueError(f'the list "{value}" is for fp32_ops', advice)
+    if isinstance(value, Path) or (isinstance(value, str) and _is_path(value)):
+        names, allowed = _in_file(value), "the file must have a name of an operator on each line, or a comment after #"
+    elif isinstance(value, str):
+        names = [name.strip() for name in value.split(",")]
+    if not (_is_list(names) or isinstance(names, (set, frozenset))):
+        raise RefusedValueError(allowed, advice)
+    if not all(isinstance(name, str) and name for name in names):
+        raise RefusedValueError(allowed, advice)
+    wrong = unknown(names)
+    if wrong:
+        raise RefusedValueError(f"{allowed}. {wrong[0].rpartition('. ')[0]}", wrong[0].rpartition(". ")[2].rstrip("."))
+    return tuple(dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names))
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or os.sep in text or Path(text).suffix == ".txt"
+
+
+def _in_file(path: str | Path) -> tuple[str, ...]:
+    try:
+        return read_names(Path(path))
+    except (OSError, UnicodeDecodeError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        advice = "Pass names of operators, or the path of a file of them"
+        raise RefusedValueError(f"the file cannot be read: {reason}", advice) from None
 
 
 def gradient_compression(value: Any) -> str | None:
@@ -128,10 +171,11 @@ def gradient_compression(value: Any) -> str | None:
 
 
 def seconds(value: Any) -> float:
-    """Accept a positive, finite number of seconds."""
-    if _is_number(value, Real) and math.isfinite(value) and value > 0:
+    """Accept a positive number of seconds that the clocks of threads and sockets can hold."""
+    if _is_number(value, Real) and math.isfinite(value) and 0 < value <= _LONGEST_TIMEOUT:
         return float(value)
-    raise RefusedValueError("it must be a positive number of seconds", "Leave it out for ten minutes")
+    allowed = f"it must be a positive number of seconds, at most {_LONGEST_TIMEOUT:,}"
+    raise RefusedValueError(allowed, "Leave it out for ten minutes")
 
 
 def verbosity(value: Any) -> bool | Literal["all"]:
@@ -141,6 +185,26 @@ def verbosity(value: Any) -> bool | Literal["all"]:
     raise RefusedValueError('it must be True, False or "all"', "Pass False to silence the report")
 
 
+def worker_init(value: Any) -> Callable[[], object] | None:
+    """Accept None and what can be called without arguments."""
+    if value is None or (callable(value) and _takes_nothing(value)):
+        return value  # type: ignore[no-any-return]
+    allowed = "it must be None or a function that is called without arguments, and does its work when it is called"
+    raise RefusedValueError(allowed, "Pass a function such as one that imports your_patches")
+
+
+def _takes_nothing(value: Callable[..., Any]) -> bool:
+    if inspect.iscoroutinefunction(value) or inspect.isgeneratorfunction(value):
+        return False
+    try:
+        inspect.signature(value).bind()
+    except ValueError:  # some builtins have no signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 def contradictions(values: Mapping[str, Any]) -> list[str]:
     """Return a message for each contradiction between two options. `values` holds the valid options only."""
     problems = []
@@ -148,11 +212,26 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     if shares is not None and "num_processes" in values and len(shares) != count:
         needed = f"it needs one for each process, and {shown('num_processes', values['num_processes'])}"
         problems.append(problem(f"cpu_for_each_process has {len(shares)} lists", needed, "Make the two agree"))
-    both = set(values.get("bf16_ops", ())) & set(values.get("fp32_ops", ()))
+    return [*problems, *_contradicting_lists(values)]
+
+
+def _contradicting_lists(values: Mapping[str, Any]) -> Iterator[str]:
+    bf16, fp32 = (_overloads(values.get(name, ())) for name in ("bf16_ops", "fp32_ops"))
+    both = {bf16[each] for each in bf16.keys() & fp32.keys()}
     if both:
         named = f"{', '.join(sorted(both))} in both bf16_ops and fp32_ops"
-        problems.append(problem(named, "an operator runs in one of the two", "Remove it from one of them"))
-    return problems
+        yield problem(named, "an operator runs in one of the two", "Remove it from one of them")
+    for name in ("bf16_ops", "fp32_ops"):
+        if values.get(name) and values.get("compile"):
+            lists = "compiled models compute by torch's lists alone"
+            yield problem(f"{name} with compile", lists, "Leave one of the two out")
+    if values.get("bf16_ops") and values.get("precision") == "16-mixed":
+        yield problem("bf16_ops with precision=16", "its autocast is to fp16", 'Leave bf16_ops out, or pass "bf16"')
+
+
+def _overloads(names: Iterable[str]) -> dict[str, str]:
+    """Return the names by the overloads of ATen's operators that they stand for."""
+    return {overload: name for name in names for each in operators_of(name) for overload, _ in overloads_of(each)}
 
 
 def _is_list(value: Any) -> bool:

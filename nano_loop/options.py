@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from nano_loop import option_checks as checks
 from nano_loop.cpu import Machine
 from nano_loop.environment import read_options, variable_of
 from nano_loop.errors import NanoConfigError, problem, shown
+from nano_loop.precisions import PRECISIONS, PrecisionKind
 
 
-def option(default: Any, check: checks.Check, help: str) -> Any:
+def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = "") -> Any:
     """Declare an option, whose name and type are those of the field.
 
     Parameters
@@ -26,8 +29,39 @@ def option(default: Any, check: checks.Check, help: str) -> Any:
         A check from `nano_loop.option_checks`, which defines the allowed values, including ``"auto"``.
     help : str
         A description for docstrings and the README.
+    by_name_in : str
+        A function that takes the option by name only, although others also take it by position.
     """
-    return field(default=default, metadata={"check": check, "help": help})
+    return field(default=default, metadata={"check": check, "help": help, "by_name_in": by_name_in})
+
+
+class Leftover(NamedTuple):
+    """An argument of BigDL-Nano and LightningLite that has no effect here.
+
+    Attributes
+    ----------
+    tolerated : tuple or None
+        The values that ask for nothing else than nano_loop does. None: all.
+    needed, advice : str
+        The last two parts of the message.
+    """
+
+    tolerated: tuple[Any, ...] | None
+    needed: str
+    advice: str
+
+    def tolerates(self, value: Any) -> bool:
+        """Whether the argument may have this value."""
+        return self.tolerated is None or any(type(value) is type(each) and value == each for each in self.tolerated)
+
+
+LEFTOVERS = {
+    "strategy": Leftover(None, "nano_loop has only one strategy, so the argument has no effect", "Leave it out"),
+    "accelerator": Leftover((None, "auto", "cpu"), "nano_loop trains on the CPU", "Leave it out"),
+    "devices": Leftover((None, "auto", 1, "1"), "num_processes counts the processes", "Write num_processes instead"),
+    "num_nodes": Leftover((None, 1), "several hosts take torchrun, srun or mpirun", "Leave it out"),
+    "plugins": Leftover((None, [], ()), "nano_loop has no plugins", "Leave it out"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +86,7 @@ class Options:
         If options are invalid. The message lists each, with its value, the allowed values, and what to do.
     """
 
-    # BigDL-Nano's eight, in its order and with its defaults.
+    # BigDL-Nano's eight, in its order and with its defaults. Its `nano` had no process_group_backend.
     num_processes: int | None = option(
         None,
         checks.num_processes,
@@ -67,16 +101,22 @@ class Options:
     distributed_backend: str = option(
         "subprocess",
         checks.distributed_backend,
-        'Starter of the processes. `"spawn"` is another name for `"subprocess"`.',
+        'Starter of the processes. `"spawn"` is another name for `"subprocess"`. `"k8s"`: they have been started from '
+        "outside, as by `torchrun`.",
     )
     process_group_backend: str | None = option(
-        None, checks.process_group_backend, "Backend of torch.distributed between processes. `None`: gloo."
+        None,
+        checks.process_group_backend,
+        "Backend of torch.distributed between processes. `None`: shared memory on one host, gloo between hosts.",
+        by_name_in="nano",
     )
     precision: int | str = option(
         32,
         checks.precision,
         'Precision of the models. `"bf16"`: bf16 autocast around each call into a model, with outputs in fp32. '
-        '`"auto"`: that where the CPU has bf16 instructions, else fp32.',
+        '`"auto"`: that where the CPU has bf16 instructions and a call is large enough for bf16 to pay, else fp32. '
+        '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
+        "`16`: fp16 autocast, with loss scaling that the loop does not see.",
     )
     cpu_for_each_process: Sequence[Sequence[int]] | None = option(
         None, checks.cpu_for_each_process, "CPU ids of each process, such as `[[0, 1], [2, 3]]`. `None`: even shares."
@@ -114,25 +154,45 @@ class Options:
         "Needs torch 2.9 or later.",
     )
     fast_fetch: bool | Literal["auto"] = option(
-        "auto", checks.auto_or_boolean, "Whole batches out of an in-memory `TensorDataset`."
+        "auto", checks.auto_or_boolean, "Whole batches out of a `TensorDataset` or a tensor."
     )
     compile: bool | dict[str, Any] = option(  # noqa: RUF009
         False,
         checks.compile_arguments,
         "`torch.compile` of the models; a dict is passed on to it. Takes a minute first, and seldom pays on a CPU.",
     )
-    bf16_ops: Collection[str] = option(
-        (), checks.operators, "Names of ATen operators that autocast runs in bf16. Not in this version."
+    bf16_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
+        (),
+        checks.operators,
+        'Operators that run in bf16 under autocast, such as `["softmax"]`, or a file with a name a line. They override '
+        "torch's lists for the models of the run.",
     )
-    fp32_ops: Collection[str] = option(
-        (), checks.operators, "Names of ATen operators that autocast runs in fp32. Not in this version."
+    fp32_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
+        (),
+        checks.operators_or_safe,
+        "The same for fp32. `\"safe\"`: what CUDA's autocast runs in fp32 and the CPU's does not, such as softmax.",
     )
     gradient_compression: str | None = option(
         None, checks.gradient_compression, 'What gradients are rounded to on their way between processes: `"bf16"`.'
     )
+    compare_parameters: bool = option(
+        True,
+        checks.boolean,
+        "Comparison of the parameters of all processes every 100 steps, with an error where they differ.",
+    )
+    worker_init: Callable[[], object] | None = option(  # noqa: RUF009
+        None,
+        checks.worker_init,
+        "Function that each worker process calls before it reads the arguments: what your program has patched or "
+        "registered in code is not there in a worker.",
+    )
     timeout: float = option(600.0, checks.seconds, "Seconds that a process waits for another.")
     verbose: bool | Literal["all"] = option(
         True, checks.verbosity, 'Report on standard error. `"all"`: also what every process prints.'
+    )
+
+    step_time: bool = option(
+        False, checks.boolean, "Last line of the report with the time of a step, to compare options by."
     )
 
     # Set by the methods below.
@@ -181,8 +241,18 @@ class Options:
 
     @property
     def reduced_precision(self) -> bool:
-        """Whether models compute in a lower precision than fp32. Call `resolved` first."""
-        return self.precision in ("bf16-mixed", "bf16-true", "16-mixed")
+        """Whether models compute in bf16. Call `resolved` first."""
+        return self.kind.compute is torch.bfloat16
+
+    @property
+    def kind(self) -> PrecisionKind:
+        """What the precision is. Call `resolved` first."""
+        return PRECISIONS[str(self.precision)]
+
+    @property
+    def listed_operators(self) -> dict[str, tuple[str, ...]]:
+        """The names in ``bf16_ops`` and ``fp32_ops``, by the dtype. A file has been read."""
+        return {"bf16": tuple(self.bf16_ops), "fp32": tuple(self.fp32_ops)}  # type: ignore[arg-type]
 
     def as_dict(self) -> dict[str, Any]:
         """Return every option by its name."""
@@ -214,6 +284,8 @@ def _checked(values: Mapping[str, Any], given: Mapping[str, str]) -> tuple[dict[
 
 
 def _unknown(name: str, given: str, known: Sequence[str]) -> str:
+    if name in LEFTOVERS:
+        return problem(given, LEFTOVERS[name].needed, LEFTOVERS[name].advice)
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return problem(given, "there is no such option", f"Write {close[0]}")

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nano_loop.checks import check_kinds
+from nano_loop.intercept.optimizer_wrappers import innermost
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -32,7 +33,7 @@ class Parts:
     models : list of torch.nn.Module
         The models, which the steps change in place.
     optimizers : list of torch.optim.Optimizer
-        The optimizers, changed in place.
+        The optimizers, changed in place. A wrapper of optimizers is replaced by those inside it.
     loaders : list of torch.utils.data.DataLoader
         The loaders, which keep their class and attributes.
     shard : bool or None
@@ -44,6 +45,10 @@ class Parts:
     optimizers: list[Optimizer] = field(default_factory=list)
     loaders: list[DataLoader[Any]] = field(default_factory=list)
     shard: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Look through wrappers of optimizers."""
+        self.optimizers = innermost(self.optimizers)
 
     @classmethod
     def of(cls, model: Any, optimizer: Any, dataloaders: Sequence[Any]) -> Parts:
@@ -63,13 +68,11 @@ class Parts:
         NanoConfigError
             If arguments have the wrong type. The message lists all of them.
         """
-        parts = cls(_as_list(model), _as_list(optimizer), list(dataloaders))
+        models, optimizers, loaders = _as_list(model), _as_list(optimizer), list(dataloaders)
         check_kinds(
-            ("model", nn.Module, parts.models),
-            ("optimizer", Optimizer, parts.optimizers),
-            ("dataloaders", DataLoader, parts.loaders),
+            ("model", nn.Module, models), ("optimizer", Optimizer, optimizers), ("dataloaders", DataLoader, loaders)
         )
-        return parts
+        return cls(models, optimizers, loaders)
 
     @property
     def trained(self) -> list[nn.Module | Optimizer]:

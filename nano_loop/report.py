@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,6 +32,50 @@ class StepResult:
 
     def __str__(self) -> str:
         return f"  {self.status}  {self.name:<{_NAME_WIDTH}}  {self.detail}"
+
+
+class Printed:
+    """What the last run of a function or an object has printed, so that the next one prints only what differs."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+
+class Printer:
+    """Prints the report of one run to standard error, except for what the run before has printed in the same place.
+
+    Parameters
+    ----------
+    printed : Printed
+        What the run before has printed. It is updated.
+    """
+
+    def __init__(self, printed: Printed) -> None:
+        self._printed = printed
+        self._lines: list[str] = []
+        self._differs = False
+
+    def print(self, entries: Sequence[SetupReport | StepResult]) -> None:
+        """Print the entries, unless the run before has printed them, and all entries before them, too."""
+        place = len(self._lines)
+        self._lines += map(_without_measurement, entries)
+        self._differs = self._differs or self._printed.lines[place : len(self._lines)] != self._lines[place:]
+        if self._differs:
+            _print_to_stderr(entries)
+            self._printed.lines = self._lines
+
+
+def _print_to_stderr(entries: Sequence[object]) -> None:
+    if sys.stderr is not None:  # as in a program without a console
+        with suppress(Exception):  # it may be closed, or be an object of the user's: the training goes on
+            text = "".join(f"{each}\n" for each in entries)  # one write, which a worker's lines cannot come into
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+def _without_measurement(entry: SetupReport | StepResult) -> str:
+    """Return an entry as text. A measurement is a little different each time."""
+    measured = isinstance(entry, StepResult) and entry.status == "measured"
+    return f"{entry.status} {entry.name}" if measured else str(entry)  # type: ignore[union-attr]
 
 
 @dataclass(repr=False)

@@ -9,54 +9,25 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nano_loop.cpu import Machine, format_cpu_list, read_machine
-from nano_loop.distributed.launch.joining import expected_ranks, joined
+from nano_loop.distributed.launch.forked_children import forked_children_ending
+from nano_loop.distributed.launch.joining import joined
 from nano_loop.distributed.launch.launcher import Launcher
-from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.ranks import Loop, Ranks
 from nano_loop.distributed.seat import Seat
-from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, problem
 from nano_loop.intercept.calls import Entries
-from nano_loop.options import Options
+from nano_loop.intercept.user_code import leads_to_user
 from nano_loop.parts import Parts
-from nano_loop.report import SetupReport, StepResult
+from nano_loop.report import Printed, Printer, SetupReport, StepResult
+from nano_loop.report_start import empty_report
+from nano_loop.settings import Settings
 from nano_loop.steps import STEPS, GradientAveraging, Step
-from nano_loop.this_version import refuse_what_is_not_in_this_version
-from nano_loop.version import __version__
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a run: the options, and the machine for which they were resolved."""
-
-    options: Options
-    machine: Machine
-
-    @classmethod
-    def read(cls, arguments: Mapping[str, Any]) -> Settings:
-        """Read the options from the arguments of a call and from the environment, and inspect the machine.
-
-        Raises
-        ------
-        NanoConfigError
-            If options are invalid. The message lists all of them.
-        NanoError
-            If this version does not support an option.
-        """
-        options, machine = Options.from_call(arguments), read_machine()
-        refuse_what_is_not_in_this_version(options)
-        return cls(options.resolved(machine), machine)
-
-    def expected_ranks(self) -> Ranks:
-        """Return this process's place in its next run, as far as it is known before the run starts."""
-        return expected_ranks(self.options)
 
 
 class Task(ABC):
@@ -69,11 +40,17 @@ class Task(ABC):
     names : mapping of str to Any
         The user's objects in the task, by their names in the user's code. An error about an object that cannot be
         pickled uses these names. The mapping itself is not pickled.
+    loop : Loop
+        The user's function, for messages.
     """
 
-    def __init__(self, settings: Settings, names: Mapping[str, Any]) -> None:
+    #: The steps of its run, in order.
+    steps: tuple[type[Step], ...] = STEPS
+
+    def __init__(self, settings: Settings, names: Mapping[str, Any], loop: Loop) -> None:
         self.settings = settings
         self.names = names
+        self.loop = loop
 
     @abstractmethod
     def do(self, run: Run) -> Any:
@@ -81,8 +58,7 @@ class Task(ABC):
 
     def run_in(self, seat: Seat) -> Any:
         """Execute the task in a process whose launcher has already joined the ranks."""
-        with Run(self.settings, self, seat=seat) as run:
-            return self.do(run)
+        return Run(self.settings, self, seat=seat).complete()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle."""
@@ -102,6 +78,8 @@ class Run:
         This process's place in a run whose ranks have already been joined.
     launcher : Launcher, optional
         Joins the ranks. By default, the options and the environment select it.
+    printed : Printed, optional
+        What the run before has printed of its report. The same is not printed again.
 
     Attributes
     ----------
@@ -116,12 +94,16 @@ class Run:
         *,
         seat: Seat | None = None,
         launcher: Launcher | None = None,
+        printed: Printed | None = None,
     ) -> None:
         self.report: SetupReport | None = None
         self._options = settings.options
+        self._task = task
+        self._printer = Printer(printed or Printed())
         self._joined = nullcontext(seat) if seat else joined(settings.options, settings.machine, task, launcher)
         self._seat: Seat | None = None
         self._entries = Entries()
+        self._kinds = STEPS if task is None else task.steps
         self._steps: list[Step] = []
         self._ending = ExitStack()
 
@@ -131,21 +113,46 @@ class Run:
         return self._place.ranks
 
     def __enter__(self) -> Run:
-        with ExitStack() as stack:
-            seat = self._seat = stack.enter_context(self._joined)
-            stack.callback(self._leave)
-            self._steps = [step(self._options, seat.machine, self._entries, seat.ranks) for step in STEPS]
-            stack.callback(self._entries.close)
-            for step in self._steps:
-                stack.callback(step.undo)
-            stack.push(self._close_report)
-            self._ending = stack.pop_all()
+        try:
+            self._enter(self._ending)
+        except BaseException:
+            if not self._ending.__exit__(*sys.exc_info()):
+                raise
         return self
+
+    def _enter(self, ending: ExitStack) -> None:
+        seat = self._seat = ending.enter_context(self._joined)
+        ending.callback(self._leave)
+        self._steps = [step(self._options, seat.machine, self._entries, seat.ranks) for step in self._kinds]
+        ending.callback(self._entries.close)
+        for step in self._steps:
+            ending.callback(step.undo)
+        ending.push(self._close_report)
+        if seat.ranks.size > 1:
+            ending.enter_context(forked_children_ending())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         return self._ending.__exit__(kind, error, traceback)
+
+    def complete(self) -> Any:
+        """Start the run, execute its task, end the run, and return the result of the task."""
+        if self._task is None:
+            raise NanoError(problem("complete() of a run without a task", "the task is what it executes", "Pass one"))
+        try:
+            with self:
+                return self._task.do(self)
+        except NanoWorkerError as error:
+            if leads_to_user(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__  # dozens of lines that say nothing about the loop
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Undo what is not undone. Has an effect only where Ctrl-C came on the first line of `__exit__`."""
+        self._ending.__exit__(*sys.exc_info())
 
     def setup(self, model: Any, optimizer: Any = (), *dataloaders: DataLoader[Any]) -> Any:
         """Accelerate models, optimizers and loaders in place, until the run ends.
@@ -191,7 +198,7 @@ class Run:
             step.see(parts)
         results = [self._apply(step, parts) for step in self._steps if self._concerns(step, parts)]
         if self.report is None:
-            self.report = self._empty_report(seat)
+            self.report = empty_report(seat, self._options)
             self.report.add(results)
             self._print([self.report])
         else:
@@ -220,7 +227,7 @@ class Run:
 
     def _print(self, lines: Sequence[SetupReport | StepResult]) -> None:
         if lines and self._options.verbose and self.ranks.rank == 0:
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            self._printer.print(lines)
 
     def _concerns(self, step: Step, parts: Parts) -> bool:
         if not step.asked or (step.once and self.report is not None):
@@ -236,39 +243,3 @@ class Run:
                 problem(f"{step.name}=True", reason, f'Leave it out, which means "auto": {step.name}')
             )
         return StepResult(step.name, "skipped", reason)
-
-    def _empty_report(self, seat: Seat) -> SetupReport:
-        return SetupReport(
-            title=_title(seat),
-            machine=seat.machine.as_dict(),
-            options=_plain(self._options.as_dict()),
-            from_environment=self._options.from_environment,
-        )
-
-
-def _plain(value: Any) -> Any:
-    """Convert option values to types that JSON supports."""
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, (str, int, float, type(None))) else repr(value)
-
-
-def _title(seat: Seat) -> str:
-    machine, ranks = seat.host, seat.ranks
-    quota = "" if machine.quota is None else f" (quota {machine.quota:g})"
-    used = ", ".join(format_cpu_list(cpus) for cpus in ranks.shares or [machine.allowed])
-    threads = torch.get_num_threads()
-    hosts = "" if ranks.on_one_host else f", {ranks.local_size} on this host"
-    parts = [
-        f"nano_loop {__version__}",
-        f"{ranks.size} process{'es' if ranks.size > 1 else ''}{hosts} × {threads} thread{'s' if threads > 1 else ''}",
-        f"CPUs {used} of {len(machine.logical_cpus)}{quota}",
-        ", ".join([machine.name, *_bf16_instructions(machine)]),
-    ]
-    return " · ".join(parts)
-
-
-def _bf16_instructions(machine: Machine) -> list[str]:
-    return [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in machine.instruction_sets]

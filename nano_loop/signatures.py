@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 from nano_loop.errors import NanoWarning, problem, shown
-from nano_loop.options import Options
+from nano_loop.options import LEFTOVERS, Options
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -38,7 +38,7 @@ def with_options(function: _T) -> _T:
         options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in _PARAMETERS]
     else:
         own = [each for each in own if each.kind is not inspect.Parameter.VAR_POSITIONAL]
-        options = _PARAMETERS
+        options = _parameters_of(function.__name__)  # type: ignore[attr-defined]
     parameters = [*own, *options, others]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return documented(function)
@@ -63,8 +63,16 @@ def documented(owner: _T) -> _T:
     return owner
 
 
+def _parameters_of(function: str) -> list[inspect.Parameter]:
+    """Return the options as the parameters of a function: those that it takes by position first."""
+    by_name = {each.name for each in fields(Options) if each.metadata.get("by_name_in") == function}
+    positional = [each for each in _PARAMETERS if each.kind is not each.KEYWORD_ONLY and each.name not in by_name]
+    rest = [each.replace(kind=each.KEYWORD_ONLY) for each in _PARAMETERS if each not in positional]
+    return [*positional, *rest]
+
+
 def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `function` by name. BigDL-Nano's ``strategy`` is removed, with a warning.
+    """Return the arguments of `function` by name. Leftovers of BigDL-Nano are removed, with a warning.
 
     Call it from `function` itself, so that the warning points to the line that called `function`.
 
@@ -73,7 +81,7 @@ def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict
     TypeError
         If there are too many positional arguments, or one of them is also passed by name.
     """
-    positional = [each.name for each in _PARAMETERS if each.kind is each.POSITIONAL_OR_KEYWORD]
+    positional = [each.name for each in _parameters_of(function) if each.kind is each.POSITIONAL_OR_KEYWORD]
     if len(args) > len(positional):
         most = len(positional)
         raise TypeError(f"{function}() takes from 0 to {most} positional arguments but {len(args)} were given")
@@ -81,10 +89,10 @@ def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict
     for name in arguments.keys() & others.keys():
         raise TypeError(f"{function}() got multiple values for argument {name!r}")
     arguments |= others
-    if "strategy" in arguments:
-        given = shown("strategy", arguments.pop("strategy"))
-        allowed = "nano_loop has only one strategy, so the argument has no effect"
-        warnings.warn(problem(given, allowed, "Leave it out"), NanoWarning, stacklevel=3)
+    for name, leftover in LEFTOVERS.items():
+        if name in arguments and leftover.tolerates(arguments[name]):
+            given = shown(name, arguments.pop(name))
+            warnings.warn(problem(given, leftover.needed, "Leave it out"), NanoWarning, stacklevel=3)
     return arguments
 
 

@@ -14,13 +14,6 @@ def refuse_what_is_not_in_this_version(options: Options) -> None:
     options : Options
         The options.
     """
-    asked = {
-        "distributed_backend": options.distributed_backend == "ray",
-        "precision": options.precision in ("64-true", "16-mixed", "bf16-true"),
-        "bf16_ops": bool(options.bf16_ops),
-        "fp32_ops": bool(options.fp32_ops),
-    }
-    missing = [options.given[name] for name, is_asked in asked.items() if is_asked]
-    if missing:
-        allowed = 'this version trains with precision 32, "bf16" or "auto", in processes that it starts itself'
-        raise NanoError(problem(f"{', '.join(missing)}: not in this version of nano_loop", allowed, "Leave it out"))
+    if options.distributed_backend == "ray":
+        given = f"{options.given['distributed_backend']}: not in this version of nano_loop"
+        raise NanoError(problem(given, "this version trains in processes that it starts itself", "Leave it out"))

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nano_loop.checks import check_kinds, check_loop
+from nano_loop.distributed.ranks import Loop
 from nano_loop.distributed.strategy import RanksFabric
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
 from nano_loop.parts import Parts
-from nano_loop.report import SetupReport
-from nano_loop.run import Run, Settings, Task
+from nano_loop.report import Printed, SetupReport
+from nano_loop.run import Run, Task
+from nano_loop.settings import Settings
 from nano_loop.signatures import documented, method_takes, named
 
 
@@ -38,13 +42,21 @@ class TorchNano(RanksFabric):
     ----------
     {options}
     **others
-        ``strategy`` is accepted for compatibility with BigDL-Nano and raises a `NanoWarning`. Any other name is an
-        error.
+        ``strategy``, and ``accelerator``, ``devices``, ``num_nodes`` and ``plugins`` with their values for one CPU, are
+        accepted for compatibility with BigDL-Nano, with a `NanoWarning`. Any other name is an error.
 
     Attributes
     ----------
     report : SetupReport or None
         The steps that the last run applied and skipped. None before its first ``setup``.
+    num_processes : int
+        The number of processes. Read-only, like all attributes below.
+    use_ipex, channels_last, auto_lr : bool
+        The options.
+    cpu_for_each_process : list of lists of int, or None
+        The option.
+    dtype : torch.dtype
+        The dtype in which models compute matrix products: `torch.bfloat16` or `torch.float32`.
 
     Raises
     ------
@@ -78,6 +90,8 @@ class TorchNano(RanksFabric):
         self._nano_settings = Settings.read(named("TorchNano", args, others))
         self._nano_run: Run | None = None
         self._nano_report: SetupReport | None = None
+        self._nano_printed = Printed()
+        self._nano_settings.prepare(type(self))
         self._set_up_fabric()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,6 +122,37 @@ class TorchNano(RanksFabric):
         """The steps that the last run applied and skipped. None before the first ``setup``."""
         return self._nano_report
 
+    @property
+    def num_processes(self) -> int:
+        """The number of processes."""
+        return self._nano_settings.options.num_processes or self.world_size
+
+    @property
+    def use_ipex(self) -> bool:
+        """Whether IPEX's kernels are used."""
+        return self._nano_settings.options.use_ipex
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether images are NHWC."""
+        return self._nano_settings.options.channels_last
+
+    @property
+    def auto_lr(self) -> bool:
+        """Whether the learning rate ramps to that of several processes."""
+        return self._nano_settings.options.auto_lr
+
+    @property
+    def cpu_for_each_process(self) -> list[list[int]] | None:
+        """The CPU ids of each process, or None for even shares."""
+        shares = self._nano_settings.options.cpu_for_each_process
+        return None if shares is None else [list(each) for each in shares]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which models compute matrix products."""
+        return self._nano_settings.options.kind.compute
+
     def setup(  # type: ignore[override]
         self, model: nn.Module, optimizer: Any, *dataloaders: DataLoader[Any], move_to_device: bool = True
     ) -> Any:
@@ -121,7 +166,8 @@ class TorchNano(RanksFabric):
         optimizer : torch.optim.Optimizer, or a list or tuple of them
             The optimizers. Those that support fused kernels are switched to them.
         *dataloaders : torch.utils.data.DataLoader
-            The loaders. They keep their class and their attributes.
+            The loaders. They keep their class and their attributes. With several processes, other loaders that
+            ``train`` iterates are divided as well.
         move_to_device : bool
             Whether to move the model to the CPU if it is on another device.
 
@@ -165,6 +211,7 @@ class TorchNano(RanksFabric):
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         shard: bool | None = None,
+        replace_sampler: bool = True,
     ) -> Any:
         """Accelerate loaders only; see `setup`. Returns a single loader itself, and several as a list.
 
@@ -178,10 +225,14 @@ class TorchNano(RanksFabric):
             A parameter of Fabric. It has no effect, since batches are already on the CPU.
         shard : bool, optional
             With several processes: whether each process always (True) or never (False) gets its own share of the
-            batches. By default it does, except while gradients are disabled or every model is in eval mode.
+            batches. By default it does, except while gradients are disabled or every model is in eval mode. So in an
+            evaluation every process counts all samples, and a sum over the processes is N times too large. With True
+            each counts its share.
+        replace_sampler : bool
+            LightningLite's name of ``use_distributed_sampler``.
         """
         check_kinds(("dataloaders", DataLoader, dataloaders))
-        shard = shard if use_distributed_sampler else False
+        shard = shard if use_distributed_sampler and replace_sampler else False
         self._accelerate(Parts(loaders=list(dataloaders), shard=shard))
         return dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
 
@@ -199,6 +250,36 @@ class TorchNano(RanksFabric):
             needed = "its changes are undone when train ends"
             raise NanoError(problem(given, needed, "Call it in train, and call train from outside"))
         return self._nano_run
+
+    def save(
+        self,
+        path: Any = None,
+        state: Any = None,
+        filter: Any = None,
+        *,
+        content: Any = None,
+        filepath: Any = None,
+    ) -> None:
+        """Save a checkpoint on rank 0. All ranks must call this method.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The file. In the order of LightningLite, ``save(content, filepath)``, it is the second argument.
+        state : dict
+            The contents. The state dicts of models and optimizers are saved.
+        filter : dict, optional
+            See `lightning_fabric.Fabric.save`.
+        content, filepath
+            LightningLite's names of ``state`` and ``path``.
+        """
+        given = [each for each in (path, state, content, filepath) if each is not None]
+        paths = [os.fspath(each) for each in given if isinstance(each, (str, os.PathLike))]
+        contents = [each for each in given if isinstance(each, dict)]
+        if (len(paths), len(contents), len(given)) != (1, 1, 2):
+            kinds = ", ".join(type(each).__name__ for each in given)
+            raise NanoConfigError(problem(f"save({kinds})", "it takes a path and a dict", "Call save(path, state)"))
+        super().save(paths[0], contents[0], filter)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Return a context in which backward passes do not average the gradients of `module`.
@@ -222,8 +303,7 @@ class TorchNano(RanksFabric):
         if self._nano_run is not None:  # train calls super().train(), or a worker's run has begun
             return train(self, *args, **kwargs)
         task = _Training(self, train, args, kwargs)
-        with Run(self._nano_settings, task) as run:
-            return task.do(run)
+        return Run(self._nano_settings, task, printed=self._nano_printed).complete()
 
     @contextmanager
     def _inside(self, run: Run) -> Iterator[None]:
@@ -250,7 +330,7 @@ class _Training(Task):
     def __init__(
         self, loop: TorchNano, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        super().__init__(loop._nano_settings, loop._names(train, args, kwargs))
+        super().__init__(loop._nano_settings, loop._names(train, args, kwargs), Loop())
         self._loop, self._args, self._kwargs = loop, args, kwargs
         self._train: Callable[..., Any] | None = train
 

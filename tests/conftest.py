@@ -9,6 +9,7 @@ import pytest
 from distributed.team import Team
 from hypothesis import settings
 from leaks import affinity_masks, changes, moved_threads, process_state
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 LAUNCH_NAMES = frozenset(
@@ -64,6 +65,12 @@ def nothing_leaks():
     left = [*changes(before, process_state()), *moved_threads(masks, affinity_masks())]
     if left:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def rank_put_back(monkeypatch):
+    """Put back the rank by which Lightning prints and logs: Fabric sets it and leaves it, also where nothing runs."""
+    monkeypatch.setattr(rank_zero_only, "rank", getattr(rank_zero_only, "rank", 0), raising=False)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -19,6 +20,7 @@ REPLACED = (
     (DataLoader, "__iter__"),
     (DataLoader, "__init__"),
     (DataLoader, "__len__"),
+    (DataLoader, "dataset"),
     (torch.optim.Optimizer, "step"),
     (torch.optim.Optimizer, "state_dict"),
 )
@@ -36,6 +38,7 @@ def process_state():
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "torch.compile": torch.compile,
+        "rank in Lightning's eyes": getattr(rank_zero_only, "rank", 0),
         **{f"{owner.__name__}.{name}": vars(owner).get(name, "inherited") for owner, name in REPLACED},
         **{f"environment {name}": value for name, value in os.environ.items() if name not in NOT_OURS},
     }

@@ -7,10 +7,19 @@ import numpy as np
 import torch
 
 from nano_loop import option_checks as checks
+from nano_loop.op_names import SAFE
 
 
 class Colour(enum.Enum):
     RED = "bf16"
+
+
+async def awaited():
+    pass
+
+
+def generated():
+    yield
 
 
 SPELLINGS = {
@@ -39,10 +48,14 @@ SPELLINGS = {
         ([], ()),
         (["layer_norm", "softmax"], ("layer_norm", "softmax")),
         ({"softmax"}, ("softmax",)),
+        ("softmax", ("softmax",)),
+        ("softmax, F.gelu", ("softmax", "F.gelu")),
     ],
+    checks.operators_or_safe: [(["exp"], ("exp",)), ("safe", SAFE), ("exp", ("exp",))],
     checks.gradient_compression: [(None, None), ("bf16", "bf16")],
     checks.seconds: [(30, 30.0), (0.5, 0.5), (np.float32(2), 2.0), (Fraction(1, 2), 0.5)],
     checks.verbosity: [(True, True), (False, False), ("all", "all")],
+    checks.worker_init: [(None, None), (torch.get_num_threads, torch.get_num_threads), (dict, dict)],
 }
 
 REFUSED = {
@@ -54,13 +67,15 @@ REFUSED = {
         *("glooo", "", 3, ["gloo"], "undefined", "backend", "gloo ", "GL00"),
         "nccl" if not torch.distributed.is_nccl_available() else "cncl",
     ],
-    checks.precision: ["fp8", 8, 32.0, None, True, "BF16", "16-true", torch.bfloat16, Colour.RED],
+    checks.precision: ["fp8", 8, 32.0, None, True, "BF16", torch.bfloat16, Colour.RED],
     checks.cpu_for_each_process: [[0, 1], [[]], [], [[-1]], [["0"]], [[0.5]], [[True]], "0-3", {0: [0]}],
     checks.compile_arguments: ["inductor", None, {}, {1: "max-autotune"}],
-    checks.operators: ["layer_norm", [torch.nn.functional.layer_norm], None, [""], 3],
+    checks.operators: ["layer_nrm", "safe", "no/such/file", [torch.nn.functional.layer_norm], None, [""], ["a\0b"], 3],
+    checks.operators_or_safe: ["unsafe", ["safe"], None, 3, "no_such.txt", "a\0/b"],
     checks.gradient_compression: ["fp16", True],
     checks.seconds: [0, -1.5, "10", float("inf"), float("nan"), None, True],
     checks.verbosity: ["quiet", 2, None],
+    checks.worker_init: ["patches", 1, lambda rank: None, awaited, generated],
 }
 
 # What a message has to name as allowed.
@@ -76,10 +91,12 @@ ALLOWED = {
     ),
     checks.cpu_for_each_process: ("list", "CPU ids", "each process"),
     checks.compile_arguments: ("True", "False", "dict", "torch.compile"),
-    checks.operators: ("list", "names", "operators"),
+    checks.operators: (),  # a path has other faults than a list
+    checks.operators_or_safe: (),
     checks.gradient_compression: ("None", '"bf16"'),
     checks.seconds: ("positive", "seconds"),
     checks.verbosity: ("True", "False", '"all"'),
+    checks.worker_init: ("None", "function", "without arguments"),
 }
 
 TEXTS = {
@@ -101,9 +118,11 @@ TEXTS = {
         ("layer_norm, softmax", ("layer_norm", "softmax")),
         ("softmax", ("softmax",)),
     ],
+    checks.operators_or_safe: [("safe", SAFE), ("exp,log", ("exp", "log"))],
     checks.gradient_compression: [("bf16", "bf16")],
     checks.seconds: [("30", 30.0), ("1", 1.0)],
     checks.verbosity: [("all", "all"), ("0", False)],
+    checks.worker_init: [("none", None)],
 }
 
 

@@ -12,6 +12,7 @@ from watched import Net, in_bf16, is_fused
 
 import nano_loop
 from nano_loop import NanoConfigError, NanoError, accelerated, nano
+from nano_loop.cpu import read_machine
 from nano_loop.options import OPTIONS
 
 
@@ -133,3 +134,36 @@ def test_model_of_two_runs_computes_as_the_innermost_says():
             net(torch.ones(1, 3))
         assert in_bf16(net) == [True]
     assert torch.equal(net(torch.ones(1, 3)), plain(torch.ones(1, 3)))
+
+
+def test_report_of_a_context_in_a_loop_is_printed_once(capsys):
+    model = nn.Linear(2, 7)
+    lines = []
+    for _ in range(3):
+        with accelerated(model, fast_dropout=False):
+            pass
+        lines.append(len(capsys.readouterr().err.splitlines()))
+    assert lines[1:] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "divided_by"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, 1),  # srun binds its processes
+        ({}, 1),
+    ],
+)
+def test_processes_of_torchrun_divide_the_threads_of_their_host(monkeypatch, variables, divided_by):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # which would stay in force
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(64)
+    try:
+        with accelerated(nn.Linear(1, 1), verbose=False):
+            found = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(threads)
+    assert found == max(1, read_machine().num_threads // divided_by)

@@ -295,7 +295,7 @@ def test_with_and_without_parentheses():
     def empty(model, optimizer, loader):
         return fit(model, optimizer, loader)
 
-    @nano(1, False, "subprocess", None, "bf16", None, True, False, verbose=False)
+    @nano(1, False, "subprocess", "bf16", None, True, False, verbose=False)  # in the order of BigDL-Nano
     def positional(model, optimizer, loader):
         return fit(model, optimizer, loader)
 
@@ -670,3 +670,46 @@ def test_options_are_read_from_the_environment_at_each_call(monkeypatch):
     assert train.report.from_environment == ("NANO_LOOP_PRECISION=bf16",)
     monkeypatch.delenv("NANO_LOOP_PRECISION")
     assert train(Net()) == [False]
+
+
+def test_report_of_a_function_called_every_epoch_is_printed_once(capsys):
+    @nano
+    def train(model, optimizer):
+        pass
+
+    model = nn.Linear(2, 1)
+    sgd, adam = torch.optim.SGD(model.parameters()), torch.optim.Adam(model.parameters())
+    lines = []
+    for optimizer in (sgd, sgd, sgd, adam, adam):
+        train(model, optimizer)
+        lines.append(len(capsys.readouterr().err.splitlines()))
+    assert lines[1:3] == [0, 0]
+    assert lines[0] == lines[3] > 3
+    assert lines[4] == 0
+    assert train.report["fused_optimizer"].detail == "Adam", "the object is there after each call"
+
+
+class Named(nn.Module):
+    """Takes arguments by the names that functions around a call might have themselves."""
+
+    NAMES = ("function", "call", "module", "modules", "layers", "original", "kind", "entry", "args", "kwargs")
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x, function, call, module, modules, layers, original, kind, entry, args, kwargs):
+        return self.layer(x) * (function + call + module + modules + layers + original + kind + entry + args + kwargs)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "channels_last": True}])
+def test_arguments_of_a_model_may_have_any_names(options):
+    model, given = Named(), dict.fromkeys(Named.NAMES, 0.1)
+
+    @nano(verbose=False, **options)
+    def train(model):
+        return [model(torch.ones(2, 3, 4, 4), **given) for _ in range(3)]
+
+    expected = model(torch.ones(2, 3, 4, 4), **given)
+    for output in train(model):
+        torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)

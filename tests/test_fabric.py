@@ -77,6 +77,7 @@ def test_making_one_reads_no_launch_and_leaves_the_environment_alone(monkeypatch
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 def test_fabric_works_as_ever_beside_nano_loop():
     program = textwrap.dedent("""
         import torch, nano_loop
@@ -91,6 +92,7 @@ def test_fabric_works_as_ever_beside_nano_loop():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.usefixtures("rank_put_back")
 def test_several_ranks_are_told_before_the_run_and_nothing_is_started():
     before = dict(os.environ)
     made = Fabric(**fabric_arguments("32-true", Ranks(2, 4, local_rank=0, local_size=2)))
@@ -100,3 +102,48 @@ def test_several_ranks_are_told_before_the_run_and_nothing_is_started():
     assert made.broadcast("mine") == "mine"  # there is no group yet
     made.barrier()
     assert dict(os.environ) == before
+
+
+# As in a notebook without ipywidgets, where something that Fabric imports imports tqdm.
+NOTEBOOK = """
+import sys, types, warnings
+
+class Shell:
+    pass
+
+names = {"ipykernel": {}, "ipykernel.zmqshell": {}, "IPython": {"get_ipython": Shell}}
+for name, attributes in names.items():
+    sys.modules[name] = types.ModuleType(name)
+    vars(sys.modules[name]).update(attributes)
+
+class ImportsTqdm:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == WHEN:
+            import tqdm.auto
+
+sys.meta_path.insert(0, ImportsTqdm)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("when", "is_shown"), [("lightning_fabric.fabric", False), ("nano_loop.optim", True)])
+def test_tqdm_says_nothing_about_widgets_because_of_fabric_s_import(when, is_shown):
+    program = NOTEBOOK.replace("WHEN", repr(when)) + "import nano_loop\nnano_loop.TorchNano\n"
+    program += "print('tqdm.auto' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "True\n", done.stderr
+    assert ("TqdmWarning" in done.stderr) is is_shown
+
+
+def test_torchmetrics_is_not_imported_with_fabric(tmp_path):
+    """Which would import transformers, where both are installed."""
+    program = """
+import sys, nano_loop
+nano_loop.TorchNano()
+print([name for name in ("torchmetrics", "transformers", "lightning", "pytorch_lightning") if name in sys.modules])
+import torchmetrics
+print(torchmetrics.MeanMetric.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines() == ["[]", "MeanMetric"], done.stderr

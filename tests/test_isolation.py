@@ -94,11 +94,11 @@ def test_training_of_another_thread_computes_what_it_computes_without_a_run():
             return super().forward(x)
 
     def other():
+        if turn is not None:  # from then on this thread alone draws
+            assert turn.wait(60)
         generator_state = torch.Generator().manual_seed(5).get_state()
         torch.manual_seed(1)
         model = Teacher()
-        if turn is not None:
-            assert turn.wait(60)
         torch.set_rng_state(generator_state)
         result.append(step_of(model, own_autocast=True))
         done.set()

@@ -85,7 +85,7 @@ def test_lists_of_cpus_are_not_blamed_for_a_bad_number_of_processes():
 
 
 def test_operator_in_both_lists_is_refused():
-    message = refusal(TorchNano, bf16_ops=["softmax", "layer_norm"], fp32_ops=["softmax"])
+    message = refusal(TorchNano, precision="bf16", bf16_ops=["softmax", "layer_norm"], fp32_ops=["softmax"])
     assert all(part in message for part in ("bf16_ops", "fp32_ops", "softmax"))
     assert "layer_norm" not in message
 
@@ -142,6 +142,34 @@ def test_what_the_environment_overrode_is_no_argument():
 def test_strategy_is_tolerated_with_a_warning(call):
     with pytest.warns(NanoWarning, match=r"strategy='subprocess': .+\. Leave it out\."):
         call(strategy="subprocess")
+
+
+LEFTOVERS = {
+    "accelerator": (["cpu", "auto", None], ["gpu", "cuda"]),
+    "devices": ([1, "1", "auto", None], [4, [0, 1], True]),
+    "num_nodes": ([1, None], [2, True]),
+    "plugins": ([None, []], ["slurm", [object()]]),
+}
+
+
+@pytest.mark.parametrize("call", [TorchNano, nano])
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_what_lightning_lite_also_took_is_tolerated_where_it_asks_for_nothing(call, name):
+    tolerated, refused = LEFTOVERS[name]
+    for value in tolerated:
+        with pytest.warns(NanoWarning, match=rf"{name}={value!r}: .+\. Leave it out\.".replace("[", r"\[")) as caught:
+            call(**{name: value})
+        assert [each.filename for each in caught] == [__file__]
+    for value in refused:
+        message = refusal(call, **{name: value})
+        assert message.startswith(f"{name}=")
+        assert "allocator" not in message
+
+
+def test_devices_are_processes_here():
+    assert refusal(TorchNano, devices=4) == (
+        "devices=4: num_processes counts the processes. Write num_processes instead."
+    )
 
 
 @pytest.mark.parametrize("call", [TorchNano, nano])
@@ -280,7 +308,7 @@ def exception_of(call, arguments):
     return None
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, "strategy", "no_such_option"])
+@pytest.mark.parametrize("name", [*OPTIONS, "strategy", *LEFTOVERS, "no_such_option"])
 @pytest.mark.parametrize("call", [TorchNano, nano])
 def test_odd_value_meets_no_other_exception(call, name):
     met = {f"{place}, a {type(value)}": exception_of(call, {name: value}) for place, value in enumerate(ODD)}
@@ -387,6 +415,13 @@ def test_other_variables_are_let_alone():
     assert Options.from_call({}, environ) == Options()
 
 
+def test_secret_of_a_launch_is_no_option_and_a_mistyped_one_is_in_no_message():
+    assert Options.from_call({}, {"NANO_LOOP_SECRET": "0123456789abcdef" * 2}) == Options()
+    with pytest.raises(NanoConfigError, match=r"NANO_LOOP_SECRETS=.*there is no such option") as caught:
+        Options.from_call({}, {"NANO_LOOP_SECRETS": "0123456789abcdef" * 2})
+    assert "0123456789abcdef" not in str(caught.value)
+
+
 def test_options_cannot_be_changed():
     with pytest.raises(AttributeError):
         Options().precision = "bf16-mixed"
@@ -440,7 +475,7 @@ def test_each_architectures_instructions_count(sets):
 def test_precision_asked_for_by_name_is_kept(precision):
     asked = Options(precision=precision)
     assert asked.resolved(SLOW) is asked.resolved(FAST) is asked
-    assert asked.reduced_precision == ("16" in str(precision))
+    assert asked.reduced_precision == ("bf16" in str(precision))
     assert not asked.auto_precision
 
 
@@ -448,13 +483,6 @@ def test_precision_asked_for_by_name_is_kept(precision):
 
 NOT_YET = [
     ("distributed_backend", "ray"),
-    ("precision", 64),
-    ("precision", "64-true"),
-    ("precision", 16),
-    ("precision", "16-mixed"),
-    ("precision", "bf16-true"),
-    ("bf16_ops", ["layer_norm"]),
-    ("fp32_ops", ["softmax"]),
 ]
 
 
@@ -467,11 +495,10 @@ def test_what_is_not_in_this_version_is_told_as_it_was_typed(call, name, value):
     assert not isinstance(caught.value, NanoConfigError)  # the argument is a good one
 
 
-def test_all_that_is_not_in_this_version_is_told_at_once():
-    with pytest.raises(NanoError, match="not in this version") as caught:
-        TorchNano(distributed_backend="ray", precision="bf16-true")
-    for part in ("distributed_backend='ray'", "precision='bf16-true'"):
-        assert part in str(caught.value).replace('"', "'")
+@pytest.mark.parametrize("precision", ["transformer-engine", "transformer-engine-float16", "16-true"])
+def test_precisions_that_need_a_gpu_are_refused_by_name(precision):
+    message = refusal(TorchNano, precision=precision)
+    assert message == f'precision=\'{precision}\': it is Fabric\'s for GPUs. Pass "bf16" or "bf16-true".'
 
 
 @pytest.mark.parametrize(
@@ -485,6 +512,7 @@ def test_all_that_is_not_in_this_version_is_told_at_once():
     ],
     ids=lambda launched: " ".join(launched),
 )
+@pytest.mark.usefixtures("rank_put_back")
 def test_launch_from_outside_is_recognised_and_has_to_agree(monkeypatch, launched):
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
@@ -514,3 +542,14 @@ def test_variables_of_no_launch_change_nothing(monkeypatch, environ):
         monkeypatch.setenv(name, value)
     fabric = TorchNano()
     assert (fabric.world_size, fabric.global_rank, fabric.local_rank) == (1, 0, 0)
+
+
+@pytest.mark.usefixtures("rank_put_back")
+def test_k8s_joins_processes_that_are_started_from_outside():
+    assert TorchNano(distributed_backend="k8s").num_processes == 1
+    with pytest.raises(NanoError, match=r"'k8s', num_processes=2: .*RANK and WORLD_SIZE"):
+        TorchNano(distributed_backend="k8s", num_processes=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "1")
+        patch.setenv("WORLD_SIZE", "2")
+        assert TorchNano(distributed_backend="k8s", num_processes=2).num_processes == 2

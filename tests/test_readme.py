@@ -31,7 +31,7 @@ def decorated(source):
 
 def test_there_are_examples():
     assert len(EXAMPLES) >= 2
-    assert len(DIFFS) == 2
+    assert len(DIFFS) == 3
 
 
 @pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nano_loop import SetupReport, StepResult
+from nano_loop.report import Printed, Printer, SetupReport, StepResult
 from nano_loop.steps import STEPS
 
 FUSED = StepResult("fused_optimizer", "applied", "AdamW")
@@ -78,3 +78,41 @@ def test_changing_the_dict_leaves_the_report_alone():
 def test_result_cannot_be_changed():
     with pytest.raises(AttributeError):
         FUSED.status = "skipped"
+
+
+# --- printing ---
+
+
+def printed_by(capsys, memory, *setups):
+    """Print the entries of each setup of a run, and return the lines."""
+    printer = Printer(memory)
+    for entries in setups:
+        printer.print(entries)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_report_is_printed_once_and_again_when_it_differs(capsys):
+    memory, first, other = Printed(), [report(FUSED)], [report(FETCH)]
+    lines = str(first[0]).splitlines()
+    assert printed_by(capsys, memory, first) == lines
+    assert printed_by(capsys, memory, first) == []
+    assert printed_by(capsys, memory, other) == str(other[0]).splitlines()
+    assert printed_by(capsys, memory, first) == lines
+    assert printed_by(capsys, memory, first) == []
+
+
+def test_later_setups_of_a_run_are_compared_too(capsys):
+    memory, first = Printed(), [report(FUSED)]
+    printed_by(capsys, memory, first, [FETCH])
+    assert printed_by(capsys, memory, first, [FETCH]) == []
+    assert printed_by(capsys, memory, first) == [], "a run that stopped early has nothing new"
+    assert printed_by(capsys, memory, first, [FETCH]) == []
+    assert printed_by(capsys, memory, first, [FETCHED]) == [str(FETCHED)]
+    assert printed_by(capsys, memory, first, [FETCHED], [FETCH]) == [str(FETCH)]
+
+
+def test_measurement_is_printed_once(capsys):
+    memory = Printed()
+    one, other = (StepResult("ipex_speed", "measured", f"{number} ms") for number in (1, 2))
+    assert printed_by(capsys, memory, [one]) == [str(one)]
+    assert printed_by(capsys, memory, [other]) == []

@@ -7,7 +7,8 @@ from torch import nn
 from nano_loop import NanoError
 from nano_loop import run as module
 from nano_loop.parts import Parts
-from nano_loop.run import Run, Settings
+from nano_loop.run import Run
+from nano_loop.settings import Settings
 from nano_loop.steps import Step
 
 

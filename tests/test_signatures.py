@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from loops.pairs import slow_bf16_is_fine
+from torch import nn
 
 import nano_loop
 from nano_loop import TorchNano, nano
@@ -27,6 +29,11 @@ FIRST_EIGHT = {
     "channels_last": False,
     "auto_lr": True,
 }
+# Its nano takes seven of them.
+POSITIONAL = {
+    TorchNano: FIRST_EIGHT,
+    nano: {name: default for name, default in FIRST_EIGHT.items() if name != "process_group_backend"},
+}
 CALLS = pytest.mark.parametrize("call", [TorchNano, nano], ids=["TorchNano", "nano"])
 
 
@@ -42,15 +49,16 @@ def parameters(call):
 def test_parameters_are_the_options_in_their_order_with_their_types(call):
     types = get_type_hints(Options)
     found = [(each.name, each.default, each.annotation) for each in parameters(call)]
-    assert found == [(name, DEFAULTS[name], types[name]) for name in OPTIONS]
+    by_name = [name for name in OPTIONS if name not in POSITIONAL[call]]
+    assert found == [(name, DEFAULTS[name], types[name]) for name in (*POSITIONAL[call], *by_name)]
 
 
 @CALLS
-def test_first_eight_are_bigdl_nano_s_and_may_be_positional(call):
+def test_those_of_bigdl_nano_may_be_positional_in_its_order(call):
     positional = [each for each in parameters(call) if each.kind is each.POSITIONAL_OR_KEYWORD]
-    assert {each.name: each.default for each in positional} == FIRST_EIGHT
-    assert [each.name for each in positional] == [*FIRST_EIGHT]
-    assert {each.kind for each in parameters(call)[8:]} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {each.name: each.default for each in positional} == POSITIONAL[call]
+    assert [each.name for each in positional] == [*POSITIONAL[call]]
+    assert {each.kind for each in parameters(call)[len(positional) :]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @CALLS
@@ -64,9 +72,12 @@ def test_method_keeps_self():
 
 
 @CALLS
-def test_more_positional_arguments_than_eight_are_python_s_own_error(call):
-    with pytest.raises(TypeError, match=r"^\w+\(\) takes from 0 to 8 positional arguments but 9 were given$"):
-        call(*FIRST_EIGHT.values(), "auto")
+def test_more_positional_arguments_than_these_are_python_s_own_error(call):
+    most = len(POSITIONAL[call])
+    with pytest.raises(
+        TypeError, match=rf"^\w+\(\) takes from 0 to {most} positional arguments but {most + 1} were given$"
+    ):
+        call(*POSITIONAL[call].values(), "auto")
 
 
 @CALLS
@@ -78,6 +89,16 @@ def test_argument_in_order_and_by_name_is_python_s_own_error(call):
 @pytest.mark.parametrize("thing", [TorchNano, nano, TorchNano.__init__], ids=["TorchNano", "nano", "method"])
 def test_pickle_takes_them_by_name(thing):
     assert pickle.loads(pickle.dumps(thing)) is thing
+
+
+def test_fourth_argument_of_the_decorator_is_the_precision_as_in_bigdl_nano():
+    @nano(None, False, "subprocess", "bf16", None, True, False, verbose=False)
+    def train(model): ...
+
+    with slow_bf16_is_fine():
+        train(nn.Linear(2, 1))
+    used = train.report.options
+    assert (used["precision"], used["channels_last"], used["auto_lr"]) == ("bf16-mixed", True, False)
 
 
 # --- docstrings ---
@@ -144,7 +165,13 @@ print(*train.report.from_environment)
 """
 
 
-@pytest.mark.parametrize(("flags", "variable"), [((), None), (("-OO",), "yes")], ids=["code", "environment, -OO"])
+@pytest.mark.parametrize(
+    ("flags", "variable"),
+    [
+        pytest.param((), None, id="code"),
+        pytest.param(("-OO",), "yes", id="environment, -OO", marks=pytest.mark.slow),
+    ],
+)
 def test_option_takes_one_declaration(tmp_path, flags, variable):
     copied = shutil.copytree(Path(nano_loop.__file__).parent, tmp_path / "nano_loop")
     source = (copied / "options.py").read_text(encoding="utf-8")

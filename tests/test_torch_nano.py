@@ -704,7 +704,7 @@ def test_printed_report_says_what_the_environment_overrode(job, capfd, monkeypat
 
 def test_auto_precision_is_reported_as_what_it_means_on_this_cpu(job, monkeypatch):
     slow = dataclasses.replace(read_machine(), instruction_sets=frozenset())
-    monkeypatch.setattr("nano_loop.run.read_machine", lambda: slow)
+    monkeypatch.setattr("nano_loop.settings.read_machine", lambda: slow)
     loop = Loop(precision="auto", verbose=False)
     assert not loop.train(lambda self: any(in_bf16(self.setup(*job)[0])))
     assert loop.report["precision"].detail == "fp32, since this CPU has no bf16 instructions"
@@ -827,3 +827,78 @@ def test_script_ends_as_its_loop_ends(end, code, last):
     first, *_, final = done.stderr.splitlines()
     assert first.startswith("nano_loop ")
     assert final.startswith(last or "  ")
+
+
+def test_report_of_an_object_that_trains_again_is_printed_once(capsys):
+    class Trains(TorchNano):
+        def train(self, model):
+            self.setup_module(model)
+
+    trains, model = Trains(), nn.Linear(2, 1)
+    lines = []
+    for _ in range(3):
+        trains.train(model)
+        lines.append(len(capsys.readouterr().err.splitlines()))
+    assert lines[0] > 3
+    assert lines[1:] == [0, 0]
+
+
+# --- what BigDL-Nano and LightningLite had ---
+
+
+def test_options_are_attributes_that_cannot_be_set():
+    loop = TorchNano(num_processes=1, channels_last=True, auto_lr=False, cpu_for_each_process=[[0]])
+    found = {name: getattr(loop, name) for name in ("num_processes", "use_ipex", "channels_last", "auto_lr")}
+    assert found == {"num_processes": 1, "use_ipex": False, "channels_last": True, "auto_lr": False}
+    assert loop.cpu_for_each_process == [[0]]
+    assert TorchNano().cpu_for_each_process is None
+    assert (TorchNano().num_processes, TorchNano(num_processes=3).num_processes) == (1, 3)
+    assert (loop.dtype, TorchNano(precision="bf16").dtype) == (torch.float32, torch.bfloat16)
+    for name in (*found, "cpu_for_each_process", "dtype"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(loop, name, 2)
+
+
+SAVES = {
+    "Fabric's": lambda loop, path, state: loop.save(path, state),
+    "Fabric's, by name": lambda loop, path, state: loop.save(state=state, path=path),
+    "LightningLite's": lambda loop, path, state: loop.save(state, path),
+    "LightningLite's, by name": lambda loop, path, state: loop.save(content=state, filepath=path),
+    "LightningLite's, one by name": lambda loop, path, state: loop.save(state, filepath=str(path)),
+}
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_save_takes_contents_and_path_in_both_orders(tmp_path, save):
+    class Saves(TorchNano):
+        def train(self, model):
+            self.setup_module(model)
+            save(self, tmp_path / "model.pt", {"model": model, "epoch": 3})
+
+    model = nn.Linear(2, 1)
+    Saves(verbose=False).train(model)
+    loaded = torch.load(tmp_path / "model.pt")
+    assert loaded["epoch"] == 3
+    assert torch.equal(loaded["model"]["weight"], model.weight)
+
+
+def test_save_of_something_else_is_refused_by_its_kinds():
+    with pytest.raises(NanoConfigError, match=r"save\(list\): it takes a path and a dict"):
+        TorchNano().save([1])
+    with pytest.raises(NanoConfigError, match="a path and a dict"):
+        TorchNano().save("one", {}, filepath="two")
+
+
+def test_replace_sampler_is_use_distributed_sampler(monkeypatch):
+    seen = []
+
+    class Sets(TorchNano):
+        def train(self):
+            monkeypatch.setattr(self, "_accelerate", lambda parts: seen.append(parts.shard))
+            loader = DataLoader(TensorDataset(torch.rand(4, 2)))
+            assert self.setup_dataloaders(loader, replace_sampler=False) is loader
+            self.setup_dataloaders(loader, replace_sampler=True)
+            self.setup_dataloaders(loader, use_distributed_sampler=False)
+
+    Sets(verbose=False).train()
+    assert seen == [False, None, False]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.workloads.models import BasicBlock, Bottleneck, ResNet, UNet
+from benchmarks.workloads.models import DCGAN, BasicBlock, Bottleneck, ResNet, UNet
 from benchmarks.workloads.workload import Workload
 
 
@@ -55,6 +55,23 @@ def unet(small: bool) -> Workload:
     batch = torch.randn(4, 3, 128, 128), torch.randint(2, (4, 128, 128))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return Workload(model, optimizer, [batch], _classify, images=True, steps=6 if small else 20)
+
+
+def dcgan(small: bool) -> Workload:
+    """A DCGAN on 64 images of 64² (small: 16), one step of both networks, Adam."""
+    model = DCGAN()
+    count = 16 if small else 64
+    batch = torch.rand(count, 3, 64, 64) * 2 - 1, torch.randn(count, model.noise, 1, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    return Workload(model, optimizer, [batch], _adversarial, images=True, steps=6)
+
+
+def _adversarial(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Sum the losses of the discriminator, on real images and made ones, and of the generator."""
+    real, fake, deceived = model(*batch)
+    ones, zeros = torch.ones_like(real), torch.zeros_like(fake)
+    loss = F.binary_cross_entropy_with_logits
+    return loss(real, ones) + loss(fake, zeros) + loss(deceived, ones)
 
 
 class JpegFolder(Dataset[tuple[Tensor, int]]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -105,3 +107,33 @@ def _two_convolutions(inputs: int, outputs: int) -> nn.Sequential:
     for width in (inputs, outputs):
         layers += [nn.Conv2d(width, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers)
+
+
+class DCGAN(nn.Module):
+    """Radford et al. 2016 (arXiv:1511.06434), for images of 64²: a generator and a discriminator.
+
+    Parameters
+    ----------
+    width : int
+        Channels of the layers next to the images.
+    noise : int
+        Channels of the generator's input.
+    """
+
+    def __init__(self, width: int = 64, noise: int = 100) -> None:
+        super().__init__()
+        self.noise = noise
+        widths = [8 * width, 4 * width, 2 * width, width]
+        up = [nn.ConvTranspose2d(noise, widths[0], 4, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()]
+        for wide, narrow in pairwise(widths):
+            up += [nn.ConvTranspose2d(wide, narrow, 4, 2, 1, bias=False), nn.BatchNorm2d(narrow), nn.ReLU()]
+        self.generator = nn.Sequential(*up, nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False), nn.Tanh())
+        down: list[nn.Module] = [nn.Conv2d(3, width, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]
+        for wide, narrow in reversed([*pairwise(widths)]):
+            down += [nn.Conv2d(narrow, wide, 4, 2, 1, bias=False), nn.BatchNorm2d(wide), nn.LeakyReLU(0.2)]
+        self.discriminator = nn.Sequential(*down, nn.Conv2d(widths[0], 1, 4, bias=False), nn.Flatten(0))
+
+    def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the discriminator's logits of images and of made ones, and those that the generator learns from."""
+        made = self.generator(noise)
+        return self.discriminator(images), self.discriminator(made.detach()), self.discriminator(made)

@@ -10,6 +10,7 @@ from each of these nodes and caches, to use their full memory bandwidth.
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -19,6 +20,8 @@ from nano_loop.cpu.cpu_list import format_cpu_list
 from nano_loop.cpu.machine import Machine
 from nano_loop.errors import NanoConfigError, NanoWarning, problem
 
+# Variables by which libgomp or libiomp binds the thread that loads it.
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 Core = tuple[int, ...]  # the allowed CPU ids of one physical core; the first one is used for computation
 Piece = list[Core]  # the cores of one share
 
@@ -205,7 +208,11 @@ def _in_several_lists(claimed: Counter[int]) -> Iterator[str]:
 def _too_many(machine: Machine, num_processes: int) -> str:
     quota = "" if machine.quota is None else f", quota {machine.quota:g}"
     limit = f"this process may use {machine.num_threads} ({_extent(machine)}{quota})"
-    advice = "Lower num_processes, or widen the CPU affinity" + (" or the quota" if quota else "")
+    binding = [f"{name}={os.environ[name]}" for name in _BINDING if os.environ.get(name)]
+    if binding and len(machine.allowed) < len(machine.logical_cpus):
+        advice = f"Unset {' and '.join(binding)}, by which OpenMP binds this process when it is loaded"
+    else:
+        advice = "Lower num_processes, or widen the CPU affinity" + (" or the quota" if quota else "")
     return problem(f"num_processes={num_processes}", f"it needs {num_processes} physical cores, and {limit}", advice)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from nano_loop.cpu.cgroup import read_cpuset, read_quota
 from nano_loop.cpu.cpuinfo import architecture, cpu_name, cpuinfo_instruction_sets, read_cpuinfo
 from nano_loop.cpu.host import Host, host_instruction_sets, host_logical_cpus, host_name, live_host
-from nano_loop.cpu.machine import Machine
-from nano_loop.cpu.topology import read_logical_cpus, read_online
+from nano_loop.cpu.machine import LogicalCpu, Machine
+from nano_loop.cpu.topology import ONLINE, read_logical_cpus, read_online
 from nano_loop.cpu.tree import Tree
 
 
@@ -35,23 +36,52 @@ def read_machine(root: Path | str = "/", affinity: Collection[int] | None = None
     Machine
         The current state. Affinity and quotas can change while a process runs.
     """
-    tree = Tree(root)
+    tree, live = Tree(root), Path(root) == Path("/")
     if host is None:
-        host = live_host() if Path(root) == Path("/") else Host()
+        host = live_host() if live else Host()
+    hardware = _live_hardware(host, tree.text(ONLINE)) if live else _read_hardware(tree, host)
+    mask = host.affinity if affinity is None else affinity
+    return Machine(
+        name=hardware.name,
+        architecture=hardware.architecture,
+        logical_cpus=hardware.logical_cpus,
+        allowed=_allowed([cpu.id for cpu in hardware.logical_cpus], mask, read_cpuset(tree)),
+        quota=read_quota(tree),
+        instruction_sets=hardware.instruction_sets,
+    )
+
+
+class _Hardware(NamedTuple):
+    """What does not change while CPUs stay online."""
+
+    name: str
+    architecture: str
+    logical_cpus: tuple[LogicalCpu, ...]
+    instruction_sets: frozenset[str]
+
+
+def _read_hardware(tree: Tree, host: Host) -> _Hardware:
     blocks = read_cpuinfo(tree)
     # CPUs in the live mask exist even if the files do not list them: in an LXC container, the files renumber from 0.
     online = sorted({*read_online(tree, blocks), *(host.affinity or ())})
-    cpus = read_logical_cpus(tree, online, blocks) if online else host_logical_cpus(host)
     kind = _architecture(host.architecture or tree.text("/proc/sys/kernel/arch").strip() or architecture(blocks))
-    mask = host.affinity if affinity is None else affinity
-    return Machine(
+    return _Hardware(
         name=cpu_name(blocks) or host_name(host) or kind,
         architecture=kind,
-        logical_cpus=cpus,
-        allowed=_allowed([cpu.id for cpu in cpus], mask, read_cpuset(tree)),
-        quota=read_quota(tree),
+        logical_cpus=read_logical_cpus(tree, online, blocks) if online else host_logical_cpus(host),
         instruction_sets=cpuinfo_instruction_sets(blocks) or host_instruction_sets(host),
     )
+
+
+_hardware: dict[Any, _Hardware] = {}  # of the live machine, by what could change it
+
+
+def _live_hardware(host: Host, online: str) -> _Hardware:
+    """Read the hardware of the live machine once for each set of CPUs, which takes hundreds of files."""
+    key = online, host.affinity, host.logical_count
+    if key not in _hardware:
+        _hardware[key] = _read_hardware(Tree("/"), host)
+    return _hardware[key]
 
 
 def _allowed(online: Collection[int], affinity: Collection[int] | None, cpuset: Collection[int]) -> tuple[int, ...]:

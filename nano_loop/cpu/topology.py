@@ -13,6 +13,7 @@ from nano_loop.cpu.machine import CoreKind, LogicalCpu
 from nano_loop.cpu.tree import Tree
 
 CPUS = "/sys/devices/system/cpu"
+ONLINE = f"{CPUS}/online"
 NODES = "/sys/devices/system/node"
 
 # IBM POWER has eight. Higher numbers are errors of virtual machines; with a wrong 16, 15 CPUs would stay idle.
@@ -25,7 +26,7 @@ EFFICIENCY_CAPACITY = 0.65
 
 def read_online(tree: Tree, blocks: Sequence[Block]) -> tuple[int, ...]:
     """Return the ids of the CPUs that are online, or an empty tuple if no file lists them."""
-    return tree.cpu_list(f"{CPUS}/online") or tuple(sorted(field_by_cpu(blocks, "processor")))
+    return tree.cpu_list(ONLINE) or tuple(sorted(field_by_cpu(blocks, "processor")))
 
 
 def read_logical_cpus(tree: Tree, online: Sequence[int], blocks: Sequence[Block]) -> tuple[LogicalCpu, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -30,16 +31,23 @@ class Tree:
     """
 
     def __init__(self, root: Path | str) -> None:
-        self._root = Path(root)
+        self._root = str(root)
+        self._texts: dict[str, str] = {}  # what was read already, since several functions read the same files
 
     def text(self, path: str) -> str:
-        """Return the content of the file at `path`, or an empty string."""
+        """Return the content of the file at `path` when it was first read, or an empty string."""
+        if path not in self._texts:
+            self._texts[path] = self._read(path)
+        return self._texts[path]
+
+    def _read(self, path: str) -> str:
         relative = path.lstrip("/")
         # Paths may come from files (/proc/self/cgroup may contain "/.."), and must not leave the root.
         if ".." in relative.split("/"):
             return ""
         try:
-            return (self._root / relative).read_text(encoding="utf-8", errors="replace")
+            with open(os.path.join(self._root, relative), encoding="utf-8", errors="replace") as file:
+                return file.read()
         except (OSError, ValueError):  # ValueError: a null byte in the path
             return ""
 
@@ -57,7 +65,7 @@ class Tree:
     def numbered_folders(self, path: str, prefix: str) -> list[int]:
         """Return the sorted numbers N of the entries ``<prefix>N`` in the folder `path`."""
         try:
-            names = [entry.name for entry in (self._root / path.lstrip("/")).iterdir()]
+            names = os.listdir(os.path.join(self._root, path.lstrip("/")))
         except (OSError, ValueError):
             return []
         numbers = [parse_number(name.removeprefix(prefix)) for name in names if name.startswith(prefix)]

@@ -5,17 +5,20 @@ Every wait is a Python loop with checks, so that a signal, or a rank that has fa
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import cloudpickle
 import torch
-from torch import distributed
 
-from nano_loop.errors import NanoError
+from nano_loop.distributed.channel import Channel
+from nano_loop.distributed.division import Division
+from nano_loop.errors import NanoError, RankLateError, problem
+
+if TYPE_CHECKING:
+    from nano_loop.distributed.transport.waits import Waits
 
 Value = TypeVar("Value")
 
@@ -37,6 +40,29 @@ class RankLeftError(NanoError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The user's function that the ranks of a run execute, as messages name it.
+
+    Parameters
+    ----------
+    name : str
+        Its name.
+    collectives : str
+        What the user writes before the name of a collective in it.
+    """
+
+    name: str = "train"
+    collectives: str = "self"
+
+    @property
+    def same_steps(self) -> tuple[str, str]:
+        """The last two parts of a message about ranks that have taken different numbers of steps."""
+        agree = f"{self.collectives}.broadcast(stop) or {self.collectives}.all_reduce(loss)"
+        advice = f"If a rank's own values decide when it stops, make all ranks decide the same first: {agree}"
+        return "all ranks have to run the same number of steps", advice
 
 
 class Ranks:
@@ -82,70 +108,147 @@ class Ranks:
         self.shares = shares
         self.loader_cpus = loader_cpus
         self.folder = folder
+        #: What they execute.
+        self.loop = Loop()
+        self._channel: Channel | None = None
+        #: Is called while this rank waits for another, as `check` is, and carries on what it has begun besides.
+        self.meanwhile: Callable[[], None] = _nothing
+        #: Finds ranks that wait for each other; None between hosts.
+        self.waits: Waits | None = None
         #: torch's seed when the run began; None once this rank's random numbers differ from the others'.
         self.common_seed: int | None = None
+        #: Whether the ranks divide the work.
+        self.division = Division()
 
     @property
     def on_one_host(self) -> bool:
         """Whether all ranks share this host's memory."""
         return self.local_size == self.size
 
-    def broadcast(self, value: Value, source: int = 0) -> Value:
-        """Return the value that rank `source` has; it is pickled. Collective."""
+    @property
+    def channel(self) -> Channel:
+        """How values travel between the ranks; None until they have joined."""
+        if self._channel is None:
+            given = f"rank {self.rank} of {self.size} has no channel to the others"
+            raise NanoError(problem(given, "values travel between ranks that have joined a run", "Start a run first"))
+        return self._channel
+
+    @channel.setter
+    def channel(self, channel: Channel | None) -> None:
+        self._channel = channel
+
+    def broadcast(self, value: Value, source: int = 0, what: str = "") -> Value:
+        """Return the value that rank `source` has. Collective.
+
+        Between hosts, a named tuple arrives as a tuple, and values of other than the types of
+        `nano_loop.distributed.plain` need a secret; see docs/security.md.
+
+        Parameters
+        ----------
+        value : Any
+            That of this rank.
+        source : int
+            The rank whose value all get.
+        what : str
+            See `Channel`.
+        """
         if self.size == 1:
             return value
-        received: Value = self._exchange(value, source)
+        channel = self.channel
+        channel.codec.begin()
+        data = self._dumped(value, lambda data: channel.broadcast(data, source, what)) if self.rank == source else b""
+        data = channel.broadcast(data, source, what)
+        received: Value = value if self.rank == source else channel.codec.loads(data, source)
         return received
 
-    def gather(self, value: Value) -> list[Value]:
-        """Return the values of all ranks, by rank, on every rank; they are pickled. Collective."""
+    def gather(self, value: Value, what: str = "") -> list[Value]:
+        """Return the values of all ranks, by rank, on every rank; see `broadcast`. Collective."""
         if self.size == 1:
             return [value]
-        data = torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self.finish(distributed.all_gather(lengths, torch.tensor([len(data)]), async_op=True))
-        longest = int(max(lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = data
-        received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self.finish(distributed.all_gather(received, padded, async_op=True))
-        return [pickle.loads(bytes(each[: int(n)].numpy())) for each, n in zip(received, lengths, strict=True)]
+        channel = self.channel
+        channel.codec.begin()
+        gathered = channel.gather(self._dumped(value, lambda data: channel.gather(data, what)), what)
+        return [channel.codec.loads(data, rank) for rank, data in enumerate(gathered)]
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        """Overwrite `tensors` in place with rank `source`'s. Collective; the same shapes and dtypes on every rank."""
+        """Overwrite `tensors` in place with rank `source`'s. Collective; the same shapes and dtypes on every rank.
+
+        Parameters
+        ----------
+        tensors : sequence of torch.Tensor
+            Strided, on the CPU, and not quantized.
+        source : int
+            The rank whose values they get.
+        """
         if self.size == 1:
             return
         for tensor in tensors:
-            whole = tensor.detach().contiguous()
-            plain = torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole
-            self.finish(distributed.broadcast(plain, source, async_op=True))
+            whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            self.channel.broadcast_tensor(whole, source)
             if self.rank != source:
                 tensor.detach().copy_(whole)
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a new tensor, the mean of all ranks' `tensor`. Collective."""
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        total = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
-            self.finish(distributed.all_reduce(total, async_op=True))
+            self.channel.add_up(total)
         return total / self.size
 
     def barrier(self) -> None:
         """Wait until every rank is here. Collective."""
         if self.size > 1:
-            self.finish(distributed.all_reduce(torch.zeros(1), async_op=True))
+            self.channel.barrier()
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Wait until `done` returns True.
+
+        Parameters
+        ----------
+        done : callable
+            Is called again and again.
+        what : str
+            Where this rank waits, and for whom, for the message.
+
+        Raises
+        ------
+        NanoError
+            If it takes longer than the timeout. Also what `check` raises.
+        """
+        deadline = time.monotonic() + self.timeout
+
+        def look_around() -> None:
+            self.check()
+            if time.monotonic() > deadline:
+                given = f"rank {self.rank} has waited {self.timeout:g} seconds {what}"
+                advice = "Check what the other ranks are doing, or pass a longer timeout if they are working"
+                message = problem(given, "every rank has to get there within the timeout", advice)
+                raise RankLateError(message, 1 - self.rank if self.size == 2 else None)
+
+        wait_until(done, look_around)
 
     def finish(self, work: Any) -> None:
-        """Wait for a collective that was started with ``async_op=True``."""
-        wait_until(work.is_completed, self.check)
+        """Wait for a collective of torch that was started with ``async_op=True``.
+
+        Raises
+        ------
+        NanoError
+            If it is not finished within the timeout. Also what `check` raises.
+        """
+        self.wait(work.is_completed, "in a collective for the other ranks")
         work.wait()  # raises what went wrong
 
-    def _exchange(self, value: Any, source: int) -> Any:
-        data = bytearray(cloudpickle.dumps(value) if self.rank == source else b"")
-        length = torch.tensor([len(data)])
-        self.finish(distributed.broadcast(length, source, async_op=True))
-        content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
-        self.finish(distributed.broadcast(content, source, async_op=True))
-        return pickle.loads(bytes(content.numpy())) if self.rank != source else value
+    def _dumped(self, value: Any, send: Callable[[bytes], object]) -> bytes:
+        """Return a value as bytes; if it may not travel, send the others the reason and raise."""
+        try:
+            return self.channel.codec.dumps(value)
+        except NanoError as error:
+            send(self.channel.codec.refusal(str(error)))
+            raise
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 #: A run of one process.

@@ -25,11 +25,14 @@ class Seat:
         The machine as this process may use it: its share of the CPUs, and its part of the quota.
     host : Machine
         The machine as all ranks of this host may use it together.
+    copied : int
+        Bytes of large arguments that were copied to shared memory for the other ranks; those of rank 0 alone.
     """
 
     ranks: Ranks
     machine: Machine
     host: Machine
+    copied: int = 0
 
 
 def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:

@@ -10,15 +10,16 @@ import torch
 from torch import distributed, nn
 
 from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.tensor_collectives import gathered, reduced
 from nano_loop.fabric import (
-    Bf16Precision,
     ClusterEnvironment,
     DDPStrategy,
     Fabric,
-    Fp32Precision,
     LightningEnvironment,
+    OwnPrecision,
     SingleDeviceStrategy,
 )
+from nano_loop.precisions import PRECISIONS
 
 
 class RanksEnvironment(ClusterEnvironment):
@@ -109,24 +110,11 @@ class RanksStrategy(DDPStrategy):
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce `tensor` in place over all ranks, and return it; what is no tensor comes back as it is."""
-        if not isinstance(tensor, torch.Tensor) or not distributed.is_initialized():
-            return tensor
-        mean = reduce_op in ("mean", "avg")
-        named = distributed.ReduceOp.SUM if mean else reduce_op
-        operation = getattr(distributed.ReduceOp, named.upper()) if isinstance(named, str) else named
-        self.ranks.finish(distributed.all_reduce(tensor, operation, group, async_op=True))
-        if mean:
-            tensor.copy_(tensor / distributed.get_world_size(group))
-        return tensor
+        return reduced(self.ranks, tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensors of all ranks, stacked along a new first dimension."""
-        if sync_grads or not distributed.is_initialized():
-            return super().all_gather(tensor, group, sync_grads)
-        tensor = tensor.detach().contiguous()
-        gathered = [torch.empty_like(tensor) for _ in range(distributed.get_world_size(group))]
-        self.ranks.finish(distributed.all_gather(gathered, tensor, group, async_op=True))
-        return torch.stack(gathered)
+        return gathered(self.ranks, tensor, group, sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return what rank `src` has as `obj`."""
@@ -143,8 +131,8 @@ def fabric_arguments(precision: str, ranks: Ranks) -> dict[str, Any]:
 
     Parameters
     ----------
-    precision : {"32-true", "bf16-mixed"}
-        The precision in force.
+    precision : str
+        Fabric's name of the precision in force.
     ranks : Ranks
         How many ranks the next run will have.
 
@@ -154,7 +142,7 @@ def fabric_arguments(precision: str, ranks: Ranks) -> dict[str, Any]:
         The strategy and the cluster environment are given outright, for Fabric takes a mere ``SLURM_NTASKS`` in the
         environment for a launch.
     """
-    plugin = Bf16Precision() if precision == "bf16-mixed" else Fp32Precision()
+    plugin = OwnPrecision(PRECISIONS[precision])
     if ranks.size == 1:
         alone = SingleDeviceStrategy(torch.device("cpu"), precision=plugin)
         return {"accelerator": "cpu", "devices": 1, "strategy": alone, "plugins": [LightningEnvironment()]}

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,8 @@ class _NestedBackwards(threading.local):
     """What the outermost backward of this thread is to do at its end, while an inner one runs; None outside of that."""
 
     waiting: list[Callable[[], None]] | None = None
+    #: Runs each `torch.autograd.backward` of this thread, which it takes with its arguments.
+    runner: Callable[..., None] | None = None
 
 
 _nested = _NestedBackwards()
@@ -46,9 +48,30 @@ def nested_backwards_noticed() -> AbstractContextManager[None]:
     return replaced(cast(Any, torch.autograd), "backward", _noticing)
 
 
+@contextmanager
+def backwards_run_by(runner: Callable[..., None]) -> Iterator[None]:
+    """Let `runner` run each `torch.autograd.backward` of this thread, within `nested_backwards_noticed`.
+
+    Parameters
+    ----------
+    runner : callable
+        Takes the function that runs a backward, and its arguments.
+    """
+    before, _nested.runner = _nested.runner, runner
+    try:
+        yield
+    finally:
+        _nested.runner = before
+
+
 def _noticing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
+        if _nested.runner is not None:
+            return _nested.runner(noticed, *args, **kwargs)
+        return noticed(*args, **kwargs)
+
+    def noticed(*args: Any, **kwargs: Any) -> None:
         if _nested.waiting is not None or not in_backward():
             return original(*args, **kwargs)
         waiting: list[Callable[[], None]] = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,9 +23,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from nano_loop.intercept.attributes import replaced
-from nano_loop.intercept.ownership import forget_graphs, inside, note_graph
+from nano_loop.intercept.exports import is_exporting, plain_models_exported
+from nano_loop.intercept.ownership import NO_RULES, NONE, Rule, forget_graphs, inside, note_graph
 from nano_loop.intercept.registry import shared_change
-from nano_loop.intercept.torch_private import in_backward, next_node_number
+from nano_loop.intercept.torch_private import constant_when_traced, in_backward, next_node_number
 
 #: Takes a function and its arguments, and returns its outputs.
 Call = Callable[..., Any]
@@ -35,6 +36,9 @@ Layer = Callable[[Call], Call]
 
 # Modules of torch's classes are called through __call__. Replacing their methods too would affect every model.
 _NOT_THE_USERS = frozenset({"torch", "builtins", "typing", "abc", "collections"})
+# Classes of trainers: what overrides one of their methods is a hook, which the trainer calls, not a computation.
+_TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"})
+_STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
 # By the id of a module; several if runs of several threads, or nested runs, have set it up.
 _entries: dict[int, tuple[Entry, ...]] = {}
@@ -43,7 +47,7 @@ _traced: set[int] = set()  # the ids of entries with a call that `torch.compile`
 _FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _note_trace(entry: int) -> bool:
     """Note that a call was traced. torch runs this function once, while it traces the call."""
     _traced.add(entry)
@@ -57,16 +61,41 @@ class Entry:
         self.thread = threading.get_ident()
         self._modules: dict[int, nn.Module] = {}  # kept alive, so that their ids are not reused
         self._called: set[int] = set()
-        self._layers: dict[str, Layer] = {}
-        self._call: Call = _innermost
+        self._by_name: dict[str, Layer] = {}
+        #: Calls a function inside all layers.
+        self.layers: Call = _innermost
+        self._around: Callable[[nn.Module], Call | None] | None = None
+        #: What is around the calls of modules, by the id of a module.
+        self.inner: dict[int, Call] = {}
+        #: What computes an operator in these calls, by the operator's name. Not changed, once there are calls.
+        self.rules: Mapping[str, Rule] = NO_RULES
 
     def add(self, name: str, layer: Layer) -> None:
         """Add `layer` as the innermost layer, or replace the layer with the same name."""
-        self._layers[name] = layer
+        self._by_name[name] = layer
         call: Call = _innermost
-        for each in reversed(self._layers.values()):
+        for each in reversed(self._by_name.values()):
             call = each(call)
-        self._call = call
+        self.layers = call
+
+    def around_modules(self, around: Callable[[nn.Module], Call | None]) -> None:
+        """Put a function around each call of the model's modules, outermost or not.
+
+        Parameters
+        ----------
+        around : callable
+            Takes a module and returns such a function, called as ``function(call, module, *args, **kwargs)``, or None.
+        """
+        with _lock:
+            self._around = around
+            self.inner.clear()
+            for module in self._modules.values():
+                self._note_inner(module)
+
+    def _note_inner(self, module: nn.Module) -> None:
+        inner = None if self._around is None else self._around(module)
+        if inner is not None:
+            self.inner[id(module)] = inner
 
     def cover(self, modules: Iterable[nn.Module]) -> None:
         """Route calls into these modules to this entry."""
@@ -74,6 +103,7 @@ class Entry:
             for module in modules:
                 if id(module) not in self._modules:
                     self._modules[id(module)] = module
+                    self._note_inner(module)
                     _entries[id(module)] = (*_entries.get(id(module), ()), self)
 
     def uncover(self) -> None:
@@ -86,6 +116,7 @@ class Entry:
                 else:
                     del _entries[key]
             self._modules.clear()
+            self.inner.clear()
             _traced.discard(id(self))
 
     @property
@@ -99,16 +130,19 @@ class Entry:
         An activation checkpoint inside a model calls modules again during the backward, and restores the context of the
         forward, including the layers' effects. Only modules that the loop called directly need the layers again.
         """
-        if torch.compiler.is_compiling():
-            return bool(_note_trace(id(self)))
         if in_backward():
             return id(module) in self._called
         self._called.add(id(module))
         return True
 
-    def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
-        """Call `function` inside the layers. Nested calls into models pass through."""
-        return _inside(self._call, function, *args, **kwargs)
+    def traced(self, function: Call, /, *args: Any, **kwargs: Any) -> Any:
+        """Call `function` inside the layers while torch traces the call. The compiled graph is one node, made later."""
+        _note_trace(id(self))
+        inside.yes = True
+        try:
+            return self.layers(function, *args, **kwargs)
+        finally:
+            inside.yes = False
 
 
 class Entries:
@@ -157,6 +191,7 @@ class Entries:
         for owner, name in _ways_in(modules):
             self._undoing.enter_context(replaced(owner, name, _through_entry))
         self._undoing.enter_context(shared_change(_cover_newcomer, _newcomers_covered))
+        self._undoing.enter_context(plain_models_exported())
         entry = Entry()
         self._undoing.callback(entry.uncover)
         entry.cover(modules)
@@ -191,53 +226,67 @@ def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
     yield from (module for module in model.modules() if module not in parametrizations)
 
 
-def _innermost(function: Call, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+def _innermost(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `function` of a module, by what the entry of the call under way has put around the module's calls."""
+    inner = None if torch.compiler.is_dynamo_compiling() else inside.modules.get(id(module))
+    if inner is None:
+        return function(module, *args, **kwargs)
+    return inner(function, module, *args, **kwargs)
 
 
-def _inside(call: Call, *args: Any, **kwargs: Any) -> Any:
+def _inside(entry: Entry, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Call `call`, and mark the operators in it and in its backward as belonging to a set-up model."""
-    traced = torch.compiler.is_compiling()  # the compiled graph is one node, created when it runs
-    start = 0 if traced else next_node_number()
-    inside.yes = True
+    start = next_node_number()
+    rules = entry.rules
+    inside.yes, inside.modules, inside.rules = True, entry.inner, rules
     try:
         return call(*args, **kwargs)
     finally:
-        inside.yes = False
-        if not traced:
-            note_graph(start, next_node_number())
+        inside.yes, inside.modules, inside.rules = False, NONE, NO_RULES
+        note_graph(start, next_node_number(), rules)
 
 
 def _ways_in(modules: list[nn.Module]) -> Iterator[tuple[type, str]]:
     """Yield the class attributes through which the loop can call one of `modules`."""
-    yield nn.Module, "__call__"
-    for owner in {owner for module in modules for owner in type(module).__mro__}:
-        if owner.__module__.partition(".")[0] not in _NOT_THE_USERS:
-            yield from ((owner, name) for name, value in vars(owner).items() if _computes(name, value))
+    found: set[tuple[type, str]] = {(nn.Module, "__call__")}
+    for kind in {type(module) for module in modules}:
+        hooks = [nn.Module, *(base for base in kind.__mro__ if _library(base) in _TRAINERS)]
+        for owner in kind.__mro__:
+            if _library(owner) not in _NOT_THE_USERS | _TRAINERS:
+                found |= {(owner, name) for name, value in vars(owner).items() if _computes(name, value, hooks)}
+    yield from found
 
 
-def _computes(name: str, value: object) -> bool:
+def _library(owner: type) -> str:
+    return owner.__module__.partition(".")[0]
+
+
+def _computes(name: str, value: object, hooks: list[type]) -> bool:
     """Whether a class attribute is a method that the loop may call for a computation."""
-    if name not in ("forward", "__call__") and (name.startswith("_") or hasattr(nn.Module, name)):
-        return False
     lazy = inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value)
-    return inspect.isfunction(value) and not lazy
+    if lazy or not inspect.isfunction(value):
+        return False
+    if name in _STEPS or name in ("forward", "__call__"):
+        return True
+    return not (name.startswith("_") or any(hasattr(base, name) for base in hooks))
 
 
 def _through_entry(original: Call) -> Call:
     """Return the replacement of `original`."""
 
     @functools.wraps(original)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if inside.yes:
-            return original(self, *args, **kwargs)
+    def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if inside.yes:  # as `_innermost`, without a call for each module of a model
+            inner = None if torch.compiler.is_dynamo_compiling() else inside.modules.get(id(self))
+            return original(self, *args, **kwargs) if inner is None else inner(original, self, *args, **kwargs)
         entries = _entries.get(id(self))
-        if entries is None:
+        if entries is None or is_exporting():
             return original(self, *args, **kwargs)
         entry = entries[0] if len(entries) == 1 else _of_this_thread(entries)
-        if not entry.is_way_in(self):
-            return _inside(original, self, *args, **kwargs)
-        return entry(original, self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return entry.traced(original, self, *args, **kwargs)
+        layers = entry.layers if entry.is_way_in(self) else _innermost
+        return _inside(entry, layers, original, self, *args, **kwargs)
 
     return call
 

@@ -2,20 +2,25 @@
 
 `DataLoader.__iter__` and `DataLoader.__len__` are replaced while a run has changes to any loader. The replacements look
 the loader up in a table, and pass through if it is not there. Several changes to one loader compose: each defines the
-attributes that it overrides on the copy.
+attributes that it overrides on the copy. Loaders that nobody has passed are found when the thread of a run uses them.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.torch_private import own_iterator, stop_kept_workers, without_kept_iterator
+from nano_loop.intercept.user_code import is_users
 
 Loader = DataLoader[Any]
 #: Starts the iteration of a loader.
@@ -40,6 +45,9 @@ class LoaderChange:
         """Return the number of batches. `length` is the number without this change."""
         return length
 
+    def dataset_read(self, loader: Loader) -> None:
+        """Take note that code outside torch and nano_loop reads ``loader.dataset``."""
+
 
 @contextmanager
 def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
@@ -48,9 +56,9 @@ def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
     Worker processes that the copy keeps between epochs (``persistent_workers``) are stopped when the loader's last
     change ends. Worker processes that the loader started earlier are not affected.
     """
-    with replaced(DataLoader, "__iter__", _through_copy), replaced(DataLoader, "__len__", _changed_length):
-        stand_in = _stand_ins.get(id(loader)) or _StandIn(loader)
-        _stand_ins[id(loader)] = stand_in
+    with _loaders_intercepted():
+        _, stand_in = _stand_ins.get(id(loader)) or (loader, _StandIn(loader))
+        _stand_ins[id(loader)] = loader, stand_in
         stand_in.add(change)
         try:
             yield
@@ -61,11 +69,40 @@ def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
                 stop_kept_workers(stand_in.copy)
 
 
+@contextmanager
+def found(find: Callable[[Loader], LoaderChange | None]) -> Iterator[None]:
+    """Change the loaders that this thread uses in the body, and that have no change yet.
+
+    They are not kept alive. The processes that this one forks are not concerned.
+
+    Parameters
+    ----------
+    find : callable
+        Takes a loader and returns the change to it, or None. It is called when a loader is iterated or its length is
+        taken, until it has returned a change.
+    """
+    finding = _Finding(find)
+    with _loaders_intercepted():
+        _findings.append(finding)
+        try:
+            yield
+        finally:
+            _findings.remove(finding)
+            finding.close()
+
+
+@contextmanager
+def _loaders_intercepted() -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, make in (("__iter__", _through_copy), ("__len__", _changed_length), ("dataset", _Dataset)):
+            stack.enter_context(replaced(DataLoader, name, make))
+        yield
+
+
 class _StandIn:
     """A copy of a loader, with the changes to it."""
 
     def __init__(self, loader: Loader) -> None:
-        self.loader = loader  # kept alive, so that its id is not reused
         # Not `copy.copy`, which leaves a cache on the class and calls its pickling methods, and not __init__.
         self.copy: Loader = object.__new__(type(loader))
         vars(self.copy).update(without_kept_iterator(vars(loader)))
@@ -80,17 +117,21 @@ class _StandIn:
         self.changes.remove(change)
         self._choose()
 
-    def iterate(self, original: Callable[[Loader], Iterator[Any]]) -> Iterator[Any]:
-        self._refresh()
+    def iterate(self, loader: Loader, original: Callable[[Loader], Iterator[Any]]) -> Iterator[Any]:
+        self._refresh(loader)
         start: Start = functools.partial(original, self.copy)
         for change in self._in_force:
-            start = functools.partial(change.iterate, self.loader, start)
+            start = functools.partial(change.iterate, loader, start)
         return start()
 
-    def length(self, length: int) -> int:
+    def length(self, loader: Loader, length: int) -> int:
         for change in self._in_force:
-            length = change.length(self.loader, length)
+            length = change.length(loader, length)
         return length
+
+    def dataset_read(self, loader: Loader) -> None:
+        for change in self._in_force:
+            change.dataset_read(loader)
 
     def _choose(self) -> None:
         """Select the latest change of each class."""
@@ -99,23 +140,76 @@ class _StandIn:
             vars(self.copy).update(without_kept_iterator({}))  # its workers were started with other changes
         self._in_force = latest
 
-    def _refresh(self) -> None:
+    def _refresh(self, loader: Loader) -> None:
         """Update the copy with the loader's current attributes, which the loop may have set, and with the changes."""
-        attributes = {**vars(self.loader), **own_iterator(self.copy)}
+        attributes = {**vars(loader), **own_iterator(self.copy)}
         for change in self._in_force:
-            attributes.update(change.attributes(self.loader))
+            attributes.update(change.attributes(loader))
         # Not by assignment, since a DataLoader rejects the assignment of a sampler or a dataset.
         vars(self.copy).update(attributes)
 
 
-_stand_ins: dict[int, _StandIn] = {}  # by the id of a loader
+class _Finding:
+    """The loaders that a thread has used, with the changes to them."""
+
+    def __init__(self, find: Callable[[Loader], LoaderChange | None]) -> None:
+        self.owner = _this_thread()
+        self._find = find
+        self._stand_ins: dict[int, tuple[weakref.ref[Loader], _StandIn]] = {}  # by the id of a loader
+
+    def stand_in(self, loader: Loader) -> _StandIn | None:
+        """Return the copy of a loader, which is found now if it was not."""
+        reference, stand_in = self._stand_ins.get(id(loader), (None, None))
+        if reference is not None and reference() is loader:
+            return stand_in
+        change = self._find(loader)
+        if change is None:
+            return None
+        stand_in = _StandIn(loader)
+        stand_in.add(change)
+        # The iteration outlives a loader that only the loop's header names, so its workers are not stopped.
+        forget = functools.partial(self._forget, id(loader))
+        self._stand_ins[id(loader)] = weakref.ref(loader, forget), stand_in
+        return stand_in
+
+    def close(self) -> None:
+        for _, stand_in in [*self._stand_ins.values()]:
+            stop_kept_workers(stand_in.copy)
+        self._stand_ins.clear()
+
+    def _forget(self, key: int, reference: weakref.ref[Loader]) -> None:
+        if self._stand_ins.get(key, (None,))[0] is reference:
+            del self._stand_ins[key]
+
+
+_stand_ins: dict[int, tuple[Loader, _StandIn]] = {}  # by the id of a loader, which is kept alive so that the id is its
+_findings: list[_Finding] = []
+
+
+def _this_thread() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()  # a forked process has the thread's number, too
+
+
+def _finding() -> _Finding | None:
+    """Return the finding of the innermost run of this thread."""
+    if not _findings:
+        return None
+    owner = _this_thread()
+    return next((each for each in reversed(_findings) if each.owner == owner), None)
+
+
+def _stand_in(loader: Loader) -> _StandIn | None:
+    if id(loader) in _stand_ins:
+        return _stand_ins[id(loader)][1]
+    finding = _finding()
+    return None if finding is None else finding.stand_in(loader)
 
 
 def _through_copy(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Loader], Iterator[Any]]:
     @functools.wraps(original)
     def iterate(self: Loader) -> Iterator[Any]:
-        stand_in = _stand_ins.get(id(self))
-        return original(self) if stand_in is None else stand_in.iterate(original)
+        stand_in = _stand_in(self)
+        return original(self) if stand_in is None else stand_in.iterate(self, original)
 
     return iterate
 
@@ -123,7 +217,33 @@ def _through_copy(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Load
 def _changed_length(original: Callable[[Loader], int]) -> Callable[[Loader], int]:
     @functools.wraps(original)
     def length(self: Loader) -> int:
-        stand_in = _stand_ins.get(id(self))
-        return original(self) if stand_in is None else stand_in.length(original(self))
+        stand_in = _stand_in(self)
+        return original(self) if stand_in is None else stand_in.length(self, original(self))
 
     return length
+
+
+class _Dataset:
+    """Replaces the attribute ``dataset`` of all loaders: what is read and set stays the loader's own."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __get__(self, loader: Loader | None, owner: type) -> Any:
+        if loader is None:
+            if self._original is None:
+                raise AttributeError(f"type object {owner.__name__!r} has no attribute 'dataset'")
+            return self._original
+        if "dataset" not in vars(loader):
+            raise AttributeError(f"{type(loader).__name__!r} object has no attribute 'dataset'")
+        if is_users(sys._getframe(1).f_code.co_filename):
+            stand_in = _stand_in(loader)
+            if stand_in is not None:
+                stand_in.dataset_read(loader)
+        return vars(loader)["dataset"]
+
+    def __set__(self, loader: Loader, dataset: Any) -> None:
+        vars(loader)["dataset"] = dataset
+
+    def __delete__(self, loader: Loader) -> None:
+        del vars(loader)["dataset"]

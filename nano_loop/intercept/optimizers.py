@@ -35,6 +35,28 @@ def with_closure(
     return (args[0], closure, *args[2:]), kwargs
 
 
+def once_gradients_exist(check: Callable[[Optimizer], None]) -> Callable[[Optimizer, Any, Any], Any]:
+    """Return a hook before ``optimizer.step()`` that calls `check` when the gradients of the step exist.
+
+    That is at once, or with a closure after each call of it, since the closure computes the gradients.
+    """
+
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = closure_of(args, kwargs) if len(args) > 1 or kwargs else None
+        if closure is None:
+            check(optimizer)
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            check(optimizer)
+            return loss
+
+        return with_closure(args, kwargs, checked)
+
+    return before_step
+
+
 # --- layouts ---
 
 _guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -61,7 +83,7 @@ def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
     guard = _Guard()
     relay_state(optimizer)
     for handle in (
-        optimizer.register_step_pre_hook(guard.before_step),
+        optimizer.register_step_pre_hook(once_gradients_exist(guard.check)),
         optimizer.register_load_state_dict_post_hook(relay_state),
         optimizer.register_state_dict_post_hook(portable_state),
     ):
@@ -69,12 +91,12 @@ def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
 
 
 class _Guard:
-    """The hook before each step of one optimizer."""
+    """The check before each step of one optimizer."""
 
     def __init__(self) -> None:
         self._strides: dict[int, tuple[int, ...]] = {}  # of non-contiguous parameters at the last step
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def check(self, optimizer: Optimizer) -> None:
         moved = False
         for group in optimizer.param_groups:
             if group.get("fused"):

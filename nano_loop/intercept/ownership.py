@@ -13,24 +13,37 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from nano_loop.intercept.torch_private import current_node_number
 
 _MOST_CALLS = 1 << 16
 
 
+NONE: dict[int, Callable[..., Any]] = {}
+
+#: Computes a call of an operator. Takes torch's or our function, the dispatch key set, and the operator's arguments.
+Rule = Callable[..., Any]
+NO_RULES: Mapping[str, Rule] = {}
+
+
 class Inside(threading.local):
-    """Whether this thread is inside a call into a set-up model."""
+    """Whether this thread is inside a call into a set-up model, and what surrounds its modules' calls and operators."""
 
     def __init__(self) -> None:
         self.yes = False  # on the object: `torch.compile` guards on whether it is there
+        self.modules = NONE  # by the id of a module
+        self.rules = NO_RULES  # by the name of an operator
 
 
 class _Graphs(threading.local):
-    """The numbers of the first node of each call of this thread, and of the first one behind it."""
+    """The numbers of the first node of each call of this thread, of the first one behind it, and the call's rules."""
 
     def __init__(self) -> None:
         self.starts, self.ends = array("Q"), array("Q")
+        self.rules: list[Mapping[str, Rule]] = []
+        self.have_rules = False
 
 
 inside = Inside()
@@ -39,27 +52,50 @@ _graphs = _Graphs()
 
 def belongs_to_set_up_model() -> bool:
     """Return whether torch computes for a set-up model now: in a call into it, or in the backward of one."""
+    return inside.yes or _place_of_current_node() is not None
+
+
+def rule_for(operator: str) -> Rule | None:
+    """Return the rule for an operator in the call, or in the backward of the call, that torch computes now, or None."""
     if inside.yes:
-        return True
-    number = current_node_number()
-    if number is None:
-        return False
-    place = bisect_right(_graphs.starts, number) - 1
-    return place >= 0 and number < _graphs.ends[place]
+        return inside.rules.get(operator)
+    if not _graphs.have_rules:
+        return None
+    place = _place_of_current_node()
+    return None if place is None else _graphs.rules[place].get(operator)
 
 
-def note_graph(start: int, end: int) -> None:
-    """Note that the nodes from `start` to before `end` were made inside a call into a set-up model."""
+def note_graph(start: int, end: int, rules: Mapping[str, Rule] = NO_RULES) -> None:
+    """Note that the nodes from `start` to before `end` were made inside a call into a set-up model, by these rules."""
     starts, ends = _graphs.starts, _graphs.ends
     if start == end:
         return
-    if ends and ends[-1] == start:
+    if ends and ends[-1] == start and _graphs.rules[-1] is rules:
         ends[-1] = end
         return
     starts.append(start)
     ends.append(end)
+    _graphs.rules.append(rules)
+    _graphs.have_rules |= bool(rules)
     if len(starts) > _MOST_CALLS:
-        del starts[: _MOST_CALLS // 2], ends[: _MOST_CALLS // 2]
+        for each in (starts, ends, _graphs.rules):
+            del each[: _MOST_CALLS // 2]
+
+
+def _place_of_current_node() -> int | None:
+    """Return the place of the call that has made the node whose backward this thread is running, or None."""
+    number = current_node_number()
+    return None if number is None else _place_of(number)
+
+
+def _place_of(number: int) -> int | None:
+    place = bisect_right(_graphs.starts, number) - 1
+    return place if place >= 0 and number < _graphs.ends[place] else None
+
+
+def was_made_inside(number: int) -> bool:
+    """Whether the autograd node of this number was made inside a call into a set-up model of this thread."""
+    return _place_of(number) is not None
 
 
 def forget_graphs() -> None:

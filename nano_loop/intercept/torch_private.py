@@ -6,20 +6,29 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # its class has no public name
 from torch.utils.data import DataLoader
 
 _FUSED_CHECK = "_need_device_dtype_check_for_fused"
 _KEPT_ITERATOR = "_iterator"
+_STEP_HOOKS = "_optimizer_step_pre_hooks"
 _ORIGINAL_FUNCTION = "_torchdynamo_orig_callable"
 _COMPILER = "torch._dynamo.eval_frame"
+
+#: The classes of C++ through which `torch.save`, `torch.package` and `torch.export` open files by their paths, to write
+#: and to read them, in this module. There is no public place between them and the files.
+FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 
 #: The attributes of a leaf tensor that hold its hooks, which pickling omits.
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -27,12 +36,30 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether a model was compiled by `torch.compile` or `model.compile()`. torch has no public check."""
-    return isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
+    # To import it takes as long as to import torch, and without it nothing has been compiled.
+    compiled: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+    return isinstance(model, compiled) or model._compiled_call_impl is not None
+
+
+def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have `torch.compile` call the function once, while it traces, and compile its result in.
+
+    The public `torch.compiler.assume_constant_result` does the same, but imports torch._dynamo, which takes as long as
+    to import torch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def forget_compiled(model: nn.Module) -> None:
     """Undo `model.compile()`. torch has no public function for it."""
     vars(model).pop("_compiled_call_impl", None)
+
+
+def calls_only_forward(module: nn.Module) -> bool:
+    """Whether a call of a module is one of its `forward`, without hooks. torch has no public check."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooks and module._compiled_call_impl is None
 
 
 def in_backward() -> bool:
@@ -45,15 +72,38 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def next_node_number() -> int:
-    """Return the number of the next autograd node of this thread. The numbers are increasing."""
-    return int(torch._C._autograd._get_sequence_nr())
+#: Whether `torch.jit.trace` records this thread's operators. The public function costs two more frames, in each call.
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+
+
+#: Returns the number of the next autograd node of this thread. The numbers are increasing.
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def current_node_number() -> int | None:
     """Return the number of the autograd node whose backward this thread is running, or None outside a backward."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def node_number(node: Any) -> int:
+    """Return the number of an autograd node."""
+    return int(node._sequence_nr())
+
+
+def hook_first(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+    """Register a hook on a leaf that runs before those that it has, and return what removes it. torch's appends."""
+    handle = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks: Any = leaf._backward_hooks
+    others = [(key, hooks.pop(key)) for key in [*hooks] if key != handle.id]
+    hooks.update(others)  # put in again: C++ does not see the order of `OrderedDict.move_to_end`
+
+    def remove() -> None:
+        handle.remove()
+        if not leaf._backward_hooks:
+            leaf._backward_hooks = None
+
+    return remove
 
 
 def queue_callback(function: Callable[[], None]) -> None:
@@ -80,6 +130,41 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def below_torch_functions() -> AbstractContextManager[None]:
+    """Return a context in which no `TorchFunctionMode` of the user's or of `disable_casts` sees a call."""
+    # There is no public way past a mode that somebody else has entered.
+    return torch._C.DisableTorchFunction()
+
+
+def below_autocast() -> AbstractContextManager[None]:
+    """Return a context in which operators skip autocast, as in torch's own autocast kernels.
+
+    Twice as fast as leaving autocast by its public context manager.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
+def as_without_autocast_kernel(operator: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator as if it had no kernel for autocast; the operators that it is composed of have theirs."""
+    return operator.redispatch(keys.remove(torch._C.DispatchKey.AutocastCPU), *args, **kwargs)
+
+
+def has_kernel(operator: str, dispatch_key: str) -> bool:
+    """Whether an ATen operator, such as ``softmax.int``, has a kernel for a dispatch key. torch has no public check."""
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", dispatch_key))
+    except RuntimeError:  # this torch has no such operator
+        return False
+
+
+def arguments_of(overload: Any) -> list[Any]:
+    """Return the arguments of an ATen operator's overload, with their types and aliases."""
+    return list(overload._schema.arguments)
+
+
 def fused_check_pending(optimizer: Optimizer) -> bool:
     """Whether an optimizer has not yet checked the dtypes of its parameters, as it does at the first fused step."""
     return _FUSED_CHECK not in vars(optimizer)
@@ -88,6 +173,11 @@ def fused_check_pending(optimizer: Optimizer) -> bool:
 def forget_fused_check(optimizer: Optimizer) -> None:
     """Remove the attribute that SGD and Adagrad set on themselves at the first fused step."""
     vars(optimizer).pop(_FUSED_CHECK, None)
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be registered on an optimizer: its class has called ``Optimizer.__init__``."""
+    return _STEP_HOOKS in vars(optimizer)
 
 
 def is_loss(module: nn.Module) -> bool:
@@ -160,3 +250,52 @@ def compile_context(compiled: Any) -> Any:
 def uncompiled(function: FunctionType) -> Any:
     """Return the original function of a compiled function that has a `compile_context`."""
     return vars(function)[_ORIGINAL_FUNCTION]
+
+
+def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each of `sources` into its target. As `Tensor.copy_` in a loop, without Python's 1 µs for each."""
+    if _are_refused(targets):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    else:
+        torch._foreach_copy_(targets, sources)
+
+
+def foreach_add(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Add each of `others` to its target, likewise."""
+    if _are_refused(targets):
+        for target, other in zip(targets, others, strict=True):
+            target.add_(other)
+    else:
+        torch._foreach_add_(targets, others)
+
+
+def foreach_multiply(targets: list[torch.Tensor], factor: float) -> None:
+    """Multiply each of `targets` by a number, likewise."""
+    if _are_refused(targets):
+        for target in targets:
+            target.mul_(factor)
+    else:
+        torch._foreach_mul_(targets, factor)
+
+
+def foreach_divide(targets: list[torch.Tensor], divisor: float) -> None:
+    """Divide each of `targets` by a number, likewise."""
+    if _are_refused(targets):
+        for target in targets:
+            target.div_(divisor)
+    else:
+        torch._foreach_div_(targets, divisor)
+
+
+def _are_refused(targets: list[torch.Tensor]) -> bool:
+    """Whether torch's functions for lists refuse this one: of tensors with lazy signs, or empty."""
+    return not targets or any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets))
+
+
+def forget_group_count() -> None:
+    """Let torch number process groups from 0 again, as after `destroy_process_group`.
+
+    It counts a group whose creation fails, and ranks that count differently do not find each other.
+    """
+    distributed_c10d._world.group_count = 0

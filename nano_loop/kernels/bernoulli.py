@@ -11,12 +11,16 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
+from nano_loop.intercept.operators import overridden
 from nano_loop.intercept.optimizers import is_dense
+from nano_loop.intercept.registry import shared_change, users
 from nano_loop.kernels.compiled import UnavailableError, compiled
+from nano_loop.kernels.drawing_order import contiguous_like, is_drawn_as_nchw
 
 #: Minimum number of elements. Below it, copying the state takes longer than the gain.
 WORTH_IT = 1 << 12
@@ -43,8 +47,24 @@ def unavailable() -> str | None:
         return str(error)
 
 
+@contextmanager
+def vectorized_draws() -> Iterator[None]:
+    """Draw the masks of `torch.Tensor.bernoulli_` by `fill`."""
+    with shared_change(vectorized_draws, nullcontext), same_draws():
+        yield
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Replace the kernel of `torch.Tensor.bernoulli_` by `exact`."""
+    with overridden("bernoulli_.float", exact, "CPU"):
+        yield
+
+
 def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
     """Return the replacement of the CPU kernel of ``aten::bernoulli_.float``, which makes the same draws.
+
+    It makes them fast inside `vectorized_draws`, and for NHWC tensors in NCHW order (see `drawing_order`).
 
     Parameters
     ----------
@@ -55,7 +75,9 @@ def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.T
     def bernoulli_(
         keys: torch.DispatchKeySet, tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        if _fits(tensor, p, generator):
+        if is_drawn_as_nchw(tensor):
+            return tensor.copy_(bernoulli_(keys, contiguous_like(tensor), p, generator=generator))
+        if users(vectorized_draws) and _fits(tensor, p, generator):
             return fill(tensor, p, generator or torch.default_generator)
         if original is not None:
             return original(keys, tensor, p, generator=generator)

@@ -1,12 +1,14 @@
-"""Gradients of bf16 convolutions by plain matrix products and sums, where oneDNN's kernels are slow.
+"""Gradients of bf16 convolutions by plain matrix products and sums, or in fp32, where oneDNN's bf16 kernels are slow.
 
 oneDNN computes a weight's gradient image by image. For images with few pixels, and for 1×1 kernels, a single product
 over the pixels of all images is faster. For the bias of a transposed convolution, oneDNN's sum takes several times as
-long as the rest of the backward. docs/performance.md has the times.
+long as the rest of the backward. Depthwise convolutions with a stride or a large kernel, and convolutions in many
+groups, are up to ten times as fast in fp32, casts included. docs/performance.md has the times.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +26,15 @@ _PIXELS_OF_1X1 = 1 << 14
 _PIXELS = 1 << 11
 #: Maximum number of elements of the unfolded input, with one copy per kernel position, for larger kernels: 32 MiB.
 _COLUMNS = 1 << 24
+
+#: Minimum number of kernel positions for which a depthwise weight's gradient was faster in fp32, in NHWC and in NCHW.
+_POSITIONS, _POSITIONS_IN_NCHW = 25, 49
+#: Minimum number of output elements for gradients in fp32. Below it, the Python overhead exceeds the gain.
+ELEMENTS_WORTH_IT = 1 << 12
+#: Maximum channels of a group, and minimum output elements, for which a weight's gradient was faster in fp32.
+_CHANNELS_OF_A_GROUP, _ELEMENTS_OF_GROUPS = 8, 1 << 20
+#: Maximum output channels for which the inputs' gradient of a transposed convolution in NCHW was faster in fp32.
+_CHANNELS_OF_AN_IMAGE = 3
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -87,8 +98,17 @@ def faster_backward(kernel: Callable[..., _Gradients]) -> Callable[..., _Gradien
             )
             if by_product:
                 ours[1] = _of_weight(gradient, inputs, weight, stride, padding, dilation)
-            if output_mask[2] and (by_product or transposed):
+            in_fp32 = (
+                output_mask[0] and _of_input_is_faster_in_fp32(gradient, weight, stride, transposed, groups),
+                output_mask[1] and not transposed and _of_weight_is_faster_in_fp32(gradient, weight, groups),
+            )
+            # oneDNN computes the weight's gradient again where the bias's is asked for.
+            if output_mask[2] and (by_product or transposed or in_fp32[1]):
                 ours[2] = gradient.sum([0, *range(2, gradient.dim())])
+            if any(in_fp32):
+                sizes = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
+                found = _in_fp32(kernel, keys, (gradient, inputs, weight), sizes, in_fp32)
+                ours = [each if other is None else other for each, other in zip(ours, found, strict=True)]
         left = [asked and found is None for asked, found in zip(output_mask, ours, strict=True)]
         if any(left):
             shape = (stride, padding, dilation, transposed, output_padding, groups)
@@ -104,6 +124,43 @@ def _is_plain_bf16(*tensors: Tensor) -> bool:
         return False
     # Inside a user's autocast to another dtype, the products would have that dtype.
     return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
+def _of_input_is_faster_in_fp32(
+    gradient: Tensor, weight: Tensor, stride: Sequence[int], transposed: bool, groups: int
+) -> bool:
+    """Whether the inputs' gradient is: of depthwise convolutions with a stride or in NDHWC, and into images."""
+    if gradient.numel() < ELEMENTS_WORTH_IT:
+        return False
+    if transposed:
+        return groups == 1 and weight.size(1) <= _CHANNELS_OF_AN_IMAGE and gradient.is_contiguous()
+    depthwise = groups == weight.size(0) > 1 and weight.size(1) == 1
+    return depthwise and (max(stride) > 1 or (weight.dim() == 5 and not gradient.is_contiguous()))
+
+
+def _of_weight_is_faster_in_fp32(gradient: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether the weight's gradient is: of large depthwise kernels, and of many groups over large images."""
+    if groups == 1 or gradient.numel() < ELEMENTS_WORTH_IT:
+        return False
+    if weight.size(1) > 1:
+        return weight.size(1) <= _CHANNELS_OF_A_GROUP and gradient.numel() >= _ELEMENTS_OF_GROUPS
+    return math.prod(weight.shape[2:]) >= (_POSITIONS_IN_NCHW if gradient.is_contiguous() else _POSITIONS)
+
+
+def _in_fp32(
+    kernel: Callable[..., _Gradients],
+    keys: torch.DispatchKeySet,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sizes: tuple[Any, ...],
+    asked: tuple[bool, bool],
+) -> _Gradients:
+    """Return the gradients of inputs and weight that are asked for, computed in fp32."""
+    gradient, inputs, weight = tensors
+    # The inputs' gradient does not depend on the inputs, only on their shape and strides.
+    inputs = inputs.float() if asked[1] else torch.empty_like(inputs, dtype=torch.float32)
+    found = kernel(keys, gradient.float(), inputs, weight.float(), *sizes, [*asked, False])
+    of_inputs, of_weight, _ = (None if each is None else each.bfloat16() for each in found)
+    return of_inputs, of_weight, None
 
 
 def _product_is_faster(gradient: Tensor, inputs: Tensor, weight: Tensor, *geometry: Sequence[int]) -> bool:

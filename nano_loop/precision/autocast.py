@@ -1,4 +1,4 @@
-"""bf16 autocast, and a context that disables it."""
+"""Autocast on the CPU, and a context that disables it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from torch.overrides import TorchFunctionMode
 
 from nano_loop.intercept.nested import map_tensors
 
+#: The dtypes that autocast casts to.
+LOW_DTYPES = (torch.bfloat16, torch.float16)
 
-def bf16_autocast(keep_casts: bool = True) -> AbstractContextManager[Any]:
-    """Return a context in which torch runs matrix products and convolutions in bf16 on the CPU.
+
+def cpu_autocast(dtype: torch.dtype, keep_casts: bool = True) -> AbstractContextManager[Any]:
+    """Return a context in which torch runs matrix products and convolutions in another dtype on the CPU.
 
     Parameters
     ----------
+    dtype : torch.dtype
+        `torch.bfloat16` or `torch.float16`.
     keep_casts : bool
-        Whether autocast caches the bf16 copy of each weight. Correct only if no weight changes inside the context.
+        Whether autocast caches the cast of each weight. Correct only if no weight changes inside the context.
     """
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=keep_casts)
+    return torch.autocast("cpu", dtype, cache_enabled=keep_casts)
 
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Run the body in fp32, including operations on bf16 tensors that were created outside.
+    """Run the body in fp32, including operations on bf16 and fp16 tensors that were created outside.
 
     Use it inside a model around operations that need the range or the precision of fp32, or around a whole call of a
-    model.
+    model. It is a decorator, too: ``@disable_casts()``.
 
     Examples
     --------
@@ -53,7 +58,7 @@ def disable_casts() -> Iterator[None]:
 
 
 class _Upcast(TorchFunctionMode):
-    """Passes fp32 copies of bf16 arguments to every torch function."""
+    """Passes fp32 copies of bf16 and fp16 arguments to every torch function."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -71,5 +76,5 @@ def _writes_or_reads(func: Callable[..., Any]) -> bool:
 
 
 def to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a bf16 tensor cast to fp32, as part of the autograd graph. Any other tensor is returned unchanged."""
-    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+    """Return a bf16 or fp16 tensor cast to fp32, as part of the autograd graph, and any other one unchanged."""
+    return tensor.float() if tensor.dtype in LOW_DTYPES else tensor

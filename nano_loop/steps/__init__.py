@@ -14,9 +14,14 @@ from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.ipex import Ipex
 from nano_loop.steps.learning_rate import LearningRate
+from nano_loop.steps.loss_scale import LossScaling
+from nano_loop.steps.op_lists import OperatorLists
+from nano_loop.steps.parameter_dtype import ParameterDtype
 from nano_loop.steps.precision import Precision
+from nano_loop.steps.rounding import Rounding
 from nano_loop.steps.sharding import Sharding
 from nano_loop.steps.step import Step
+from nano_loop.steps.step_time import StepTime
 from nano_loop.steps.threads import Threads
 
 #: Applied in this order and undone in reverse order.
@@ -24,10 +29,14 @@ STEPS: tuple[type[Step], ...] = (
     Allocator,  # before any allocation, since it affects later ones only
     Threads,  # before any computation
     Broadcast,  # before a step changes the layout of tensors that all ranks share
+    ParameterDtype,  # before a step looks at the parameters
     ChannelsLast,  # before FusedOptimizer, which lays out optimizer state like the parameters
     Ipex,  # before any computation, since it replaces kernels
+    Rounding,  # before FusedOptimizer, which looks at the parameters that a step will update
     FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides
     Precision,  # after ChannelsLast, so that each input is converted once, in fp32
+    LossScaling,  # in any place: it surrounds backwards and steps, not models
+    OperatorLists,  # in any place: it affects what is computed under autocast
     GradientAveraging,  # in any place: it hooks gradients, not models
     LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run
     FastDropout,  # in any place: it replaces an operator, not models
@@ -36,6 +45,7 @@ STEPS: tuple[type[Step], ...] = (
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
     Sharding,  # likewise
+    StepTime,  # after all others: its result is the last line of the report
 )
 
-__all__ = ["STEPS", "GradientAveraging", "Step"]
+__all__ = ["STEPS", "GradientAveraging", "ParameterDtype", "Precision", "Rounding", "Step"]

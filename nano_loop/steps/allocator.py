@@ -7,6 +7,7 @@ by page. With these three settings, a small CNN went from about 8,500 to 200 pag
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ class Allocator(Step):
         """See `Step.skip_reason`."""
         if not _is_glibc():
             return "the C library is not glibc"
-        other = _other_allocator()
+        other = _allocator_of_this_process()
         if other:
             return f"{other} is loaded instead of glibc's"
         for variable in _USERS_OWN:
@@ -65,6 +66,12 @@ def _is_glibc() -> bool:
         return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
     except (ValueError, OSError):  # musl does not know the name
         return False
+
+
+@functools.cache
+def _allocator_of_this_process() -> str | None:
+    """Return `_other_allocator`, which is read once: an allocator that is loaded later does not replace glibc's."""
+    return _other_allocator()
 
 
 def _other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:

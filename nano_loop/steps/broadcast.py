@@ -21,7 +21,7 @@ class Broadcast(RanksStep):
     """Overwrites parameters and buffers in place, and optimizer state, with the values of rank 0, once per run."""
 
     name = "broadcast"
-    needs = "trained"  # an optimizer may be set up without a model, with parameters of its own
+    needs = "trained"  # an optimizer may be set up without a model, with separate parameters
 
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)

@@ -13,6 +13,8 @@ from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.calls import Call
 from nano_loop.intercept.nested import Substitution, map_tensors
 from nano_loop.intercept.ownership import inside
+from nano_loop.kernels.bernoulli import same_draws
+from nano_loop.kernels.drawing_order import drawn_as_nchw, drawn_as_they_lie
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
@@ -51,6 +53,9 @@ class ChannelsLast(Step):
         for convolution in _CONVOLUTIONS:
             self.undoing.enter_context(replaced(convolution, "forward", _converting_its_input))
         models = _unscripted(parts)
+        by_the_user = any(map(_lies_as_nhwc, parts.parameters()))
+        for context in (drawn_as_they_lie,) if by_the_user else (drawn_as_nchw, same_draws):
+            self.undoing.enter_context(context())
         for model in models:
             self.entries.add(model, self.name, _converting_inputs(_dimensions(model.parameters())))
         count = sum(self._convert(module) for model in models for module in model.modules())
@@ -108,7 +113,7 @@ def _converting_inputs(dimensions: frozenset[int]) -> Any:
         return in_channels_last(tensor) if images else tensor
 
     def layer(call: Call) -> Call:
-        def with_converted_inputs(function: Call, *args: Any, **kwargs: Any) -> Any:
+        def with_converted_inputs(function: Call, /, *args: Any, **kwargs: Any) -> Any:
             substitution = Substitution(convert)
             args, kwargs = substitution(args), substitution(kwargs)
             try:
@@ -123,7 +128,7 @@ def _converting_inputs(dimensions: frozenset[int]) -> Any:
 
 def _converting_its_input(forward: Call) -> Call:
     def convert_and_forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if id(self) in _converting and input.dim() in _FORMATS:
+        if inside.yes and id(self) in _converting and input.dim() in _FORMATS:
             input = in_channels_last(input)
         return forward(self, input, *args, **kwargs)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from nano_loop.intercept.operators import overridden
-from nano_loop.kernels.bernoulli import exact, unavailable
+from nano_loop.kernels.bernoulli import unavailable, vectorized_draws
 from nano_loop.parts import Parts, class_name
 from nano_loop.steps.step import Step
 
@@ -31,7 +30,7 @@ class FastDropout(Step):
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
         if not self._overridden:
-            self.undoing.enter_context(overridden("bernoulli_.float", exact, "CPU"))
+            self.undoing.enter_context(vectorized_draws())
             self._overridden = True
         return "torch's own masks, drawn as vectors"
 

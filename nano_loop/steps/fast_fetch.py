@@ -1,11 +1,12 @@
 """Fetches a batch from an in-memory dataset with one indexing operation.
 
-A `DataLoader` over a `TensorDataset` indexes each sample separately and stacks the samples. Indexing the tensors with
-the whole batch returns the same tensors in a sixth of the time.
+A `DataLoader` over a `TensorDataset`, or over a tensor, indexes each sample separately and stacks the samples. Indexing
+the tensors with the whole batch returns the same tensors in a sixth of the time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,19 +43,20 @@ class FastFetch(Step):
 class _WholeBatches(Dataset[Any]):
     """The tensors of a dataset, indexed by a whole batch of positions."""
 
-    def __init__(self, dataset: TensorDataset | Subset[Any]) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, positions: list[int]) -> list[torch.Tensor]:
+    def __getitems__(self, positions: list[int]) -> list[torch.Tensor] | torch.Tensor:
         dataset: Any = self.dataset
         while isinstance(dataset, Subset):
             positions = [dataset.indices[position] for position in positions]
             dataset = dataset.dataset
         index = torch.as_tensor(positions, dtype=torch.long)
-        return [tensor[index].contiguous() for tensor in dataset.tensors]  # the layout that torch.stack returns
+        batch = [tensor[index].contiguous() for tensor in _tensors(dataset)]  # the layout that torch.stack returns
+        return batch[0] if isinstance(dataset, torch.Tensor) else batch
 
 
 class _Fetching(LoaderChange):
@@ -64,7 +66,7 @@ class _Fetching(LoaderChange):
         # The loop may set another collate_fn or another number of workers on the loader.
         if _refusal(loader):
             return {}
-        return {"dataset": _WholeBatches(loader.dataset), "collate_fn": _as_it_is}  # type: ignore[arg-type]
+        return {"dataset": _WholeBatches(loader.dataset), "collate_fn": _as_it_is}
 
 
 _FETCHING = _Fetching()
@@ -74,18 +76,26 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def _tensors(dataset: Any) -> Sequence[torch.Tensor]:
+    """Return the tensors of a dataset that is a `TensorDataset` or itself a tensor, or an empty tuple."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors
+    return (dataset,) if type(dataset) is torch.Tensor and dataset.dim() else ()
+
+
 def _refusal(loader: DataLoader[Any]) -> str | None:
     dataset: Any = loader.dataset
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset:
-        return f"{type(dataset).__name__} is not an in-memory TensorDataset"
+    tensors = _tensors(dataset)
+    if not tensors:
+        return f"the dataset is a {type(dataset).__name__}; whole batches come from a TensorDataset or a tensor only"
     if loader.collate_fn is not default_collate:
         return "the loader has its own collate_fn"
     if loader.num_workers:
         return f"the loader has {loader.num_workers} workers"
     if type(loader.batch_sampler) is not BatchSampler:
         return "the loader has its own batch sampler, or none"
-    if any(tensor.layout is not torch.strided for tensor in dataset.tensors):
+    if any(tensor.layout is not torch.strided for tensor in tensors):
         return "the dataset holds sparse tensors"
     return None

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
-from nano_loop.intercept.optimizers import guard_layout, is_dense
+from nano_loop.intercept.optimizers import guard_layout, is_dense, once_gradients_exist
 from nano_loop.intercept.torch_private import forget_fused_check, fused_check_pending
 from nano_loop.options import Options
 from nano_loop.parts import Parts
@@ -45,7 +45,7 @@ class FusedOptimizer(Step):
         fused, refused = [], []
         for optimizer, refusal in zip(parts.optimizers, self._refusals(parts), strict=True):
             if refusal:
-                refused.append(f"not {refusal}")
+                refused.append(refusal)
                 continue
             fused.append(type(optimizer).__name__)
             if id(optimizer) not in self._switches:
@@ -66,7 +66,7 @@ class FusedOptimizer(Step):
         guard_layout(switch.optimizer, self.undoing)
         switch.on()
         for handle in (
-            switch.optimizer.register_step_pre_hook(switch.before_step),
+            switch.optimizer.register_step_pre_hook(once_gradients_exist(switch.check)),
             switch.optimizer.register_load_state_dict_post_hook(switch.after_load),
             switch.optimizer.register_state_dict_post_hook(switch.users_flags),
         ):
@@ -102,7 +102,7 @@ class _Switch:
                 state_dict["param_groups"][place].update(flags)
         return state_dict
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def check(self, optimizer: Optimizer) -> None:
         """Restore the flags of a group on which the fused kernels would raise in this step."""
         for place in list(self._users):
             if place < len(optimizer.param_groups) and not _is_ready(optimizer, optimizer.param_groups[place]):

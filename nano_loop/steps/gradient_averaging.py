@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.averaging.averaging import Averaging
@@ -22,14 +21,12 @@ from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 
-_SHARED_MEMORY = Path("/dev/shm")
-
 
 class GradientAveraging(RanksStep):
     """Averages the gradients over all ranks at the end of each backward; see `nano_loop.distributed.averaging`."""
 
     name = "gradient_averaging"
-    needs = "trained"  # an optimizer may be set up without a model, with parameters of its own
+    needs = "trained"  # an optimizer may be set up without a model, with separate parameters
 
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
@@ -59,7 +56,7 @@ class GradientAveraging(RanksStep):
         transport = self._make_transport()
         self.undoing.callback(transport.close)
         self.undoing.callback(transport.leave)
-        averaging = Averaging(self.ranks, transport, served_whole_by_mode)
+        averaging = Averaging(self.ranks, transport, served_whole_by_mode, compare=self.config.compare_parameters)
         self.undoing.callback(averaging.close)
         return averaging
 
@@ -67,11 +64,11 @@ class GradientAveraging(RanksStep):
         """Return the shared-memory transport, which is faster, if available and no other backend was requested."""
         compression = torch.bfloat16 if self.config.gradient_compression else None
         backend = self.config.process_group_backend
-        folder = self.ranks.folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+        folder = self.ranks.folder
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers
                 transport = SharedMemoryTransport(self.ranks, folder, compression=compression)
                 self._way = "through shared memory"
                 return transport
-        self._way = f"by {backend or 'gloo'}"
+        self._way = f"by {distributed.get_backend()}"
         return ProcessGroupTransport(self.ranks, compression=compression)

@@ -2,12 +2,18 @@
 
 With N ranks, each step uses a batch N times as large. The usual rule is a learning rate N times as large, with a
 warm-up from the unscaled rate. In BigDL-Nano this is ``auto_lr``.
+
+The warm-up belongs to the optimizer: a function that is called once an epoch continues it at each call. It stands still
+while all ranks compute the same, since then the batch is not larger.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from nano_loop.cpu import Machine
@@ -16,6 +22,7 @@ from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.optimizers import Closure, closure_of, with_closure
 from nano_loop.options import Options
 from nano_loop.parts import Parts
+from nano_loop.report import StepResult
 from nano_loop.steps.step import RanksStep
 
 #: Number of steps over which the ratio grows from 1 to the number of ranks.
@@ -33,29 +40,55 @@ class LearningRate(RanksStep):
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._ramps: dict[int, _Ramp] = {}  # by the optimizer's id; each keeps its optimizer alive
+        self._ddp: dict[int, nn.Parameter] = {}  # the parameters of the user's own DDP models, by id
 
     @property
     def asked(self) -> bool:
         """See `Step.asked`."""
         return super().asked and self.config.auto_lr
 
+    def see(self, parts: Parts) -> None:
+        """See `Step.see`."""
+        models = [model for model in parts.models if isinstance(model, DistributedDataParallel)]
+        self._ddp |= {id(each): each for model in models for each in model.parameters()}
+
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        return _SEARCHES if all(isinstance(each, LBFGS) for each in parts.optimizers) else None
+        reasons = [self._refusal(optimizer) for optimizer in parts.optimizers]
+        return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
-        for optimizer in parts.optimizers:
-            if id(optimizer) not in self._ramps and not isinstance(optimizer, LBFGS):
-                self._ramps[id(optimizer)] = _Ramp(optimizer, self.ranks.size)
-                self._start(self._ramps[id(optimizer)])
-        left = f"; {_SEARCHES}" if any(isinstance(each, LBFGS) for each in parts.optimizers) else ""
-        return f"ramps to {self.ranks.size}× over {WARM_UP:,} steps (auto_lr){left}"
+        refusals = {id(optimizer): self._refusal(optimizer) for optimizer in parts.optimizers}
+        new = [each for each in parts.optimizers if not refusals[id(each)] and id(each) not in self._ramps]
+        taken = self.ranks.broadcast([_pop_steps_taken(optimizer) for optimizer in new])
+        for optimizer, step in zip(new, taken, strict=True):
+            self._ramps[id(optimizer)] = _Ramp(optimizer, self.ranks, step)
+            self._start(self._ramps[id(optimizer)])
+        ramps = f"ramps to {self.ranks.size}× over {WARM_UP:,} steps (auto_lr)"
+        return "; ".join(dict.fromkeys([ramps, *filter(None, refusals.values())]))
+
+    def _refusal(self, optimizer: Optimizer) -> str | None:
+        if isinstance(optimizer, LBFGS):
+            return "LBFGS searches its own step length"
+        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if held and self._ddp.keys() >= set(held):
+            return "the model is your own DistributedDataParallel, so the rate is yours, too"
+        return None
+
+    def closing(self) -> StepResult | None:
+        """See `Step.closing`."""
+        if not self._ramps or not self.ranks.division.undivided:
+            return None
+        return StepResult(self.name, "skipped", "stays at 1×, since all ranks have computed the same")
 
     def undo(self) -> None:
         """See `Step.undo`."""
         super().undo()
+        for ramp in self._ramps.values():
+            _progress[ramp.optimizer] = _Progress(ramp.optimizer.param_groups, ramp.step)
         self._ramps.clear()
+        self._ddp.clear()
 
     def _start(self, ramp: _Ramp) -> None:
         optimizer = ramp.optimizer
@@ -70,16 +103,36 @@ class LearningRate(RanksStep):
             self.undoing.callback(handle.remove)
 
 
-_SEARCHES = "LBFGS searches its own step length"
+class _Progress(NamedTuple):
+    """How far an optimizer was at the end of its last run."""
+
+    groups: list[dict[str, Any]]
+    step: int
+
+
+_progress: WeakKeyDictionary[Optimizer, _Progress] = WeakKeyDictionary()
+
+
+def _pop_steps_taken(optimizer: Optimizer) -> int:
+    """Return the step at which the ramp of an optimizer begins.
+
+    It is the one of a checkpoint that was loaded outside a run, which has left it in the groups; or else that of the
+    last run, unless a checkpoint was loaded since, which has replaced the groups.
+    """
+    found = [group.pop(KEY) for group in optimizer.param_groups if KEY in group]
+    before = _progress.pop(optimizer, None)
+    if found:
+        return int(found[0])
+    return before.step if before is not None and before.groups is optimizer.param_groups else 0
 
 
 class _Ramp:
     """The scaled learning rates of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, size: int) -> None:
+    def __init__(self, optimizer: Optimizer, ranks: Ranks, step: int) -> None:
         self.optimizer = optimizer
-        self._size = size
-        self._step = 0
+        self.step = step
+        self._ranks = ranks
         self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # a group, the user's learning rate, ours
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -91,7 +144,8 @@ class _Ramp:
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.put_back()
-        self._step += 1
+        if not self._ranks.division.undivided:
+            self.step += 1
 
     def before_state_dict(self, optimizer: Optimizer) -> None:
         self.put_back()
@@ -99,13 +153,13 @@ class _Ramp:
     def into_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state_dict` with the step in the first group."""
         first, *others = state_dict["param_groups"]
-        return {**state_dict, "param_groups": [{**first, KEY: self._step}, *others]}
+        return {**state_dict, "param_groups": [{**first, KEY: self.step}, *others]}
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Continue from the checkpoint's step, or from 0 if it has none."""
         self._scaled.clear()  # these groups were replaced
         steps = [group.pop(KEY) for group in optimizer.param_groups if KEY in group]
-        self._step = int(steps[0]) if steps else 0
+        self.step = int(steps[0]) if steps else 0
 
     def put_back(self) -> None:
         """Restore the user's learning rate in every group, unless it was changed in the meantime."""
@@ -115,8 +169,8 @@ class _Ramp:
         self._scaled.clear()
 
     def _scale(self) -> None:
-        ratio = 1 + (self._size - 1) * min(self._step / WARM_UP, 1)
-        if ratio == 1:
+        ratio = 1 + (self._ranks.size - 1) * min(self.step / WARM_UP, 1)
+        if ratio == 1 or self._ranks.division.undivided:
             return
         for group in self.optimizer.param_groups:
             if group.get("lr") is not None:

@@ -1,9 +1,11 @@
-"""Runs the models under bf16 autocast. Parameters, gradients and model outputs stay fp32."""
+"""Runs the models under bf16 or fp16 autocast. Parameters, gradients and model outputs stay fp32."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +16,21 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.intercept.calls import Call, Entries, Entry, Layer, is_forward
+from nano_loop.intercept.custom_functions import backwards_run_by
 from nano_loop.intercept.nested import map_tensors, shares_memory
+from nano_loop.intercept.ownership import Rule
+from nano_loop.intercept.torch_private import next_node_number
 from nano_loop.options import Options
-from nano_loop.parts import Parts
-from nano_loop.precision.autocast import bf16_autocast, to_fp32
+from nano_loop.parts import Parts, class_name
+from nano_loop.precision.autocast import LOW_DTYPES, cpu_autocast, to_fp32
+from nano_loop.precision.call_under_autocast import CallUnderAutocast
+from nano_loop.precision.default_ops import in_force
+from nano_loop.precision.dtype_errors import is_about_dtypes
+from nano_loop.precision.layers_in_fp32 import unless_listed
+from nano_loop.precision.mixed_dtypes import mixed_dtypes_accepted
+from nano_loop.precision.op_lists import OpLists
+from nano_loop.precision.output_activations import activations_noticed
+from nano_loop.precision.worth import Kind, Worth, kind_of
 from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
 
@@ -36,37 +49,78 @@ class Precision(Step):
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._entries_of: dict[int, tuple[nn.Module, Entry]] = {}  # by the id of a model
+        self._worth: dict[int, Worth] = {}  # likewise
         self._missed: list[str] = []
 
     @property
     def asked(self) -> bool:
         """See `Step.asked`."""
-        return self.config.reduced_precision or self.config.auto_precision
+        return self.config.kind.autocast is not None or self.config.auto_precision
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if not self.config.reduced_precision:
+        if self.config.kind.autocast is None:
             return "fp32, since this CPU has no bf16 instructions"
         if parts.models and all(map(_is_meta, parts.models)):
             return "the model's parameters are on the meta device, where nothing is computed"
+        dtypes = [_uncast_dtype(model) for model in parts.models]
+        if dtypes and all(dtypes):
+            return f"the model's parameters are {dtypes[0]}, which autocast does not cast"
         return None
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
-        if not self.machine.has_fast_bf16:
-            self._warn()
+        dtype = self.config.kind.autocast
+        assert dtype is not None
+        if not (self.machine.has_fast_fp16 if dtype is torch.float16 else self.machine.has_fast_bf16):
+            self._warn(dtype)
+        if not self._entries_of:
+            for context in (
+                in_force({}),
+                activations_noticed(),
+                mixed_dtypes_accepted(),
+                backwards_run_by(_under_autocast_if_needed[dtype]),
+            ):
+                self.undoing.enter_context(context)
         for model in parts.models:
-            self._entries_of[id(model)] = model, self.entries.add(model, self.name, _under_autocast(_bf16_state(model)))
+            if _uncast_dtype(model):
+                continue
+            worth = self._worth.setdefault(id(model), Worth(model, at_once=self.config.auto_precision))
+            counted = None if self.config.compile or dtype is torch.float16 else worth
+            layer = _under_autocast(dtype, _low_state(model), counted, self.config.auto_precision)
+            entry = self.entries.add(model, self.name, layer)
+            entry.around_modules(unless_listed(itertools.chain(*self.config.listed_operators.values())))
+            self._entries_of[id(model)] = model, entry
+            if dtype is torch.float16 and _has_lstm(model):
+                entry.rules = {**entry.rules, **self._rules_of_lstms()}
         for optimizer in parts.optimizers:
             self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
-        return "bf16 autocast, outputs fp32"
+        remarks = [_remark(model, dtype) for model in parts.models]
+        return "; ".join([self.config.kind.summary, *dict.fromkeys(filter(None, remarks))])
+
+    def _rules_of_lstms(self) -> Mapping[str, Rule]:
+        """Return the rules by which LSTMs run in fp32: torch cannot train them in fp16."""
+        lists = OpLists((), ("lstm",))
+        self.undoing.enter_context(lists.registered())
+        return lists.rules
 
     def closing(self) -> StepResult | None:
-        """Return a result that names the models that were trained without an intercepted call, or None."""
+        """Return a result about models whose calls were not intercepted, or too small for bf16, or None."""
         names = ", ".join(self._missed)
-        return (
-            StepResult(self.name, "skipped", f"{names} was called by code compiled before the run") if names else None
-        )
+        if names:
+            return StepResult(self.name, "skipped", f"{names} was called by code compiled before the run")
+        if self.config.auto_precision:
+            names = self._names_of(lambda worth: worth.sometimes_not)
+            small = f"fp32 for calls into {names} that are too small for bf16 to pay"
+            pays = any(worth.sometimes for worth in self._worth.values())
+            return StepResult(self.name, "applied" if pays else "skipped", small) if names else None
+        names = self._names_of(lambda worth: worth.never)
+        small = f'calls into {names} are too small for bf16 to pay: precision="auto" runs them in fp32'
+        return StepResult(self.name, "applied", small) if names else None
+
+    def _names_of(self, is_concerned: Callable[[Worth], bool]) -> str:
+        models = [worth.model for worth in self._worth.values() if is_concerned(worth)]
+        return ", ".join(dict.fromkeys(map(class_name, models)))
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Warn about a model that this optimizer trains and whose calls were not intercepted."""
@@ -83,12 +137,16 @@ class Precision(Step):
         """See `Step.undo`."""
         super().undo()
         self._entries_of.clear()
+        self._worth.clear()
         self._missed.clear()
 
-    def _warn(self) -> None:
+    def _warn(self, dtype: torch.dtype) -> None:
         given = f"{self.config.given['precision']} on {self.machine.name}"
-        lack = "this CPU has no bf16 instructions, so bf16 will be slower than fp32"
-        warnings.warn(problem(given, lack, 'Use precision="auto"'), NanoWarning, stacklevel=2)
+        lack, advice = "this CPU has no bf16 instructions, so bf16 will be slower than fp32", 'Use precision="auto"'
+        if dtype is torch.float16:
+            lack = "this CPU has no fp16 instructions, so products take up to a thousand times as long as in fp32"
+            advice = 'Use precision="bf16"' if self.machine.has_fast_bf16 else "Use precision=32"
+        warnings.warn(problem(given, lack, advice), NanoWarning, stacklevel=2)
 
 
 _COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"
@@ -99,30 +157,107 @@ def _is_meta(model: nn.Module) -> bool:
     return bool(parameters) and all(parameter.is_meta for parameter in parameters)
 
 
+def _uncast_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the weights of a model if autocast casts none of them, or None."""
+    dtypes = [each.dtype for each in model.parameters() if each.is_floating_point() or each.is_complex()]
+    cast = any(dtype is not torch.float64 and dtype.is_floating_point for dtype in dtypes)
+    return None if cast or not dtypes else dtypes[0]
+
+
+def _has_lstm(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.LSTM) for module in model.modules())
+
+
+def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
+    """Return what the report says about one model, or None."""
+    if autocast is torch.float16 and _has_lstm(model):
+        return f"LSTMs of {class_name(model)} in fp32, since torch cannot train them in fp16"
+    dtype = _uncast_dtype(model)
+    if dtype:
+        return f"not {class_name(model)}, whose parameters are {dtype}"
+    if next(model.parameters(), None) is None:
+        return f"{class_name(model)} has no parameters, so layers in a plain list belong in an nn.ModuleList"
+    return None
+
+
 def _is_trained(model: nn.Module, optimizer: Optimizer) -> bool:
     held = {id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
     return any(id(parameter) in held for parameter in model.parameters())
 
 
-def _bf16_state(model: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers that are bf16 before the run, as in the plain loop."""
+def _low_state(model: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers that are bf16 or fp16 before the run, as in the plain loop."""
     state = itertools.chain(model.parameters(), model.buffers())
-    return [tensor for tensor in state if tensor.dtype is torch.bfloat16]
+    return [tensor for tensor in state if tensor.dtype in LOW_DTYPES]
 
 
-def _under_autocast(state: list[Tensor]) -> Layer:
-    def outward(tensor: Tensor) -> Tensor:
-        return tensor if any(shares_memory(tensor, each) for each in state) else to_fp32(tensor)
+_NOT_COUNTED = nullcontext()
+
+
+def _under_autocast(dtype: torch.dtype, state: list[Tensor], worth: Worth | None, only_if_worth: bool) -> Layer:
+    def in_fp32(outputs: Any, cast: Callable[[Tensor], Tensor]) -> Any:
+        def outward(tensor: Tensor) -> Tensor:
+            return tensor if any(shares_memory(tensor, each) for each in state) else cast(tensor)
+
+        if type(outputs) is Tensor and not state:  # as most models have it
+            return cast(outputs)
+        return map_tensors(outward if state else cast, outputs)
 
     def layer(call: Call) -> Call:
-        def with_autocast(function: Call, *args: Any, **kwargs: Any) -> Any:
+        def with_autocast(function: Call, /, *args: Any, **kwargs: Any) -> Any:
             # An autocast or a `disable_casts` of the user takes precedence, as in the plain loop.
             if torch.is_autocast_enabled("cpu"):
                 return call(function, *args, **kwargs)
-            with bf16_autocast(keep_casts=is_forward(function)):
+            if torch.compiler.is_compiling():
+                with cpu_autocast(dtype, keep_casts=is_forward(function)):
+                    outputs = call(function, *args, **kwargs)
+                return in_fp32(outputs, to_fp32)
+            if worth is not None:
+                kind = kind_of(function, args, kwargs)
+                if kind not in worth.in_bf16:
+                    return counted_or_not(kind, function, args, kwargs)
+            with CallUnderAutocast(dtype, is_forward(function)) as context:
                 outputs = call(function, *args, **kwargs)
-            return map_tensors(outward if state else to_fp32, outputs)
+            return in_fp32(outputs, context.activations.in_fp32)
+
+        def counted_or_not(kind: Kind, function: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            assert worth is not None
+            counting, looked_at, start = None, False, 0
+            pays = worth.of(kind)
+            if pays is None:
+                counting = worth.counting(function, kind)
+                looked_at, start = counting is None, next_node_number()
+            elif not pays and only_if_worth:
+                return call(function, *args, **kwargs)
+            # Autocast locks its cache while it casts a weight, and a cast that is counted runs Python. So a counted
+            # call does without the cache: it would hold that lock and wait for the interpreter's, while another thread
+            # that runs one of our kernels holds the interpreter's and waits for the cache.
+            keep_casts = counting is None and is_forward(function)
+            with CallUnderAutocast(dtype, keep_casts) as context, counting or _NOT_COUNTED:
+                outputs = call(function, *args, **kwargs)
+            if looked_at:
+                worth.look_at(kind, start, outputs)
+            return in_fp32(outputs, context.activations.in_fp32)
 
         return with_autocast
 
     return layer
+
+
+def _again_under_autocast(dtype: torch.dtype) -> Callable[[Callable[[], Any]], Any]:
+    """Return a function that runs backwards of custom autograd functions, and under autocast what torch refuses."""
+
+    def run(backward: Callable[[], Any]) -> Any:
+        try:
+            return backward()
+        except RuntimeError as error:
+            if not is_about_dtypes(error):
+                raise
+        with CallUnderAutocast(dtype, keep_casts=False):
+            return backward()
+
+    return run
+
+
+#: One for each dtype, since the runs of a process share them.
+_under_autocast_if_needed = {dtype: _again_under_autocast(dtype) for dtype in LOW_DTYPES}

@@ -8,17 +8,25 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from nano_loop.cpu import Machine
-from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_served, sharded_by_user
+from nano_loop.distributed.launch.under_way import innermost
+from nano_loop.distributed.loaders.alike import Known
+from nano_loop.distributed.loaders.found import FoundSharding
+from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_served, serving, sharded_by_user
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
-from nano_loop.intercept.loaders import changed
+from nano_loop.intercept.loaders import changed, found
 from nano_loop.options import Options
 from nano_loop.parts import Parts
+from nano_loop.report import StepResult
 from nano_loop.steps.step import RanksStep
 
 
 class Sharding(RanksStep):
-    """Assigns batches r, r+N, … of each loader's sampler to rank r. The loaders are not changed."""
+    """Assigns batches r, r+N, … of each loader's sampler to rank r. The loaders are not changed.
+
+    That holds for the loaders of ``setup``, and, once a model or an optimizer was set up, for all others that the loop
+    iterates: those that it makes itself, and global ones.
+    """
 
     name = "loaders"
     needs = "loaders"
@@ -27,11 +35,16 @@ class Sharding(RanksStep):
         super().__init__(config, machine, entries, ranks)
         self._models: list[nn.Module] = []
         self._shardings: dict[int, BatchSharding] = {}  # by the loader's id; the loader's change keeps it alive
+        self._finding = False
+        self._known = Known()
 
     def see(self, parts: Parts) -> None:
         """Note the models of a ``setup`` call, with or without loaders. Their mode shows whether the loop trains."""
         known = set(map(id, self._models))
         self._models.extend(model for model in parts.models if id(model) not in known)
+        if parts.trained and self.asked and not self._finding:
+            self._finding = True
+            self.undoing.enter_context(found(self._find))
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
@@ -48,12 +61,27 @@ class Sharding(RanksStep):
         counts = {kind: kinds.count(kind) for kind in _KINDS if kind in kinds}
         return "; ".join(f"{count} of {len(kinds)} loaders {kind}" for kind, count in counts.items())
 
+    def closing(self) -> StepResult | None:
+        """See `Step.closing`."""
+        if not self.ranks.division.found:
+            return None
+        return StepResult(self.name, "applied", f"loaders that were not set up, {_BY_BATCH}")
+
     def undo(self) -> None:
         """See `Step.undo`."""
         super().undo()
+        self._finding, self._known = False, Known()
         self._models.clear()
         self._shardings.clear()
         forget_last_served()
+
+    def _find(self, loader: DataLoader[Any]) -> FoundSharding | None:
+        """Return the change to a loader that the loop uses and that was not set up."""
+        run = innermost()
+        # A dataset's own, or one of a run that each rank makes alone.
+        if serving.depth or (run is not None and run.size == 1):
+            return None
+        return FoundSharding(self.ranks, self._models, self._known)
 
     def _shard(self, loader: DataLoader[Any], shard: bool | None) -> None:
         if id(loader) not in self._shardings:

@@ -10,7 +10,8 @@ from command_line import OWN
 from benchmarks.case import perform
 from benchmarks.fresh import fresh
 from benchmarks.limits import step_flops
-from benchmarks.systems import SYSTEMS, endless, steps
+from benchmarks.loop import endless, steps
+from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import WORKLOADS
 
 FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
@@ -70,14 +71,20 @@ def test_the_most_memory_is_what_a_case_had_at_its_worst():
     assert large - small == pytest.approx(tiny.HUNGER_MB, rel=0.2)
 
 
-NEEDED = {"accelerate": "accelerate", **dict.fromkeys(("ipex", "nano_ipex"), "intel_extension_for_pytorch")}
+NEEDED = {
+    "accelerate": "accelerate",
+    "nano_hugging_face": "transformers",
+    **dict.fromkeys(("ipex", "nano_ipex"), "intel_extension_for_pytorch"),
+}
+#: Each runs the code of another one, with fewer options.
+SAME = {"lightning", "lightning_bf16", "hugging_face", "hugging_face_bf16"}
 OF_TEST_IPEX = [
     pytest.param(system, marks=pytest.mark.skipif(find_spec(needed) is None, reason=f"{needed} is not installed"))
     for system, needed in NEEDED.items()
 ]
 
 
-@pytest.mark.parametrize("system", [*(each for each in SYSTEMS if each not in NEEDED), *OF_TEST_IPEX])
+@pytest.mark.parametrize("system", [*(each for each in SYSTEMS if each not in {*NEEDED, *SAME}), *OF_TEST_IPEX])
 def test_a_system_trains_the_workload(system):
     result = fresh(job("plain", workload=f"{OWN}convolution", system=system), limit=110)
     assert set(result) == {"median_ms", "first_step_ms", "peak_rss_mb"}, result

@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+import time
 
 import torch
 import torch.nn.functional as F
@@ -109,3 +110,15 @@ def dying(work, count):
 def endless(work, count):
     while True:
         signal.pause()
+
+
+def sleeping(work, count):
+    """Take 50 ms more for a step than `plain`."""
+    loss = work.loss
+
+    def slow(model, batch):
+        time.sleep(0.05)
+        return loss(model, batch)
+
+    work.loss = slow
+    return plain(work, count)

@@ -2,16 +2,20 @@
 
 import gc
 import os
+import tempfile
 import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nano_loop.distributed.launch import under_way
+from nano_loop.distributed.launch.local import kept_server as servers
+
 
 @pytest.fixture
 def nothing_left():
-    """Fail a test after which there are more processes, threads, descriptors or shared files than before."""
+    """Fail a test after which there are more processes, threads, descriptors, folders or runs than before."""
     before = belongings()
     yield
     after = belongings()
@@ -23,18 +27,29 @@ def belongings():
     """What this process has at work: of each kind, the things by what tells them apart."""
     gc.collect()  # an exception's frames hold what was at work when it was raised
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("nano_loop")]
-    shared_files = [path.name for path in Path("/dev/shm").glob(f"nano_loop-{os.getpid()}-*")]
-    descriptors = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)]
+    places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    folders = [str(path) for place in places for path in place.glob(f"nano_loop-{os.getpid()}-*")]
+    kept = {fd for server in servers.kept() for fd in server.descriptors}
+    descriptors = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd) and fd not in kept]
     return {
         "processes": dict(_processes()),
         "threads": {name: name for name in threads},
-        "shared files": {name: name for name in shared_files},
+        "folders": {name: name for name in folders},
         "descriptors": {fd: fd for fd in descriptors},
+        "runs": {what: what for what in runs_that_have_the_process()},
     }
 
 
+def runs_that_have_the_process():
+    """What the runs do that keep runs in other threads out."""
+    return [holder.what for holder in under_way._holders]
+
+
 def _processes():
-    for child in psutil.Process().children(recursive=True):
+    # Workers are children of the process that is kept to fork them, which is no child of this one.
+    for child in [
+        child for root in (os.getpid(), *(server.pid for server in servers.kept())) for child in _below(root)
+    ]:
         try:
             command = " ".join(child.cmdline())
         except psutil.ZombieProcess:
@@ -44,6 +59,13 @@ def _processes():
         # torch.compile keeps them, and those of torch 2.8 fork more of them seconds after the test that compiled.
         if "_inductor/compile_worker" not in command:
             yield child.pid, f"{child.pid} {command}"
+
+
+def _below(pid):
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:  # the kept process ends by itself after a minute
+        return []
 
 
 def _is_open(fd):

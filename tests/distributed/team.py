@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 
 from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.transport.shared_channel import SharedChannel
 
 TESTS = Path(__file__).parents[1]
 START = "from distributed.team import serve; serve({fd}, {rank}, {size}, {store!r})"
@@ -25,7 +26,7 @@ TIMEOUT = 60.0  # seconds that a rank waits for another
 
 
 class Team:
-    """`size` processes, each with one thread and gloo between them."""
+    """`size` processes, each with one thread, and between them a channel through shared memory and a gloo group."""
 
     def __init__(self, size):
         self.size = size
@@ -99,14 +100,20 @@ def serve(fds, rank, size, store):
         world_size=size,
         timeout=timedelta(seconds=TIMEOUT),
     )
+    folder = Path(store).parent
+    channel = SharedChannel(_ranks(rank, size, folder), folder)
     with contextlib.suppress(EOFError):
         while True:
-            pipe.send_bytes(_run(pipe.recv_bytes(), rank, size))
+            pipe.send_bytes(_run(pipe.recv_bytes(), _ranks(rank, size, folder), channel))
     distributed.destroy_process_group()
 
 
-def _run(call, rank, size):
-    ranks = Ranks(rank, size, local_rank=rank, local_size=size, timeout=TIMEOUT)
+def _ranks(rank, size, folder):
+    return Ranks(rank, size, local_rank=rank, local_size=size, timeout=TIMEOUT, folder=folder)
+
+
+def _run(call, ranks, channel):
+    ranks.channel = channel
     try:
         function, args = cloudpickle.loads(call)
         return cloudpickle.dumps((False, function(ranks, *args)))

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nano_loop.distributed.ranks import ALONE
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.errors import NanoError
 
 
 def test_alone_everything_stays_what_it_is():
@@ -42,3 +43,17 @@ def test_tensors_travel_whatever_their_layout(team):
     for tensors, mean in team(2)(exchange):
         assert [tensor.flatten()[:1].tolist() for tensor in tensors] == [[1.0], [True], [1j], [1], [1.0], []]
         assert mean.tolist() == [0.5, 4.0]
+
+
+def test_collective_of_torch_that_is_never_done_has_a_deadline():
+    class Never:
+        def is_completed(self):
+            return False
+
+    with pytest.raises(NanoError, match=r"rank 0 has waited 0.2 seconds in a collective for the other ranks: every"):
+        Ranks(0, 2, timeout=0.2).finish(Never())
+
+
+def test_ranks_that_have_not_joined_have_no_channel():
+    with pytest.raises(NanoError, match=r"rank 0 of 2 has no channel to the others: .*Start a run first"):
+        Ranks(0, 2).barrier()

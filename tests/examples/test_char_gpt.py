@@ -71,7 +71,8 @@ def test_fp32_trains_as_plain_does(uninterrupted):
 
 
 # That plain runs save and resume is needed by those below, too.
-@pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.slow), "accelerated"])
+@pytest.mark.slow  # it starts the example six times
+@pytest.mark.parametrize("mode", ["plain", "accelerated"])
 def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(mode, uninterrupted, checkpoints, tmp_path):
     resumed = resume(checkpoints[mode], mode, tmp_path)
     assert 0 < resumed["first_step"] < STEPS
@@ -86,6 +87,7 @@ def test_plain_and_accelerated_runs_resume_each_other(saved_by, resumed_by, unin
     assert resumed["loss"] == pytest.approx(uninterrupted["plain"]["loss"], rel=1e-4)
 
 
+@pytest.mark.slow  # tests/examples/test_digits.py has bf16
 def test_bf16_trains_as_plain_does(uninterrupted, tmp_path):
     without_dropout = (*TINY, "--steps", STEPS)
     plain = results("char_gpt.py", "--plain", *without_dropout, folder=tmp_path)
@@ -98,6 +100,7 @@ def test_it_writes_a_text_and_says_what_was_applied(uninterrupted):
     assert "fused_optimizer" in uninterrupted["accelerated"]["stderr"]
 
 
+@pytest.mark.slow  # it needs the checkpoints of the slow tests
 def test_a_run_of_other_settings_is_not_resumed(checkpoints):
     process = run("char_gpt.py", "--plain", *LONG, "--lr", 0.5, "--checkpoint", checkpoints["plain"], "--resume")
     assert process.returncode == 2

@@ -20,7 +20,6 @@ def plain(tmp_path_factory):
     return results("digits.py", "--plain", *SMALL, folder=tmp_path_factory.mktemp("plain"), nano_loop=False)
 
 
-# In fp32, two processes are held to the same.
 @pytest.mark.parametrize("precision", [pytest.param(32, marks=pytest.mark.slow), "bf16"])
 def test_it_trains_as_plain_does_and_says_how(precision, plain, tmp_path):
     accelerated = results("digits.py", "--precision", precision, *SMALL, folder=tmp_path)
@@ -29,6 +28,7 @@ def test_it_trains_as_plain_does_and_says_how(precision, plain, tmp_path):
     assert "channels_last" in accelerated["stderr"]
 
 
+@pytest.mark.slow  # tests/scripts has small ones in two processes
 def test_two_processes_train_as_plain_does(plain, tmp_path):
     two = results("digits.py", "--num-processes", 2, "--precision", 32, *SMALL, folder=tmp_path)
     assert two["accuracy"] == pytest.approx(plain["accuracy"], abs=BAND)

@@ -1,8 +1,10 @@
 """A class attribute is replaced for as long as somebody needs it."""
 
+import threading
+
 import pytest
 
-from nano_loop.intercept.attributes import replaced
+from nano_loop.intercept.attributes import replaced, suspended
 
 
 class Base:
@@ -49,10 +51,13 @@ def test_attribute_is_put_back_after_an_exception():
     assert Base().greet() == "base"
 
 
-def test_somebody_elses_later_replacement_is_left_alone(monkeypatch):
-    with replaced(Base, "greet", louder):
-        monkeypatch.setattr(Base, "greet", lambda self: "theirs")
-    assert Base().greet() == "theirs"
+def test_somebody_elses_later_replacement_is_left_alone():
+    class Patched(Base):
+        pass
+
+    with replaced(Patched, "greet", louder):
+        Patched.greet = lambda self: "theirs"
+    assert Patched().greet() == "theirs"
 
 
 def test_a_static_method_is_put_back_as_one():
@@ -64,3 +69,44 @@ def test_a_static_method_is_put_back_as_one():
     with replaced(Holder, "number", lambda original: staticmethod(lambda: original() + 1)):
         assert Holder.number() == 2
     assert isinstance(vars(Holder)["number"], staticmethod)
+
+
+class Other(Base):
+    def greet(self):
+        return "other"
+
+
+def test_what_is_suspended_comes_back_unless_its_last_user_has_gone():
+    own = vars(Other)["greet"]
+    made = replaced(Other, "greet", louder)
+    made.__enter__()
+    with suspended(Other):
+        assert Other().greet() == "other"
+    assert Other().greet() == "OTHER"
+    with suspended(Other):
+        made.__exit__(None, None, None)
+    assert vars(Other)["greet"] is own
+
+
+def test_exports_in_several_threads_wait_for_each_other():
+    order = []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def first():
+        with suspended(Other):
+            inside.set()
+            go_on.wait()
+            order.append("first")
+
+    def second():
+        with suspended(Other):
+            order.append("second")
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    inside.wait()
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["first", "second"]

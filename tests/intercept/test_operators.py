@@ -7,7 +7,8 @@ import textwrap
 import pytest
 import torch
 
-from nano_loop.intercept.operators import gives_kernels, overridden, plainly
+from nano_loop.intercept import operators
+from nano_loop.intercept.operators import AUTOCAST, gives_kernels, overridden, overridden_together, plainly, ruled
 
 gets_kernels = pytest.mark.skipif(not gives_kernels(), reason="torch does not hand out its kernels")
 
@@ -65,3 +66,32 @@ def test_first_override_of_a_process_warns_of_nothing():
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     assert (run.stdout, run.stderr) == ("7.0\n", "")
+
+
+def under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.ones(2).tan()
+
+
+def returning(number):
+    return lambda keys, tensor: torch.full_like(tensor, number)
+
+
+def test_functions_of_several_runs_stand_at_one_operator_and_leave_in_any_order():
+    before = under_autocast()
+    contexts = [overridden_together(each, lambda each=each: {"tan": returning(each)}, AUTOCAST) for each in (1.0, 2.0)]
+    for context in contexts:
+        context.__enter__()
+    assert under_autocast().tolist() == [2.0, 2.0]
+    with ruled(frozenset({"tan"}), lambda *_: None):  # makes place for rules, and computes nothing here
+        assert under_autocast().tolist() == [2.0, 2.0]
+    contexts[0].__exit__(None, None, None)
+    assert under_autocast().tolist() == [2.0, 2.0]
+    contexts[1].__exit__(None, None, None)
+    assert torch.equal(under_autocast(), before)
+
+
+def test_call_that_torch_has_sent_before_the_last_function_left_is_computed():
+    with overridden_together("late", lambda: {"tan": returning(3.0)}, AUTOCAST):
+        site = operators._sites["tan"]
+    assert site(None, torch.ones(2)).tolist() == [3.0, 3.0]

@@ -1,22 +1,39 @@
 """Tells when a name that torch keeps for itself is gone."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from nano_loop import disable_casts
+from nano_loop.intercept.operators import overridden
 from nano_loop.intercept.torch_private import (
+    FILE_CLASSES,
     TENSOR_HOOKS,
+    TorchDispatchMode,
+    as_without_autocast_kernel,
+    below_autocast,
+    below_torch_functions,
     bytes_of,
+    calls_only_forward,
     compile_call,
     compile_context,
     compiled_call,
+    constant_when_traced,
     current_node_number,
+    foreach_add,
+    foreach_copy,
+    foreach_divide,
+    foreach_multiply,
     forget_compiled,
     forget_empty_hooks,
     forget_fused_check,
+    forget_group_count,
     fused_check_pending,
     graph_task,
+    has_hooks,
     in_backward,
     in_functorch,
     is_compiled,
@@ -40,6 +57,15 @@ def test_compiled_models_are_told_from_others():
     assert is_compiled(torch.compile(model, backend="eager"))
     model.compile(backend="eager")
     assert is_compiled(model)
+
+
+def test_function_is_marked_as_the_public_decorator_marks_it():
+    def ours(): ...
+
+    def theirs(): ...
+
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(constant_when_traced(ours)) == vars(theirs) != {}
 
 
 def test_compiling_can_be_taken_back():
@@ -99,6 +125,14 @@ def test_transforms_are_told_from_plain_calls():
     assert (seen, in_functorch()) == ([True], False)
 
 
+def test_no_mode_of_torch_functions_sees_what_is_below_them():
+    bf16 = torch.ones(2, dtype=torch.bfloat16)
+    with disable_casts():
+        with below_torch_functions():
+            assert (bf16 + bf16).dtype is torch.bfloat16
+        assert (bf16 + bf16).dtype is torch.float32
+
+
 def test_changes_in_place_are_counted_outside_of_inference_mode():
     tensor = torch.ones(1)
     before = version(tensor)
@@ -127,6 +161,36 @@ def test_first_fused_step_leaves_a_mark_that_can_be_removed(kind):
     assert not fused_check_pending(optimizer)
     forget_fused_check(optimizer)
     assert set(vars(optimizer)) == before
+
+
+def test_hooks_of_optimizers_come_with_their_init():
+    class Bare(torch.optim.Optimizer):
+        def __init__(self):
+            pass
+
+    assert has_hooks(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    assert not has_hooks(Bare())
+
+
+def test_operators_below_autocast_are_not_cast():
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        with below_autocast():
+            assert (x @ x).dtype is torch.float32
+
+
+def test_operator_can_be_called_as_without_a_kernel_for_autocast():
+    seen = []
+
+    def relu(keys, x):
+        seen.append(as_without_autocast_kernel(torch.ops.aten.relu.default, keys, x))
+        return seen[-1]
+
+    with overridden("relu", lambda _: relu, "AutocastCPU"), torch.autocast("cpu", torch.bfloat16):
+        result = torch.relu(torch.tensor([-1.0, 2.0]))
+    assert result.tolist() == [0.0, 2.0]
+    assert len(seen) == 1
 
 
 def test_losses_are_told_from_models():
@@ -212,3 +276,88 @@ def test_autograd_nodes_are_numbered_as_they_are_made_and_known_in_their_backwar
     out.backward()
     assert seen == [first]
     assert current_node_number() is None
+
+
+def test_tensors_are_copied_in_groups_of_any_layouts_and_dtypes():
+    targets = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(3, 2).t()]
+    targets += [torch.zeros(2, dtype=torch.complex64).conj(), torch.zeros(2, dtype=torch.complex64).conj().imag]
+    sources = [torch.rand(3, 2).t(), torch.rand(4), torch.rand(2, 3), torch.rand(2) * 1j, torch.rand(2)]
+    foreach_copy(targets, sources)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source.to(target.dtype))
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["plain", "with lazy signs"])
+def test_tensors_are_added_and_scaled_in_groups(lazy):
+    def tensors():
+        both = [torch.ones(2, 3), torch.full((3, 2), 2.0).t()]
+        return [*both, torch.full((2,), -3j).conj().imag] if lazy else both
+
+    for change, expected in (
+        (lambda each: foreach_add(each, [torch.ones_like(one) for one in each]), (2, 3, 4)),
+        (lambda each: foreach_multiply(each, 3), (3, 6, 9)),
+        (lambda each: foreach_divide(each, 2), (0.5, 1, 1.5)),
+    ):
+        targets = tensors()
+        change(targets)
+        change([])
+        for target, value in zip(targets, expected, strict=False):
+            assert target.eq(value).all()
+
+
+def test_groups_are_numbered_from_0_again(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    with pytest.raises(RuntimeError):  # there is no such rank
+        torch.distributed.init_process_group("gloo", store=store, rank=1, world_size=1)
+    forget_group_count()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert torch.distributed.group.WORLD.group_name == "0"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_torch_opens_files_by_the_named_classes(tmp_path, monkeypatch):
+    module, writer, reader = FILE_CLASSES
+    saved, opened = tmp_path / "saved.pt", []
+    for name in (writer, reader):
+        original = getattr(sys.modules[module], name)
+        monkeypatch.setattr(
+            sys.modules[module], name, lambda file, *_, by=original: opened.append(str(file)) or by(file)
+        )
+    torch.save(torch.ones(1), saved)
+    with saved.open("rb") as file:
+        torch.load(file)
+    assert opened[0] == str(saved)
+    assert len(opened) == 2
+
+
+def test_dispatch_mode_sees_operators_below_autocast():
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func.overloadpacket, getattr(args[-1], "dtype", None)))
+            return func(*args, **(kwargs or {}))
+
+    seen, ones = [], torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16), Noting():
+        torch.mm(ones, ones)
+    assert seen[-1] == (torch.ops.aten.mm, torch.bfloat16)
+
+
+def test_hooks_and_compiled_calls_of_a_module_are_seen():
+    def hook(*_):
+        return None
+
+    module = torch.nn.Linear(2, 2)
+    assert calls_only_forward(module)
+    for register in (
+        module.register_forward_hook,
+        module.register_forward_pre_hook,
+        module.register_full_backward_hook,
+        module.register_full_backward_pre_hook,
+    ):
+        handle = register(hook)
+        assert not calls_only_forward(module)
+        handle.remove()
+    module.compile(backend="eager")
+    assert not calls_only_forward(module)

@@ -9,7 +9,7 @@ import torch
 
 from nano_loop.intercept.operators import overridden
 from nano_loop.kernels import bernoulli, compiled
-from nano_loop.kernels.bernoulli import WORTH_IT, exact, unavailable
+from nano_loop.kernels.bernoulli import WORTH_IT, exact, unavailable, vectorized_draws
 from nano_loop.kernels.compiled import UnavailableError
 
 LARGE = 100_003
@@ -43,7 +43,7 @@ def drawn(make, p, seed=1, skipped=0, **kwargs):
 
 def check(make, p, **kwargs):
     expected = drawn(make, p, **kwargs)
-    with overridden("bernoulli_.float", exact, "CPU"):
+    with vectorized_draws():
         actual = drawn(make, p, **kwargs)
     assert all(map(torch.equal, actual, expected))
 
@@ -98,7 +98,7 @@ def test_generator_of_the_users_is_drawn_from_and_advanced(filled):
 
     expected = of(torch.Generator().manual_seed(9))
     before = torch.get_rng_state()
-    with overridden("bernoulli_.float", exact, "CPU"):
+    with vectorized_draws():
         assert all(map(torch.equal, of(torch.Generator().manual_seed(9)), expected))
     assert torch.equal(torch.get_rng_state(), before)
     assert filled == [LARGE]
@@ -113,7 +113,7 @@ def test_normal_number_that_torch_keeps_for_later_is_kept():
         return torch.randn(1), torch.empty(LARGE).bernoulli_(0.5), torch.randn(1), torch.randn(1)
 
     expected = numbers()
-    with overridden("bernoulli_.float", exact, "CPU"):
+    with vectorized_draws():
         assert all(map(torch.equal, numbers(), expected))
 
 
@@ -122,7 +122,7 @@ def test_normal_number_that_torch_keeps_for_later_is_kept():
 def test_rate_that_torch_refuses_is_refused(p):
     with pytest.raises(RuntimeError) as expected:
         torch.empty(LARGE).bernoulli_(p)
-    with overridden("bernoulli_.float", exact, "CPU"), pytest.raises(RuntimeError) as caught:
+    with vectorized_draws(), pytest.raises(RuntimeError) as caught:
         torch.empty(LARGE).bernoulli_(p)
     assert str(caught.value).partition("\n")[0] == str(expected.value).partition("\n")[0]
 
@@ -139,7 +139,7 @@ def test_without_torchs_kernel_the_draws_are_the_same():
 
 @same_draws
 def test_threads_that_draw_at_once_share_no_number():
-    with overridden("bernoulli_.float", exact, "CPU"):
+    with vectorized_draws():
         masks = []
         threads = [
             threading.Thread(target=lambda: masks.extend(torch.empty(LARGE).bernoulli_(0.5) for _ in range(20)))

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
     monkeypatch.setattr(module, "WORTH_IT", 1)
+    monkeypatch.setattr(module, "ELEMENTS_WORTH_IT", 1)
 
 
 @pytest.fixture
@@ -154,6 +155,55 @@ def test_bias_meets_a_gradient_that_is_a_slice_of_another(in_force):
     ours, exact = gradients(joined, tensors), gradients(joined, tensors, torch.float64)
     torch.testing.assert_close(ours[2], exact[2], rtol=0.01, atol=0.01)
     assert in_force[0] == (True, True, False)
+
+
+# The shapes, the settings, and which gradients are computed in fp32 and then left to torch.
+DEPTHWISE = {"channels": 8, "outputs": 8, "groups": 8}
+IN_FP32 = {
+    "depthwise, stride": (DEPTHWISE, {"stride": 2, "groups": 8}, [(True, False, False), (False, True, True)]),
+    "depthwise, 5x5": (
+        {**DEPTHWISE, "kernel": (5, 5)},
+        {"padding": 2, "groups": 8},
+        [(False, True, False), (True, False, False)],
+    ),
+    "depthwise, 5x5, stride": (
+        {**DEPTHWISE, "kernel": (5, 5)},
+        {"stride": 2, "padding": 2, "groups": 8},
+        [(True, True, False)],
+    ),
+    "depthwise, several outputs": (
+        {**DEPTHWISE, "outputs": 16, "kernel": (5, 5)},
+        {"groups": 8},
+        [(False, True, False), (True, False, False)],
+    ),
+    "groups": ({"groups": 2}, {"padding": 1, "groups": 2}, [(False, True, False), (True, False, False)]),
+}
+
+
+@pytest.mark.parametrize("case", IN_FP32)
+def test_gradients_of_groups_in_fp32_are_as_exact_as_torchs(monkeypatch, case):
+    monkeypatch.setattr(module, "_ELEMENTS_OF_GROUPS", 1)
+    shapes, kwargs, left = IN_FP32[case]
+    assert assert_as_exact_as_torch(F.conv2d, inputs(**shapes), **kwargs) == left
+
+
+def test_gradient_of_a_transposed_convolutions_input_in_fp32_is_as_exact_as_torchs():
+    x, weight, bias = inputs(outputs=3, transposed=True)
+    left = assert_as_exact_as_torch(F.conv_transpose2d, [x.contiguous(), weight, bias], stride=2)
+    assert left == [(True, False, False), (False, True, False)]
+
+
+def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
+    shapes, kwargs, left = IN_FP32["depthwise, 5x5, stride"]
+    for elements in (3 * 8 * 5 * 4, 3 * 8 * 5 * 4 + 1):
+        monkeypatch.setattr(module, "ELEMENTS_WORTH_IT", elements)
+        gradients(F.conv2d, inputs(**shapes), **kwargs)
+    assert in_force == [*left, (True, True, True)]
+
+
+def test_depthwise_gradients_of_small_kernels_are_torchs():
+    shapes = {**DEPTHWISE, "kernel": (3, 3)}
+    assert assert_as_exact_as_torch(F.conv2d, inputs(**shapes), groups=8) == [(True, True, True)]
 
 
 LEFT_TO_TORCH = {

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import nano_loop
 from nano_loop.kernels import attention, bernoulli, convolution
+from nano_loop.precision import loss_scale
 
 from .nested import differences, leaves, mapped
 from .records import laid_otherwise, record, record_strides, surroundings
@@ -41,6 +42,14 @@ class Config:
         return self.options.get("precision") == "bf16"
 
     @property
+    def autocast(self):
+        return {"bf16": torch.bfloat16, 16: torch.float16}.get(self.options.get("precision"))
+
+    @property
+    def dtype(self):
+        return torch.float64 if self.options.get("precision") == 64 else None
+
+    @property
     def channels_last(self):
         return self.options.get("channels_last", False)
 
@@ -53,6 +62,9 @@ BF16 = Config("bf16", {"precision": "bf16", "fused_optimizer": False, **SAME_NUM
 # What precision="bf16" alone gives: the fused optimizer, and kernels that sum in another order.
 SHIPPED = Config("bf16-as-shipped", {"precision": "bf16"}, within_spread=True)
 SHIPPED_NHWC = replace(SHIPPED, name="channels_last-as-shipped", options={"precision": "bf16", "channels_last": True})
+FP64 = Config("fp64", {"precision": 64, "fused_optimizer": False})
+# Without a scale, which a loop by hand would have to know of; tests/steps/test_loss_scale.py has loops that do.
+FP16 = Config("fp16", {"precision": 16, "fused_optimizer": False})
 NHWC = Config("channels_last", {"channels_last": True, "fused_optimizer": False}, tolerance=1e-6)
 NHWC_FUSED = replace(FUSED, name="channels_last-fused", options={"channels_last": True})
 NHWC_BF16 = Config("channels_last-bf16", {**BF16.options, "channels_last": True}, tolerance=1e-6, subclass=True)
@@ -73,7 +85,7 @@ def has_ipex():
 WITH_IPEX = (IPEX, IPEX_BF16) if has_ipex() else ()
 if WITH_IPEX:
     torch.compile(repr, backend="eager")  # wraps methods of optimizers, once, as importing IPEX does
-ALL = (EXACT, FUSED, BF16, SHIPPED, *WITH_IPEX)
+ALL = (EXACT, FUSED, BF16, SHIPPED, FP64, FP16, *WITH_IPEX)
 CONVOLUTIONS = (*ALL, NHWC, NHWC_FUSED, NHWC_BF16, SHIPPED_NHWC, *((IPEX_NHWC_BF16,) if WITH_IPEX else ()))
 
 
@@ -102,12 +114,15 @@ def written_by_hand(config):
         def run(*args, **kwargs):
             if config.channels_last:
                 args, kwargs = mapped((args, kwargs), in_channels_last)
-            bf16 = torch.autocast("cpu", torch.bfloat16) if config.bf16 else contextlib.nullcontext()
-            with bf16:
+            if config.dtype:
+                args, kwargs = mapped((args, kwargs), lambda each: each.to(config.dtype) if is_real(each) else each)
+            with torch.autocast("cpu", config.autocast) if config.autocast else contextlib.nullcontext():
                 out = call(*args, **kwargs)
-            return mapped(out, in_fp32) if config.bf16 else out
+            if config.dtype:
+                return mapped(out, from_fp64)
+            return mapped(out, in_fp32) if config.autocast else out
 
-        return run if config.bf16 or config.channels_last else call
+        return run if config.autocast or config.dtype or config.channels_last else call
 
     return around
 
@@ -116,8 +131,32 @@ def in_channels_last(tensor):
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
+def is_real(tensor):
+    return tensor.is_floating_point()
+
+
 def in_fp32(tensor):
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def from_fp64(tensor):
+    return tensor.float() if tensor.dtype == torch.float64 and not isinstance(tensor, nn.Parameter) else tensor
+
+
+# Where the same by hand is not what `written_by_hand` writes. Calls of submodules in the loop, and of the model in a
+# method that the loop calls, have fp32 outputs by hand, and the other way round.
+WITHOUT_FP64 = {
+    "test_complex_parameters",
+    "test_outputs_that_are_not_floats",
+    "test_parameters_of_odd_layouts_and_dtypes",
+    "test_a_sequential_model_indexed_sliced_and_walked",
+    "test_a_method_of_the_model_that_changes_its_weights_itself",
+    "test_a_method_of_the_model_that_holds_the_loop",
+    "test_containers_that_the_model_and_the_loop_share",
+}
+# torch has no LSTM in fp16 to train by hand.
+WITHOUT_FP16 = {"test_packed_sequences_through_an_lstm", "test_a_hidden_state_carried_from_call_to_call"}
+WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has state of its own
 
 
 def pair(*builds, configs=ALL):
@@ -127,9 +166,16 @@ def pair(*builds, configs=ALL):
     Each of `builds` gives a new dict of the loop's arguments, the same for the same seed. The loop takes them
     by name, and `by_hand`, which it puts around its calls into the model; it returns what is worth comparing.
     """
-    cases = [pytest.param(build, config, id=case_id(build, config)) for build in builds for config in configs]
 
     def decorate(loop):
+        cases = [
+            pytest.param(build, config, id=case_id(build, config), marks=[pytest.mark.slow] * (config is FP16))
+            for build in builds
+            for config in configs
+            if not (config is FP16 and loop.__name__ in WITHOUT_FP16)
+            if not config.dtype or (loop.__name__ not in WITHOUT_FP64 and getattr(build, "name", "") != WRAPPED_TWICE)
+        ]
+
         @pytest.mark.parametrize(("build", "config"), cases)
         def test(build, config):
             check(build, loop, config)
@@ -148,9 +194,12 @@ def case_id(build, config):
 
 def check(build, loop, config):
     """Fail with every difference between the loop accelerated and the loop by hand."""
+    if config.dtype and raises_about_dtypes(lambda: run_by_hand(build, loop, config)):
+        raises_about_dtypes(lambda: run_accelerated(build, loop, config))  # or not, for each module casts its inputs
+        return
     actual, threads = run_accelerated(build, loop, config)
     with computing_with(threads):
-        expected = run_plain(build, loop, written_by_hand(config), config.channels_last)
+        expected = run_by_hand(build, loop, config)
         plain = run_plain(build, loop) if config.channels_last else expected
     if config.within_spread:
         with computing_with(threads):
@@ -165,6 +214,18 @@ def check(build, loop, config):
         *differences(actual["random"], expected["random"], path="random"),
     ]
     assert not found, "\n".join(found)
+
+
+def run_by_hand(build, loop, config):
+    return run_plain(build, loop, written_by_hand(config), config.channels_last, config.dtype)
+
+
+def raises_about_dtypes(run):
+    try:
+        run()
+    except RuntimeError as error:
+        return "dtype" in str(error) or "type" in str(error)
+    return False
 
 
 # bf16 keeps 8 bits of a number, so it rounds a weight by up to 2⁻⁹ of it. Two loops whose weights begin within that of
@@ -259,12 +320,39 @@ def process_without_ipex():
     return team
 
 
-def run_plain(build, loop, by_hand=untouched, channels_last=False):
+def run_plain(build, loop, by_hand=untouched, channels_last=False, dtype=None):
     arguments = built(build)
     for model in filter(is_model, arguments.values()):
         if channels_last:
             model.to(memory_format=torch.channels_last)
-    return outcome(arguments, loop(**arguments, by_hand=by_hand))
+    with converted(arguments, dtype):
+        result = loop(**arguments, by_hand=by_hand)
+    return outcome(arguments, result)
+
+
+@contextlib.contextmanager
+def converted(arguments, dtype):
+    """Convert models and the state of optimizers as by hand, and back at the end."""
+    if dtype is None:
+        yield
+        return
+    convert_all(arguments, dtype)
+    yield
+    convert_all(arguments, torch.float32)
+
+
+def convert_all(value, dtype):
+    if isinstance(value, nn.Module):
+        value.to(dtype)
+    elif isinstance(value, torch.optim.Optimizer):
+        for state in value.state.values():
+            state.update(mapped(state, lambda each: each.to(dtype) if is_real(each) and each.dim() else each))
+    elif isinstance(value, dict):
+        for each in sorted(value.values(), key=lambda each: isinstance(each, torch.optim.Optimizer)):
+            convert_all(each, dtype)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            convert_all(each, dtype)
 
 
 def run_accelerated(build, loop, config):
@@ -282,7 +370,7 @@ def run_accelerated(build, loop, config):
 
     by_setup = config.subclass and can_be_set_up(arguments)
     launch = accelerated_by_setup if by_setup else accelerated_by_decorator
-    with slow_bf16_is_fine(), every_size_worth_it(config), left_as_found():
+    with slow_bf16_is_fine(), every_size_worth_it(config), without_a_scale(), left_as_found():
         try:
             result = launch(watched, dict(arguments), {"verbose": False, **config.options})
             assert not config.raises, "an exception of the loop was swallowed"
@@ -357,10 +445,19 @@ def computing_with(threads):
 
 
 @contextlib.contextmanager
+def without_a_scale():
+    """Let fp16 gradients be those of autocast by hand, which has no scale."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_scale, "FIRST", 1.0)
+        yield
+
+
+@contextlib.contextmanager
 def slow_bf16_is_fine():
-    """On a CPU without bf16 instructions the run warns that it will be slow, rightly."""
+    """On a CPU without bf16 or fp16 instructions the run warns that it will be slow, rightly."""
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
     with warnings.catch_warnings():
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if not supported:
             warnings.simplefilter("ignore", nano_loop.NanoWarning)
         yield
 

@@ -144,7 +144,9 @@ def net_of_the_user(tmp_path, monkeypatch):
     del sys.modules["net_of_the_user"]
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "channels_last": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"precision": "bf16", "channels_last": True}], ids=str
+)
 def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_the_user, options):
     @nano(verbose=False, **options)
     def train(model, optimizer, x):

@@ -6,6 +6,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from .pairs import CONVOLUTIONS, EXACT, pair, untouched
 from .tasks import ConvNet, fit, images, job
+from .wrappers import WRAPPERS
 
 
 class SignedSGD(SGD):
@@ -68,6 +69,7 @@ OPTIMIZERS = {
     "param_groups": grouped,
     "own": made(Lion),
     "own_subclass": made(SignedSGD, lr=0.01),
+    **WRAPPERS,
 }
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 
-from .pairs import ALL, BF16, CONVOLUTIONS, EXACT, FUSED, WITH_IPEX, named, pair, untouched
+from .pairs import ALL, BF16, CONVOLUTIONS, EXACT, FUSED, SHIPPED, WITH_IPEX, named, pair, untouched
 from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, fit, images, job, vectors
 
 EACH_FUSED_KIND = {
@@ -144,7 +144,9 @@ def fit_with_lbfgs(model, optimizer, loader, by_hand=untouched):
 
 
 test_lbfgs_calls_its_closure = pair(lbfgs, configs=(EXACT, FUSED, BF16))(fit_with_lbfgs)
-test_lbfgs_calls_its_closure_in_double = pair(lbfgs_in_double)(fit_with_lbfgs)
+test_lbfgs_calls_its_closure_in_double = pair(lbfgs_in_double, configs=(EXACT, FUSED, BF16, SHIPPED, *WITH_IPEX))(
+    fit_with_lbfgs
+)
 
 
 @pair(job("sgd"), job("adamw", optimizer=ADAMW))

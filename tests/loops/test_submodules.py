@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy, mse_loss, softsign
 
 from nano_loop import disable_casts, nano
 
@@ -24,9 +24,11 @@ class Watching(nn.Linear):
 
 
 class Autoencoder(nn.Module):
+    """Its codes are outputs, too, so their activation is none that a model's output is computed with in fp32."""
+
     def __init__(self):
         super().__init__()
-        self.encoder = nn.Sequential(Watching(6, 4), nn.Tanh())
+        self.encoder = nn.Sequential(Watching(6, 4), nn.Softsign())
         self.decoder = Watching(4, 6)
 
     def forward(self, x):
@@ -36,7 +38,7 @@ class Autoencoder(nn.Module):
         return {"loss": scale * mse_loss(self(x), target), "code": self.encoder(x)}
 
     def encode(self, x):
-        return self.encoder[0](x).tanh()
+        return softsign(self.encoder[0](x))
 
     def training_step(self, batch):
         return self.my_loss(*batch, scale=2.0)["loss"]

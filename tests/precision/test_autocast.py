@@ -1,12 +1,17 @@
 """Inside `disable_casts` everything is computed in fp32."""
 
+import contextlib
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nano_loop import disable_casts
-from nano_loop.precision.autocast import bf16_autocast, to_fp32
+from nano_loop import disable_casts, nano
+from nano_loop.precision.autocast import cpu_autocast, to_fp32
+from nano_loop.steps import rounding
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 WEIGHT = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -35,14 +40,14 @@ def test_bf16_from_outside_is_computed_with_in_fp32(compute):
     torch.manual_seed(0)
     expected = compute(outside.float())
     torch.manual_seed(0)
-    with bf16_autocast(), disable_casts():
+    with cpu_autocast(torch.bfloat16), disable_casts():
         inside = compute(outside)
     assert inside.dtype is torch.float32
     assert torch.equal(inside, expected)
 
 
 def test_autocast_goes_on_behind_it():
-    with bf16_autocast():
+    with cpu_autocast(torch.bfloat16):
         with disable_casts():
             assert F.linear(X, WEIGHT).dtype is torch.float32
         assert F.linear(X, WEIGHT).dtype is torch.bfloat16
@@ -74,12 +79,52 @@ def test_writes_in_place_reach_the_tensor_itself():
 
 def test_gradients_flow_through_it():
     weight = WEIGHT.clone().requires_grad_()
-    with bf16_autocast(), disable_casts():
+    with cpu_autocast(torch.bfloat16), disable_casts():
         F.linear(X.bfloat16(), weight).sum().backward()
     assert torch.equal(weight.grad, X.bfloat16().float().sum(0).expand(2, 4))
 
 
-def test_to_fp32_changes_bf16_alone():
-    assert to_fp32(X.bfloat16()).dtype is torch.float32
-    for tensor in (X, X.double(), X.half(), X.int()):
+def test_to_fp32_changes_bf16_and_fp16_alone():
+    assert to_fp32(X.bfloat16()).dtype is to_fp32(X.half()).dtype is torch.float32
+    for tensor in (X, X.double(), X.int()):
         assert to_fp32(tensor) is tensor
+
+
+def test_it_decorates_functions_and_methods():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.scored(self.layer(x))
+
+        @disable_casts()
+        def scored(self, hidden):
+            seen.append((hidden.dtype, self.layer(hidden).dtype))
+            return self.layer(hidden)
+
+    seen = []
+    train = nano(precision="bf16", verbose=False)(lambda model: model(X).sum().backward())
+    train(Model())
+    assert seen == [(torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.parametrize("precision", [32, "bf16", "bf16-true"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_it_may_surround_an_optimizer_s_step(precision, kind, monkeypatch):
+    def train(model, optimizer, around):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(X).square().sum().backward()
+            with around():
+                optimizer.step()
+
+    found = []
+    for around in (contextlib.nullcontext, disable_casts):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        monkeypatch.setattr(rounding, "_seeds", itertools.count())
+        nano(precision=precision, verbose=False)(train)(model, kind(model.parameters()), around)
+        found.append(model.weight.detach())
+    assert torch.equal(*found)

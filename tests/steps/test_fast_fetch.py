@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -86,6 +87,27 @@ def test_batches_order_and_random_draws_are_the_default_loaders(step, dataset, m
         assert_same(epochs(loader), expected)
 
 
+TENSORS = {
+    "rows": lambda: torch.rand(23, 4),
+    "numbers": lambda: torch.arange(23),
+    "transposed": lambda: torch.rand(4, 23).t(),
+    "subset": lambda: Subset(torch.rand(23, 4), [3, 1, 1, 8]),
+}
+
+
+@pytest.mark.parametrize("dataset", TENSORS.values(), ids=TENSORS)
+def test_batches_of_a_tensor_are_the_default_loaders_too(step, dataset):
+    torch.manual_seed(1)
+    data = dataset()
+    expected, state = epochs(DataLoader(data, 4, shuffle=True))
+    loader = DataLoader(data, 4, shuffle=True)
+    assert step(FastFetch).apply(Parts(loaders=[loader])) == "1 of 1 loaders"
+    batches, after = epochs(loader)
+    assert all(map(torch.equal, batches, expected))
+    assert all(one.stride() == other.stride() for one, other in zip(batches, expected, strict=True))
+    assert torch.equal(state, after)
+
+
 class OwnItems(TensorDataset):
     def __getitem__(self, index):
         return index
@@ -115,9 +137,14 @@ class OwnBatchSampler(BatchSampler):
     ("make", "reason"),
     [
         (lambda data: DataLoader(data, collate_fn=lambda batch: batch), "collate_fn"),
-        (lambda data: DataLoader(OwnItems(*data.tensors)), "OwnItems is not"),
-        (lambda data: DataLoader(OwnSubset(data, [1])), "OwnSubset is not"),
-        (lambda data: DataLoader(OwnDataset()), "OwnDataset is not"),
+        (lambda data: DataLoader(OwnItems(*data.tensors)), "^the dataset is a OwnItems;"),
+        (lambda data: DataLoader(OwnSubset(data, [1])), "^the dataset is a OwnSubset;"),
+        (lambda data: DataLoader(OwnDataset()), "^the dataset is a OwnDataset;"),
+        (
+            lambda data: DataLoader([1, 2]),
+            r"^the dataset is a list; whole batches come from a TensorDataset or a tensor",
+        ),
+        (lambda data: DataLoader(nn.Parameter(torch.rand(3, 2))), "^the dataset is a Parameter;"),
         (lambda data: DataLoader(data, num_workers=2), "2 workers"),
         (lambda data: DataLoader(data, batch_size=None), "batch sampler|collate_fn"),
         (

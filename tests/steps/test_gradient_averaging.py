@@ -65,17 +65,11 @@ def test_ranks_take_the_steps_of_one_process(team, way):
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_several_hosts_and_hosts_without_shared_memory_average_by_the_process_group(team, hosts):
     def loop(ranks):
-        from nano_loop.steps import gradient_averaging
-
         given = parts()
         step, entries = make_step(GradientAveraging, ranks)
-        local_size, folder = ranks.local_size, gradient_averaging._SHARED_MEMORY
         ranks.local_size = ranks.size // hosts
-        gradient_averaging._SHARED_MEMORY = Path("/nowhere")
-        try:
-            detail = step.apply(given)
-        finally:
-            ranks.local_size, gradient_averaging._SHARED_MEMORY = local_size, folder
+        ranks.folder = Path("/nowhere")
+        detail = step.apply(given)
         weights = train(given, ranks)
         entries.close()
         step.undo()

@@ -1,7 +1,9 @@
 """Inside a step the learning rate is scaled for the ranks; everywhere else it is the user's very own."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -13,7 +15,15 @@ from nano_loop.steps import learning_rate
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.learning_rate import LearningRate
 
-FOUR = Ranks(0, 4)
+
+class Alike(Ranks):
+    """One of several ranks that have the same values, without the others."""
+
+    def broadcast(self, value, source=0):
+        return value
+
+
+FOUR = Alike(0, 4)
 
 
 @pytest.fixture
@@ -65,7 +75,7 @@ def test_ratio_grows_from_one_to_the_number_of_ranks(of_four, taken, ratio):
 
 
 def test_report_says_how_far_and_how_long(step):
-    made = step(LearningRate, ranks=Ranks(0, 2))
+    made = step(LearningRate, ranks=Alike(0, 2))
     given = Parts(optimizers=[torch.optim.SGD([weight()], lr=0.1)])
     assert made.skip_reason(given) is None
     assert made.apply(given) == "ramps to 2× over 1,000 steps (auto_lr)"
@@ -322,3 +332,85 @@ def test_copies_and_what_is_left_are_plain(of_four):
     made.undo()
     assert moved(optimizer, optimizer.param_groups[0]["params"][0]) == 0.5
     assert "auto_lr_step" not in optimizer.state_dict()["param_groups"][0]
+
+
+# --- from call to call ---
+
+
+def test_ramp_goes_on_in_the_next_run_of_the_optimizer(of_four, monkeypatch):
+    monkeypatch.setattr(learning_rate, "WARM_UP", 4)
+    one = weight()
+    optimizer, steps = torch.optim.SGD([one], lr=1.0), []
+    for _ in range(3):
+        made = of_four(optimizer)
+        steps += [moved(optimizer, one), moved(optimizer, one)]
+        made.undo()
+    assert steps == pytest.approx([1, 1.75, 2.5, 3.25, 4, 4])
+    other = weight()
+    another = torch.optim.SGD([other], lr=1.0)
+    of_four(another)
+    assert moved(another, other) == 1.0, "the next optimizer begins anew"
+
+
+@pytest.mark.parametrize("taken", [None, 2])
+def test_checkpoint_that_was_loaded_between_two_runs_counts(of_four, monkeypatch, taken):
+    monkeypatch.setattr(learning_rate, "WARM_UP", 4)
+    one = weight()
+    optimizer = torch.optim.SGD([one], lr=1.0)
+    checkpoint = optimizer.state_dict()
+    if taken is not None:
+        checkpoint["param_groups"][0]["auto_lr_step"] = taken
+    made = of_four(optimizer)
+    at_step(optimizer, 1000)
+    made.undo()
+    optimizer.load_state_dict(checkpoint)
+    assert moved(optimizer, one) == 1.0, "outside a run, nothing is scaled"
+    of_four(optimizer)
+    assert "auto_lr_step" not in optimizer.param_groups[0]
+    assert moved(optimizer, one) == (1.0 if taken is None else 2.5)
+
+
+def test_nothing_of_an_optimizer_is_kept_when_it_is_gone(of_four):
+    optimizer = torch.optim.SGD([weight()], lr=1.0)
+    of_four(optimizer).undo()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_rate_of_the_users_own_ddp_is_left_alone(step, monkeypatch):
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    class Ddp(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    monkeypatch.setattr(learning_rate, "DistributedDataParallel", Ddp)  # torch's needs a process group
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, other)]
+    made = step(LearningRate, ranks=FOUR)
+    parts = Parts([Ddp(model)], optimizers[:1])
+    made.see(parts)
+    assert "your own DistributedDataParallel" in made.skip_reason(parts)
+    made.see(Parts([other], optimizers))
+    assert made.apply(Parts([other], optimizers)).startswith(
+        "ramps to 4× over 1,000 steps (auto_lr); the model is your"
+    )
+    assert not optimizers[0]._optimizer_step_pre_hooks
+    assert optimizers[1]._optimizer_step_pre_hooks
+
+
+def test_ramp_stands_still_while_all_ranks_compute_the_same(step):
+    one, ranks = weight(), Alike(0, 4)
+    optimizer = torch.optim.SGD([one], lr=0.5)
+    made = step(LearningRate, ranks=ranks)
+    made.apply(Parts(optimizers=[optimizer]))
+    at_step(optimizer, 500)
+    ranks.division.undivided = True
+    assert moved(optimizer, one) == 0.5
+    assert made.closing().detail == "stays at 1×, since all ranks have computed the same"
+    ranks.division.undivided = False
+    assert moved(optimizer, one) == pytest.approx(0.5 * 2.5)
+    assert made.closing() is None
+    assert optimizer.state_dict()["param_groups"][0]["auto_lr_step"] == 501

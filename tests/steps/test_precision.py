@@ -140,3 +140,34 @@ def test_auto_takes_bf16_only_where_it_is_fast(step, machine):
 
 def test_fp32_is_silent(step):
     assert not step(Precision).asked
+
+
+class Listed(nn.Module):
+    """Its layer is in a plain list, so it is not a part of the model for torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [Net()]
+
+    def forward(self, x):
+        return self.layers[0](x)["logits"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128])
+def test_model_that_autocast_does_not_cast_is_skipped_with_the_reason(step, dtype):
+    model = nn.Linear(3, 2, dtype=dtype)
+    made = step(Precision, precision="bf16")
+    assert made.skip_reason(Parts([model])) == f"the model's parameters are {dtype}, which autocast does not cast"
+    assert made.apply(Parts([Net(), model])) == f"bf16 autocast, outputs fp32; not Linear, whose parameters are {dtype}"
+    x = torch.rand(4, 3, dtype=dtype)
+    assert model(x).dtype is dtype
+
+
+def test_model_without_parameters_is_said_to_have_none(step):
+    model = Listed()
+    report = step(Precision, precision="bf16").apply(Parts([model]))
+    assert report == (
+        "bf16 autocast, outputs fp32; Listed has no parameters, so layers in a plain list belong in an nn.ModuleList"
+    )
+    model(X)
+    assert model.layers[0].seen is torch.bfloat16, "the report is right: autocast reaches them"

@@ -9,7 +9,7 @@ rank used counts on all of them, and ranks that have diverged raise.
 from __future__ import annotations
 
 import math
-import warnings
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,18 +19,21 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nano_loop.distributed.averaging import checksums
 from nano_loop.distributed.averaging.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
-from nano_loop.distributed.averaging.gradients import DenseGradient, average_sparse, kind_of
+from nano_loop.distributed.averaging.gradients import DenseGradients, average_sparse, kind_of
 from nano_loop.distributed.averaging.parameters import Parameters
 from nano_loop.distributed.averaging.replicas import make_equal
+from nano_loop.distributed.averaging.sameness import Sameness
 from nano_loop.distributed.random_states import part_ways
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.transport.transport import Transport
-from nano_loop.errors import NanoWarning, problem
+from nano_loop.errors import problem
 from nano_loop.intercept.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.intercept.calls import Call
 from nano_loop.intercept.optimizers import closure_of, with_closure
 from nano_loop.intercept.torch_private import graph_task, in_backward
+from nano_loop.intercept.user_code import warn
 
 
 class Averaging:
@@ -47,18 +50,30 @@ class Averaging:
         Carries the gradients; it is not closed.
     served_whole : callable
         Returns whether the loop trains on batches that all ranks got because the models are in eval mode.
+    compare : bool
+        Whether the ranks compare their parameters from time to time; see `checksums`.
     """
 
-    def __init__(self, ranks: Ranks, transport: Transport, served_whole: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        transport: Transport,
+        served_whole: Callable[[], bool] = lambda: False,
+        *,
+        compare: bool = True,
+    ) -> None:
         self._ranks = ranks
         self._transport = transport
         self._served_whole = served_whole
+        self._compare = compare
         self._warned: set[str] = set()
+        self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
         self._parameters = Parameters(self._note)
         self._waiting: set[int] = set()  # ids of parameters whose gradients arrived and are not averaged yet
         self._paused: list[nn.Module] = []
         self._task = -1  # the backward whose end is waited for
         self._noted = False  # whether anything arrived in it
+        self._sameness = Sameness(ranks)
         self._averagings = 0
         self._steps = 0
         self._at_step: dict[int, int] = {}  # averagings before the last step, by the id of an optimizer
@@ -96,7 +111,10 @@ class Averaging:
             if torch.is_grad_enabled():
                 part_ways(self._ranks)
                 self._welcome()
+                self._sameness.before_call(args[_INPUTS:], kwargs)
             result = call(*args, **kwargs)
+            if torch.is_grad_enabled():
+                self._sameness.after_call(result)
             self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
             return result
 
@@ -146,32 +164,48 @@ class Averaging:
     def _agree(self, purpose: Purpose, waiting: set[int]) -> list[bytes]:
         """Compare this rank's state with the others'; return what of `waiting` arrived on each. Collective."""
         groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
+        in_order = self._parameters.in_order
+        compared = self._compare and purpose == "average" and checksums.is_due(self._averagings)
         mine = Fingerprint(
             purpose,
             averagings=self._averagings,
             steps=self._steps,
             newcomers=len(self._parameters.newcomers),
             rates=tuple(_as_number(group.get("lr")) for group in groups),
-            arrived=bytes(kind_of(each.grad) if id(each) in waiting else NOTHING for each in self._parameters.in_order),
+            arrived=bytes([kind_of(each.grad) if id(each) in waiting else NOTHING for each in in_order]),
+            checksums=checksums.checksums(in_order) if compared else b"",
+            evidence=self._sameness.evidence(in_order) if purpose == "average" else b"",
         )
         fingerprints = [Fingerprint.unpack(each) for each in self._transport.exchange(mine.pack())]
         refuse_divergence(fingerprints)
+        if compared:
+            checksums.refuse_unequal([each.checksums for each in fingerprints], self._parameters.named)
+        if purpose == "average":
+            self._sameness.compare([each.evidence for each in fingerprints])
         return [each.arrived for each in fingerprints]
 
     def _average(self, arrived: list[bytes]) -> None:
         """Average the parameters of which something arrived on any rank, all ranks in the same order."""
+        dense, sparse = self._by_kind(arrived)
+        gradients = DenseGradients(dense)
+        if gradients.tensors:
+            self._transport.average(gradients.tensors)
+        gradients.put_back()
+        average_sparse(sparse, self._ranks)
+
+    def _by_kind(self, arrived: list[bytes]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the parameters with a dense gradient on any rank, and those with sparse ones alone."""
+        in_order = self._parameters.in_order
+        if all(
+            each.count(DENSE) == len(in_order) for each in arrived
+        ):  # the usual case, of thousands of parameters too
+            return in_order, []
         dense: list[torch.Tensor] = []
         sparse: list[torch.Tensor] = []
-        for parameter, kinds in zip(self._parameters.in_order, zip(*arrived, strict=True), strict=True):
+        for parameter, kinds in zip(in_order, zip(*arrived, strict=True), strict=True):
             if any(kinds):
                 (dense if DENSE in kinds else sparse).append(parameter)
-        gradients = [DenseGradient(parameter) for parameter in dense]
-        flat = [gradient.flat for gradient in gradients if gradient.flat.numel()]
-        if flat:
-            self._transport.average(flat)
-        for gradient in gradients:
-            gradient.put_back()
-        average_sparse(sparse, self._ranks)
+        return dense, sparse
 
     def _welcome(self) -> None:
         """Give what the loop has added rank 0's values. Collective where there is something."""
@@ -188,7 +222,7 @@ class Averaging:
         self._parameters.refresh()
         held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
         averaged = set(map(id, self._parameters.in_order))
-        if not averaged.issuperset(map(id, held)):
+        if not averaged.issuperset(map(id, held)) and threading.get_ident() == self._thread:
             self._warn(f"{type(optimizer).__name__} steps parameters that were not set up", _OWN, _SET_UP)
         return None if averaged.isdisjoint(map(id, held)) else self._before_step(optimizer, args, kwargs)
 
@@ -224,14 +258,17 @@ class Averaging:
         if self._served_whole():
             given = "the models are trained in eval mode, in which every rank gets all batches"
             self._warn(given, _WHOLE, _SHARD)
+            self._ranks.division.warned.add("undivided")  # which says the same
 
     def _warn(self, given: str, needed: str, advice: str) -> None:
         """Warn on rank 0, once a run."""
         if needed not in self._warned:
             self._warned.add(needed)
             if self._ranks.rank == 0:
-                warnings.warn(problem(given, needed, advice), NanoWarning, stacklevel=2)
+                warn(problem(given, needed, advice))
 
+
+_INPUTS = 2  # behind the function that is called and the model, in the arguments of a layer
 
 _WHOLE = "all ranks compute the same, so several processes gain nothing"
 _OWN = "every rank trains its own copy, and only rank 0's is kept"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ NOTHING, DENSE, SPARSE = range(3)
 #: To average gradients, or to make equal what the loop has added to a model.
 Purpose = Literal["average", "welcome"]
 
-_COUNTS = struct.Struct("<7s4q")  # purpose, averagings, steps, newcomers, learning rates
+#: The purpose, averagings, steps, newcomers, learning rates, bytes of checksums and of evidence.
+_COUNTS = struct.Struct("<7s6q")
 _PLACES = {"average": "ended a backward", "welcome": "called a model with added parameters"}
 _ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
@@ -40,6 +42,10 @@ class Fingerprint:
         The learning rates of all groups of all optimizers; NaN for a group without one.
     arrived : bytes
         One of NOTHING, DENSE and SPARSE for each parameter.
+    checksums : bytes
+        Those of all parameters, from `nano_loop.distributed.averaging.checksums`; empty where they are not compared.
+    evidence : bytes
+        That of `nano_loop.distributed.averaging.sameness`; empty where it is not compared.
     """
 
     purpose: Purpose
@@ -48,27 +54,33 @@ class Fingerprint:
     newcomers: int
     rates: tuple[float, ...]
     arrived: bytes
+    checksums: bytes = b""
+    evidence: bytes = b""
 
     def pack(self) -> torch.Tensor:
         """Return it as a uint8 tensor."""
         purpose = self.purpose.encode()
-        counts = _COUNTS.pack(purpose, self.averagings, self.steps, self.newcomers, len(self.rates))
+        sizes = len(self.rates), len(self.checksums), len(self.evidence)
+        counts = _COUNTS.pack(purpose, self.averagings, self.steps, self.newcomers, *sizes)
         rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
-        return torch.frombuffer(bytearray(counts + rates + self.arrived), dtype=torch.uint8)
+        content = b"".join([counts, rates, self.checksums, self.evidence, self.arrived])
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Fingerprint:
         """Make one from what `pack` returned."""
         content = packed.numpy().tobytes()
-        purpose, averagings, steps, newcomers, count = _COUNTS.unpack_from(content)
+        purpose, averagings, steps, newcomers, count, *sizes = _COUNTS.unpack_from(content)
         rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
-        return cls(purpose.decode(), averagings, steps, newcomers, rates, content[_COUNTS.size + 8 * count :])
+        first, second, third = itertools.accumulate(sizes, initial=_COUNTS.size + 8 * count)
+        checksums, evidence, arrived = content[first:second], content[second:third], content[third:]
+        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, checksums, evidence)
 
 
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
     """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
 
-    What arrived may differ. NaN equals NaN.
+    What arrived may differ, and checksums and evidence are compared elsewhere. NaN equals NaN.
     """
     if all(_agree(each, fingerprints[0]) for each in fingerprints):
         return
@@ -82,8 +94,9 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
 
 def _agree(one: Fingerprint, other: Fingerprint) -> bool:
-    """Whether two are the same but for what arrived; never of those with NaN, which `_refuse` compares as text."""
-    return replace(one, arrived=b"") == replace(other, arrived=b"") and len(one.arrived) == len(other.arrived)
+    """Whether two are the same where they must be; never of those with NaN, which `_refuse` compares as text."""
+    counts = [replace(each, arrived=b"", checksums=b"", evidence=b"") for each in (one, other)]
+    return counts[0] == counts[1] and len(one.arrived) == len(other.arrived)
 
 
 def _refuse(what: str, fingerprints: list[Fingerprint], value_of: Callable[[Fingerprint], Any]) -> None:

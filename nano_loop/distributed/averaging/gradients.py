@@ -1,7 +1,8 @@
-"""One gradient on its way to the other ranks: as flat memory in its parameter's order, and back as it was laid out."""
+"""Gradients on their way to the other ranks, in the order of their parameters' memory, and on their way back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,43 +19,50 @@ def kind_of(gradient: torch.Tensor | None) -> int:
     return DENSE if gradient.layout is torch.strided else SPARSE
 
 
-class DenseGradient:
-    """One parameter's gradient as it is averaged, and where the mean is put.
+class DenseGradients:
+    """The gradients of some parameters as they are averaged, and where the means are put.
 
     Parameters
     ----------
-    parameter : torch.Tensor
-        Without a gradient it counts as zeros, and gets one.
+    parameters : sequence of torch.Tensor
+        One without a gradient counts as one whose gradient is zero, and gets one.
 
     Attributes
     ----------
-    flat : torch.Tensor
-        One-dimensional; in the parameter's dtype and in the order of its memory, so that it fits the other ranks'.
+    tensors : list of torch.Tensor
+        One for each parameter that has elements, in its dtype. Those of contiguous parameters have their shape. Others
+        are one-dimensional, in the order of the parameter's memory, so that they fit the other ranks'.
     """
 
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self._parameter = parameter
-        gradient = parameter.grad
-        if gradient is not None and _is_plain(gradient, parameter):
-            self._mean = gradient.detach()  # averaged where it lies
-            self._in_place = True
-        else:
-            self._mean = _copy(gradient, parameter)
-            self._in_place = False
-        self.flat = self._mean.as_strided((self._mean.numel(),), (1,))
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or not _is_plain(gradient, parameter):
+                gradient = _copy(gradient, parameter)
+                self._copies.append((parameter, gradient))
+            if not parameter.is_contiguous():
+                gradient = gradient.as_strided((gradient.numel(),), (1,))
+            self.tensors.append(gradient)
+        if not all(tensor.numel() for tensor in self.tensors):
+            self.tensors = [tensor for tensor in self.tensors if tensor.numel()]
 
     def put_back(self) -> None:
-        """Make the mean the parameter's gradient."""
-        gradient = self._parameter.grad
-        if self._in_place:
-            return
-        if gradient is None or gradient.layout is not torch.strided or _overlaps(gradient):
-            self._parameter.grad = self._mean
-        elif gradient.requires_grad:
-            with torch.enable_grad():
-                self._parameter.grad = _Mean.apply(gradient, self._mean)  # type: ignore[no-untyped-call]
-        else:
-            gradient.copy_(self._mean)
+        """Make the means of copies the parameters' gradients; all others have been averaged where they lie."""
+        for parameter, mean in self._copies:
+            _put_back(parameter, mean)
+
+
+def _put_back(parameter: torch.Tensor, mean: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided or _overlaps(gradient):
+        parameter.grad = mean
+    elif gradient.requires_grad:
+        with torch.enable_grad():
+            parameter.grad = _Mean.apply(gradient, mean)  # type: ignore[no-untyped-call]
+    else:
+        gradient.copy_(mean)
 
 
 class _Mean(torch.autograd.Function):
@@ -74,10 +82,10 @@ class _Mean(torch.autograd.Function):
 
 
 def _is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a gradient may be averaged where it lies, as flat memory."""
+    """Whether a gradient may be averaged where it lies: in the parameter's dtype and in the order of its memory."""
     if gradient.layout is not torch.strided or gradient.requires_grad or gradient.dtype is not parameter.dtype:
         return False
-    if gradient.is_conj() or gradient.is_neg():
+    if gradient.is_neg() or gradient.is_conj():
         return False
     if gradient.is_contiguous() and parameter.is_contiguous():
         return True
@@ -114,7 +122,9 @@ def average_sparse(parameters: list[torch.Tensor], ranks: Ranks) -> None:
         values = torch.cat([values for _, values in found]) / ranks.size
         # Every rank adds the same numbers up in the same order.
         shape = parameter.shape
-        parameter.grad = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False).coalesce()
+        # Those of another host are checked: an index outside the shape would write to other memory.
+        checked = not ranks.on_one_host
+        parameter.grad = torch.sparse_coo_tensor(indices, values, shape, check_invariants=checked).coalesce()
 
 
 def _parts(gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -54,6 +54,11 @@ class Parameters:
         for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
             self._undoing.callback(register(self._something_registered).remove)
 
+    @property
+    def named(self) -> list[Named]:
+        """`in_order` with the names of the parameters."""
+        return [each for each in named_parameters(self.models, self.optimizers) if _can_have_gradient(each[1])]
+
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Take in models and optimizers whose tensors are equal on all ranks."""
         self.models += [model for model in models if all(model is not each for each in self.models)]
@@ -85,7 +90,7 @@ class Parameters:
 
     def _look(self) -> None:
         self._stale, self._held = False, self._count()
-        self.in_order = [each for _, each in named_parameters(self.models, self.optimizers) if _can_have_gradient(each)]
+        self.in_order = [each for _, each in self.named]
         self.newcomers = self._find_newcomers()
         current = {id(parameter): parameter for parameter in self.in_order}
         for key in self._watched.keys() - current.keys():

@@ -69,12 +69,13 @@ def make_equal(ranks: Ranks, named: Sequence[Named], more: Sequence[str] = ()) -
     ------
     NanoError
         On every rank, if names, shapes, dtypes or strides of the tensors, or `more`, differ between ranks; the
-        message names the first difference. Also if a tensor has no shape yet.
+        message names the first difference. Also if a tensor has no shape or no memory yet.
     """
     _refuse_lazy(named)
+    _refuse_without_memory(named)
     _refuse_difference(ranks.gather([*(_signature(name, tensor) for name, tensor in named), *more]))
-    strided = [tensor for _, tensor in named if tensor.layout is torch.strided]
-    others = [tensor for _, tensor in named if tensor.layout is not torch.strided]
+    strided = [tensor for _, tensor in named if _is_raw(tensor)]
+    others = [tensor for _, tensor in named if not _is_raw(tensor)]
     with torch.no_grad():
         ranks.broadcast_tensors([_without_overlap(tensor) for tensor in strided])
         for tensor, value in zip(others, ranks.broadcast([tensor.detach() for tensor in others]), strict=True):
@@ -86,6 +87,21 @@ def _refuse_lazy(named: Sequence[Named]) -> None:
     if lazy:
         needed = "rank 0's values cannot be copied to the other ranks yet"
         raise NanoError(problem(f"{lazy[0]} has no shape yet", needed, "Call the model once before setup"))
+
+
+def _refuse_without_memory(named: Sequence[Named]) -> None:
+    elsewhere = [(name, tensor.device) for name, tensor in named if tensor.device.type != "cpu"]
+    if elsewhere:
+        name, device = elsewhere[0]
+        way = "to_empty" if device.type == "meta" else "to"
+        advice = f"Call model.{way}(device='cpu') and set its values before setup"
+        needed = "rank 0's values are copied to the other ranks from the memory of the CPU"
+        raise NanoError(problem(f"{name} is on the device {str(device)!r}", needed, advice))
+
+
+def _is_raw(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what its bytes are; a quantized one has scales besides."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _signature(name: str, tensor: torch.Tensor) -> str:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from nano_loop.cpu import Machine, bound, restricted
 from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
+from nano_loop.options import Options
 
 
 class Alone(Launcher):
-    """One rank, this process. Only with ``cpu_for_each_process`` is it bound to CPUs."""
+    """One rank, this process. Only with ``cpu_for_each_process`` is it bound to CPUs.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the run.
+    processes : int
+        How many such runs share the machine, each in a process that somebody else has started.
+    """
+
+    def __init__(self, options: Options, processes: int = 1) -> None:
+        super().__init__(options)
+        self._processes = processes
 
     def expected_ranks(self) -> Ranks:
         """See `Launcher.expected_ranks`."""
@@ -22,7 +36,9 @@ class Alone(Launcher):
     def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
         """See `Launcher.joined`."""
         if self.options.cpu_for_each_process is None:
-            yield Seat(Ranks(), machine, machine)
+            shared = self._processes > 1
+            part = replace(machine, quota=machine.num_threads / self._processes) if shared else machine
+            yield Seat(Ranks(), part, machine)
             return
         (share,) = shares_of(self.options, machine, [0])
         with bound(share.cpus):

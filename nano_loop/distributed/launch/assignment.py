@@ -72,7 +72,7 @@ class Assignment:
     state : State
         torch's settings, and the random states.
     process_group_backend : str or None
-        What connects the ranks; None means gloo.
+        torch.distributed's name of what connects the ranks; None means shared memory.
     """
 
     task: Task

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from nano_loop.distributed.launch.failure import Kind, kind_of
 from nano_loop.distributed.launch.workers import Workers
-from nano_loop.distributed.ranks import RankLeftError
-from nano_loop.distributed.seat import Seat
-from nano_loop.errors import NanoWorkerError, problem
+from nano_loop.distributed.ranks import Loop, RankLeftError
+from nano_loop.errors import NanoWorkerError, RankLateError, problem
 
-_SAME_STEPS = "all ranks have to run the same number of steps"
-_ADVICE = "Make every rank run the same number of steps"
 _ECHO_WAITS = 3.0  # seconds that an error which another rank has caused waits for that rank's report
 
 
 @contextmanager
-def running_together(workers: Workers, joining: AbstractContextManager[Seat], timeout: float) -> Iterator[Seat]:
+def running_together(
+    workers: Workers,
+    joining: AbstractContextManager[None],
+    timeout: float,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    loop: Loop = Loop(),  # noqa: B008 - it is frozen
+) -> Iterator[None]:
     """Run the body as rank 0 beside `workers`, until all have finished or one has failed.
 
     Parameters
@@ -25,58 +28,96 @@ def running_together(workers: Workers, joining: AbstractContextManager[Seat], ti
     workers : Workers
         The other ranks, about to join too.
     joining : context manager
-        Connects the ranks, and gives rank 0's seat.
+        Connects the ranks, for the length of the body.
     timeout : float
         Seconds that rank 0 waits for the others after its body.
+    waiting : callable
+        Makes the context in which it waits for them.
+    loop : Loop
+        What the ranks execute.
 
     Raises
     ------
     NanoWorkerError
         If another rank fails; the workers are killed then, as they are if the body raises.
     """
-    with joining as seat, ending_together(workers):
-        seat.ranks.check = workers.check
-        yield seat
-    with ending_together(workers, has_returned=True):
+    with ending_together(workers, timeout, loop), joining:
+        yield
+    with ending_together(workers, timeout, loop, has_returned=True), waiting():
         workers.wait_until_finished(timeout)
 
 
 @contextmanager
-def ending_together(workers: Workers, *, has_returned: bool = False) -> Iterator[None]:
-    """Kill the workers if rank 0 raises, and raise what came first."""
+def ending_together(workers: Workers, timeout: float, loop: Loop, *, has_returned: bool = False) -> Iterator[None]:
+    """Kill the workers if rank 0 raises, and raise what came first, without the echoes of it on rank 0."""
     try:
         yield
     except BaseException as error:
-        cause = _cause_of(error, workers, has_returned)
+        cause = _cause_of(error, workers, timeout, loop, has_returned)
         workers.kill()
         if cause is error:
             raise
-        raise cause from cause.__cause__ or error
+        is_echo = has_returned or kind_of(error) is not Kind.CAUSE
+        raise cause from cause.__cause__ or (None if is_echo else error)
 
 
-def _cause_of(error: BaseException, workers: Workers, has_returned: bool) -> BaseException:
+def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop, has_returned: bool) -> BaseException:
     """Return what is to be raised for an exception of rank 0: itself, or what another rank has done."""
     if workers.interrupted:
         return KeyboardInterrupt()
+    if isinstance(error, RankLateError):
+        return _while_waiting(error, workers)
     if has_returned:
-        return _left_behind(error, workers)
+        return _left_behind(error, workers, loop)
     if kind_of(error) is Kind.CAUSE:
         return error
     failure = workers.await_failure(_ECHO_WAITS)
     if failure is not None and failure.kind is Kind.CAUSE:
         return failure.as_error()
+    if isinstance(error, RankLeftError) and error.rank not in workers.finished:
+        return _silent(error.rank, workers, timeout, loop)
     if isinstance(error, RankLeftError):
         return NanoWorkerError(str(error), rank=error.rank)
     for rank in workers.finished:
-        given = f"rank {rank} has returned from train, and rank 0 waits for it"
-        return NanoWorkerError(problem(given, _SAME_STEPS, _ADVICE), rank=rank)
+        return _returned(rank, 0, loop)
     return failure.as_error() if failure is not None else error
 
 
-def _left_behind(error: BaseException, workers: Workers) -> BaseException:
+def _returned(rank: int, waiting: int, loop: Loop) -> NanoWorkerError:
+    given = f"rank {rank} has returned from {loop.name}, and rank {waiting} waits for it"
+    return NanoWorkerError(problem(given, *loop.same_steps), rank=rank)
+
+
+def _silent(rank: int, workers: Workers, timeout: float, loop: Loop) -> BaseException:
+    """Return the error for a rank that has left the loop, once it has said why: a long message takes its time."""
+    failure = workers.await_failure(timeout, of=rank)
+    if failure is not None:
+        return failure.as_error()
+    if rank in workers.finished:
+        return _returned(rank, 0, loop)
+    given = f"rank {rank} has left the loop, and has not said within {timeout:g} s why"
+    where = workers.whereabouts(rank)
+    message = problem(given, loop.same_steps[0], "See where it is, below, or pass a longer timeout")
+    return NanoWorkerError(f"{message}\n\nrank {rank}:\n{where}".rstrip(), rank=rank, traceback=where or None)
+
+
+def _while_waiting(error: RankLateError, workers: Workers) -> BaseException:
+    """Return the error for a rank that rank 0 has waited for in vain, with the place where that is."""
+    failure = workers.await_failure(0)
+    if failure is not None:
+        return failure.as_error()
+    late = workers.unfinished if error.rank is None else [error.rank]
+    places = "\n\n".join(f"rank {rank}:\n{workers.whereabouts(rank)}" for rank in late)
+    rank = late[0] if late else 0
+    return NanoWorkerError(f"{error}\n\n{places}".rstrip(), rank=rank, traceback=places or None)
+
+
+def _left_behind(error: BaseException, workers: Workers, loop: Loop) -> BaseException:
     """Return the error for a worker that lost its connection because rank 0 has returned from the loop."""
     failure = workers.await_failure(0)
     if failure is None or failure.kind is Kind.CAUSE:
         return error
-    given = f"rank 0 has returned from train, and rank {failure.rank} waits for it"
-    return NanoWorkerError(problem(given, _SAME_STEPS, _ADVICE), rank=failure.rank, traceback=failure.traceback)
+    if failure.kind is Kind.LEFT:
+        return failure.as_error()
+    found = _returned(0, failure.rank, loop)
+    return NanoWorkerError(str(found), rank=failure.rank, traceback=failure.traceback)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import re
+import ctypes
+import pickle
 import signal
-from dataclasses import dataclass
+import threading
+from dataclasses import asdict, dataclass
 from enum import IntEnum
+from types import TracebackType
+from typing import Any
 
 from nano_loop.distributed.ranks import RankLeftError
-from nano_loop.errors import NanoWorkerError, problem
+from nano_loop.errors import NanoWorkerError, RankLateError, problem
 
-_LOST_CONNECTION = re.compile(r"gloo/transport|connection (closed|reset) by peer|broken pipe|connection refused", re.I)
 _RUNS_TOGETHER = "a run needs all of its ranks"
+_LONGEST_WORDS = 10_000  # characters of an exception's message
+_LONGEST_TRACEBACK = 100_000
+# What the system sends to a process for what that has done itself.
+_CRASHES = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGSTKFLT")
+_UNPICKLING = 3.0  # seconds that a user's exception may take to come back
 
 
 class Kind(IntEnum):
@@ -40,8 +48,10 @@ class Failure:
         The exit code of its process, negative for a signal.
     traceback : str or None
         Its formatted traceback.
-    error : BaseException or None
-        What it raised, where that could be sent.
+    pickled : bytes
+        What it raised, pickled; empty where that could not be sent.
+    late : int or None
+        The rank that it has waited for in vain, of which the traceback is then; None if that is not why it failed.
     """
 
     rank: int
@@ -50,37 +60,102 @@ class Failure:
     advice: str
     exitcode: int | None = None
     traceback: str | None = None
-    error: BaseException | None = None
+    pickled: bytes = b""
+    late: int | None = None
+
+    def in_words(self) -> dict[str, Any]:
+        """Return all but the pickled exception, as JSON can hold it."""
+        return {name: value for name, value in asdict(self).items() if name != "pickled"}
+
+    @classmethod
+    def of_words(cls, words: dict[str, Any]) -> Failure:
+        """Return the failure that `in_words` was made of."""
+        return cls(**{**words, "kind": Kind(words["kind"])})
 
     def as_error(self) -> NanoWorkerError:
         """Return the error to raise for it, with the rank's own exception as its cause."""
-        message = problem(f"rank {self.rank} {self.what}", _RUNS_TOGETHER, self.advice)
-        if self.traceback:
-            message += f"\n\nrank {self.rank}:\n{self.traceback.rstrip()}"
-        error = NanoWorkerError(message, rank=self.rank, exitcode=self.exitcode, traceback=self.traceback)
-        error.__cause__ = self.error
+        rank, message = self.rank, problem(f"rank {self.rank} {self.what}", _RUNS_TOGETHER, self.advice)
+        if self.late is not None:
+            rank, message = self.late, self.what
+        if self.kind is Kind.LEFT:
+            message = self.what  # which says where it was: its traceback leads through nano_loop
+        elif self.traceback:
+            message += f"\n\nrank {rank}:\n{self.traceback.rstrip()}"
+        error = NanoWorkerError(message, rank=rank, exitcode=self.exitcode, traceback=self.traceback)
+        error.__cause__ = _unpickled(self.pickled) if self.pickled and self.kind is not Kind.LEFT else None
         return error
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Return whether an exception is a cause, or the consequence of another rank's end."""
+    """Return whether an exception is a cause, or the consequence of another rank's end.
+
+    A connection that torch.distributed has lost is a consequence; one of the user's own, to a database or a closed
+    terminal, is a cause, in the same words.
+    """
     if isinstance(error, RankLeftError):
         return Kind.LEFT
-    if isinstance(error, (RuntimeError, ConnectionError)) and _LOST_CONNECTION.search(str(error)):
+    if isinstance(error, RankLateError):
+        return Kind.CAUSE
+    if isinstance(error, RuntimeError) and _raised_by_torch_distributed(error.__traceback__):
         return Kind.ECHO
     return Kind.CAUSE
 
 
-def raised(rank: int, error: BaseException, traceback: str) -> Failure:
-    """Return the failure of a rank whose loop raised."""
+def _raised_by_torch_distributed(traceback: TracebackType | None) -> bool:
+    module = ""
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        traceback = traceback.tb_next
+    # `Ranks.finish` waits for what torch.distributed has begun.
+    return module.startswith("torch.distributed.") or module == "nano_loop.distributed.ranks"
+
+
+def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> Failure:
+    """Return the failure of a rank that raised; `where` is ``" in worker_init"`` if the loop did not."""
+    if isinstance(error, RankLateError) and error.rank is not None:
+        return Failure(rank, Kind.CAUSE, str(error), "", late=error.rank)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        what = f"called sys.exit({'' if error.code is None else repr(error.code)})"
-        advice = "Return from the loop on every rank instead"
+        what = f"called sys.exit({'' if error.code is None else repr(error.code)}){where}"
+        advice = f"Return from {'worker_init' if where else 'the loop on every rank'} instead"
         return Failure(rank, Kind.CAUSE, what, advice, exitcode=code, traceback=traceback)
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    what = "raised " + text.rstrip(".").partition("\n")[0]
-    return Failure(rank, kind_of(error), what, "Fix the error in its traceback", traceback=traceback, error=error)
+    if isinstance(error, RankLeftError):
+        return Failure(rank, Kind.LEFT, str(error), "", traceback=_shortened(traceback))
+    words = _words_of(error)
+    text = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    what = "raised " + text.rstrip(".").partition("\n")[0] + where
+    return Failure(rank, kind_of(error), what, "Fix the error in its traceback", traceback=_shortened(traceback))
+
+
+def _words_of(error: BaseException) -> str:
+    try:
+        return str(error)[:_LONGEST_WORDS]
+    except Exception as another:  # a user's __str__ may raise anything
+        return f"(its message raises {type(another).__name__})"
+
+
+def _shortened(traceback: str) -> str:
+    """Leave the middle out of a traceback that a message of many megabytes has made long."""
+    half = _LONGEST_TRACEBACK // 2
+    return traceback if len(traceback) <= 2 * half else f"{traceback[:half]}\n[...]\n{traceback[-half:]}"
+
+
+def _unpickled(content: bytes) -> BaseException | None:
+    """Return a worker's exception; None where it does not come back as one, or takes long."""
+    found: list[object] = []
+
+    def unpickle() -> None:
+        try:
+            found.append(pickle.loads(content))
+        except BaseException:  # what a user's class does when it is unpickled is anything; its words are known
+            found.append(None)
+
+    thread = threading.Thread(target=unpickle, daemon=True, name="nano_loop exception")
+    thread.start()
+    thread.join(_UNPICKLING)
+    if thread.is_alive() and thread.ident is not None:  # it need not go on: nobody waits for it any more
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    return found[0] if found and isinstance(found[0], BaseException) else None
 
 
 def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failure:
@@ -100,9 +175,12 @@ def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failur
         code = "" if exitcode is None else f" with exit code {exitcode}"
         return Failure(rank, Kind.CAUSE, f"ended its process{code}", advice, exitcode, last_words or None)
     name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else f"signal {-exitcode}"
+    what = f"crashed with {name}" if name in _CRASHES else f"was ended by {name}"
     if name == "SIGKILL":
+        what = "was killed by SIGKILL"
         advice = "The kernel does that when memory runs out: see dmesg, lower the batch size or num_processes"
-    what = f"was killed by {name}" if name in ("SIGKILL", "SIGTERM") else f"crashed with {name}"
+    elif name not in _CRASHES and not last_words:
+        advice = "Find out what sends it: a job scheduler, a time limit (ulimit -t) or another program"
     return Failure(rank, Kind.CAUSE, what, advice, exitcode, last_words or None)
 
 

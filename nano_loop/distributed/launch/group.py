@@ -1,23 +1,76 @@
-"""The process group of a run: made when it begins, destroyed when it ends."""
+"""How the ranks of a run are connected: a channel and a process group, made when it begins, gone when it ends."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped,unused-ignore]
 from torch import distributed
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from nano_loop.distributed.launch.quiet_gloo import without_greeting
+from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.transport.shared_channel import SharedChannel
+from nano_loop.distributed.transport.shared_group import NAME, SharedGroup
+from nano_loop.distributed.transport.shared_groups import SharedGroups
+from nano_loop.distributed.transport.waits import Waits
 from nano_loop.errors import NanoError, problem
+from nano_loop.intercept.torch_private import forget_group_count
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
+
+_groups: list[SharedGroups] = []  # of the run that is under way; torch's registry of backends outlives it
+
+
+@contextmanager
+def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
+    """Connect ranks of one host, which meet in their folder, and let `torch.distributed` be used between them.
+
+    They meet without a socket. Until all are there, each wait ends with an error as soon as `Ranks.check` raises, and
+    after the timeout; whatever ends it, nothing is left.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        Which of them this is; its channel is set until the context is left.
+    backend : str or None
+        torch.distributed's name of the backend of the default process group; None means one over shared memory.
+    """
+    assert ranks.folder is not None
+    with shared_channel(ranks, ranks.folder) as channel, ExitStack() as stack:
+        store = FileStore(str(ranks.folder / "store"), ranks.size)
+        if backend is None:
+            stack.enter_context(_shared_groups(SharedGroups(ranks, ranks.folder, channel), ranks))
+            stack.enter_context(process_group(store, ranks, NAME))
+        else:
+            # A host's name need not resolve, and what connects ranks of one host is not for other hosts to reach.
+            stack.enter_context(_only_through_interface_of(_LOOPBACK))
+            stack.enter_context(process_group(store, ranks, backend))
+        yield
+
+
+@contextmanager
+def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
+    """Give `ranks` a channel through shared memory, and let the others know how this rank leaves it."""
+    refuse_foreign_folder(folder)
+    channel = SharedChannel(ranks, folder)
+    returned = False
+    try:
+        ranks.channel, ranks.waits = channel, Waits(ranks.rank, ranks.size, folder)
+        yield channel
+        returned = True
+    finally:
+        ranks.channel = ranks.waits = None
+        channel.leave(returned=returned)
+        channel.close()
 
 
 @contextmanager
@@ -37,22 +90,42 @@ def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: s
         ``GLOO_SOCKET_IFNAME``. None leaves the choice to gloo, which resolves the host's name.
     """
     timeout = timedelta(seconds=ranks.timeout)
-    with _through_interface_of(address), _same_excepthook(), without_greeting():
-        distributed.init_process_group(
-            backend or "gloo", store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout
-        )
     try:
+        with _through_interface_of(address), _same_excepthook(), without_greeting():
+            distributed.init_process_group(
+                backend or "gloo", store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout
+            )
         yield
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()  # a process that leaves with work in flight is aborted
+        else:
+            forget_group_count()  # else the next group has another name here than on ranks that have not failed
 
 
-def local_group(ranks: Ranks, backend: str | None) -> AbstractContextManager[None]:
-    """Return a context with a process group between ranks of one host, which meet in their folder."""
-    assert ranks.folder is not None
-    # A host's name need not resolve, so they meet on the loopback interface.
-    return process_group(FileStore(str(ranks.folder / "store"), ranks.size), ranks, backend, address=_LOOPBACK)
+@contextmanager
+def _shared_groups(groups: SharedGroups, ranks: Ranks) -> Iterator[None]:
+    """Let torch make `groups` where it is asked for our backend."""
+    if NAME not in distributed.Backend.backend_list:
+        distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu"])
+    before = ranks.meanwhile
+    _groups.append(groups)
+    ranks.meanwhile = groups.advance
+    returned = False
+    try:
+        yield
+        returned = True
+    finally:
+        ranks.meanwhile = before
+        _groups.remove(groups)
+        groups.close(returned=returned)
+
+
+def _make_group(options: Any, backend_options: Any = None) -> SharedGroup:
+    if not _groups:
+        given = f"backend={NAME!r} outside a run"
+        raise NanoError(problem(given, "it connects the ranks of a run of nano_loop", 'Use "gloo"'))
+    return _groups[-1].make(options, backend_options)
 
 
 def refuse_existing_group() -> None:
@@ -74,6 +147,18 @@ def _through_interface_of(address: str | None) -> Iterator[None]:
         yield
     finally:
         del os.environ[_INTERFACE]
+
+
+@contextmanager
+def _only_through_interface_of(address: str) -> Iterator[None]:
+    """Let gloo listen and connect at `address` alone, whatever the user's environment says."""
+    chosen = os.environ.pop(_INTERFACE, None)
+    try:
+        with _through_interface_of(address):
+            yield
+    finally:
+        if chosen is not None:
+            os.environ[_INTERFACE] = chosen
 
 
 def _interface_of(address: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Ctrl-C while rank 0 waits inside torch, where Python does not notice it, and while a run is cleaned up."""
+"""Ctrl-C for the length of a launch: held back while something is acquired or given back, and heard in between."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 _PATIENCE = 2.0  # seconds that Python has to hear of a signal by itself
@@ -16,124 +16,126 @@ _ECHO = 0.5  # seconds in which another interrupt is the same Ctrl-C, pressed tw
 _END = b"\0"  # no signal has this number
 
 
-@contextmanager
-def unheard_interrupts(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act`, in a thread, when an interrupt has come and the main thread does not call its handler.
+class Interrupts:
+    """Handles SIGINT in the main thread: as the user's handler does, but never between two steps of a launch.
 
-    A handler runs between two bytecodes of the main thread, so never while that waits for a collective in C++. What
-    the handler does stays the user's. Outside the main thread, and where another library has set a wake-up descriptor
-    (as asyncio and notebooks do), this does nothing.
+    Python raises a KeyboardInterrupt between any two lines, so also after a process was started and before that is
+    registered for its end. So an interrupt is held back, except in the body of `heard`. One that comes while the run is
+    cleaned up is raised when that is done; a second one comes through at once.
 
-    Parameters
-    ----------
-    act : callable
-        Ends what the main thread waits for.
+    In other threads, which are never interrupted, it does nothing.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    heard = _Heard(handler)
-    with ExitStack() as stack:
-        if _watch(stack, heard, act):
-            stack.callback(heard.put_back)
-            signal.signal(signal.SIGINT, heard)
-        yield
-
-
-@contextmanager
-def undisturbed_ending() -> Iterator[Callable[[], None]]:
-    """Delay the first Ctrl-C during the cleaning until everything is cleaned up; a second one comes through.
-
-    Outside the main thread, which alone is interrupted, this does nothing.
-
-    Yields
-    ------
-    callable
-        To be called where the cleaning begins.
-    """
-    late = _Late()
-    try:
-        yield late.begin
-    finally:
-        late.end()
-    if late.frames:
-        late.handler(signal.SIGINT, late.frames[0])
-
-
-class _Late:
-    """Replaces the user's handler during the cleaning, and holds the first call back."""
 
     def __init__(self) -> None:
-        self.frames: list[FrameType | None] = []
-        self.handler: Any = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> Any:
-        self.frames.append(frame)
-        return self.handler(number, frame) if len(self.frames) > 1 else None
-
-    def begin(self) -> None:
-        present = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(present):
-            self.handler = present.handler if isinstance(present, _Heard) else present
-            signal.signal(signal.SIGINT, self)
-
-    def end(self) -> None:
-        if signal.getsignal(signal.SIGINT) is self:
-            signal.signal(signal.SIGINT, self.handler)
-
-
-class _Heard:
-    """Replaces the user's handler, calls it, and notes that it was called."""
-
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        #: Set whenever the handler was called.
         self.called = threading.Event()
+        #: When the user's handler was called last.
         self.at = float("-inf")
-        self.handler = handler
+        self._user: Any = None  # the handler in whose place this one is
+        self._before: Any = None
+        self._holds = True
+        self._held: list[FrameType | None] = []
+        self._held_at = float("-inf")
+
+    def __enter__(self) -> Interrupts:
+        self.hold()
+        self._before = self._user
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.in_place:
+            signal.signal(signal.SIGINT, self._user)
+        if self._held and not isinstance(error, KeyboardInterrupt):
+            self._user(signal.SIGINT, self._held[0])
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
+        """Handle one interrupt."""
         self.called.set()
+        if self._holds:
+            again = bool(self._held) and time.monotonic() - self._held_at > _ECHO
+            self._held.append(frame)
+            self._held_at = time.monotonic()
+            return self._user(number, frame) if again else None
         # An exception just where contexts begin to be left would have them not left at all.
-        if self.handler is signal.default_int_handler and time.monotonic() - self.at < _ECHO:
+        if self._user is signal.default_int_handler and time.monotonic() - self.at < _ECHO:
             return None
         self.at = time.monotonic()
-        return self.handler(number, frame)
+        return self._user(number, frame)
 
     @property
     def in_place(self) -> bool:
-        """Whether it is still the handler; the calls of one that the loop has installed are not known."""
+        """Whether it is the handler; the calls of one that the loop has installed are not known."""
         return signal.getsignal(signal.SIGINT) is self
 
-    def put_back(self) -> None:
-        if self.in_place:
-            signal.signal(signal.SIGINT, self.handler)
+    def hold(self) -> None:
+        """Hold interrupts back from now on, also where the loop has installed another handler."""
+        self._holds = True
+        present = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(present) and present is not self:
+            self._user = present
+            signal.signal(signal.SIGINT, self)
 
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Let the user's handler be called in the body, and at once where an interrupt was held back."""
+        try:
+            self._holds = False
+            self.hear()
+            yield
+        finally:
+            self._holds = True
 
-def _watch(stack: ExitStack, heard: _Heard, act: Callable[[], None]) -> bool:
-    """Start the thread that learns of signals from Python's wake-up descriptor, unless that is taken."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    taken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    if taken != -1:
-        signal.set_wakeup_fd(taken)
-        os.close(reading)
-        os.close(writing)
-        return False
-    thread = threading.Thread(target=_listen, args=(reading, heard, act), name="nano_loop interrupts", daemon=True)
-    stack.callback(os.close, reading)
-    stack.callback(thread.join)
-    stack.callback(os.close, writing)
-    stack.callback(os.write, writing, _END)  # closing alone would not end the thread: a loader's workers have it open
-    stack.callback(heard.called.set)
-    stack.callback(signal.set_wakeup_fd, -1)
-    thread.start()
-    return True
+    def hear(self) -> None:
+        """Call the user's handler now if an interrupt was held back: to be called where a wait can be left."""
+        if self._held:
+            frame = self._held[0]
+            self._held.clear()
+            self.at = time.monotonic()
+            self._user(signal.SIGINT, frame)
 
+    @contextmanager
+    def noticed(self, act: Callable[[], None]) -> Iterator[None]:
+        """Call `act`, in a thread, when an interrupt has come and the main thread does not call its handler.
 
-def _listen(reading: int, heard: _Heard, act: Callable[[], None]) -> None:
-    while 0 not in (signals := os.read(reading, 64)):
-        # A loader's processes have inherited the descriptor, and Ctrl-C is a signal to all.
-        is_new = signal.SIGINT in signals and time.monotonic() - heard.at > _ECHO
-        if is_new and not heard.called.wait(_PATIENCE) and heard.in_place:
-            act()
-        heard.called.clear()
+        A handler runs between two bytecodes of the main thread, so never while that waits for a collective in C++.
+        Where another library has set a wake-up descriptor (as asyncio and notebooks do), this does nothing.
+
+        Parameters
+        ----------
+        act : callable
+            Ends what the main thread waits for.
+        """
+        with ExitStack() as stack:
+            if self.in_place:
+                self._watch(stack, act)
+            yield
+
+    def _watch(self, stack: ExitStack, act: Callable[[], None]) -> None:
+        """Start the thread that learns of signals from Python's wake-up descriptor, unless that is taken."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        taken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if taken != -1:
+            signal.set_wakeup_fd(taken)
+            os.close(reading)
+            os.close(writing)
+            return
+        thread = threading.Thread(target=self._listen, args=(reading, act), name="nano_loop interrupts", daemon=True)
+        stack.callback(os.close, reading)
+        stack.callback(thread.join)
+        stack.callback(os.close, writing)
+        # Closing alone would not end the thread: a loader's workers have it open.
+        stack.callback(os.write, writing, _END)
+        stack.callback(self.called.set)
+        stack.callback(signal.set_wakeup_fd, -1)
+        thread.start()
+
+    def _listen(self, reading: int, act: Callable[[], None]) -> None:
+        while 0 not in (signals := os.read(reading, 64)):
+            # A loader's processes have inherited the descriptor, and Ctrl-C is a signal to all.
+            is_new = signal.SIGINT in signals and time.monotonic() - self.at > _ECHO
+            if is_new and not self.called.wait(_PATIENCE) and self.in_place:
+                act()
+            self.called.clear()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 
 from nano_loop.cpu import Machine
+from nano_loop.distributed.files.folder import explaining_full_disk
 from nano_loop.distributed.launch.assignment import Assignment
-from nano_loop.distributed.launch.checkpoints import Checkpoints
 from nano_loop.distributed.launch.choice import choose
 from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.launcher import Launcher, Task
-from nano_loop.distributed.launch.under_way import innermost_size, under_way, whole_process
+from nano_loop.distributed.launch.under_way import innermost, of_process, under_way, whole_process
+from nano_loop.distributed.loaders.worker_advice import advice_of_plain_run
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoError, problem
@@ -29,7 +30,23 @@ def expected_ranks(options: Options) -> Ranks:
     NanoConfigError
         If ``num_processes`` and the launcher do not agree.
     """
-    return choose(options, nested=innermost_size() is not None).expected_ranks()
+    return choose(options, nested=innermost() is not None).expected_ranks()
+
+
+def prepare(options: Options, machine: Machine) -> None:
+    """Start what a run with these options will need and what takes long, outside of all runs."""
+    if innermost() is None and of_process() is None:
+        with suppress(NanoError):  # the run raises it
+            choose(options, nested=False).prepare(machine)
+
+
+def current_ranks() -> Ranks:
+    """Return the ranks of the innermost run of this thread.
+
+    In a thread without a run, it is the run that has the process, and outside of all runs what torchrun, srun or mpirun
+    has started.
+    """
+    return innermost() or of_process() or expected_ranks(Options())
 
 
 @contextmanager
@@ -59,15 +76,15 @@ def joined(options: Options, machine: Machine, task: Task | None, launcher: Laun
     NanoWorkerError
         If another rank fails.
     """
-    outer = innermost_size()
+    outer = innermost()
     if outer is not None:
-        _refuse_ranks_inside(options, outer)
+        _refuse_ranks_inside(options, outer.size)
     launcher = launcher or choose(options, nested=outer is not None)
     with ExitStack() as stack:
         if launcher.needs_whole_process:
             stack.enter_context(whole_process(*_what_it_takes(launcher)))
         seat = stack.enter_context(launcher.joined(machine, task))
-        stack.enter_context(_running(seat))
+        stack.enter_context(_running(seat, task))
         yield seat
 
 
@@ -88,16 +105,19 @@ def run_task(assignment: Assignment, rank: int) -> None:
     # An optimizer that was pickled has lost the mark of its scheduler, not the scheduler.
     warnings.filterwarnings("ignore", "Seems like `optimizer.step")
     assert seat.ranks.folder is not None
-    Checkpoints(seat.ranks.folder, seat.ranks.timeout).begin()
     whole = whole_process("this worker process", _of_ranks(seat.ranks.size))
-    with whole, local_group(seat.ranks, assignment.process_group_backend), _running(seat):
+    group = local_group(seat.ranks, assignment.process_group_backend)
+    with explaining_full_disk(seat.ranks.folder), whole, group, _running(seat, assignment.task):
         assignment.task.run_in(seat)
 
 
 @contextmanager
-def _running(seat: Seat) -> Iterator[None]:
+def _running(seat: Seat, task: Task | None) -> Iterator[None]:
+    if task is not None:
+        seat.ranks.loop = task.loop
     seat.ranks.common_seed = torch.initial_seed()
-    with under_way(seat.ranks.size):
+    is_bound = bool(seat.ranks.shares)
+    with under_way(seat.ranks), advice_of_plain_run(len(seat.host.allowed)) if is_bound else nullcontext():
         yield
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.ranks import Loop, Ranks
 from nano_loop.distributed.seat import Seat
 from nano_loop.options import Options
 
@@ -21,10 +21,16 @@ class Task(Protocol):
     names : mapping of str to Any
         The user's own objects in the task, by the names that the user knows: a message about one that cannot be
         pickled says which. Not needed in a worker, so it need not be pickled.
+    loop : Loop
+        The user's function, for messages.
     """
 
     @property
     def names(self) -> Mapping[str, Any]:
+        """See the class."""
+
+    @property
+    def loop(self) -> Loop:
         """See the class."""
 
     def run_in(self, seat: Seat) -> object:
@@ -35,19 +41,22 @@ class Launcher(ABC):
     """Brings the ranks of one run together, and lets them end together.
 
     Whoever adds a launcher writes a subclass, in a new file or folder, and a line in
-    `nano_loop.distributed.launch.choice.choose`. A launcher has to do five things, the first of them twice:
+    `nano_loop.distributed.launch.choice.choose`. A launcher has to do six things, the first of them twice:
 
     - *seats, before the run*: `expected_ranks` says how many ranks there will be and which this process is, from the
       options and the environment alone. It starts nothing and changes nothing;
     - *seats, in the run*: each rank gets a `Seat`: its place among the ranks, its CPUs, and a private folder where all
       ranks are on one host. It is bound to its CPUs with every thread (`nano_loop.cpu.bound`), unless they are not the
       launcher's to give. A seat's ``ranks.check`` raises, at any time, if another rank has failed;
-    - *rendezvous*: in the body of `joined`, and in `Task.run_in`, torch's default process group connects the ranks
-      (`nano_loop.distributed.launch.group.process_group`), over a store that no other run uses. A process group of the
-      user's is refused, or used and left;
+    - *rendezvous*: in the body of `joined`, and in `Task.run_in`, a channel and torch's default process group connect
+      the ranks: on one host through their private folder (`nano_loop.distributed.launch.group.local_group`), between
+      hosts over a store that no other run uses (`process_group`). Nothing that comes from a peer which may be somebody
+      else is unpickled (docs/security.md). A process group of the user's is refused, or used and left;
     - *sending*: a launcher that starts processes sends each the task, in an `Assignment`, and has it call
       `nano_loop.distributed.launch.joining.run_task`. The task is pickled before anything is changed, so that what
       cannot be pickled is an error by name (`nano_loop.distributed.payload`);
+    - *files*: a process that it starts writes to a private folder, which is deleted with the run
+      (`nano_loop.distributed.files.folder`);
     - *watching*: a launcher that starts processes describes each as a
       `nano_loop.distributed.launch.workers.Worker`. `nano_loop.distributed.launch.ending.running_together` watches
       them, and turns the first failure into the `NanoWorkerError` that rank 0 raises;
@@ -92,6 +101,20 @@ class Launcher(ABC):
             If the ranks cannot come together.
         NanoWorkerError
             If another rank fails; raised when the context is left.
+        """
+
+    def prepare(self, machine: Machine) -> None:  # noqa: B027 - most launchers have nothing to prepare
+        """Start what takes long, before a run needs it. By default, nothing does.
+
+        Parameters
+        ----------
+        machine : Machine
+            What all ranks of this host may use together.
+
+        Raises
+        ------
+        NanoError
+            If the run cannot start either.
         """
 
     @property

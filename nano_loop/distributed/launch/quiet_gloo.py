@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+from nano_loop.distributed.launch.torch_version import is_older_than
 
 
 @contextmanager
@@ -42,4 +42,4 @@ def without_greeting() -> Iterator[None]:
 
 
 def _greets() -> bool:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+    return is_older_than(2, 13)

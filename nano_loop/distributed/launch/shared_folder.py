@@ -9,18 +9,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
+from nano_loop.distributed.launch.abandoned import delete_abandoned, held
+from nano_loop.distributed.limits import SHARED_MEMORY
+from nano_loop.distributed.transport.shared_file import refuse_foreign
+from nano_loop.errors import NanoError, problem
+
+_PREFIX = "nano_loop-"
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a folder, in memory where this system has a file system there, and delete it on leaving."""
-    parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix=f"nano_loop-{os.getpid()}-", dir=parent))
+    """Make a folder, in memory where this system has a file system there, and delete it on leaving.
+
+    What runs have left there that were killed is deleted too.
+    """
+    parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    delete_abandoned(parent, _PREFIX)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
     try:
-        yield folder
+        folder.chmod(0o700)  # the umask may have taken more away
+        with held(folder):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def refuse_foreign_folder(folder: Path) -> None:
+    """Raise a NanoError unless `folder` is a private folder of this user: no link, and closed to other users."""
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        given = f"the folder of the run, {folder}, cannot be found ({error.strerror})"
+        advice = "Start all ranks of a host in one container, or with one shared-memory file system"
+        raise NanoError(problem(given, "ranks of one host meet there", advice)) from error
+    refuse_foreign(str(folder), found, "folder")
 
 
 def shared_memory_device() -> int:

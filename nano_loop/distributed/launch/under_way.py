@@ -6,14 +6,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nano_loop.distributed.ranks import Ranks
 from nano_loop.errors import NanoError, problem
 
 
 class _RunsOfThread(threading.local):
-    """How many ranks each run has that is under way in this thread, the innermost last."""
+    """The ranks of each run that is under way in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
+        self.ranks: list[Ranks] = []
 
 
 class _Holder:
@@ -25,23 +26,41 @@ class _Holder:
 
 
 _runs = _RunsOfThread()
+_several: list[Ranks] = []  # of the run of several processes: it has the whole process, so there is one at the most
 _holders: list[_Holder] = []  # all in one thread, the innermost last
 _choosing = threading.Lock()
 
 
-def innermost_size() -> int | None:
-    """Return how many ranks the innermost run of this thread has; None outside of all runs."""
-    return _runs.sizes[-1] if _runs.sizes else None
+def innermost() -> Ranks | None:
+    """Return the ranks of the innermost run of this thread; None outside of all runs."""
+    return _runs.ranks[-1] if _runs.ranks else None
+
+
+def of_process() -> Ranks | None:
+    """Return the ranks of the run of several processes that this one is in, in any thread; None if it is in none."""
+    return _several[-1] if _several else None
 
 
 @contextmanager
-def under_way(size: int) -> Iterator[None]:
-    """Note that a run of so many ranks is under way in this thread."""
-    _runs.sizes.append(size)
+def under_way(ranks: Ranks) -> Iterator[None]:
+    """Note that a run of these ranks is under way in this thread."""
+    before = len(_runs.ranks)
     try:
-        yield
+        try:
+            _runs.ranks.append(ranks)
+            _several.extend([ranks] * (ranks.size > 1))
+            yield
+        finally:
+            del _runs.ranks[before:]
+            _forget(ranks)
     finally:
-        _runs.sizes.pop()
+        del _runs.ranks[before:]  # where Ctrl-C came just before the lines above
+        _forget(ranks)
+
+
+def _forget(ranks: Ranks) -> None:
+    if ranks in _several:
+        _several.remove(ranks)
 
 
 @contextmanager
@@ -62,14 +81,21 @@ def whole_process(given: str, what: str) -> Iterator[None]:
     """
     mine = _Holder(what)
     try:
-        with _choosing:
-            if _holders and _holders[-1].thread is not mine.thread:
-                raise NanoError(_refusal(given, _holders[-1]))
-            _holders.append(mine)
-        yield
+        try:
+            with _choosing:
+                if _holders and _holders[-1].thread is not mine.thread:
+                    raise NanoError(_refusal(given, _holders[-1]))
+                _holders.append(mine)
+            yield
+        finally:
+            _release(mine)
     finally:
-        if mine in _holders:
-            _holders.remove(mine)
+        _release(mine)  # where Ctrl-C came just before the line above
+
+
+def _release(holder: _Holder) -> None:
+    if holder in _holders:
+        _holders.remove(holder)
 
 
 def _refusal(given: str, holder: _Holder) -> str:

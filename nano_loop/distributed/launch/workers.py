@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, Protocol
@@ -17,7 +19,7 @@ _GRACE = 1.0  # seconds that an echo waits for its cause
 class Worker(Protocol):
     """One process that a launcher has started, as rank 0 sees it.
 
-    All methods but `close` are called in the thread that watches, `kill` in any.
+    `poll` is called in the thread that watches, `kill` and `whereabouts` in any, and `close` at last.
 
     Attributes
     ----------
@@ -40,6 +42,9 @@ class Worker(Protocol):
 
     def poll(self) -> Failure | None:
         """Take in what the process has reported, without waiting; return its failure once there is one."""
+
+    def whereabouts(self) -> str:
+        """Return where the process is in its Python code, as far as it can be seen within a second."""
 
     def kill(self) -> None:
         """End the process and all that it has started, at once; also one that has ended already."""
@@ -64,6 +69,7 @@ class Workers:
         self._changed = threading.Condition()
         self._ending = False
         self.interrupted = False  # whether the user has
+        self._thread = threading.get_ident()
         self._watch = threading.Thread(target=self._watch_workers, name="nano_loop watch", daemon=True)
         self._watch.start()
 
@@ -71,6 +77,18 @@ class Workers:
     def finished(self) -> list[int]:
         """The ranks that have returned from the loop."""
         return [worker.rank for worker in self._workers if worker.finished]
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The ranks that have not returned from the loop."""
+        return [worker.rank for worker in self._workers if not worker.finished]
+
+    def whereabouts(self, rank: int) -> str:
+        """Return where a rank is in its Python code, rank 0 included."""
+        if rank == 0:
+            frame = sys._current_frames().get(self._thread)
+            return "".join(traceback.format_stack(frame)) if frame is not None else ""
+        return next((worker.whereabouts() for worker in self._workers if worker.rank == rank), "")
 
     def wait_until_ready(self, timeout: float) -> None:
         """Wait until every worker has imported what it needs and read its payload."""
@@ -88,10 +106,15 @@ class Workers:
         if failure is not None:
             raise failure.as_error()
 
-    def await_failure(self, timeout: float) -> Failure | None:
-        """Return the first failure, waiting for one that has not been seen yet."""
+    def await_failure(self, timeout: float, of: int | None = None) -> Failure | None:
+        """Return the first failure, waiting for one that is not seen yet, until rank `of`, or all, have finished."""
+
+        def is_known() -> bool:
+            waiting = self.unfinished
+            return self._decided() is not None or not waiting or (of is not None and of not in waiting)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._decided() is not None, timeout)
+            self._changed.wait_for(is_known, timeout)
             return self._decided() or first(self._failures)
 
     def interrupt(self) -> None:
@@ -120,9 +143,12 @@ class Workers:
                 waiting = [worker.rank for worker in self._workers if not done(worker)]
                 if not waiting:
                     return
-                if time.monotonic() > deadline:
-                    raise Failure(waiting[0], Kind.CAUSE, f"{what} within {timeout:g} s", advice).as_error()
-                self._changed.wait(_INTERVAL)  # short, so that Ctrl-C is heard
+                if time.monotonic() <= deadline:
+                    self._changed.wait(_INTERVAL)  # short, so that Ctrl-C is heard
+                    continue
+            late = Failure(waiting[0], Kind.CAUSE, f"{what} within {timeout:g} s", advice)
+            late.traceback = self.whereabouts(late.rank) or None
+            raise late.as_error()
 
     def _decided(self) -> Failure | None:
         failure = first(self._failures)
@@ -142,15 +168,17 @@ class Workers:
                 self._changed.notify_all()
 
     def _wait_for_news(self) -> None:
-        sources = [source for worker in self._workers for source in worker.sources]
+        sources = dict.fromkeys(source for worker in self._workers for source in worker.sources)
         if sources:
-            wait(sources, _INTERVAL)
+            wait([*sources], _INTERVAL)
         else:
             time.sleep(_INTERVAL)
 
     def _note(self, failure: Failure | None) -> None:
         if failure is None or any(each.rank == failure.rank for each in self._failures):
             return
+        if failure.late is not None:
+            failure.traceback = self.whereabouts(failure.late)
         with self._changed:
             self._failed_at = self._failed_at or time.monotonic()
             self._failures.append(failure)

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from nano_loop.distributed.channel import ITERATION
 from nano_loop.distributed.random_states import (
     differing,
     generator_state,
-    generators_of,
     process_states,
     set_generator_state,
     set_process_states,
@@ -40,7 +40,7 @@ class AgreedState:
     def agree(self) -> None:
         """Take over rank 0's present states. Collective."""
         mine = ([], []) if self._ranks.rank else (process_states(), [*map(generator_state, self._generators)])
-        self._states, of_generators = self._ranks.broadcast(mine)
+        self._states, of_generators = self._ranks.broadcast(mine, what=ITERATION)
         if self._ranks.rank:
             for generator, state in zip(self._generators, of_generators, strict=False):
                 set_generator_state(generator, state)
@@ -70,12 +70,12 @@ class AgreedItems:
         A sampler or a batch sampler.
     ranks : Ranks
         Who draws.
-    holder : object
-        The loader, whose generators are brought into line as the sampler's are.
+    generators : list
+        Generator objects that are brought into line.
     """
 
-    def __init__(self, sampler: Any, ranks: Ranks, holder: Any) -> None:
-        self._state = AgreedState(ranks, generators_of(sampler, holder))
+    def __init__(self, sampler: Any, ranks: Ranks, generators: list[Any]) -> None:
+        self._state = AgreedState(ranks, generators)
         self._order = _order(sampler)
         self._begun = False
         if self._order == "any":

@@ -12,9 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
 
 from nano_loop.distributed.loaders.agreed_randomness import AgreedItems, AgreedState
 from nano_loop.distributed.loaders.bound_worker import BoundWorker
+from nano_loop.distributed.loaders.taken_lengths import TakenLengths
 from nano_loop.distributed.random_states import generators_of, part_ways
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.intercept.loaders import LoaderChange, Start
+from nano_loop.intercept.thread_depth import ThreadDepth
 
 Loader = DataLoader[Any]
 
@@ -32,6 +34,10 @@ def served_whole_by_mode() -> bool:
     ``setup_dataloaders(loader, shard=True)`` is for.
     """
     return _LastServed.whole_by_mode
+
+
+#: Entered while a loader fetches a batch: loaders that a dataset iterates meanwhile are not the loop's.
+serving = ThreadDepth()
 
 
 def forget_last_served() -> None:
@@ -56,19 +62,21 @@ class BatchSharding(LoaderChange):
         self.ranks = ranks
         self.models = models
         self.shard = shard
-        self.last_was_whole = False  # how the most recent batch was served
+        self.apart = False  # whether the loop has divided the data itself
+        self.last_was_whole: bool | None = None  # how the most recent batch was served
+        self._lengths = TakenLengths(ranks)
 
     def choose(self, shard: bool) -> None:
         """Shard always, or never, from the next iteration on."""
         self.shard = shard
-        self.last_was_whole = False
+        self.last_was_whole = None
 
     @property
     def whole(self) -> bool:
         """Whether an iteration that starts now is served whole."""
         if self.shard is not None:
             return not self.shard
-        return not torch.is_grad_enabled() or self._evaluating
+        return self.apart or not torch.is_grad_enabled() or self._evaluating
 
     @property
     def whole_by_mode(self) -> bool:
@@ -85,25 +93,56 @@ class BatchSharding(LoaderChange):
         if isinstance(loader.dataset, IterableDataset):
             return {**found, "in_order": True}  # every rank has to read the same order
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        return {**found, name: _ShardedSampler(self, getattr(loader, name), loader)}
+        sampler = getattr(loader, name)
+        return {**found, name: _ShardedSampler(self, sampler, generators_of(sampler, loader))}
 
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
         """See `LoaderChange.iterate`."""
         if sharded_by_user(loader, self.ranks.size):
             return _Served(start(), self, whole=False, by_mode=False)
         whole, by_mode = self.whole, self.whole_by_mode
+        self._lengths.begin(loader, whole)
         reads = isinstance(loader.dataset, IterableDataset) and not whole
         iterator = self._read(loader, start) if reads else start()
         return _Served(iterator, self, whole, by_mode)
 
     def length(self, loader: Loader, length: int) -> int:
-        """Return the batches of an iteration that starts now, or of the last one where that was whole.
+        """Return the batches of the last iteration, or before the first one, of one that starts now.
 
-        The latter is for a metric over the whole loader, which is often divided by its length when the model has been
-        put back to train mode and gradients are on again.
+        What a loop has summed up is often divided by the length when the models are in the other mode again.
         """
-        whole = self.whole or self.last_was_whole
-        return length if whole or sharded_by_user(loader, self.ranks.size) else -(-length // self.ranks.size)
+        if self._counted_whole(loader):
+            return length
+        share = self.share_of(length)
+        self._lengths.of_loader(share, length, evaluating=self.whole)
+        return share
+
+    def share_of(self, length: int) -> int:
+        """Return how many of so many batches this rank takes."""
+        return -(-length // self.ranks.size)
+
+    def dataset_read(self, loader: Loader) -> None:
+        """See `LoaderChange.dataset_read`."""
+        if not self._counted_whole(loader):
+            self._lengths.of_dataset(loader)
+
+    def divide(self, take: Callable[[int], list[Any]]) -> Iterator[Any]:
+        """Yield this rank's items of those that `take` returns; see `sharded`."""
+        return sharded(take, self.ranks.rank, self.ranks.size)
+
+    def served(self, whole: bool, by_mode: bool) -> None:
+        """Take note that a batch has come to the loop, and how."""
+        self.last_was_whole = whole
+        _LastServed.whole_by_mode = by_mode
+        self.ranks.division.chosen = self.shard is False
+        if not (whole or self.apart):
+            self.ranks.division.delivered = True
+            self._lengths.warn_of_dataset()
+
+    def _counted_whole(self, loader: Loader) -> bool:
+        """Whether what the loop has summed up, or is to sum up next, is of all batches."""
+        whole = self.whole if self.last_was_whole is None else self.last_was_whole
+        return self.apart or whole or sharded_by_user(loader, self.ranks.size)
 
     @property
     def _evaluating(self) -> bool:
@@ -120,26 +159,28 @@ class BatchSharding(LoaderChange):
             several = itertools.islice(batches, count)
             return list(several) if loader.num_workers else state.call(list, several)
 
-        return sharded(take, self.ranks.rank, self.ranks.size)
+        return self.divide(take)
 
 
 class _ShardedSampler(Sampler[Any]):
     """Replaces a loader's sampler or batch sampler."""
 
-    def __init__(self, sharding: BatchSharding, sampler: Any, loader: Loader) -> None:
+    def __init__(self, sharding: BatchSharding, sampler: Any, generators: list[Any]) -> None:
         self._sharding = sharding
         self._sampler = sampler
-        self._loader = loader
+        self._generators = generators  # and not the loader, which would live as long as its copy
+        self._whole = False
 
     def __iter__(self) -> Iterator[Any]:
         ranks = self._sharding.ranks
-        if self._sharding.whole:
+        self._whole = self._sharding.whole
+        if self._whole:
             return iter(self._sampler)  # with no other rank: one alone may evaluate
         part_ways(ranks)
-        return sharded(AgreedItems(self._sampler, ranks, self._loader).take, ranks.rank, ranks.size)
+        return self._sharding.divide(AgreedItems(self._sampler, ranks, self._generators).take)
 
     def __len__(self) -> int:  # of torch's own iterator
-        return self._sharding.length(self._loader, len(self._sampler))
+        return len(self._sampler) if self._whole else self._sharding.share_of(len(self._sampler))
 
 
 class _Served(Iterator[Any]):
@@ -152,9 +193,9 @@ class _Served(Iterator[Any]):
         self._by_mode = by_mode
 
     def __next__(self) -> Any:
-        batch = next(self._iterator)
-        self._sharding.last_was_whole = self._whole
-        _LastServed.whole_by_mode = self._by_mode
+        with serving:
+            batch = next(self._iterator)
+        self._sharding.served(self._whole, self._by_mode)
         return batch
 
     def __len__(self) -> int:

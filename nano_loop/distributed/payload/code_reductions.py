@@ -99,6 +99,16 @@ def reduce_function(function: FunctionType) -> Reduction | None:
     return context and (_call, (context, uncompiled(function)))
 
 
+def is_sent_by_name(function: Callable[..., Any]) -> bool:
+    """Whether a worker imports a function, rather than gets its code and the global variables that it uses."""
+    outer = _importable(function) if isinstance(function, FunctionType) else None
+    while isinstance(outer, FunctionType):
+        if outer is function:
+            return True
+        outer = vars(outer).get("__wrapped__")
+    return False
+
+
 def _importable(function: FunctionType) -> Any:
     """Return what another process finds where `function` says that it is from; None if it has nothing there."""
     by_value = ("__main__", *cloudpickle.list_registry_pickle_by_value())  # what a user has registered

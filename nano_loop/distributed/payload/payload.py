@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import cloudpickle
 
 from nano_loop.distributed.payload.culprit import find_culprit
 from nano_loop.distributed.payload.faithful_pickler import FaithfulPickler
 from nano_loop.distributed.payload.shared_files import SharedFiles, mapped_buffers
 from nano_loop.errors import NanoError, problem
 
+_MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
 
-def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> None:
+
+def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
     """Write `call` to ``folder/payload``, and its large storages and arrays to files beside it.
 
-    Nothing of `call` is changed, and no large storage or contiguous array is copied in memory. After an error the
-    folder may hold a part.
+    Nothing of `call` is changed, and no large storage or contiguous array is copied in this process's memory. One that
+    others can map where it is (a tensor after ``share_memory_()``, a mapped file) is not copied at all. After an error
+    the folder may hold a part.
 
     Parameters
     ----------
@@ -28,6 +35,11 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> None:
     names : mapping of str to Any
         The arguments of the user's call by name, for the message where one of them cannot be pickled.
 
+    Returns
+    -------
+    int
+        The bytes of the large storages and arrays that were copied; what is shared memory already is not.
+
     Raises
     ------
     NanoError
@@ -35,12 +47,14 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> None:
         folder has no room.
     """
     try:
-        with SharedFiles(folder) as files:
+        with SharedFiles(folder) as files, _main_by_value():
             FaithfulPickler(files, files.take).dump(call)
+            return files.copied
     except NanoError:
         raise
     except Exception as error:  # what a user's __reduce__ may raise is anything
-        raise NanoError(_refusal(call, names, error)) from error
+        with _main_by_value():
+            raise NanoError(_refusal(call, names, error)) from error
 
 
 def load(folder: Path) -> Any:
@@ -57,6 +71,20 @@ def load(folder: Path) -> Any:
     """
     with (folder / "payload").open("rb") as file:
         return pickle.load(file, buffers=mapped_buffers(folder))
+
+
+@contextmanager
+def _main_by_value() -> Iterator[None]:
+    """Send what the program has defined as it is, also where multiprocessing has given `__main__` another name."""
+    main = sys.modules.get(_MAIN_OF_SPAWNED)
+    if main is None or _MAIN_OF_SPAWNED in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(main)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(main)
 
 
 def _refusal(call: Any, names: Mapping[str, Any], error: Exception) -> str:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from pickle import PickleBuffer
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
+from nano_loop.distributed.limits import limit_in_words
+from nano_loop.distributed.payload.mapped_memory import Mapped, mapped
 from nano_loop.errors import NanoError, problem
 
 #: Bytes from which a buffer gets its own file.
 LARGE = 2**20
+_ELSEWHERE = ".mapped"  # of a file that says where the memory is
 
 
 class SharedFiles:
@@ -39,6 +45,8 @@ class SharedFiles:
         self._folder = folder
         self._free = shutil.disk_usage(folder).free
         self._written = 0
+        #: Bytes of large buffers that were written; the rest of them is mapped where it is.
+        self.copied = 0
         self._numbers = itertools.count()
         self._payload = (folder / "payload").open("wb", buffering=0)
 
@@ -57,9 +65,22 @@ class SharedFiles:
         view = buffer.raw()
         if view.nbytes < LARGE:
             return True
-        with (self._folder / str(next(self._numbers))).open("wb", buffering=0) as file:
-            self._write(file, view)
+        path = self._folder / str(next(self._numbers))
+        place = mapped(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes)
+        if place is not None:  # others can map it where it is
+            self._write_all(path.with_suffix(_ELSEWHERE), memoryview(json.dumps(asdict(place)).encode()))
+            return False
+        self._write_all(path, view)
+        self.copied += view.nbytes
         return False
+
+    def _write_all(self, path: Path, view: memoryview) -> None:
+        try:
+            file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise NanoError(self._no_room(view.nbytes, error)) from error
+        with file:
+            self._write(file, view)
 
     def _write(self, file: Any, view: memoryview) -> int:
         rest = view
@@ -72,10 +93,10 @@ class SharedFiles:
         return view.nbytes
 
     def _no_room(self, size: int, error: OSError) -> str:
-        needed = f"the arguments of the call need at least {self._written + size:,} bytes in {self._folder}"
-        allowed = "they are sent to the worker processes through files in shared memory"
-        advice = "Enlarge that file system (docker: --shm-size), or set TMPDIR to a folder that has room"
-        return problem(f"{needed}, and {self._free:,} bytes were free there ({error.strerror})", allowed, advice)
+        given = f"the arguments of the call need at least {self._written + size:,} bytes in {self._folder}"
+        other = "they are sent to the worker processes through files there", "Check that file system"
+        words = limit_in_words(error, self._folder) or other
+        return problem(f"{given}, and {self._free:,} bytes were free there ({error.strerror})", *words)
 
 
 def mapped_buffers(folder: Path) -> Iterator[Any]:
@@ -89,5 +110,9 @@ def mapped_buffers(folder: Path) -> Iterator[Any]:
     """
     for number in itertools.count():
         path = folder / str(number)
+        elsewhere = path.with_suffix(_ELSEWHERE)
+        if elsewhere.exists():
+            yield Mapped(**json.loads(elsewhere.read_text())).load().numpy()
+            continue
         size = path.stat().st_size
         yield torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu").numpy()

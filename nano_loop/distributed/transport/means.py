@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from nano_loop.intercept.torch_private import foreach_divide, foreach_multiply
+
 _SUMMED_WIDER = (torch.bfloat16, torch.float16)
 
 
@@ -51,10 +53,22 @@ def new_scratch() -> torch.Tensor:
 
 def divide(total: torch.Tensor, count: int) -> None:
     """Divide in place, rounding as a division does; by a power of two that is an exact, and faster, product."""
-    if math.frexp(count)[0] == 0.5:
+    if _is_power_of_two(count):
         total.mul_(1 / count)
     else:
         total.div_(count)
+
+
+def divide_each(totals: list[torch.Tensor], count: int) -> None:
+    """Divide each of a list in place, as `divide` does."""
+    if _is_power_of_two(count):
+        foreach_multiply(totals, 1 / count)
+    else:
+        foreach_divide(totals, count)
+
+
+def _is_power_of_two(count: int) -> bool:
+    return math.frexp(count)[0] == 0.5
 
 
 def _wide_mean(parts: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:

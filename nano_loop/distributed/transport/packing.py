@@ -6,12 +6,13 @@ How a list is packed follows from its shapes and dtypes alone, so it is the same
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from nano_loop.errors import NanoError, problem
+from nano_loop.intercept.torch_private import foreach_copy
 
 #: What can be averaged.
 AVERAGED = (
@@ -24,10 +25,8 @@ AVERAGED = (
 )
 _COMPRESSED = (torch.float32, torch.float64)
 
-#: The shape and the dtype of each tensor of a list.
-Signature = tuple[tuple[torch.Size, torch.dtype], ...]
-#: A view into a batch, and the tensor of the list that belongs there: all of it, or these of its elements.
-Place = tuple[torch.Tensor, int, slice | None]
+#: The shape of each tensor of a list, and the dtype of each. Lists of thousands are looked up by it in each step.
+Signature = tuple[tuple[torch.Size, ...], tuple[torch.dtype, ...]]
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,17 @@ class Piece:
     shape: torch.Size
     offset: int
 
+    def between(self, start: int, stop: int) -> Piece | None:
+        """Return what lies between two offsets of the batch: this piece, a part of it, or None."""
+        length = self.shape.numel()
+        first, after = max(start, self.offset), min(stop, self.offset + length)
+        if after - first == length:
+            return self
+        if after <= first:
+            return None
+        shift = (self.bounds.start if self.bounds else 0) - self.offset
+        return Piece(self.index, slice(first + shift, after + shift), torch.Size([after - first]), first)
+
 
 @dataclass
 class Batch:
@@ -47,6 +57,15 @@ class Batch:
     dtype: torch.dtype
     length: int = 0
     pieces: list[Piece] = field(default_factory=list)
+
+    def places(self, memory: torch.Tensor) -> Places:
+        """Return a view into `memory`, which is flat and of the batch's dtype, for each piece."""
+        return Places(self.pieces, memory)
+
+    def between(self, start: int, stop: int) -> list[Piece]:
+        """Return the pieces of the elements from `start` to before `stop`, cut where they reach beyond."""
+        cut = (each.between(start, stop) for each in self.pieces)
+        return [each for each in cut if each is not None]
 
     @property
     def nbytes(self) -> int:
@@ -58,12 +77,33 @@ class Batch:
         self.pieces.append(Piece(index, bounds, shape, self.length))
         self.length += shape.numel()
 
-    def places(self, memory: torch.Tensor) -> list[Place]:
-        """Return a view into `memory`, which is flat and of the batch's dtype, for each piece."""
-        return [
-            (memory[each.offset : each.offset + each.shape.numel()].view(each.shape), each.index, each.bounds)
-            for each in self.pieces
-        ]
+
+class Places:
+    """Views into a batch, one for each of its pieces.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        The pieces.
+    memory : torch.Tensor
+        Flat, of the batch's dtype.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], memory: torch.Tensor) -> None:
+        self.views = [memory[each.offset : each.offset + each.shape.numel()].view(each.shape) for each in pieces]
+        self._pieces = [(each.index, each.bounds) for each in pieces]
+
+    def fill(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
+        """Copy the tensors of a list to their places; `flat` is what `Packing.flat` has made of them."""
+        foreach_copy(self.views, self.theirs(tensors, flat))
+
+    def empty(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
+        """Copy what the batch holds back into the tensors of the list."""
+        foreach_copy(self.theirs(tensors, flat), self.views)
+
+    def theirs(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the elements of the list's tensors that the pieces are."""
+        return [tensors[index] if bounds is None else flat[index][bounds] for index, bounds in self._pieces]
 
 
 @dataclass(frozen=True)
@@ -87,7 +127,7 @@ class Packing:
 
 def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     """Return the shapes and dtypes of `tensors`."""
-    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+    return tuple([tensor.shape for tensor in tensors]), tuple([tensor.dtype for tensor in tensors])
 
 
 def pack(signature: Signature, capacity: int, compression: torch.dtype | None = None) -> Packing:
@@ -109,7 +149,7 @@ def pack(signature: Signature, capacity: int, compression: torch.dtype | None = 
     """
     filling: dict[torch.dtype, list[Batch]] = {}
     split = []
-    for index, (shape, dtype) in enumerate(signature):
+    for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):
         _refuse_unknown(dtype)
         travels_as = compression if compression and dtype in _COMPRESSED else dtype
         batches = filling.setdefault(travels_as, [Batch(travels_as)])
@@ -122,18 +162,6 @@ def pack(signature: Signature, capacity: int, compression: torch.dtype | None = 
             batches[-1].add(index, shape)
     whole = tuple(batch for batches in filling.values() for batch in batches if batch.length)
     return Packing(whole, tuple(split), zlib.crc32(repr(signature).encode()))
-
-
-def fill(places: Iterable[Place], tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
-    """Copy the tensors of a list to their places in a batch."""
-    for view, index, bounds in places:
-        view.copy_(tensors[index] if bounds is None else flat[index][bounds])
-
-
-def empty(places: Iterable[Place], tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
-    """Copy what a batch holds back into the tensors of a list."""
-    for view, index, bounds in places:
-        (tensors[index] if bounds is None else flat[index][bounds]).copy_(view)
 
 
 def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None:

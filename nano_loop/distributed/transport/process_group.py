@@ -13,7 +13,7 @@ from torch import distributed
 
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.transport.means import divide, is_summed_wider, new_scratch, real, write_mean
-from nano_loop.distributed.transport.packing import Batch, empty, fill, pack, signature
+from nano_loop.distributed.transport.packing import Batch, pack, signature
 from nano_loop.errors import NanoError, problem
 
 _BUCKET = 25 << 20  # bytes: large enough for bandwidth, small enough that copying one overlaps with sending another
@@ -88,7 +88,7 @@ class ProcessGroupTransport:
     def _start(self, batch: Batch, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> _Bucket:
         memory = [self._take()]
         elements = self._elements(memory[0], batch)
-        fill(batch.places(elements), tensors, flat)
+        batch.places(elements).fill(tensors, flat)
         if is_summed_wider(batch.dtype):
             memory.append(self._take())
             work = distributed.all_to_all_single(self._elements(memory[1], batch), elements, async_op=True)
@@ -103,7 +103,7 @@ class ProcessGroupTransport:
             self._average_slice(*elements)
         else:
             divide(real(elements[0][: bucket.batch.length]), self._ranks.size)
-        empty(bucket.batch.places(elements[-1]), tensors, flat)
+        bucket.batch.places(elements[-1]).empty(tensors, flat)
         self._unused += bucket.memory
 
     def _average_slice(self, sent: torch.Tensor, received: torch.Tensor) -> None:

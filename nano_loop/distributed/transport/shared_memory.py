@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from os import PathLike, fspath
 
 import torch
 
 from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.transport.allocation import map_together
 from nano_loop.distributed.transport.packing import Signature, pack, signature
 from nano_loop.distributed.transport.shared_ring import Plan, Ring
 from nano_loop.distributed.transport.shared_segment import SharedSegment
@@ -61,7 +62,8 @@ class SharedMemoryTransport:
     ) -> None:
         of_headers = 2 * ranks.size * _HEADER
         nbytes = of_headers + Ring.nbytes(ranks.size, chunk, slots)
-        segment = SharedSegment(ranks, fspath(folder), 1 + len(_OF_RING), nbytes)
+        together = partial(map_together, ranks, fspath(folder))
+        segment = SharedSegment(ranks, 1 + len(_OF_RING), nbytes, together, purpose="average gradients")
         headers, of_ring = segment.memory[:of_headers], segment.memory[of_headers:]
         ring = Ring(ranks, segment, of_ring, counters=_OF_RING, chunk=chunk, slots=slots)
         self._ranks = ranks

@@ -1,26 +1,28 @@
-"""A file in memory that the ranks of one host map together, and counters in it by which they wait for each other.
-
-The file is gone from its folder as soon as all ranks have mapped it, so whatever happens later leaves nothing behind.
-"""
+"""Memory that the ranks of one host map together, and counters in it by which they wait for each other."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
+from nano_loop.distributed.channel import ITERATION
 from nano_loop.distributed.ranks import RankLeftError, Ranks, wait_until
-from nano_loop.errors import NanoError, problem
+from nano_loop.distributed.transport.parting import AVERAGING, left_behind, parted, with_own_line
+from nano_loop.errors import NanoError, RankLateError, problem
 
+#: What ranks wait for each other to do.
+Purpose = Literal["average gradients", "exchange values"]
 #: Bytes of a cache line on any CPU, and of two neighbours that are fetched together: what ranks write lies apart.
 LINE = 128
 _WORD = 8
-_WRITTEN = 1 << 20  # bytes at a time
+_STILL = {"average gradients": "averages gradients", "exchange values": "exchanges values"}
+_RETURNED, _FAILED = 1, 2  # what a rank that has left shows
 _give_way = getattr(os, "sched_yield", lambda: None)  # not on every Unix
 
 
@@ -32,27 +34,36 @@ class SharedSegment:
     Parameters
     ----------
     ranks : Ranks
-        The ranks of this host. Collective.
-    folder : str
-        Where rank 0 makes the file for a moment: a file system in memory.
+        The ranks that share it.
     counters : int
         How many counters each rank has. The words behind one, up to its line's end, are for what goes with it.
     nbytes : int
         How many bytes.
-
-    Raises
-    ------
-    NanoError
-        On every rank, where one of them cannot make or map the file, as when the file system is full.
+    mapped : callable
+        Is given the size of both together, and returns that much memory, which all ranks map.
+    purpose : {"average gradients", "exchange values"}
+        What ranks wait for each other to do, for messages.
+    names : sequence of int, optional
+        What messages call the ranks; by default they are numbered from 0.
     """
 
-    def __init__(self, ranks: Ranks, folder: str, counters: int, nbytes: int) -> None:
-        lines = (counters + 1) * ranks.size * LINE  # one more for those who have left
-        start = -(-lines // mmap.PAGESIZE) * mmap.PAGESIZE
-        mapped = _map_together(ranks, folder, start + nbytes)
-        self.words = memoryview(mapped)[:start].cast("q")
-        self.memory = torch.frombuffer(mapped, dtype=torch.uint8)[start:]
+    def __init__(
+        self,
+        ranks: Ranks,
+        counters: int,
+        nbytes: int,
+        mapped: Callable[[int], mmap.mmap],
+        *,
+        purpose: Purpose,
+        names: Sequence[int] = (),
+    ) -> None:
+        start = -(-(counters + 1) * ranks.size * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mapped(start + nbytes)  # one more counter than asked for says who has left
+        self.words = memoryview(memory)[:start].cast("q")
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8)[start:]
         self._ranks = ranks
+        self._purpose = purpose
+        self._names = names or range(ranks.size)
         self._left = self.places(counters)
         self._lock = threading.Lock()
 
@@ -61,24 +72,49 @@ class SharedSegment:
         first = counter * self._ranks.size
         return [(first + rank) * LINE // _WORD for rank in range(self._ranks.size)]
 
-    def leave(self) -> None:
-        """Announce that this rank will not change its counters again: a rank that waits for them raises."""
-        self.publish(self._left[self._ranks.rank], 1)
+    def leave(self, *, returned: bool = True) -> None:
+        """Announce that this rank will not change its counters again: a rank that waits for them raises.
+
+        Parameters
+        ----------
+        returned : bool
+            Whether the rank has returned from the loop, rather than failed.
+        """
+        self.publish(self._left[self._ranks.rank], _RETURNED if returned else _FAILED)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has announced that it leaves."""
+        return self.words[self._left[rank]] != 0
+
+    def refuse_if_left(self, rank: int, arrived: Callable[[], bool], what: str = "") -> None:
+        """Raise a `RankLeftError` if `rank` has left without having done what is waited for."""
+        if self.has_left(rank):
+            self.fence()
+            if not arrived():  # it may have arrived, and left, since we looked
+                raise RankLeftError(self._has_left(rank, what), rank)
+
+    def refuse_if_late(self, rank: int, started: float) -> None:
+        """Raise a NanoError if this rank has waited for `rank` since ``time.monotonic()`` was `started`."""
+        if time.monotonic() - started > self._ranks.timeout:
+            raise RankLateError(self._is_late(rank), rank)
 
     def publish(self, place: int, value: int) -> None:
         """Set the counter at `place`: a rank that sees its new value sees all that this rank has written before."""
         self.fence()
         self.words[place] = value
 
-    def wait(self, places: Sequence[int], value: int) -> None:
+    def wait(self, places: Sequence[int], value: int, what: str = "") -> None:
         """Wait until the counters of all ranks, which are at `places`, are at `value` or beyond.
 
-        Raises a NanoError where a rank that is behind has left, or takes too long, and what `Ranks.check` raises.
+        `what` names the collective that this rank is in, where it is not the averaging of gradients.
+
+        Raises a NanoError where a rank that is behind has left, waits for this one elsewhere, or takes too long, and
+        what `Ranks.check` raises.
         """
         words = self.words
         for rank, place in enumerate(places):
             if words[place] < value:
-                self._wait_for(rank, place, value)
+                self._wait_for(rank, place, value, what)
         self.fence()
 
     def fence(self) -> None:
@@ -100,7 +136,7 @@ class SharedSegment:
         self.words.release()
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def _wait_for(self, rank: int, place: int, value: int) -> None:
+    def _wait_for(self, rank: int, place: int, value: int, what: str) -> None:
         started = time.monotonic()
 
         def arrived() -> bool:
@@ -109,70 +145,32 @@ class SharedSegment:
             _give_way()  # where ranks share a core, the one that is waited for may be waiting for it
             return False
 
+        waits = self._ranks.waits
+        wait = None if waits is None else waits.begin(self._names[rank], what or AVERAGING)
+
         def look_around() -> None:
             self._ranks.check()
-            if self.words[self._left[rank]]:
-                self.fence()
-                if not arrived():  # it may have arrived, and left, since we looked
-                    raise RankLeftError(_has_left(rank, self._ranks.rank), rank)
-            if time.monotonic() - started > self._ranks.timeout:
-                raise NanoError(_is_late(rank, self._ranks))
+            self._ranks.meanwhile()
+            self.refuse_if_left(rank, arrived, what)
+            self.refuse_if_late(rank, started)
+            if wait is not None and (ring := wait.look()):
+                raise NanoError(parted(self._names[self._ranks.rank], ring))
 
-        wait_until(arrived, look_around)
+        try:
+            wait_until(arrived, look_around)
+        finally:
+            if wait is not None:
+                wait.end()
 
+    def _has_left(self, rank: int, what: str) -> str:
+        name, mine, still = self._names[rank], self._names[self._ranks.rank], _STILL[self._purpose]
+        if self.words[self._left[rank]] == _FAILED:
+            given, needed = f"rank {name} has failed, and rank {mine} still {still}", "a run needs all of its ranks"
+            return problem(given, needed, f"See the error of rank {name}")
+        return left_behind(mine, name, what if what == ITERATION else still, self._ranks.loop)
 
-def _map_together(ranks: Ranks, folder: str, size: int) -> mmap.mmap:
-    path, unmade = _make(folder, size) if ranks.rank == 0 else (None, None)
-    try:
-        path, unmade = ranks.broadcast((path, unmade))
-        mapped, unmapped = _map(path, size)
-        failures = [each for each in (unmade, *ranks.gather(unmapped)) if each]  # from here on all have mapped it
-    finally:
-        if ranks.rank == 0 and path:
-            os.unlink(path)
-    if mapped is None or failures:
-        given = f"{size / 2**20:.0f} MiB of shared memory in {folder} could not be allocated ({failures[0]})"
-        advice = "Free some of it; give a container more, for example docker run --shm-size=1g"
-        raise NanoError(problem(given, "the ranks of one host average their gradients there", advice))
-    return mapped
-
-
-def _make(folder: str, size: int) -> tuple[str | None, str | None]:
-    """Make a file of `size` bytes, and return its path, or else what is in the way."""
-    try:
-        descriptor, path = tempfile.mkstemp(prefix="averaging-", dir=folder)
-    except OSError as error:
-        return None, str(error)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            # Written, not only made long: memory that is not there when it is first used is a SIGBUS.
-            for start in range(0, size, _WRITTEN):
-                file.write(bytes(min(_WRITTEN, size - start)))
-    except BaseException as error:
-        os.unlink(path)
-        if isinstance(error, OSError):
-            return None, str(error)
-        raise
-    return path, None
-
-
-def _map(path: str | None, size: int) -> tuple[mmap.mmap | None, str | None]:
-    if path is None:
-        return None, None
-    try:
-        with open(path, "r+b") as file:
-            return mmap.mmap(file.fileno(), size), None
-    except OSError as error:
-        return None, str(error)
-
-
-def _has_left(rank: int, waiting: int) -> str:
-    given = f"rank {rank} has returned from train, and rank {waiting} still averages gradients"
-    advice = "Make every rank run the same number of steps; an early break on a rank's own loss does not"
-    return problem(given, "all ranks have to run the same number of steps", advice)
-
-
-def _is_late(rank: int, ranks: Ranks) -> str:
-    given = f"rank {ranks.rank} has waited {ranks.timeout:g} seconds for rank {rank} to average gradients"
-    advice = f"Check what rank {rank} is doing, or pass a longer timeout if it is working"
-    return problem(given, "every rank has to reach the averaging within the timeout", advice)
+    def _is_late(self, rank: int) -> str:
+        name, mine = self._names[rank], self._names[self._ranks.rank]
+        given = f"rank {mine} has waited {self._ranks.timeout:g} seconds for rank {name} to {self._purpose}"
+        advice = f"Check what rank {name} is doing, or pass a longer timeout if it is working"
+        return with_own_line(problem(given, "every rank has to get there within the timeout", advice), mine)

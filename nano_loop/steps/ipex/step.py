@@ -18,8 +18,8 @@ from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 from nano_loop.steps.ipex.quiet_import import leaving_no_trace
 from nano_loop.steps.ipex.repairs import repair
-from nano_loop.steps.ipex.stopwatch import Stopwatch
 from nano_loop.steps.step import Step
+from nano_loop.steps.stopwatch import Stopwatch
 
 #: Median time per step in milliseconds, by kind of run and by whether IPEX's kernels ran, for the runs of this process.
 _measured: dict[str, dict[str, float]] = {}
@@ -145,7 +145,7 @@ class Ipex(Step):
 def _installed_version() -> str | None:
     try:
         return metadata.version(_DISTRIBUTION)
-    except metadata.PackageNotFoundError:
+    except (metadata.PackageNotFoundError, TypeError):  # which it raises where sys.path holds bytes
         return None
 
 
@@ -167,7 +167,9 @@ def _minor(version: str) -> str:
 
 def _kind_of_run(config: Options, parts: Parts) -> str:
     """Return a key that is equal for two runs that differ only in IPEX."""
-    options = {name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose")}
+    options = {
+        name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose", "step_time")
+    }
     shapes = [tuple(each.shape) for model in parts.models for each in model.parameters()]
     batches = [
         (loader.batch_size, len(loader.dataset)) for loader in parts.loaders if isinstance(loader.dataset, Sized)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.distributed.averaging.gradients import DenseGradient
+from nano_loop.distributed.averaging.gradients import DenseGradients
 
 VALUES = torch.arange(6.0).view(2, 3)
 GRADIENTS = {
@@ -17,20 +17,20 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_it_is_flat_in_the_parameters_order(gradient, transposed):
+def test_it_is_in_the_order_of_the_parameter_s_memory(gradient, transposed):
     zeros = torch.zeros(3, 2).t() if transposed else torch.zeros(2, 3)
     parameter = nn.Parameter(zeros)
     parameter.grad = gradient.clone()
-    flat = DenseGradient(parameter).flat
-    assert flat.tolist() == (VALUES.t() if transposed else VALUES).flatten().tolist()
-    assert flat.is_contiguous()
-    assert not flat.is_neg()
+    (given,) = DenseGradients([parameter]).tensors
+    assert given.flatten().tolist() == (VALUES.t() if transposed else VALUES).flatten().tolist()
+    assert given.is_contiguous()
+    assert not given.is_neg()
 
 
 def test_conjugated_gradient_is_written_out():
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     parameter.grad = torch.tensor([1j, 2j]).conj()
-    flat = DenseGradient(parameter).flat
+    flat = DenseGradients([parameter]).tensors[0]
     assert not flat.is_conj()
     assert flat.tolist() == [-1j, -2j]
 
@@ -38,4 +38,4 @@ def test_conjugated_gradient_is_written_out():
 def test_what_fits_is_averaged_where_it_lies():
     parameter = nn.Parameter(torch.zeros(3, 2).t())
     parameter.grad = torch.ones(3, 2).t()
-    assert DenseGradient(parameter).flat.data_ptr() == parameter.grad.data_ptr()
+    assert DenseGradients([parameter]).tensors[0].data_ptr() == parameter.grad.data_ptr()

@@ -124,3 +124,34 @@ def run_together(commands, environments, folder):
             stack.callback(process.kill)
         codes = [process.wait(timeout=110) for process in processes]
     return [(code, (folder / f"out {number}").read_text()) for number, code in enumerate(codes)]
+
+
+# In a process of its own, for it leaves an event loop behind. Prints what each cell shows: streams by name, its result,
+# its error.
+RUN_CELLS = """
+import json, sys
+import nbformat
+from nbclient import NotebookClient
+
+def shown_by(cell):
+    shown = {}
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            shown[output.name] = shown.get(output.name, "") + output.text
+        elif output.output_type == "error":
+            shown["error"] = output.ename
+        else:
+            shown["result"] = output.data["text/plain"]
+    return shown
+
+cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(sys.stdin)]
+notebook = nbformat.v4.new_notebook(cells=cells)
+NotebookClient(notebook, timeout=100, kernel_name="python3", allow_errors=True).execute()
+print(json.dumps([shown_by(cell) for cell in notebook.cells]))
+"""
+
+
+def run_cells(cells, folder):
+    """Run cells in a notebook, and return what each shows."""
+    shown, _ = run_python("-c", RUN_CELLS, folder=folder, stdin=json.dumps(cells), JUPYTER_PLATFORM_DIRS=1)
+    return shown

@@ -5,13 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nano_loop.distributed.launch import quiet_gloo
 
 
 @pytest.mark.parametrize("torch_version", ["2.8.0+cu128", "2.12.1"])
 def test_greeting_is_left_out_and_all_else_is_printed(monkeypatch, capfd, torch_version):
-    monkeypatch.setattr(quiet_gloo.torch, "__version__", torch_version)
+    monkeypatch.setattr(torch, "__version__", torch_version)
     descriptors = set(os.listdir("/proc/self/fd"))
     with quiet_gloo.without_greeting():
         os.write(1, b"before\n[Gloo] Rank 0 is connected to 1 peer ranks.\nafter")
@@ -21,7 +22,7 @@ def test_greeting_is_left_out_and_all_else_is_printed(monkeypatch, capfd, torch_
 
 
 def test_output_is_back_where_ranks_do_not_meet(monkeypatch, capfd):
-    monkeypatch.setattr(quiet_gloo.torch, "__version__", "2.8.0")
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
 
     def fail():
         with quiet_gloo.without_greeting():
@@ -35,7 +36,7 @@ def test_output_is_back_where_ranks_do_not_meet(monkeypatch, capfd):
 
 
 def test_a_torch_that_does_not_greet_is_left_alone(monkeypatch, capfd):
-    monkeypatch.setattr(quiet_gloo.torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     with quiet_gloo.without_greeting():
         os.write(1, b"[Gloo] who else would say so\n")
     assert capfd.readouterr().out == "[Gloo] who else would say so\n"
@@ -44,8 +45,9 @@ def test_a_torch_that_does_not_greet_is_left_alone(monkeypatch, capfd):
 def test_closed_standard_output_is_no_obstacle():
     script = """
         import os
+        import torch
         from nano_loop.distributed.launch import quiet_gloo
-        quiet_gloo.torch.__version__ = "2.8.0"
+        torch.__version__ = "2.8.0"
         os.close(1)
         with quiet_gloo.without_greeting():
             pass

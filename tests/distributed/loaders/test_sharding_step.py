@@ -116,3 +116,17 @@ def test_persistent_workers_end_with_the_run(team):
         return alive, len(multiprocessing.active_children())
 
     assert team(2)(loop) == [(1, 0)] * 2
+
+
+def test_counts_of_an_evaluation_are_summed_over_ranks_with_shard_alone(team):
+    def loop(ranks):
+        loader, sharding = numbers(count=16), made(Sharding, ranks)
+        sums = []
+        for shard in (None, True):
+            sharding.apply(Parts(models=[nn.Linear(1, 1)], loaders=[loader], shard=shard))
+            with torch.no_grad():
+                sums.append(sum(ranks.gather(sum(map(len, seen(loader))))))
+        sharding.undo()
+        return sums
+
+    assert team(2)(loop) == [[32, 16]] * 2

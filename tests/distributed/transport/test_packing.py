@@ -49,3 +49,20 @@ def test_marks_tell_lists_apart():
     assert len(set(marks)) == len(marks)
     assert min(marks) >= 0
     assert packed([torch.empty(3, 2).t()]).mark == marks[2]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_lies_between_two_elements_is_cut_there_and_nothing_is_lost(seed):
+    tensors = random_list(seed, 0)
+    for batch in packed(tensors).batches:
+        elements = torch.arange(batch.length)
+        whole = [(each.index, each.bounds, each.offset) for each in batch.pieces]
+        assert [(each.index, each.bounds, each.offset) for each in batch.between(0, batch.length)] == whole
+        for start, stop in ((0, batch.length // 3), (batch.length // 3, batch.length), (batch.length, batch.length)):
+            found = batch.between(start, stop)
+            covered = [elements[each.offset : each.offset + each.shape.numel()] for each in found]
+            assert torch.equal(torch.cat([elements[:0], *covered]), elements[start:stop])
+            for piece in found:
+                of_whole = next(each for each in batch.pieces if each.index == piece.index)
+                first = (of_whole.bounds.start if of_whole.bounds else 0) + piece.offset - of_whole.offset
+                assert piece is of_whole or piece.bounds == slice(first, first + piece.shape.numel())

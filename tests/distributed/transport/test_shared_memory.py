@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from copy import copy
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -17,6 +18,7 @@ import torch
 from distributed.transport import transports
 from distributed.transport.transports import averaged, opened, random_list, same_bits, values
 from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.transport.allocation import map_together
 from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
 from nano_loop.distributed.transport.shared_segment import SharedSegment
 from nano_loop.errors import NanoError
@@ -79,23 +81,25 @@ def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rou
     assert team(size)(run) == [[]] * size
 
 
-@pytest.mark.parametrize("stalling", ["fill", "empty", "write_mean"])
+@pytest.mark.parametrize("stalling", ["fill", "empty", "write_mean", "OwnSlice.average"])
 def test_a_rank_that_stalls_anywhere_is_waited_for(team, tmp_path, stalling):
     def run(ranks):
-        from nano_loop.distributed.transport import shared_ring
+        from nano_loop.distributed.transport import own_slice, packing, shared_ring
 
-        original, naps = getattr(shared_ring, stalling), random.Random(ranks.rank)
+        place = {"write_mean": shared_ring, "OwnSlice.average": own_slice.OwnSlice}.get(stalling, packing.Places)
+        name = stalling.rpartition(".")[2]
+        original, naps = getattr(place, name), random.Random(ranks.rank)
 
         def stall(*args):
             if naps.random() < 0.2:
                 time.sleep(0.003)
             original(*args)
 
-        setattr(shared_ring, stalling, stall)
+        setattr(place, name, stall)
         try:
             return averaged(ranks, KIND, tmp_path, range(20, 40))
         finally:
-            setattr(shared_ring, stalling, original)
+            setattr(place, name, original)
 
     by_rank = team(2)(run)
     for number, seed in enumerate(range(20, 40)):
@@ -167,7 +171,7 @@ def test_a_rank_that_leaves_right_after_the_last_averaging_is_no_fault(team, tmp
 
 def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):
     ranks = Ranks()
-    segment = SharedSegment(ranks, str(tmp_path), 1, 8)
+    segment = SharedSegment(ranks, 1, 8, partial(map_together, ranks, str(tmp_path)), purpose="average gradients")
     (place,) = segment.places(0)
 
     def arrive_and_leave():

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import distributed
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine, Share, bound, restricted
+from nano_loop.distributed.launch.external.connecting import (
+    ByBackend,
+    Connecting,
+    InGroupOfUser,
+    common_folder,
+    connected_on_one_host,
+)
 from nano_loop.distributed.launch.external.environment import Launch, local_size
+from nano_loop.distributed.launch.external.meeting import GroupMeeting, Host, Meeting, Presence, StoreMeeting
 from nano_loop.distributed.launch.external.store import external_store
-from nano_loop.distributed.launch.group import process_group
 from nano_loop.distributed.launch.launcher import Launcher, Task
-from nano_loop.distributed.launch.shared_folder import private_folder, shared_memory_device
+from nano_loop.distributed.launch.shared_folder import shared_memory_device
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
+from nano_loop.distributed.signed import SignedCodec, secret_of
+from nano_loop.distributed.transport.process_group_channel import ProcessGroupChannel
+from nano_loop.environment import SECRET
 from nano_loop.errors import NanoConfigError, NanoError, problem
-from nano_loop.fabric import note_rank
 from nano_loop.options import Options
+from nano_loop.rank_zero import note_rank
 
 _Mask = tuple[int, ...]  # the CPUs that a rank may use
 
@@ -59,6 +70,7 @@ class External(Launcher):
     def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
         """See `Launcher.joined`."""
         launch = self.launch
+        everyone = Ranks(launch.rank, launch.size, timeout=self.options.timeout)
         if not distributed.is_initialized():
             store = external_store(launch, os.environ, self.options.timeout)
             with joined_at(store, self.options, machine, launch) as seat:
@@ -68,7 +80,8 @@ class External(Launcher):
             given = f"this process is in a process group of {distributed.get_world_size()}"
             needed = f"{launch.launcher} has started {launch.size} processes"
             raise NanoError(problem(given, needed, "Call torch.distributed.destroy_process_group() before"))
-        with _seated(self.options, machine, Ranks(launch.rank, launch.size, timeout=self.options.timeout)) as seat:
+        meeting = GroupMeeting(ProcessGroupChannel(everyone, SignedCodec(launch.rank, b"", None)))
+        with _seated(self.options, machine, everyone, meeting, InGroupOfUser()) as seat:
             yield seat
 
 
@@ -100,21 +113,27 @@ def joined_at(
         See `process_group`.
     """
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
-    group = process_group(store, everyone, options.process_group_backend, address=address)
-    with group, _seated(options, machine, everyone) as seat:
+    connecting = ByBackend(PrefixStore("group", store), options.process_group_backend, address)
+    with _seated(options, machine, everyone, StoreMeeting(store, everyone), connecting) as seat:
         yield seat
 
 
 @contextmanager
-def _seated(options: Options, machine: Machine, everyone: Ranks) -> Iterator[Seat]:
-    """Find out who is on which host, and divide this one. Collective."""
+def _seated(
+    options: Options, machine: Machine, everyone: Ranks, meeting: Meeting, connecting: Connecting
+) -> Iterator[Seat]:
+    """Find out who is on which host, connect all, and divide this host. Collective."""
     with ExitStack() as stack:
-        found = everyone.gather((_this_host(), machine.allowed))
-        here = [rank for rank, (host, _) in enumerate(found) if host == found[everyone.rank][0]]
-        masks = [found[rank][1] for rank in here]
+        secret = secret_of(os.environ)
+        mine = Presence.here(_this_host(), machine.allowed, signs=secret is not None)
+        texts = meeting.gather(mine.as_text())
+        found = [Presence.from_text(text, rank) for rank, text in enumerate(texts)]
+        here = [rank for rank, each in enumerate(found) if each.host == mine.host]
+        masks = [found[rank].cpus for rank in here]
         local_rank = here.index(everyone.rank)
         shares = _shares(options, machine, here, masks)
         share = shares[local_rank] if shares else None
+        on_one_host = len(here) == everyone.size
         ranks = Ranks(
             everyone.rank,
             everyone.size,
@@ -124,29 +143,40 @@ def _seated(options: Options, machine: Machine, everyone: Ranks) -> Iterator[Sea
             timeout=everyone.timeout,
             shares=tuple(each.cpus for each in shares),
             loader_cpus=share.loader_cpus if share else (),
-            folder=_common_folder(everyone, stack) if len(here) == everyone.size else None,
+            folder=stack.enter_context(common_folder(everyone, meeting)) if on_one_host else None,
         )
+        if ranks.folder is not None:
+            stack.enter_context(connected_on_one_host(ranks, ranks.folder, connecting))
+        else:
+            stack.enter_context(connecting.between_hosts(ranks))
+            _refuse_different_secrets(found)
+            ranks.channel = ProcessGroupChannel(ranks, SignedCodec(ranks.rank, _run_of(found), secret))
         if share is not None:
             stack.enter_context(bound(share.cpus))
-        mine = restricted(machine, share, len(here)) if share else _undivided(machine, masks)
+        part = restricted(machine, share, len(here)) if share else _undivided(machine, masks)
         stack.callback(note_rank, note_rank(everyone.rank))
-        yield Seat(ranks, mine, machine)
+        yield Seat(ranks, part, machine)
 
 
-class _Host(NamedTuple):
-    """What identifies a host; a container with its own shared memory counts as one."""
-
-    name: str
-    boot: str
-    shared_memory: int
-
-
-def _this_host() -> _Host:
+def _this_host() -> Host:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = ""
-    return _Host(socket.gethostname(), boot, shared_memory_device())
+    return Host(socket.gethostname(), boot, shared_memory_device())
+
+
+def _refuse_different_secrets(found: list[Presence]) -> None:
+    """Raise on every rank if some have a secret and others have none."""
+    without = [rank for rank, each in enumerate(found) if not each.signs]
+    if without and len(without) < len(found):
+        given = f"{SECRET} is not set for rank {', '.join(map(str, without))}"
+        raise NanoError(problem(given, "all ranks have the same secret, or none has one", "Set it for every rank"))
+
+
+def _run_of(found: list[Presence]) -> bytes:
+    """Return what only this run has, as each rank's own nonce is in it."""
+    return hashlib.sha256(json.dumps([each.nonce for each in found]).encode()).digest()
 
 
 def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:
@@ -165,10 +195,3 @@ def _undivided(machine: Machine, masks: list[_Mask]) -> Machine:
     """
     shared = machine.num_threads if all(each == machine.allowed for each in masks) else machine.quota
     return machine if shared is None else replace(machine, quota=shared / len(masks))
-
-
-def _common_folder(everyone: Ranks, stack: ExitStack) -> Path:
-    folder = stack.enter_context(private_folder()) if everyone.rank == 0 else None
-    found = everyone.broadcast(folder)
-    assert found is not None
-    return found

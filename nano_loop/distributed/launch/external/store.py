@@ -9,7 +9,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.errors import NanoError, problem
-from nano_loop.fabric import SLURMEnvironment
 
 _Place = tuple[str, int]  # a host, and a port
 
@@ -50,6 +49,8 @@ def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> _Place:
 
 def _usual_place_of_srun(environ: Mapping[str, str]) -> _Place:
     """Return the first host of the step, and a port that other steps and jobs are unlikely to have."""
+    from nano_loop.fabric import SLURMEnvironment  # only srun's ranks need it, and its import takes seconds
+
     # A step may have a part of the job's nodes. Fabric's own answer is for jobs with --ntasks-per-node alone.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
     job, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))

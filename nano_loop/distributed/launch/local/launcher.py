@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from nano_loop.cpu import Machine, Share, bound, restricted
+from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.launch.assignment import Assignment, State
-from nano_loop.distributed.launch.checkpoints import checkpoints_noted
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
-from nano_loop.distributed.launch.interrupts import undisturbed_ending, unheard_interrupts
+from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher, Task
-from nano_loop.distributed.launch.local.process import started
+from nano_loop.distributed.launch.local.kept_server import keep, server_for, start_early
+from nano_loop.distributed.launch.local.process import forked
+from nano_loop.distributed.launch.local.server import Server
 from nano_loop.distributed.launch.local.start import Start
+from nano_loop.distributed.launch.local.warned import noted
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.workers import Workers
+from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.errors import NanoError, NanoWorkerError
 
-PAYLOAD = "payload"  # the folder of it, beside the store
+PAYLOAD, WORKER_INIT = "payload", "worker_init"  # the folders of both, beside the store
 
 
 class Local(Launcher):
@@ -35,6 +39,11 @@ class Local(Launcher):
         count = self.options.num_processes or 1
         return Ranks(size=count, local_size=count)
 
+    def prepare(self, machine: Machine) -> None:
+        """See `Launcher.prepare`: the process that workers are forked from imports torch while the caller goes on."""
+        shares = shares_of(self.options, machine, range(self.options.num_processes or 1))
+        start_early(_seats(machine, shares, Path(), self.options.timeout)[1])
+
     @contextmanager
     def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
         """See `Launcher.joined`."""
@@ -42,30 +51,60 @@ class Local(Launcher):
         assert task is not None  # what has none is a run of one process
         shares = shares_of(options, machine, range(options.num_processes or 1))
         refuse_existing_group()
-        with undisturbed_ending() as begin_ending, ExitStack() as stack:
-            folder = stack.enter_context(private_folder())
-            seats = _seats(machine, shares, folder, options.timeout)
-            processes = started([Start.of_seat(seat, options.verbose == "all") for seat in seats[1:]])
-            workers = Workers(processes)
-            stack.callback(workers.end)
-            state = State.of_this_process(machine.num_threads)
-            _send(Assignment(task, seats, state, options.process_group_backend), folder)  # while they import torch
-            for process in processes:
-                process.go()
-            stack.enter_context(bound(shares[0].cpus))
-            workers.wait_until_ready(options.timeout)
-            shutil.rmtree(folder / PAYLOAD)  # every worker has mapped it: whatever happens now, its memory is freed
-            stack.enter_context(unheard_interrupts(workers.interrupt))
-            stack.enter_context(checkpoints_noted(folder))
-            stack.callback(begin_ending)
-            joining = _joined_first(seats[0], options.process_group_backend)
-            yield stack.enter_context(running_together(workers, joining, options.timeout))
+        with Interrupts() as interrupts, ExitStack() as stack:
+            with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
+                folder = stack.enter_context(private_folder())
+                stack.enter_context(workers_files(folder))
+                seats = _seats(machine, shares, folder, options.timeout)
+                server = stack.enter_context(_serving(seats[1], folder, Path(place_of(folder))))
+                with interrupts.heard():
+                    state = State.of_this_process(machine.num_threads)
+                    # While the other process imports torch.
+                    if options.worker_init is not None:
+                        _write(options.worker_init, folder / WORKER_INIT, {"worker_init": options.worker_init})
+                    assignment = Assignment(task, seats, state, options.process_group_backend)
+                    seats[0].copied = _write(assignment, folder / PAYLOAD, task.names)
+                workers = Workers(forked(server, [Start.of_seat(seat, options.verbose == "all") for seat in seats[1:]]))
+                stack.callback(workers.end)
+                stack.enter_context(noted())
+                stack.enter_context(bound(shares[0].cpus))
+                with interrupts.heard():
+                    workers.wait_until_ready(options.timeout)
+                for each in (PAYLOAD, WORKER_INIT):  # all have mapped it: whatever happens now, its memory is freed
+                    shutil.rmtree(folder / each, ignore_errors=each == WORKER_INIT)
+                stack.enter_context(interrupts.noticed(workers.interrupt))
+                stack.callback(interrupts.hold)
+            joining = _joined_first(seats[0].ranks, workers, interrupts, options.process_group_backend)
+            with running_together(workers, joining, options.timeout, interrupts.heard, task.loop):
+                yield seats[0]
 
 
 @contextmanager
-def _joined_first(seat: Seat, backend: str | None) -> Iterator[Seat]:
-    with local_group(seat.ranks, backend):
-        yield seat
+def _joined_first(ranks: Ranks, workers: Workers, interrupts: Interrupts, backend: str | None) -> Iterator[None]:
+    """Connect rank 0 with the others; Ctrl-C ends its waits for them, and comes between no two lines besides."""
+
+    def check() -> None:
+        interrupts.hear()
+        workers.check()
+
+    ranks.check = check
+    with local_group(ranks, backend), interrupts.heard():
+        ranks.check = workers.check
+        yield
+
+
+@contextmanager
+def _serving(seat: Seat, *folders: Path) -> Iterator[Server]:
+    """Give the process that forks workers, which deletes the folders of the run if this process is killed."""
+    server = server_for(seat)
+    try:
+        for folder in folders:
+            server.begin(str(folder))
+        yield server
+    finally:
+        for folder in folders:
+            server.finish(str(folder))
+        keep(server)
 
 
 def _seats(machine: Machine, shares: tuple[Share, ...], folder: Path, timeout: float) -> list[Seat]:
@@ -89,10 +128,10 @@ def _seats(machine: Machine, shares: tuple[Share, ...], folder: Path, timeout: f
     ]
 
 
-def _send(assignment: Assignment, folder: Path) -> None:
-    """Write the payload, which no worker reads before `WorkerProcess.go`."""
-    (folder / PAYLOAD).mkdir()
+def _write(content: object, folder: Path, names: Mapping[str, object]) -> int:
+    """Write something for the workers to a new folder, and return how many bytes of large arguments were copied."""
+    folder.mkdir()
     try:
-        dump(assignment, folder / PAYLOAD, assignment.task.names)
+        return dump(content, folder, names)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error

@@ -1,163 +1,172 @@
-"""One worker process as rank 0 has it: its pipes, what it writes, and how it ends."""
+"""One worker process as rank 0 has it: the pipes from it, what it writes, and how it ends."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import signal
-import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-from nano_loop.distributed.launch.failure import Failure, died
-from nano_loop.distributed.launch.local.start import Start, command
+from nano_loop.distributed.launch.failure import Failure, Kind, died
+from nano_loop.distributed.launch.local.frames import Frames, read_available
+from nano_loop.distributed.launch.local.output import Output, pipe
+from nano_loop.distributed.launch.local.server import Server
+from nano_loop.distributed.launch.local.start import Start
+from nano_loop.distributed.launch.local.warned import Awaiting
+from nano_loop.distributed.limits import limit_in_words
 from nano_loop.errors import NanoWorkerError, problem
 
-_LAST_WORDS = 4000  # characters of standard error that are kept for a message
+_EXCEPTION = 1.0  # seconds that a failure waits for the exception itself, which has to be pickled first
+_TAKES = "each worker process takes three pipes, and a file in the run's private folder"
+_SILENCE = 1.0  # seconds from a worker's last word to the news of its end
+_ENDING = 10.0  # seconds that a killed process may take to end
 
 
 class WorkerProcess:
-    """A `Worker` that is a process of this host, with the pipes to and from it."""
+    """A `Worker` that is a process of this host, with the pipes from it.
 
-    def __init__(self, start: Start) -> None:
+    Parameters
+    ----------
+    server : Server
+        Forks it.
+    start : Start
+        What it gets.
+    """
+
+    def __init__(self, server: Server, start: Start) -> None:
         self.rank = start.rank
+        self._folder = start.folder
         self.ready = self.finished = False
-        self._last_words = ""
-        reading, writing = os.pipe()
-        self._reports: Connection[Any, Any] | None = Connection(reading, writable=False)
+        self._server = server
+        self._failure: Failure | None = None
+        self._failed_at = 0.0
+        self._silent_since: float | None = None
+        self._frames = Frames()
+        self._reports: int | None = None
+        self._outputs: list[Output] = []
+        self._warnings = Awaiting(lambda text: self._outputs[-1].say(text))
+        self._closing = contextlib.ExitStack()
         try:
-            self._process = _popen(start, writing)
+            self._token = self._forked(start)
         except BaseException:
-            self._reports.close()
+            self._closing.close()
             raise
-        finally:
-            os.close(writing)
-        self._outputs = {
-            stream: getattr(sys, name)
-            for name, stream in (("stderr", self._process.stderr), ("stdout", self._process.stdout))
-            if stream is not None
-        }
-        self._lines = dict.fromkeys(self._outputs, b"")
-        self._write(start.as_line(writing))
-
-    def go(self) -> None:
-        """Tell the process that its payload can be read."""
-        self._write(b"\n")
 
     @property
     def sources(self) -> Sequence[Any]:
         """See `Worker.sources`."""
-        return [*self._outputs, *([self._reports] if self._reports else [])]
+        outputs = [each.descriptor for each in self._outputs if each.is_open]
+        return [*self._server.sources, *outputs, *([] if self._reports is None else [self._reports])]
 
     def poll(self) -> Failure | None:
         """See `Worker.poll`."""
-        return self._read_what_is_there() or self._death()
+        self._server.pump()
+        ended = self._server.ended(self._token)  # asked first: what is in the pipes then is all that there will be
+        self._read_what_is_there()
+        self._warnings.show()
+        if self._failure is not None:
+            waiting = self._reports is not None and not ended
+            return None if waiting and time.monotonic() < self._failed_at + _EXCEPTION else self._failure
+        if self.finished:
+            return None
+        return self._death() if ended else self._silence()
+
+    def whereabouts(self) -> str:
+        """See `Worker.whereabouts`."""
+        return self._server.whereabouts(self._token, self._folder, self.rank)
 
     def kill(self) -> None:
         """See `Worker.kill`."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._server.kill(self._token)
 
     def close(self) -> None:
         """See `Worker.close`."""
         self.kill()
-        self._process.wait()
-        while wait(self.sources, 0):
-            self._read_what_is_there()
-        for pipe in (self._process.stdin, *self._outputs, self._reports):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        self._outputs.clear()
+        self._server.wait_for(self._token, _ENDING)
+        self._read_what_is_there()
+        for each in self._outputs:
+            each.finish()
+        self._warnings.show(all_of_them=True)
+        self._outputs = []
         self._reports = None
+        self._closing.close()
 
-    def _write(self, line: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is seen soon enough
-            assert self._process.stdin is not None
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
+    def _forked(self, start: Start) -> int:
+        with contextlib.ExitStack() as stack:  # of the other ends, which only the worker keeps
 
-    def _death(self) -> Failure | None:
-        """Return the failure of a process that has ended without a report, once all that it wrote has been read."""
-        exitcode = self._process.poll()
-        if exitcode is None or self.finished:
-            return None
-        self.kill()  # a loader's workers would hold the pipes open
+            def opened() -> int:
+                reading, writing = pipe()
+                self._closing.callback(os.close, reading)
+                stack.callback(os.close, writing)
+                ends.append(writing)
+                return reading
+
+            ends: list[int] = []
+            self._reports = opened()
+            shown = sys.stdout if start.verbose else None
+            self._outputs = [Output(opened(), each, f"[rank {self.rank}] ") for each in (shown, sys.stderr)]
+            return self._server.fork(start.write(), ends)
+
+    def _silence(self) -> Failure | None:
+        """Return the failure of a worker that can report no more, and of which nobody says that it has ended."""
         if self._reports is not None:
             return None
-        return died(self.rank, exitcode, self._last_words)
-
-    def _read_what_is_there(self) -> Failure | None:
-        failure = None
-        for source in wait(self.sources, 0):
-            if source is self._reports:
-                failure = self._read_report()
-            else:
-                self._read_output(source)
-        return failure
-
-    def _read_report(self) -> Failure | None:
-        assert self._reports is not None
-        try:
-            kind, content = pickle.loads(self._reports.recv_bytes())
-        except (EOFError, OSError):
-            self._reports.close()
-            self._reports = None
+        self._silent_since = self._silent_since or time.monotonic()
+        if time.monotonic() < self._silent_since + _SILENCE:
             return None
+        what = "has closed its connection to rank 0, or ended"
+        advice = "Close only descriptors that the loop has opened itself (see os.closerange, subprocess.Popen)"
+        return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
+
+    def _death(self) -> Failure:
+        refusal = self._server.refusal(self._token)
+        words = self._outputs[-1].last_words or self._server.last_words if self._outputs else ""
+        if refusal is not None:
+            advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
+            return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
+        return died(self.rank, self._server.exitcode(self._token), words)
+
+    def _read_what_is_there(self) -> None:
+        for each in self._outputs:
+            each.relay()
+        if self._reports is None:
+            return
+        data, ended = read_available(self._reports)
+        for header, content in self._frames.feed(data):
+            self._take(header, content)
+        if ended:
+            self._reports = None
+
+    def _take(self, header: dict[str, Any], content: bytes) -> None:
+        kind = header["kind"]
         self.ready = self.ready or kind == "ready"
         self.finished = self.finished or kind == "finished"
-        return content if kind == "failed" else None
-
-    def _read_output(self, source: Any) -> None:
-        data = os.read(source.fileno(), 1 << 16)
-        if data:
-            self._show(source, data)
-            return
-        self._show(source, b"\n" if self._lines[source] else b"")
-        del self._outputs[source]
-        source.close()
-
-    def _show(self, source: Any, data: bytes) -> None:
-        *lines, self._lines[source] = (self._lines[source] + data).split(b"\n")
-        text = "".join(f"[rank {self.rank}] {line.decode(errors='replace')}\n" for line in lines)
-        if source is self._process.stderr:
-            self._last_words = (self._last_words + text)[-_LAST_WORDS:]
-        with contextlib.suppress(OSError, ValueError):  # the caller's own stream is closed
-            self._outputs[source].write(text)
-            self._outputs[source].flush()
+        if kind == "failed":
+            self._failure = Failure.of_words(header["failure"])
+            self._failed_at = time.monotonic()
+        elif kind == "warning":
+            self._warnings.take(header)
+        elif kind == "exception":
+            assert self._failure is not None
+            self._failure.pickled = content
+            self._failed_at = 0.0  # complete
 
 
-def started(starts: Sequence[Start]) -> list[WorkerProcess]:
-    """Return a new process for each; if one cannot be started, end the others and raise a `NanoWorkerError`."""
+def forked(server: Server, starts: Sequence[Start]) -> list[WorkerProcess]:
+    """Return a new worker for each; if one cannot be started, end the others and raise a `NanoWorkerError`."""
     workers: list[WorkerProcess] = []
     with contextlib.ExitStack() as stack:
         for start in starts:
-            workers.append(_started(start))
+            try:
+                workers.append(WorkerProcess(server, start))
+            except OSError as error:
+                words = limit_in_words(error, Path(start.folder))
+                given = f"rank {start.rank} could not be started ({error})"
+                message = problem(given, *(words or (_TAKES, "Check that folder")))
+                raise NanoWorkerError(message, rank=start.rank) from error
             stack.callback(workers[-1].close)
         stack.pop_all()
     return workers
-
-
-def _started(start: Start) -> WorkerProcess:
-    try:
-        return WorkerProcess(start)
-    except OSError as error:
-        given = f"rank {start.rank} could not be started with {sys.executable!r} ({error})"
-        needed = "every rank but the first is a Python process that nano_loop starts"
-        advice = "Point sys.executable to a Python that has nano_loop"
-        raise NanoWorkerError(problem(given, needed, advice), rank=start.rank) from error
-
-
-def _popen(start: Start, report: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE if start.verbose else subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=start.environ,
-        pass_fds=(report,),
-        start_new_session=True,  # Ctrl-C is for rank 0
-    )

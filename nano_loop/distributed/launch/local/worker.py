@@ -1,96 +1,109 @@
 """What a worker process does: it reads its payload, does the task, and reports how that ended.
 
-`nano_loop.distributed.launch.local.start.BOOTSTRAP` calls `main`, with the CPUs bound before torch is imported.
+`nano_loop.distributed.launch.local.fork_server` calls `main`, in a new process that is bound to its CPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import pickle
-import select
-import shutil
 import signal
 import sys
 import threading
 import traceback
-from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import cloudpickle
 
+from nano_loop.distributed.files.folder import redirect_files
 from nano_loop.distributed.launch.assignment import Assignment
-from nano_loop.distributed.launch.checkpoints import save_memory_alone
 from nano_loop.distributed.launch.failure import Failure, raised
 from nano_loop.distributed.launch.joining import run_task
-from nano_loop.distributed.launch.local.launcher import PAYLOAD
+from nano_loop.distributed.launch.local.frames import framed
+from nano_loop.distributed.launch.local.launcher import PAYLOAD, WORKER_INIT
+from nano_loop.distributed.launch.local.warned import sent
 from nano_loop.distributed.payload.payload import load
-from nano_loop.fabric import note_rank
+from nano_loop.rank_zero import note_rank
 
-_INTERVAL = 1.0  # seconds between two looks at the parent
+_sending = threading.Lock()  # threads of the loop may warn
+_LARGEST = 16 << 20  # bytes of an exception that is sent; of a larger one only the words are
 
 
-def main(folder: Path, rank: int, report: int) -> NoReturn:
+def main(folder: Path, rank: int, reports: int, verbose: bool) -> NoReturn:
     """Run one worker to its end.
 
     Parameters
     ----------
     folder : pathlib.Path
-        The folder that the ranks of the run have in common.
+        The folder that the ranks of the run have in common, with the payload in it.
     rank : int
         Its rank.
-    report : int
+    reports : int
         The file descriptor to which it reports.
+    verbose : bool
+        Whether all that it prints is shown.
     """
-    reports: Connection[Any, Any] = Connection(report, readable=False)
-    os.set_inheritable(report, False)
-    if not sys.stdin.buffer.readline():  # nothing comes where the caller is gone, or could not write the payload
-        os._exit(1)
-    sys.stdin = open(os.devnull)  # noqa: SIM115 (for as long as the process lives: a worker is asked nothing)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(), folder), daemon=True).start()
-    save_memory_alone()
     note_rank(rank)
+    if not verbose:
+        sent(lambda warning: _send(reports, framed(warning)))
+    where = ""
     try:
+        _keep_sockets_in(folder)
+        redirect_files(folder, rank)
+        if (folder / WORKER_INIT).exists():
+            where = " in worker_init"
+            load(folder / WORKER_INIT)()
+            where = ""
         assignment: Assignment = load(folder / PAYLOAD)
         gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
         gc.enable()
-        reports.send_bytes(pickle.dumps(("ready", None)))
+        _send(reports, framed({"kind": "ready"}))
         run_task(assignment, rank)
     except BaseException as error:
-        _report(reports, raised(rank, error, traceback.format_exc()))
+        # torch's handler raises where a loader's process has died, also in the midst of the report.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _report(reports, raised(rank, error, traceback.format_exc(), where), error)
     else:
         _flush()
-        reports.send_bytes(pickle.dumps(("finished", None)))
+        _send(reports, framed({"kind": "finished"}))
     os._exit(0)  # threads of the user's may be running; there is nothing to clean up that rank 0 does not
 
 
-def _report(reports: Connection[Any, Any], failure: Failure) -> None:
+def _keep_sockets_in(folder: Path) -> None:
+    """Let multiprocessing, which loaders use, have its temporary folder where rank 0 deletes it.
+
+    And where paths are short: that of a socket has 107 characters at the most, and this process's temporary folder lies
+    deep in the caller's.
+    """
+    place = folder / f"pymp-{os.getpid()}"
+    place.mkdir(mode=0o700)
+    # There is no public name for it; multiprocessing's own children inherit it in the same way.
+    multiprocessing.current_process()._config["tempdir"] = str(place)  # type: ignore[attr-defined]
+
+
+def _report(reports: int, failure: Failure, error: BaseException) -> None:
+    """Report a failure: its words at once, for pickling an exception may fail or take long, and then the exception."""
+    _send(reports, framed({"kind": "failed", "failure": failure.in_words()}))
     _flush()
-    for sent in (failure, replace(failure, error=None)):
-        try:
-            content = cloudpickle.dumps(("failed", sent))
-            pickle.loads(content)  # exceptions of the user's may pickle and not come back
-        except Exception:  # nothing is known of what a user's exception does when it is pickled
-            continue
-        with contextlib.suppress(OSError):  # rank 0 is gone
-            reports.send_bytes(content)
-        return
+    try:
+        content = cloudpickle.dumps(error)
+        pickle.loads(content)  # exceptions of the user's may pickle and not come back
+    except Exception:  # nothing is known of what a user's exception does when it is pickled
+        content = b""
+    _send(reports, framed({"kind": "exception"}, content if len(content) <= _LARGEST else b""))
+
+
+def _send(reports: int, message: bytes) -> None:
+    with _sending, contextlib.suppress(OSError):  # rank 0 is gone, or the loop has closed what it did not open
+        while message:
+            message = message[os.write(reports, message) :]
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the loop may have closed or replaced it
             stream.flush()
-
-
-def _end_with_parent(parent: int, folder: Path) -> None:
-    """End this process and all that it has started when the caller's process is gone, which nothing else would."""
-    while os.getppid() == parent:
-        readable, _, _ = select.select([0], [], [], _INTERVAL)
-        if readable and not os.read(0, 1):
-            break
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -103,6 +103,7 @@ def test_torchrun_on_one_host_trains_twice_on_lists_of_cpus_and_in_a_group_of_th
         assert listed["masks"] == lists or lists is None
 
 
+@pytest.mark.slow
 def test_ranks_of_two_hosts_use_the_network_and_all_cores_of_their_hosts(tmp_path, expected):
     runs = run([torchrun("--nproc-per-node", 2)], tmp_path, "tell(found())", HOST_OF="RANK", OMP_NUM_THREADS=None)
     for (each,) in runs:
@@ -114,6 +115,7 @@ def test_ranks_of_two_hosts_use_the_network_and_all_cores_of_their_hosts(tmp_pat
         assert each["left as it was"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
 def test_more_ranks_than_cores_share_the_cores(tmp_path):
     count = read_machine().num_threads + 1
@@ -147,6 +149,7 @@ train(*parts(4))
 """
 
 
+@pytest.mark.slow
 def test_rank_that_fails_under_torchrun_ends_all(tmp_path):
     (tmp_path / "ranks.py").write_text(LOOP + FAILS)
     # Each rank's output in a file: the pieces of two tracebacks that are written at once get mixed.
@@ -177,7 +180,8 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_processes_with_the_variables_of_a_launcher_find_each_other(tmp_path, launcher, expected):
     (tmp_path / "ranks.py").write_text(LOOP + TRAIN + "tell(found())")
     port = free_port()

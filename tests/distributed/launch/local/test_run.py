@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from leaks import affinity_masks
+from loops import wrappers
 from torch import distributed, nn
 
 import nano_loop
@@ -53,6 +54,26 @@ def test_two_ranks_train_the_caller_s_model_as_one_process_of_twice_the_batch_wo
     momenta = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
     expected = [plain_optimizer.state[p]["momentum_buffer"] for p in plain_model.parameters()]
     torch.testing.assert_close(momenta, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_wrappers_of_optimizers_train_on_two_ranks_as_one_process_of_twice_the_batch_would():
+    names = [*wrappers.WRAPPERS]
+
+    def wrapped(batch_size):
+        made = [small.parts(batch_size=batch_size) for _ in names]
+        return [
+            (model, wrappers.WRAPPERS[name](model.parameters()), loader)
+            for name, (model, _, loader) in zip(names, made, strict=True)
+        ]
+
+    def train(tasks):
+        return [small.fit(*task) for task in tasks]
+
+    tasks, plain = wrapped(4), wrapped(8)
+    ramping = nano(**{**small.OPTIONS, "auto_lr": True})  # near 1x in its first steps
+    assert ramping(train)(tasks) == train(plain)
+    for name, (model, *_), (twin, *_) in zip(names, tasks, plain, strict=True):
+        torch.testing.assert_close(small.weights(model), small.weights(twin), rtol=0.02, atol=0.02, msg=name)
 
 
 # --- what one run tells, asked for once ---
@@ -278,6 +299,20 @@ def test_verbose_all_shows_what_every_rank_prints(capfd):
     assert err.count("nano_loop") == 1  # the report, once
 
 
+def test_report_says_what_a_copy_of_the_arguments_takes_and_shared_memory_takes_none():
+    def sums(model, data):
+        model(data[:1])
+        return data.sum().item()
+
+    titles = []
+    for data in (torch.ones(26 << 20, 1), torch.ones(26 << 20, 1).share_memory_()):
+        train = two(sums)
+        assert train(nn.Linear(1, 1), data) == 26 << 20
+        titles.append(train.report.title)
+    assert titles[0].endswith(" · 0.1 GiB of arguments copied")
+    assert "copied" not in titles[1]
+
+
 def test_report_tells_the_processes_and_their_cpus():
     model, optimizer, loader = small.parts()
     train = nano(**small.OPTIONS | {"auto_lr": True, "cpu_for_each_process": None})(small.fit)
@@ -476,23 +511,125 @@ KILLED = """
     @nano(num_processes=2, verbose=False)
     def train(model):
         if torch.distributed.get_rank() == 1:
-            open(sys.argv[1], "w").write(str(os.getpid()))
+            with open("private", "wb") as file:
+                file.write(bytes(10_000))
+            with open(sys.argv[1], "w") as pipe:
+                pipe.write(str(os.getpid()))
         time.sleep(100)
 
     train(torch.nn.Linear(1, 1))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_workers_end_with_the_caller(tmp_path, number):
-    file = tmp_path / "pid"
+DUMPING = """
+    import sys, time, torch
+    from nano_loop import nano
+
+    class Slow:
+        def __reduce__(self):
+            with open(sys.argv[1], "w") as pipe:
+                pipe.write("x")
+            time.sleep(100)
+
+    nano(num_processes=2, verbose=False)(lambda model, slow: None)(torch.nn.Linear(1, 1), Slow())
+"""
+
+
+def test_caller_that_is_killed_while_it_writes_the_payload_leaves_nothing(tmp_path):
+    caller, pipe, temporary = caller_of(DUMPING, tmp_path)
+    assert pipe.read_text() == "x"
+    caller.kill()
+    caller.wait()
+    assert left_by(caller, temporary) == []
+
+
+def caller_of(script, folder):
+    """Start a script that writes to a pipe, with a folder for temporary files; give both too."""
+    pipe, temporary = folder / "pipe", folder / "temporary"
+    os.mkfifo(pipe)  # a worker's files are its own, pipes are not
+    temporary.mkdir()
     caller = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(file)], cwd=Path(nano_loop.__file__).parents[1]
+        [sys.executable, "-c", textwrap.dedent(script), str(pipe)],
+        cwd=Path(nano_loop.__file__).parents[1],
+        env={**os.environ, "TMPDIR": str(temporary)},
     )
-    deadline = time.monotonic() + 60
-    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    worker = psutil.Process(int(file.read_text()))
+    return caller, pipe, temporary
+
+
+def left_by(caller, temporary):
+    """What is left of a killed caller's folders, which the process that forks its workers deletes soon."""
+
+    def left():
+        files = [*temporary.iterdir(), *Path("/dev/shm").glob(f"nano_loop-{caller.pid}-*")]
+        return [each for each in files if not each.name.startswith("torchinductor_")]  # torch's own cache
+
+    deadline = time.monotonic() + 30
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left()
+
+
+@pytest.mark.slow  # test_server.py has it of workers that hold the interpreter's lock
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_the_caller(tmp_path, number):
+    caller, pipe, temporary = caller_of(KILLED, tmp_path)
+    worker = psutil.Process(int(pipe.read_text()))
     caller.send_signal(number)
     caller.wait()
     worker.wait(timeout=10)
+    assert left_by(caller, temporary) == []
+
+
+PARTING = """
+import sys
+import torch
+from nano_loop import TorchNano, global_rank, nano
+from torch.utils.data import DataLoader
+
+def loop(model, optimizer, loader, stops):
+    for epoch in range(3):
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        if global_rank() == stops:  # as early stopping on the rank's own loss does
+            break
+
+@nano(num_processes=2, verbose=False, cpu_for_each_process=CPUS)
+def main(model, optimizer, loader, stops):
+    loop(model, optimizer, loader, stops)
+
+class MyNano(TorchNano):
+    def train(self, *parts):
+        loop(*self.setup(*parts[:3]), parts[3])
+
+model = torch.nn.Linear(2, 1)
+parts = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.ones(8, 2), 2)
+faces = main, MyNano(num_processes=2, verbose=False, cpu_for_each_process=CPUS).train
+def shown(train, stops):
+    try:
+        train(*parts, stops)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        print("=" * 9, file=sys.stderr)
+"""
+
+
+def test_ranks_that_part_are_named_by_the_user_s_function_and_line_in_a_few_lines(tmp_path):
+    program = PARTING.replace("CPUS", repr(small.OPTIONS["cpu_for_each_process"]))
+    calls = "shown(faces[0], 0)\nshown(faces[0], 1)\nshown(faces[1], 1)\n"
+    (tmp_path / "parting.py").write_text(program + calls)
+    done = subprocess.run([sys.executable, "parting.py"], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    *said, rest = done.stderr.split("=" * 9)
+    assert rest.strip() == ""
+    for shown, gone, name, collectives in zip(
+        said, (0, 1, 1), ("main", "main", "train"), ("nano_loop", "nano_loop", "self"), strict=True
+    ):
+        lines = shown.strip().splitlines()
+        assert len(lines) < 20, shown
+        message = next(line for line in lines if line.startswith("nano_loop.errors.NanoWorkerError: "))
+        assert f"rank {gone} has returned from {name}, and rank {1 - gone} still averages gradients" in message
+        assert f"{collectives}.broadcast(stop) or {collectives}.all_reduce(loss)" in message
+        assert lines[-3] == f"rank {1 - gone}:"
+        assert lines[-2].endswith('parting.py", line 11, in loop')
+        assert lines[-1].strip() == "model(x).sum().backward()"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nano_loop.steps.ipex import stopwatch
-from nano_loop.steps.ipex.stopwatch import Stopwatch
+from nano_loop.steps import stopwatch
+from nano_loop.steps.stopwatch import Stopwatch
 
 
 @pytest.fixture

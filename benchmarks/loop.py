@@ -1,0 +1,40 @@
+"""The loop that every system runs: what a user writes, with the time of each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+#: A loss and how to go backward from it.
+Backward = Callable[[torch.Tensor], None]
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """Epoch after epoch; `itertools.cycle` would load the first alone and keep it."""
+    while True:
+        yield from batches
+
+
+def steps(
+    model: Any,
+    optimizer: Any,
+    batches: Iterable[Any],
+    loss: Loss,
+    count: int,
+    backward: Backward = torch.Tensor.backward,
+) -> list[float]:
+    """Run `count` training steps, and return the seconds that each took, with the loading of its batch."""
+    seconds, last = [], time.perf_counter()
+    for batch in islice(endless(batches), count):
+        optimizer.zero_grad()
+        backward(loss(model, batch))
+        optimizer.step()
+        now = time.perf_counter()
+        seconds.append(now - last)
+        last = now
+    return seconds

@@ -1,0 +1,196 @@
+"""Measures layers of public models in bf16 and in fp32, both under nano_loop: is any of them slower in bf16?
+
+python -m benchmarks.shapes
+python -m benchmarks.shapes --only MobileNet,Conv3d --seconds 2
+python -m benchmarks.shapes --quick
+
+Each layer is measured as it stands inside a model: its input and the gradient of its output have the dtype that
+autocast gives them there, and its weights are fp32. fp32 and bf16 take turns in short blocks, for another program on
+the machine then disturbs both. With one thread, times are CPU times, which other programs disturb least. A layer counts
+as slower if it is by the fastest times and by the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import nano_loop
+from benchmarks.layers import LAYERS, Layer
+from benchmarks.names import at_least_one
+from benchmarks.surroundings import heading, surroundings
+
+PRECISIONS: dict[str, int | str] = {"fp32": 32, "bf16": "bf16"}
+PARTS = ("forward", "backward")
+#: Below this ratio of fp32's time to bf16's, bf16 is slower by more than noise.
+NOISE = 0.95
+BLOCKS = 5
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+Seconds = tuple[float, float]  # forward, backward
+
+
+class Held:
+    """An output that a set-up model returns as it is: nano_loop casts tensors, and not what it does not know."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Model(nn.Module):
+    """A layer as it stands inside a set-up model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Held:
+        return Held(self.layer(x))
+
+
+@dataclass
+class Row:
+    """What was measured of a layer in one memory layout: by precision, the seconds of each call."""
+
+    layer: Layer
+    layout: str
+    seconds: dict[str, list[Seconds]] = field(default_factory=lambda: {name: [] for name in PRECISIONS})
+
+    def milliseconds(self, precision: str, pick: Callable[[Sequence[float]], float], part: int | None = None) -> float:
+        """Return the fastest or the median time of a part of the step, or of both parts."""
+        return pick([sum(each) if part is None else each[part] for each in self.seconds[precision]]) * 1e3
+
+    def ratio(self, pick: Callable[[Sequence[float]], float], part: int | None = None) -> float:
+        """Return fp32's time over bf16's: above 1, bf16 is faster."""
+        return self.milliseconds("fp32", pick, part) / self.milliseconds("bf16", pick, part)
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether bf16 is slower by the fastest times and by the medians."""
+        return max(self.ratio(min), self.ratio(statistics.median)) < NOISE
+
+    def as_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"model": self.layer.model, "layer": self.layer.text, "shape": self.layer.shape}
+        found |= {"layout": self.layout, "slower": self.is_slower}
+        for number, part in enumerate(PARTS):
+            found[part] = {
+                precision: {
+                    "min_ms": self.milliseconds(precision, min, number),
+                    "median_ms": self.milliseconds(precision, statistics.median, number),
+                }
+                for precision in PRECISIONS
+            }
+        return found | {"ratio_of_minima": self.ratio(min), "ratio_of_medians": self.ratio(statistics.median)}
+
+
+def measure(pairs: Sequence[tuple[Layer, str]], seconds: float) -> list[Row]:
+    """Measure layers in their layouts, each for about `seconds`.
+
+    One run around all sets the allocator: set anew in each block, it would give the memory back in between.
+    """
+    with nano_loop.accelerated(nn.Identity(), verbose=False):
+        return [_measured(*pair, seconds) for pair in tqdm(pairs, file=sys.stderr, unit="layer")]
+
+
+def _measured(layer: Layer, layout: str, seconds: float) -> Row:
+    """Measure a layer with fp32 and bf16 in turn."""
+    row, sides = Row(layer, layout), {name: _side(layer, layout, name) for name in PRECISIONS}
+    for number in range(BLOCKS if seconds else 1):
+        for name in list(PRECISIONS)[:: -1 if number % 2 else 1]:
+            share, least = seconds / BLOCKS / len(PRECISIONS), 1 if number else 2
+            row.seconds[name] += _block(*sides[name], PRECISIONS[name], layout, share, least)
+    return row
+
+
+def _side(layer: Layer, layout: str, precision: str) -> tuple[Model, Tensor]:
+    """Return the layer in a model, and its input as an earlier layer would give it."""
+    torch.manual_seed(0)
+    model, x = Model(layer.build()), layer.input
+    if layout == "NHWC":
+        x = x.contiguous(memory_format=_FORMATS[x.dim()])
+    if not layer.first:
+        x = (x.bfloat16() if precision == "bf16" else x).requires_grad_()
+    return model, x
+
+
+def _block(model: Model, x: Tensor, precision: int | str, layout: str, seconds: float, least: int) -> list[Seconds]:
+    """Return the seconds of calls, for about `seconds`. The first is not counted, if there are more."""
+    leaves = [each for each in (x, *model.parameters()) if each.requires_grad]
+    options = {"precision": precision, "channels_last": layout == "NHWC", "allocator": False, "verbose": False}
+    with nano_loop.accelerated(model, **options):
+        end, found = time.perf_counter() + seconds, []
+        while len(found) < least or time.perf_counter() < end:
+            found.append(_call(model, x, leaves))
+    return found[1:] or found
+
+
+def _call(model: Model, x: Tensor, leaves: list[Tensor]) -> Seconds:
+    clock = time.perf_counter if torch.get_num_threads() > 1 else time.process_time
+    start = clock()
+    out = model(x).tensor
+    end = clock()
+    gradient = torch.ones_like(out)
+    begin = clock()
+    torch.autograd.grad(out, leaves, gradient)
+    return end - start, clock() - begin
+
+
+def chosen(only: Sequence[str]) -> list[tuple[Layer, str]]:
+    """Return the layers and layouts of which a part of the description is among `only`, or all."""
+    found = [(layer, layout) for layer in LAYERS for layout in layer.layouts]
+    text = [f"{layer.model}: {layer.text} {layout}" for layer, layout in found]
+    return [each for each, words in zip(found, text, strict=True) if not only or any(name in words for name in only)]
+
+
+HEAD = """\
+| model | layer | input | layout | fp32, ms | bf16, ms | fp32 ÷ bf16, fastest | medians | forward | backward |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the table of docs/performance.md. Times are the fastest of a step, forward and backward their ratios."""
+    return "\n".join([HEAD, *map(_line, rows)])
+
+
+def _line(row: Row) -> str:
+    times = [f"{row.milliseconds(name, min):.3g}" for name in PRECISIONS]
+    mark = "**" if row.is_slower else ""
+    ratios = [row.ratio(min), row.ratio(statistics.median)]
+    parts = [f"{row.ratio(min, number):.2f}" for number in range(len(PARTS))]
+    shape = " × ".join(map(str, row.layer.shape))
+    cells = [row.layer.model, row.layer.text, shape, row.layout, *times]
+    return f"| {' | '.join([*cells, *(f'{mark}{each:.2f}{mark}' for each in ratios), *parts])} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    only = "parts of models' or layers' names, between commas"
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help=only)
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each layer")
+    parser.add_argument("--threads", type=at_least_one, help="threads of torch; one is disturbed least")
+    parser.add_argument("--quick", action="store_true", help="two calls of each: only to see that everything runs")
+    parser.add_argument("--output", help="a file for the figures, as JSON")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    rows = measure(chosen(arguments.only), 0.0 if arguments.quick else arguments.seconds)
+    found = surroundings()
+    if arguments.output:
+        with open(arguments.output, "w") as file:
+            json.dump({"surroundings": found, "rows": [row.as_dict() for row in rows]}, file, indent=1)
+    slower = sum(row.is_slower for row in rows)
+    print(heading(found), markdown(rows), f"slower in bf16: {slower} of {len(rows)}", sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

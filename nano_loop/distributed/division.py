@@ -1,0 +1,30 @@
+"""Whether the ranks of a run divide its work, or all compute the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Division:
+    """What one rank knows of how the work of its run is divided.
+
+    Attributes
+    ----------
+    delivered : bool
+        Whether a divided loader has delivered a batch since the last averaging of gradients.
+    undivided : bool
+        Whether all ranks computed the same when they compared it last; the same on all ranks.
+    chosen : bool
+        Whether the latest batch came from a loader that ``shard=False`` keeps whole.
+    found : bool
+        Whether a loader that was not set up was divided.
+    warned : set of str
+        The warnings that the run has given.
+    """
+
+    delivered: bool = False
+    undivided: bool = False
+    chosen: bool = False
+    found: bool = False
+    warned: set[str] = field(default_factory=set)

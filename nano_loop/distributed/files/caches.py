@@ -1,0 +1,35 @@
+"""Folders that programs share while they run, each made for several writers: a worker uses the caller's."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import tempfile
+from collections.abc import Iterator
+
+# Of compilers, of downloads and of fonts.
+_VARIABLES = (
+    *("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCH_EXTENSIONS_DIR"),
+    *("TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"),
+    *("MPLCONFIGDIR", "NUMBA_CACHE_DIR", "PYTHONPYCACHEPREFIX"),
+)
+_AT_HOME = ("~/.cache", "~/.triton", "~/.config/matplotlib", "~/Library/Caches")
+
+
+def cache_folders() -> list[str]:
+    """Return those of this process, without symbolic links in their paths.
+
+    One that holds the working folder or the folder for temporary files is left out: the loop's own files lie there.
+    """
+    others = [os.path.realpath(folder) for folder in (os.getcwd(), tempfile.gettempdir())]
+    folders = (os.path.realpath(os.path.expanduser(folder)) for folder in _named())
+    return [folder for folder in folders if not any(f"{other}/".startswith(f"{folder}/") for other in others)]
+
+
+def _named() -> Iterator[str]:
+    yield from (os.environ[name] for name in _VARIABLES if os.environ.get(name))
+    yield from _AT_HOME
+    try:
+        yield os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    except (KeyError, OSError):  # a user without a name
+        return

@@ -1,0 +1,102 @@
+"""The folder of a run for what its workers write: made and deleted by rank 0, and filled by each worker."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from nano_loop.distributed.files.caches import cache_folders
+from nano_loop.distributed.files.originals import real
+from nano_loop.distributed.files.overlay import Overlay
+from nano_loop.distributed.files.redirection import redirect
+from nano_loop.errors import problem
+
+_LINK = "files"  # in the folder of the run, to this one
+_LITTLE = 1 << 20  # bytes that are free on a disk that is as good as full
+
+
+@contextlib.contextmanager
+def workers_files(run: Path) -> Iterator[None]:
+    """Make a folder on disk for what workers write, which may be large, and delete it on leaving.
+
+    Parameters
+    ----------
+    run : Path
+        The private folder of the run, in which the workers find it.
+    """
+    place = tempfile.mkdtemp(prefix=f"nano_loop-{os.getpid()}-")
+    try:
+        (run / _LINK).symlink_to(os.path.realpath(place))
+        yield
+    finally:
+        discard(place)
+
+
+def place_of(run: Path) -> str:
+    """Return the folder that `workers_files` has made for a run."""
+    return os.readlink(run / _LINK)
+
+
+def redirect_files(run: Path, rank: int) -> None:
+    """Let this process, a worker, change no file of the caller's from now on, for as long as it lives.
+
+    Parameters
+    ----------
+    run : Path
+        The private folder of the run.
+    rank : int
+        The rank of this process.
+    """
+    folders = [place_of(run), os.path.realpath(run)]
+    place = f"{folders[0]}/{rank}"
+    temporary = f"{place}/temporary"
+    os.makedirs(temporary, 0o700)
+    since = (run / _LINK).lstat().st_ctime_ns
+    shared = (*folders, *map(_being_deleted, folders), *cache_folders())
+    redirect(Overlay(place, since, shared), temporary, folders[1])
+
+
+def discard(folder: str | Path) -> None:
+    """Delete a folder, also one in which a process is still writing."""
+    gone = _being_deleted(folder)
+    with contextlib.suppress(FileNotFoundError):  # another process deletes it
+        real.rename(folder, gone)  # from now on nothing can be put into it by its path
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _being_deleted(folder: str | Path) -> str:
+    return f"{folder}.gone"
+
+
+@contextlib.contextmanager
+def explaining_full_disk(run: Path) -> Iterator[None]:
+    """Let the error of a worker say which disk is full, and what to do.
+
+    Raises
+    ------
+    OSError
+        Instead of the one for which there was no room, and instead of torch's, which names no reason.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if not _is_for_lack_of_room(error, run):
+            raise
+        given = f"the disk of {place_of(run)} is full ({error})"
+        needed = "what a worker writes needs room there until the run ends"
+        advice = (
+            "Make room, set TMPDIR to a folder on a larger disk, or write on rank 0 alone (nano_loop.is_global_zero())"
+        )
+        raise OSError(errno.ENOSPC, problem(given, needed, advice)) from error
+
+
+def _is_for_lack_of_room(error: Exception, run: Path) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    disk = os.statvfs(place_of(run))
+    return disk.f_bavail * disk.f_frsize < _LITTLE

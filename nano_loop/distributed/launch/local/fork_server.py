@@ -1,0 +1,245 @@
+"""The process that worker processes are forked from: it has imported torch and nano_loop, and holds no thread.
+
+It forks workers when the caller asks, ends them when the caller asks or is gone, and says how each of them has ended.
+Without work it ends after a while, and in any case with the caller. A worker is so never a child of the caller's, and
+the caller's own children are not disturbed.
+
+`nano_loop.distributed.launch.local.start.BOOTSTRAP` calls `serve`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from nano_loop.distributed.files.redirection import find_importers
+from nano_loop.distributed.launch.local import whereabouts
+from nano_loop.distributed.launch.local.frames import Frames, framed
+from nano_loop.distributed.launch.local.handle import handle_of
+from nano_loop.distributed.launch.local.start import Start
+from nano_loop.distributed.launch.local.worker import main
+
+_STREAMS = 3  # descriptors that come with each request for a worker: reports, standard output, standard error
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def serve(control: socket.socket, caller: int, idle: float) -> NoReturn:
+    """Serve the caller until it is gone, has closed its end, or has asked for nothing for a while.
+
+    Parameters
+    ----------
+    control : socket.socket
+        A stream socket to the caller.
+    caller : int
+        The caller's process.
+    idle : float
+        Seconds without a run after which this process ends.
+    """
+    server = ForkServer(control, caller, idle)
+    try:
+        server.run()
+    except BaseException:  # the caller shows it as the last words of its workers
+        traceback.print_exc()
+    finally:
+        server.end()
+
+
+def preload(modules: Sequence[str], folder: str | None) -> None:
+    """Import modules once for all workers; one that cannot be imported raises in a worker that needs it.
+
+    Parameters
+    ----------
+    modules : sequence of str
+        Their names.
+    folder : str or None
+        The temporary folder meanwhile: this process deletes none that an import makes, as torch._dynamo's does in
+        torch 2.8. None for the system's.
+    """
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    for name in modules:
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):  # any, for the caller has imported it, and this process must go on
+                importlib.import_module(name)
+    tempfile.tempdir = before
+    find_importers()
+    gc.collect()
+    gc.freeze()  # so that the pages of what has been imported stay common to all workers
+
+
+class ForkServer:
+    """See the module."""
+
+    def __init__(self, control: socket.socket, caller: int, idle: float) -> None:
+        self._control = control
+        self._idle = idle
+        self._caller = handle_of(caller)
+        self._frames = Frames()
+        self._descriptors: list[int] = []  # that have come for workers to be forked
+        self._tokens: dict[int, int] = {}  # what the caller calls each worker, by its process
+        self._folders: set[str] = set()  # of the runs that are under way
+        self._woken, writing = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        self._waking = writing
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # interrupts the wait below
+        self._say({"ready": True})
+
+    def run(self) -> None:
+        """Do what the caller asks for, until there is nothing more to do."""
+        while True:
+            sources: list[Any] = [self._control, self._woken, *([] if self._caller is None else [self._caller])]
+            busy = self._tokens or self._folders
+            readable, _, _ = select.select(sources, [], [], None if busy else self._idle)
+            if self._woken in readable:
+                os.read(self._woken, 1 << 12)
+                self._reap()
+            if self._control in readable:  # also of a caller that is gone: it has said which folders are to be deleted
+                if not self._read():
+                    return
+            elif self._caller in readable or not (readable or busy):
+                return
+
+    def end(self) -> NoReturn:
+        """Kill all workers and what they have started, delete what the runs have left, and end this process."""
+        for pid in self._tokens:
+            _kill_group(pid)
+        for pid in self._tokens:  # what still runs could write to the folders
+            os.waitpid(pid, 0)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    def _read(self) -> bool:
+        """Do what the caller has asked for; return whether it may ask for more."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 64)
+        except ConnectionResetError:
+            return False
+        self._descriptors += descriptors
+        for header, _ in self._frames.feed(data):
+            self._do(header)
+        return bool(data)
+
+    def _do(self, request: dict[str, Any]) -> None:
+        kind = request["ask"]
+        if kind == "answer":
+            self._say({"answer": True})
+        elif kind == "begin":
+            self._folders.add(request["folder"])
+            preload(request["modules"], request["folder"])
+        elif kind == "finish":
+            self._folders.discard(request["folder"])
+        elif kind == "fork":
+            streams, self._descriptors = self._descriptors[:_STREAMS], self._descriptors[_STREAMS:]
+            self._fork(request["token"], request["start"], streams)
+        elif kind in ("kill", "show"):
+            for pid in [pid for pid, token in self._tokens.items() if token == request["token"]]:
+                if kind == "kill":
+                    _kill_group(pid)
+                else:
+                    self._say({"shown": request["token"], "state": whereabouts.ask(pid)})
+
+    def _fork(self, token: int, start: str, streams: list[int]) -> None:
+        server = os.getpid()
+        try:
+            with warnings.catch_warnings():
+                # Python warns of threads: numpy's linear algebra has some, and makes them anew in the child.
+                warnings.simplefilter("ignore")
+                pid = os.fork()
+        except OSError as error:
+            self._say({"unforked": token, "why": str(error)})
+        else:
+            if pid == 0:
+                self._become_worker(server, start, streams)
+            self._tokens[pid] = token
+        for each in streams:
+            os.close(each)
+
+    def _become_worker(self, server: int, path: str, streams: list[int]) -> NoReturn:
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()  # Ctrl-C is for rank 0, and what the worker starts ends with it
+            for each in (self._woken, self._waking, *([] if self._caller is None else [self._caller])):
+                os.close(each)
+            self._control.close()
+            _end_with(server)
+            _take_streams(*streams[1:])
+            start = Start.read(path)
+            _take_over(start)
+            whereabouts.told_on_demand(start.folder, start.rank)
+            main(Path(start.folder), start.rank, streams[0], start.verbose)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _reap(self) -> None:
+        """Take note of the workers that have ended, and end what they have started."""
+        for pid, token in [*self._tokens.items()]:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                _kill_group(pid)  # as long as nobody has waited for the worker, its number is not given away
+                _, status = os.waitpid(pid, 0)
+                del self._tokens[pid]
+                self._say({"exited": token, "code": os.waitstatus_to_exitcode(status)})
+
+    def _say(self, header: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the caller is gone, which `run` notices
+            self._control.sendall(framed(header))
+
+
+def _take_streams(output: int, errors: int) -> None:
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    os.close(output)
+    os.close(errors)
+
+
+def _take_over(start: Start) -> None:
+    """Take over from the caller's process what a process has from its start."""
+    if start.cpus:
+        os.sched_setaffinity(0, start.cpus)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.clear()
+    os.environ.update(start.environ)
+    if os.environ.get("OMP_NUM_THREADS", "") != before and os.environ["OMP_NUM_THREADS"].isdecimal():
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read another number
+    if start.working_folder is not None:
+        os.chdir(start.working_folder)
+    sys.argv[:] = start.argv
+    importlib.invalidate_caches()
+
+
+def _kill_group(leader: int) -> None:
+    """Kill a worker that nobody has waited for yet, and all that it has started."""
+    for kill in (os.killpg, os.kill):  # between its fork and its setsid it has no group
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(leader, signal.SIGKILL)
+
+
+def _end_with(parent: int) -> None:
+    """Let the system kill this process when its parent ends, whatever it is doing then."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)

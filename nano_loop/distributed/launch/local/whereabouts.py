@@ -1,0 +1,45 @@
+"""Where a worker is in its Python code: it writes that to a file when a signal comes, whatever it is doing then."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+
+#: Not one that a loop handles; handled in C, so also where Python's lock is held.
+_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 1
+_LONGEST = 20_000  # characters
+
+
+def told_on_demand(folder: str, rank: int) -> None:
+    """Let this process write the stacks of its threads to a file in the run's folder whenever the signal comes."""
+    file = _file(folder, rank).open("w")  # stays open as long as the process lives
+    faulthandler.register(_SIGNAL, file, all_threads=True)
+
+
+def ask(process: int) -> str:
+    """Send the signal, and return the process's state as /proc has it: ``T`` where it is stopped."""
+    state = ""
+    with contextlib.suppress(OSError):  # there is no /proc, or the process is gone
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        os.kill(process, _SIGNAL)
+    return state
+
+
+def read(folder: str, rank: int, deadline: float) -> str:
+    """Return what the process has written, once that is complete; nothing where it writes nothing."""
+    found = ""
+    while time.monotonic() < deadline:
+        written = _file(folder, rank).read_text(errors="replace") if _file(folder, rank).exists() else ""
+        if written and written == found:
+            break
+        found = written
+        time.sleep(0.02)
+    return found[:_LONGEST]
+
+
+def _file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stacks-{rank}"

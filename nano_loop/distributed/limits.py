@@ -1,0 +1,75 @@
+"""What this system limits, such as open files and room for files: in words, where it has refused more of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nano_loop.errors import NanoError, problem
+
+SHARED_MEMORY = Path("/dev/shm")
+_NO_COPY = "a numpy.memmap, or a tensor after share_memory_(), is sent without a copy"
+
+
+def limit_in_words(error: OSError, folder: Path) -> tuple[str, str] | None:
+    """Return what is limited and what to do, for an error by which the system has refused something.
+
+    Parameters
+    ----------
+    error : OSError
+        What was raised.
+    folder : Path
+        Where files were to be written.
+
+    Returns
+    -------
+    (str, str) or None
+        The second and the third part of a message; None for an error of another kind.
+    """
+    if error.errno == errno.EMFILE:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"this process may open {most:,} files and pipes at a time", "Close some, or raise the limit (ulimit -n)"
+    if error.errno == errno.ENFILE:
+        return "the system has no room for more open files", "Close programs, or raise the limit (sysctl fs.file-max)"
+    if error.errno == errno.EAGAIN:
+        advice = "End some, or raise the limit (ulimit -u, or the container's)"
+        return "this user or container may have no more processes", advice
+    if error.errno == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return f"no file of this process may have more than {most:,} bytes", f"Raise the limit (ulimit -f); {_NO_COPY}"
+    if error.errno == errno.EDQUOT:
+        return f"this user's quota in {folder} is used up", "Delete files there, or ask for more"
+    if error.errno == errno.ENOSPC:
+        return _no_room(Path(error.filename).parent if isinstance(error.filename, str) else folder)
+    return None
+
+
+def _no_room(folder: Path) -> tuple[str, str]:
+    parent = folder if folder.exists() else folder.parent
+    found = os.statvfs(parent)
+    if found.f_files and not found.f_ffree:
+        needed = f"all {found.f_files:,} inodes of the file system of {parent} are in use"
+        return needed, "Delete files there, or enlarge it (mount -o remount,nr_inodes=...)"
+    total, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
+    needed = f"the file system of {parent} has {total:,} bytes, of which {free:,} are free"
+    if SHARED_MEMORY in parent.parents or parent == SHARED_MEMORY:
+        advice = "Enlarge it (docker run --shm-size=..., mount -o remount,size=... /dev/shm)"
+    else:
+        advice = "Set TMPDIR to a folder that has room"
+    return needed, f"{advice}; {_NO_COPY}"
+
+
+@contextmanager
+def limits_in_words(what: str, folder: Path) -> Iterator[None]:
+    """Raise a NanoError that says what is limited, where the body raises an OSError for want of something."""
+    try:
+        yield
+    except OSError as error:
+        words = limit_in_words(error, folder)
+        if words is None:
+            raise
+        raise NanoError(problem(f"{what} ({error.strerror})", *words)) from error

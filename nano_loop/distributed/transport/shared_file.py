@@ -1,0 +1,95 @@
+"""Files in a private folder that the ranks of one host map: of this user alone, whatever the umask, and of no one else.
+
+A name in a folder that others can write to may be a link, or a file that somebody else has put there. So files are
+made only where there is none, and what is opened has to be a regular file of this user that no other user can open.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from typing import Literal
+
+from nano_loop.errors import NanoError, problem
+
+#: What a path has to be.
+Kind = Literal["folder", "regular file"]
+
+_IS = {"folder": stat.S_ISDIR, "regular file": stat.S_ISREG}
+_PRIVATE = 0o600
+_OTHERS = 0o077
+_WRITTEN = 1 << 20  # bytes at a time
+_SAFELY = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def make(path: str, size: int) -> None:
+    """Make a file of `size` zeros.
+
+    Raises
+    ------
+    OSError
+        If there is something at `path` already, or no room. Nothing is left then.
+    """
+    descriptor = os.open(path, _SAFELY | os.O_CREAT | os.O_EXCL, _PRIVATE)
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), _PRIVATE)
+            # Written, not only made long: memory that is not there when it is first used is a SIGBUS.
+            for start in range(0, size, _WRITTEN):
+                file.write(bytes(min(_WRITTEN, size - start)))
+    except BaseException:
+        os.unlink(path)
+        raise
+
+
+def make_at_once(path: str, size: int) -> bool:
+    """Make a file of `size` zeros that is whole when others see it; return False if there is one already."""
+    unseen = f"{path}.{os.getpid()}"
+    make(unseen, size)
+    try:
+        os.link(unseen, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(unseen)
+    return True
+
+
+def open_private(path: str) -> int:
+    """Return a descriptor of a file, which must be this user's alone.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened, as when it is a link.
+    NanoError
+        If it is no regular file, belongs to another user, or can be opened by other users.
+    """
+    descriptor = os.open(path, _SAFELY)
+    try:
+        refuse_foreign(path, os.fstat(descriptor), "regular file")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_whole(path: str, size: int) -> mmap.mmap:
+    """Map `size` bytes of a file that `make` or `make_at_once` has made; see `open_private`."""
+    descriptor = open_private(path)
+    try:
+        return mmap.mmap(descriptor, size)
+    except ValueError as error:  # the file is shorter
+        raise OSError(str(error)) from error
+    finally:
+        os.close(descriptor)
+
+
+def refuse_foreign(path: str, found: os.stat_result, kind: Kind) -> None:
+    """Raise a NanoError unless `found`, the status of `path`, is of this kind and this user's alone."""
+    if _IS[kind](found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS:
+        return
+    given = f"{path} belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}"
+    needed = f"ranks of one host meet in a {kind} that only user {os.geteuid()} can open"
+    raise NanoError(problem(given, needed, "Start all ranks as the same user"))

@@ -1,0 +1,280 @@
+"""torch.distributed between ranks of one host without a socket: a process group over the channel in shared memory.
+
+torch accepts a process group that is written in Python like a built-in one, so `torch.distributed`'s functions,
+`DistributedSampler`, `DistributedDataParallel` and libraries over them work in a run as they do with gloo. A collective
+with ``async_op=True`` is done when it returns; sending and receiving go on in any later wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import ReduceOp
+
+from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.transport.contiguous import copy_back, flattened, parts_of_streams, with_copy
+from nano_loop.distributed.transport.pipes import Pipes
+from nano_loop.distributed.transport.raw_bytes import raw_bytes
+from nano_loop.distributed.transport.reductions import Reduction
+from nano_loop.distributed.transport.shared_channel import SharedChannel
+from nano_loop.distributed.transport.works import Done, UnderWay
+from nano_loop.errors import NanoError, problem
+
+#: torch.distributed's name of this backend.
+NAME = "nano_loop"
+
+Tensors = Sequence[torch.Tensor]
+
+
+# Its methods have more overloads than torch.distributed's functions call.
+_ProcessGroup: Any = distributed.ProcessGroup
+
+
+class SharedGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group of torch between ranks of one host.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks of the group.
+    channel : callable
+        Returns their channel; it is called when they first use it.
+    pipes : Pipes
+        For messages between two of them.
+    name : str
+        What torch calls it.
+    """
+
+    def __init__(self, ranks: Ranks, channel: Callable[[], SharedChannel], pipes: Pipes, name: str) -> None:
+        super().__init__(ranks.rank, ranks.size)
+        self._name = name
+        self._ranks, self._open, self._pipes = ranks, channel, pipes
+
+    @property
+    def _channel(self) -> SharedChannel:
+        return self._open()
+
+    @property
+    def group_name(self) -> str:
+        """What torch calls it, which it asks when it destroys it."""
+        return self._name
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        """Return torch.distributed's name of this backend."""
+        return NAME
+
+    def advance(self) -> None:
+        """Carry on the messages that are being sent and received."""
+        self._pipes.advance()
+
+    # --- each rank's tensor to all ---
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Done:
+        """See `torch.distributed.broadcast`."""
+        with_copy(tensors[0], lambda tensor: self._channel.broadcast_tensor(tensor, opts.rootRank))
+        return Done([*tensors])
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
+        """See `torch.distributed.all_gather`."""
+        self._gather(outputs[0], inputs[0])
+        return Done([*outputs])
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
+        """See `torch.distributed.all_gather_coalesced`: the list of each rank, by rank."""
+        for number, each in enumerate(inputs):
+            self._gather([of_rank[number] for of_rank in outputs], each)
+        return Done([*outputs])
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done:
+        """See `torch.distributed.all_gather_into_tensor`."""
+        whole = output.detach().contiguous()
+        self._gather(whole.view(-1).chunk(self.size()), tensor.reshape(-1))
+        return _copied(whole, output)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
+        """Do several of `all_gather_single`."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, tensor)
+        return Done([*outputs])
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
+        """See `torch.distributed.gather`."""
+        self._gather(outputs[0] if outputs else [], inputs[0])
+        return Done([*outputs])
+
+    def _gather(self, outputs: Tensors, tensor: torch.Tensor) -> None:
+        wholes = [each.detach().contiguous() for each in outputs]
+        memories = [raw_bytes(each.view(-1)) for each in wholes]
+        sent = raw_bytes(flattened(tensor))
+
+        def receive(rank: int, start: int, piece: memoryview) -> None:
+            if memories:
+                memories[rank][start : start + len(piece)] = piece
+
+        if any(len(each) != len(sent) for each in memories):
+            given = f"gathering {len(sent)} bytes of each rank to tensors of {', '.join(str(len(m)) for m in memories)}"
+            advice = "Pass a tensor of the shape and dtype of the others' for each rank"
+            raise NanoError(problem(given, "they are of one size", advice))
+        self._channel.exchange(f"gather of {len(sent)} bytes", sent, receive)
+        for whole, output in zip(wholes, outputs, strict=True):
+            _copied(whole, output)
+
+    # --- one tensor of all ranks' ---
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Done:
+        """See `torch.distributed.all_reduce`."""
+        operation = ReduceOp.SUM if opts is None else opts.reduceOp
+        for each in tensors:
+            self._reduce(each, operation, here=True)
+        return Done([*tensors])
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Done:
+        """Do several of `allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Done:
+        """See `torch.distributed.reduce`."""
+        self._reduce(tensors[0], opts.reduceOp, here=self.rank() == opts.rootRank)
+        return Done([*tensors])
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Done:
+        """See `torch.distributed.reduce_scatter`."""
+        sizes = [each.numel() for each in inputs[0]]
+        self._reduce_scatter(outputs[0], torch.cat([flattened(each) for each in inputs[0]]), sizes, opts)
+        return Done([*outputs])
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done:
+        """See `torch.distributed.reduce_scatter_tensor`."""
+        self._reduce_scatter(output, flattened(tensor), [output.numel()] * self.size(), opts)
+        return Done([output])
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
+        """Do several of `reduce_scatter_single`."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, tensor, opts)
+        return Done([*outputs])
+
+    def _reduce(self, tensor: torch.Tensor, operation: Any, *, here: bool) -> None:
+        if tensor.layout is not torch.strided:
+            _reduce_sparse(self._channel, tensor, operation, here=here)
+            return
+        reduction = Reduction(operation, tensor.dtype)
+        if here:
+            with_copy(tensor, lambda each: self._channel.reduce(each, reduction, everywhere=True))
+        else:
+            self._channel.reduce(flattened(tensor), reduction, everywhere=False)
+
+    def _reduce_scatter(self, output: torch.Tensor, stream: torch.Tensor, sizes: list[int], opts: Any) -> None:
+        reduction = Reduction(opts.reduceOp, output.dtype)
+        whole = output.detach().contiguous()
+        start = sum(sizes[: self.rank()]) * output.dtype.itemsize
+        receive = self._channel.combining(whole.view(-1), reduction, start)
+        self._channel.exchange(f"scattered {reduction.name} of {sizes} {output.dtype}", raw_bytes(stream), receive)
+        _copied(whole, output)
+
+    # --- parts ---
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Done:
+        """See `torch.distributed.scatter`."""
+        whole = outputs[0].detach().contiguous()
+        parts = inputs[0] if inputs else []
+        stream = torch.cat([flattened(each).view(torch.uint8) for each in parts]) if parts else _NOTHING
+        size = whole.numel() * whole.dtype.itemsize
+        starts = {opts.rootRank: self.rank() * size}
+        what = f"scatter of {opts.rootRank}, {size} bytes"
+        self._channel.exchange(what, raw_bytes(stream), parts_of_streams({opts.rootRank: whole}, starts))
+        _copied(whole, outputs[0])
+        return Done([*outputs])
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
+        """See `torch.distributed.all_to_all`."""
+        sent = [flattened(each).view(torch.uint8) for each in inputs]
+        wholes = [each.detach().contiguous() for each in outputs]
+        sizes = torch.tensor([len(each) for each in sent])
+        found = self._channel.gather(bytes(raw_bytes(sizes)))
+        of_rank = [torch.frombuffer(bytearray(each), dtype=torch.int64).tolist() for each in found]
+        for rank, (theirs, whole) in enumerate(zip(of_rank, wholes, strict=True)):
+            if theirs[self.rank()] != whole.numel() * whole.dtype.itemsize:
+                given = (
+                    f"rank {rank} sends {theirs[self.rank()]} bytes to a tensor of {tuple(whole.shape)} {whole.dtype}"
+                )
+                needed = "what is sent and the tensor that receives it are of one size"
+                raise NanoError(problem(given, needed, "Check the shapes of the tensors that all ranks pass"))
+        starts = {rank: sum(theirs[: self.rank()]) for rank, theirs in enumerate(of_rank)}
+        receive = parts_of_streams(dict(enumerate(wholes)), starts)
+        self._channel.exchange("all to all", raw_bytes(torch.cat(sent)), receive)
+        for whole, output in zip(wholes, outputs, strict=True):
+            _copied(whole, output)
+        return Done([*outputs])
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Done:
+        """See `torch.distributed.all_to_all_single`."""
+        whole, count = output.detach().contiguous(), self.size()
+        outputs = _split(whole, output_sizes) if output_sizes else whole.chunk(count)
+        inputs = _split(tensor, input_sizes) if input_sizes else tensor.chunk(count)
+        self.alltoall(outputs, inputs)
+        return _copied(whole, output)
+
+    # --- one to another ---
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> UnderWay:
+        """See `torch.distributed.isend`."""
+        return UnderWay(self._pipes, self._pipes.send(tensors[0], peer, tag), tensors[0], self.rank())
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> UnderWay:
+        """See `torch.distributed.irecv`."""
+        return UnderWay(self._pipes, self._pipes.receive(tensors[0], peer, tag), tensors[0], peer)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> UnderWay:
+        """See `torch.distributed.recv`, without a source."""
+        transfer = self._pipes.receive_any(tensors[0], tag)
+        return UnderWay(self._pipes, transfer, tensors[0], transfer.peer)
+
+    def barrier(self, opts: Any = None) -> Done:
+        """See `torch.distributed.barrier`."""
+        self._channel.barrier()
+        return Done([])
+
+    # What torch 2.8 calls them, and the C++ of all versions.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    parts: Sequence[torch.Tensor] = tensor.split([*sizes])  # type: ignore[no-untyped-call]
+    return parts
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _copied(whole: torch.Tensor, output: torch.Tensor) -> Done:
+    copy_back(whole, output)
+    return Done([output])
+
+
+def _reduce_sparse(channel: SharedChannel, tensor: torch.Tensor, operation: Any, *, here: bool) -> None:
+    if operation != ReduceOp.SUM:
+        given = f"{operation} of a sparse tensor"
+        raise NanoError(problem(given, "sparse tensors can be summed", "Use ReduceOp.SUM, or tensor.to_dense()"))
+    channel.codec.begin()
+    parts = [channel.codec.loads(each, rank) for rank, each in enumerate(channel.gather(channel.codec.dumps(tensor)))]
+    if here:
+        total = parts[0]
+        for each in parts[1:]:
+            total = total + each
+        with torch.no_grad():  # not `detach`, of which a sparse tensor would not get the new indices
+            tensor.copy_(total.coalesce())

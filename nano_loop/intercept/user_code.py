@@ -1,0 +1,105 @@
+"""Finds the line of the user's in a call, past the frames of torch, Fabric and nano_loop, and warns of it."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from traceback import FrameSummary
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from nano_loop.errors import NanoWarning
+
+_PACKAGES = Path(str(torch.__file__)).parents[1]
+_NOT_THE_USERS = (
+    *(str(_PACKAGES / name) for name in ("torch", "lightning_fabric", "lightning_utilities")),
+    str(Path(__file__).parents[1]),
+    str(contextlib.__file__),  # between two frames of nano_loop
+)
+
+
+def is_users(filename: str) -> bool:
+    """Whether code of this file is the user's."""
+    return not filename.startswith(_NOT_THE_USERS)
+
+
+def users_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
+    """Return the innermost of the `frames`, outermost first, that is the user's; None if there is none."""
+    return next((each for each in reversed(frames) if is_users(each.filename)), None)
+
+
+def leads_to_user(error: BaseException) -> bool:
+    """Whether the traceback of `error` shows a line of the user's."""
+    return any(is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def users_line() -> str:
+    """Return the line of the user's that is being executed, as a traceback shows it; empty if there is none."""
+    frame = users_frame(traceback.extract_stack())
+    return "" if frame is None else "".join(traceback.format_list([frame])).rstrip()
+
+
+class Place(NamedTuple):
+    """A line of the user's code."""
+
+    filename: str
+    number: int
+    code: CodeType
+    names: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The line itself; empty where there is no file, as in ``python -c``."""
+        return linecache.getline(self.filename, self.number, self.names)
+
+
+def users_place() -> Place | None:
+    """Return the line of the user's code that is running in this thread, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code, frame.f_globals)
+
+
+def is_running(code: CodeType) -> bool:
+    """Whether this thread is running a function with this code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def warn(message: str, place: Place | None = None) -> None:
+    """Give a `NanoWarning` about a line of the user's code; by default the one that is running."""
+    place = place or users_place()
+    if place is None:
+        warnings.warn(message, NanoWarning, stacklevel=2)
+    else:
+        registry = place.names.setdefault("__warningregistry__", {})  # as `warnings.warn` does
+        module = str(place.names.get("__name__"))
+        warnings.warn_explicit(message, NanoWarning, place.filename, place.number, module, registry)
+
+
+_given: set[tuple[str, int, str]] = set()
+
+
+def warn_once(message: str, place: Place | None = None) -> None:
+    """Give a `NanoWarning` about a line of the user's code, unless this process has given it.
+
+    A function that is called once an epoch meets the same at each call, and a run changes the filters of warnings, by
+    which Python's own record is void.
+    """
+    place = place or users_place()
+    line = (place.filename, place.number, message) if place else ("", 0, message)
+    if line not in _given:
+        _given.add(line)
+        warn(message, place)

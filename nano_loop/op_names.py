@@ -1,0 +1,111 @@
+"""Names of operators as people write them, in lists and in files, and the ATen operators that they stand for."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nano_loop.errors import problem
+
+#: What CUDA's autocast runs in fp32 and the CPU's does not.
+SAFE = (
+    *("softmax", "log_softmax", "layer_norm", "group_norm", "norm", "exp", "expm1", "log", "log2", "log10", "log1p"),
+    *("pow", "reciprocal", "rsqrt", "softplus", "sum", "mean", "cumsum", "cumprod", "logsumexp", "cosine_similarity"),
+)
+#: Lists of operators by name.
+PRESETS = {"safe": SAFE}
+
+# Python's operators, as Habana's lists have them too, and functions whose operators have other names.
+_OTHER_NAMES = {
+    "truediv": ("div",),
+    "itruediv": ("div_",),
+    "floordiv": ("floor_divide",),
+    "idiv": ("div_",),
+    **{f"i{name}": (f"{name}_",) for name in ("add", "sub", "mul", "pow")},
+    **{f"r{name}": (name,) for name in ("add", "mul", "pow", "matmul")},
+    **{f"dropout{count}d": ("feature_dropout",) for count in (1, 2, 3)},
+    "cross_entropy": ("cross_entropy_loss",),
+    "nll_loss": ("nll_loss", "nll_loss_nd", "nll_loss2d"),
+    "norm": ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"),
+    "rnn": ("rnn_tanh", "rnn_relu"),
+    "interpolate": tuple(
+        f"upsample_{kind}"
+        for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+    ),
+}
+_ATEN = re.compile(r"^(aten::|torch\.ops\.aten\.)")
+_FAMILIES = ("linalg", "fft", "special")
+
+
+def operators_of(name: str) -> tuple[str, ...]:
+    """Return the ATen operators that a name stands for, such as ``softmax`` or ``mul.Tensor``; none if unknown.
+
+    Parameters
+    ----------
+    name : str
+        ``"softmax"``, ``"F.softmax"``, ``"Tensor.mul"``, ``"torch.linalg.inv"``, ``"aten::addmm"``, ``"__add__"`` or
+        ``"truediv"``. ``"aten::mul.Tensor"`` stands for one overload, all others for every overload.
+    """
+    exact = _ATEN.sub("", name)
+    if exact != name:
+        packet, _, overload = exact.partition(".")
+        overloads = _overloads(packet)
+        found = (overload or "default") in overloads if overload else bool(overloads)
+        return (exact,) if found else ()
+    *path, last = name.split(".")
+    last = last.strip("_") if last.startswith("__") else last
+    if path and path[-1] in _FAMILIES:
+        last = f"{path[-1]}_{last}"
+    return tuple(each for each in _OTHER_NAMES.get(last, (last,)) if _overloads(each))
+
+
+def overloads_of(operator: str) -> list[tuple[str, Any]]:
+    """Return the names of the overloads of an operator, as kernels are registered for them, with the overloads."""
+    packet, _, overload = operator.partition(".")
+    names = [overload] if overload else _overloads(packet)
+    found = getattr(torch.ops.aten, packet)
+    return [(packet if each == "default" else f"{packet}.{each}", getattr(found, each)) for each in names]
+
+
+def read_names(path: Path) -> tuple[str, ...]:
+    """Return the names in a file: one a line, with ``#`` before comments.
+
+    Raises
+    ------
+    OSError, UnicodeDecodeError
+        If the file cannot be read.
+    """
+    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return tuple(filter(None, lines))
+
+
+def unknown(names: Collection[str]) -> list[str]:
+    """Return a message for each name that stands for no operator, with the nearest one that does."""
+    found = []
+    for name in names:
+        if not operators_of(name):
+            close = difflib.get_close_matches(name.rpartition(".")[2], _written(), n=1)
+            advice = f"Write {close[0]}" if close else 'Write a name such as "softmax", "Tensor.mul" or "aten::addmm"'
+            found.append(problem(repr(name), "torch has no such operator", advice))
+    return found
+
+
+def _overloads(packet: str) -> list[str]:
+    if not packet.isidentifier():
+        return []
+    overloads = getattr(getattr(torch.ops.aten, packet, None), "overloads", None)
+    return list(overloads()) if callable(overloads) else []
+
+
+@functools.cache
+def _written() -> list[str]:
+    """Return the names of operators that people write."""
+    places = (torch, torch.nn.functional, torch.Tensor)
+    names = {each for place in places for each in dir(place) if not each.startswith("_")}
+    return sorted({each for each in names if _overloads(each)} | {*_OTHER_NAMES})

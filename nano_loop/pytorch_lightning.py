@@ -1,0 +1,37 @@
+"""Lightning's Trainer, accelerated: a strategy, a Trainer and a compiled module over `pytorch_lightning`.
+
+`nano_loop.lightning` has the same over the other of Lightning's two packages.
+"""
+
+from __future__ import annotations
+
+from nano_loop.trainers.compiled import CompiledMixin
+from nano_loop.trainers.package import lightning_is_missing, register
+from nano_loop.trainers.strategy import NanoStrategyMixin
+from nano_loop.trainers.trainer import NanoTrainerMixin
+
+try:
+    import pytorch_lightning as pl
+    from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
+except ModuleNotFoundError as error:
+    raise lightning_is_missing("pytorch_lightning", __name__) from error
+
+__all__ = ["CompiledModule", "NanoStrategy", "Trainer"]
+
+
+class NanoStrategy(NanoStrategyMixin, ParallelStrategy):  # type: ignore[misc, unused-ignore]
+    """The strategy "nano"; see `NanoStrategyMixin`."""
+
+
+class CompiledModule(CompiledMixin, pl.LightningModule):  # type: ignore[misc, unused-ignore]
+    """What `Trainer.compile` returns; see `CompiledMixin`."""
+
+
+class Trainer(NanoTrainerMixin, pl.Trainer):  # type: ignore[misc, unused-ignore]
+    """Lightning's Trainer with this strategy; see `NanoTrainerMixin`."""
+
+    _nano_strategy, _nano_compiled, _nano_lightning_module = NanoStrategy, CompiledModule, pl.LightningModule
+
+
+NanoStrategy.__doc__, Trainer.__doc__ = NanoStrategyMixin.__doc__, NanoTrainerMixin.__doc__  # for `help`
+register(NanoStrategy, StrategyRegistry)

@@ -1,0 +1,103 @@
+"""Scales gradients for the backwards of fp16 models, and skips the steps of optimizers whose gradients overflowed."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+
+from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
+from nano_loop.parts import Parts
+from nano_loop.precision.loss_scale import LossScale
+from nano_loop.report import StepResult
+from nano_loop.steps.step import Step
+
+#: The keys in the first parameter group of a checkpoint that hold the scale, and the backwards since it was changed.
+KEYS = ("loss_scale", "loss_scale_good")
+
+
+class LossScaling(Step):
+    """Surrounds the backwards of the run's thread, and the steps of its optimizers."""
+
+    name = "loss_scale"
+    needs = "trained"
+    required = False
+
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._scale = LossScale()
+        self._optimizers: dict[int, Optimizer] = {}
+        self._scaling = False
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return self.config.kind.scaled
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        for model in parts.models:
+            self.entries.meet(model)
+        if not self._scaling:
+            self._scaling = True
+            self.undoing.enter_context(self._scale.scaling())
+        for optimizer in parts.optimizers:
+            if id(optimizer) not in self._optimizers:
+                self._optimizers[id(optimizer)] = optimizer
+                self._take(optimizer)
+        return f"gradients × {self._scale.value:,.0f} inside of backward; a step that overflows is skipped"
+
+    def closing(self) -> StepResult | None:
+        """See `Step.closing`."""
+        if not self._scale.skipped:
+            return None
+        steps = "1 step was" if self._scale.skipped == 1 else f"{self._scale.skipped:,} steps were"
+        now = f"{steps} skipped; the scale is {self._scale.value:,.0f} now"
+        return StepResult(self.name, "applied", now)
+
+    def undo(self) -> None:
+        """See `Step.undo`."""
+        super().undo()
+        for optimizer in self._optimizers.values():
+            _last[optimizer] = self._state()
+        self._optimizers.clear()
+        self._scaling = False
+
+    def _take(self, optimizer: Optimizer) -> None:
+        """Keep the scale in the checkpoints of an optimizer, and continue from the scale that it has."""
+        self._continue(_pop(optimizer) or _last.pop(optimizer, None))
+        for handle in (
+            optimizer.register_state_dict_post_hook(self._into_state_dict),
+            optimizer.register_load_state_dict_post_hook(lambda each: self._continue(_pop(each))),
+        ):
+            self.undoing.callback(handle.remove)
+
+    def _state(self) -> tuple[float, int]:
+        return self._scale.value, self._scale.good
+
+    def _continue(self, state: tuple[float, int] | None) -> None:
+        if state is not None:
+            self._scale.value, self._scale.good = state
+
+    def _into_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        first, *others = state_dict["param_groups"]
+        return {**state_dict, "param_groups": [{**first, **dict(zip(KEYS, self._state(), strict=True))}, *others]}
+
+
+# The scale at the end of an optimizer's last run: a function that is called once an epoch continues with it.
+_last: WeakKeyDictionary[Optimizer, tuple[float, int]] = WeakKeyDictionary()
+
+
+def _pop(optimizer: Optimizer) -> tuple[float, int] | None:
+    """Take the scale out of the groups of an optimizer, in which a checkpoint has left it."""
+    found = [[group.pop(key, None) for key in KEYS] for group in optimizer.param_groups]
+    states = [(float(scale), int(steps or 0)) for scale, steps in found if scale]
+    return states[0] if states else None

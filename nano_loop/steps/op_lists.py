@@ -1,0 +1,69 @@
+"""Runs operators of the models in the dtypes of the user's lists: ``bf16_ops`` and ``fp32_ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.errors import NanoConfigError, problem
+from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.torch_private import is_compiled
+from nano_loop.options import Options
+from nano_loop.parts import Parts, class_name
+from nano_loop.precision.default_ops import in_force
+from nano_loop.precision.op_lists import OpLists
+from nano_loop.steps.step import Step
+
+#: How many names of a list the report shows.
+_MOST_NAMES = 4
+
+
+class OperatorLists(Step):
+    """Gives the calls into the models a rule for each listed operator; autocast is another step's."""
+
+    name = "op_lists"
+    required = False
+
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._lists: OpLists | None = None
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return any(self.config.listed_operators.values())
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        if self.config.kind.autocast is not None:
+            return None
+        return f'lists are for autocast, as precision="bf16" has it, and the precision is {self.config.precision}'
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        if self._lists is None:
+            self._lists = OpLists(*self.config.listed_operators.values())
+            self.undoing.enter_context(self._lists.registered())
+            self.undoing.enter_context(in_force(self._lists.kinds))
+        for model in parts.models:
+            if any(map(is_compiled, model.modules())):
+                given = f"{class_name(model)} is compiled, and there are bf16_ops or fp32_ops"
+                needed = "compiled models compute by torch's lists alone"
+                raise NanoConfigError(problem(given, needed, "Leave the lists out, or pass the model uncompiled"))
+            entry = self.entries.meet(model)
+            entry.rules = {**entry.rules, **self._lists.rules}
+        idle = self._lists.idle
+        shown = [_shown(names, dtype) for dtype, names in self.config.listed_operators.items() if names]
+        return "; ".join([*shown, *([f"no effect on {', '.join(idle)}"] if idle else [])])
+
+    def undo(self) -> None:
+        """See `Step.undo`."""
+        super().undo()
+        self._lists = None
+
+
+def _shown(names: Collection[str], dtype: str) -> str:
+    most = list(names)[:_MOST_NAMES]
+    more = f" and {len(names) - len(most)} more" if len(names) > len(most) else ""
+    return f"{', '.join(most)}{more} in {dtype}"

@@ -1,0 +1,99 @@
+"""Runs the models with parameters, buffers and inputs in another dtype: ``precision="64"`` and ``"bf16-true"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.intercept.calls import Call, Entries, Layer
+from nano_loop.intercept.nested import map_tensors
+from nano_loop.options import Options
+from nano_loop.parts import Parts, class_name
+from nano_loop.precision.conversion import Conversion
+from nano_loop.precision.dtype_errors import explain
+from nano_loop.steps.step import Step
+
+
+class ParameterDtype(Step):
+    """Converts parameters and buffers for the run, floating-point inputs at each call, and outputs back to fp32."""
+
+    name = "precision"
+    required = False
+
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._conversion: Conversion | None = None
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return self.config.kind.parameters is not None
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        if all(isinstance(model, torch.jit.ScriptModule) and _is_frozen(model) for model in parts.models):
+            return "the model is frozen TorchScript, whose weights are constants"
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        dtype = self.config.kind.parameters
+        assert dtype is not None
+        if self._conversion is None:
+            self._conversion = Conversion(dtype)
+            self.undoing.callback(self._conversion.restore)
+        for model in parts.models:
+            self._conversion.convert(model)
+            entry = self.entries.add(model, self.name, _casting_outputs(dtype))
+            entry.around_modules(lambda module: _casting_inputs(dtype))
+        if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `Rounding`
+            for optimizer in parts.optimizers:
+                self._conversion.convert_state(optimizer)
+        empty = [class_name(model) for model in parts.models if next(model.parameters(), None) is None]
+        return "; ".join([self.config.kind.summary, *(f"{name} has no parameters" for name in empty)])
+
+
+_MADE = "Make it with the dtype of another tensor, as by x.new_zeros(...)"
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    return next(model.parameters(), None) is None
+
+
+def _casting_inputs(dtype: torch.dtype) -> Call:
+    """Return a function around each call of a module, also one that a method of the model makes in its loop."""
+
+    def inward(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype is not dtype and tensor.is_floating_point() else tensor
+
+    def call(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        args = map_tensors(inward, args)
+        return function(self, *args, **map_tensors(inward, kwargs)) if kwargs else function(self, *args)
+
+    return call
+
+
+def _casting_outputs(dtype: torch.dtype) -> Layer:
+    def outward(tensor: Tensor) -> Tensor:
+        return tensor.to(torch.float32) if tensor.dtype is dtype and not _is_leaf_state(tensor) else tensor
+
+    def layer(call: Call) -> Call:
+        def with_casts(function: Call, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return map_tensors(outward, call(function, *args, **kwargs))
+            except RuntimeError as error:
+                explain(error, f"its parameters and inputs are {dtype}, and a tensor made in the model is not", _MADE)
+                raise
+
+        return with_casts
+
+    return layer
+
+
+def _is_leaf_state(tensor: Tensor) -> bool:
+    """Whether a method of the model returned one of its parameters, which is to stay the same object."""
+    return isinstance(tensor, nn.Parameter)

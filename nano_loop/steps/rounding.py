@@ -1,0 +1,165 @@
+"""Lets optimizers of bf16 parameters compute in fp32, and rounds the new parameters stochastically."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.intercept.attributes import replaced
+from nano_loop.intercept.calls import Call, Entries
+from nano_loop.intercept.optimizers import closure_of, with_closure
+from nano_loop.intercept.torch_private import below_torch_functions
+from nano_loop.options import Options
+from nano_loop.parts import Parts
+from nano_loop.precision.rounding import StochasticRounding
+from nano_loop.steps.step import Step
+
+
+class Rounding(Step):
+    """Casts bf16 parameters and their gradients to fp32 for each optimizer step, and rounds the result.
+
+    State that the optimizer makes is therefore fp32: bf16 cannot hold a running mean of squares with a decay of 0.999,
+    whose updates are smaller than its last bit.
+    """
+
+    name = "rounding"
+    needs = "optimizers"
+    required = False
+
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._wide: dict[int, _Wide] = {}  # by the id of an optimizer
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return self.config.kind.parameters is torch.bfloat16
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        for optimizer in parts.optimizers:
+            if id(optimizer) not in self._wide:
+                wide = self._wide[id(optimizer)] = _Wide(optimizer, self._seed())
+                self.undoing.callback(wide.narrow)
+                for handle in wide.hooks():
+                    self.undoing.callback(handle.remove)
+                self._surround_modes(optimizer, wide)
+        for model in parts.models:
+            self.entries.add(model, self.name, self._after_a_step_that_raised)
+        names = ", ".join(dict.fromkeys(type(each).__name__ for each in parts.optimizers))
+        return f"{names} in fp32, then bf16 by stochastic rounding; optimizer state fp32"
+
+    def _surround_modes(self, optimizer: Optimizer, wide: _Wide) -> None:
+        """Let the methods by which schedule-free optimizers exchange weights compute in fp32, too."""
+        _wide_of[id(optimizer)] = wide
+        self.undoing.callback(_wide_of.pop, id(optimizer))
+        for name in _MODES:
+            if callable(getattr(type(optimizer), name, None)):
+                self.undoing.enter_context(replaced(type(optimizer), name, _in_fp32))
+
+    def _after_a_step_that_raised(self, call: Call) -> Call:
+        """Round what such a step has left in fp32, before the model is called again."""
+
+        def rounded_first(function: Call, /, *args: Any, **kwargs: Any) -> Any:
+            for wide in self._wide.values():
+                wide.narrow()
+            return call(function, *args, **kwargs)
+
+        return rounded_first
+
+    def _seed(self) -> int:
+        """Return another seed for each optimizer of a program, on all ranks that of rank 0."""
+        seed = next(_seeds)
+        return int(self.ranks.broadcast(seed, 0)) if self.ranks.size > 1 else seed
+
+
+_seeds = itertools.count()
+_MODES = ("train", "eval")
+_wide_of: dict[int, _Wide] = {}  # by the id of an optimizer in a run
+
+
+def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        wide = _wide_of.get(id(self))
+        if wide is None:
+            return original(self, *args, **kwargs)
+        wide.widen(all_of_them=True)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            wide.narrow()
+
+    return call
+
+
+class _Wide:
+    """The parameters of an optimizer that are fp32 during its step."""
+
+    def __init__(self, optimizer: Optimizer, seed: int) -> None:
+        self._optimizer = optimizer
+        self._rounding = StochasticRounding(seed)
+        self._parameters: list[tuple[Tensor, Tensor | None, Tensor | None]] = []  # with gradients in bf16 and fp32
+
+    def hooks(self) -> list[Any]:
+        optimizer = self._optimizer
+        return [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda *_: self.narrow()),
+            # Loading casts state to the dtype of the parameters.
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.widen(all_of_them=True)),
+            optimizer.register_load_state_dict_post_hook(lambda *_: self.narrow()),
+        ]
+
+    def widen(self, all_of_them: bool = False) -> None:
+        """Cast the parameters that have gradients, and these, to fp32."""
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        with below_torch_functions():  # the step may be in a `disable_casts` of the user's
+            for parameter in held:
+                if parameter.dtype is torch.bfloat16 and (all_of_them or parameter.grad is not None):
+                    self._widen(parameter)
+
+    def narrow(self) -> None:
+        """Round them to bf16 again."""
+        if not self._parameters:
+            return
+        self._rounding.renew()
+        with below_torch_functions():
+            for parameter, gradient, in_fp32 in self._parameters:
+                kept = parameter.grad is in_fp32
+                parameter.grad = None
+                parameter.data = self._rounding.round(parameter.data)
+                parameter.grad = gradient if kept else None
+        self._parameters.clear()
+
+    def _widen(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.to(torch.float32)
+        in_fp32 = parameter.grad = None if gradient is None else gradient.to(torch.float32)
+        self._parameters.append((parameter, gradient, in_fp32))
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self.widen()
+            return None
+
+        def narrow_meanwhile() -> Any:
+            self.narrow()
+            loss = closure()
+            self.widen()
+            return loss
+
+        return with_closure(args, kwargs, narrow_meanwhile)

@@ -1,0 +1,39 @@
+"""Times the steps of a loop, for the report: whether the other steps gain anything is seen by leaving them out."""
+
+from __future__ import annotations
+
+from nano_loop.parts import Parts
+from nano_loop.report import StepResult
+from nano_loop.steps.step import Step
+from nano_loop.steps.stopwatch import Stopwatch
+
+
+class StepTime(Step):
+    """Reports the median time from the end of one ``optimizer.step()`` to the end of the next.
+
+    It gains nothing by itself. With several optimizers, the first one that is set up counts.
+    """
+
+    name = "step_time"
+    needs = "optimizers"
+
+    _stopwatch: Stopwatch | None = None
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        if self._stopwatch is None:
+            self._stopwatch = Stopwatch(parts.optimizers[0])
+            self.undoing.callback(self._stopwatch.close)
+        return "measured until the run ends"
+
+    def closing(self) -> StepResult | None:
+        """See `Step.closing`."""
+        if self._stopwatch is None:
+            return None
+        median = self._stopwatch.median_ms()
+        found = "too few steps to tell" if median is None else f"{median:.3g} ms a step (median)"
+        return StepResult(self.name, "measured", found)

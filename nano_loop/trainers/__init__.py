@@ -1,0 +1,1 @@
+"""What Lightning's two packages, `lightning.pytorch` and `pytorch_lightning`, have in common: neither is imported."""

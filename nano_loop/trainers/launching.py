@@ -1,0 +1,98 @@
+"""How an entry point of Lightning's Trainer runs in a `Run`: ``fit`` in all processes, the others in the caller's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nano_loop.distributed.launch.alone import Alone
+from nano_loop.distributed.launch.external.environment import found_launch
+from nano_loop.distributed.ranks import Loop
+from nano_loop.run import Run, Task
+from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding
+
+if TYPE_CHECKING:
+    from nano_loop.trainers.strategy import NanoStrategyMixin
+
+#: `TrainerFn.FITTING` of Lightning, a string.
+FITTING = "fit"
+#: Lightning's precision plugin enters autocast and converts parameters itself.
+_STEPS = tuple(each for each in STEPS if each not in (ParameterDtype, Precision, Rounding))
+_STATE = ("callbacks", "loggers", "datamodule")
+
+
+class RunLauncher:
+    """What Lightning calls a launcher; it needs no base class.
+
+    Parameters
+    ----------
+    strategy : NanoStrategyMixin
+        The strategy of the Trainer.
+    """
+
+    #: Lightning asks in a notebook.
+    is_interactive_compatible = True
+
+    def __init__(self, strategy: NanoStrategyMixin) -> None:
+        self._strategy = strategy
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Run an entry point of the Trainer, and return what it returns in this process.
+
+        ``fit`` runs in all processes. The others run in this one, with all cores, unless torchrun or its like has
+        started the processes: then they run in all.
+        """
+        fits = trainer is None or trainer.state.fn == FITTING
+        alone = not fits and found_launch(os.environ) is None
+        settings = self._strategy.settings(alone=alone)
+        names = {} if trainer is None else _names(trainer, args, kwargs)
+        task = _EntryPoint(settings, names, self._strategy, (function, args, kwargs))
+        launcher = Alone(settings.options) if alone else None
+        run = Run(settings, task, launcher=launcher, printed=self._strategy._nano_printed)
+        return run.complete()
+
+    def kill(self, signum: int) -> None:
+        """See Lightning, which calls it at Ctrl-C: the run has ended its processes by then."""
+
+
+class _EntryPoint(Task):
+    """``function(*args, **kwargs)``, where the function is a method of a Trainer with `strategy`."""
+
+    steps = _STEPS
+
+    def __init__(self, settings: Any, names: dict[str, Any], strategy: NanoStrategyMixin, call: Any) -> None:
+        super().__init__(settings, names, Loop("fit", "self"))
+        self._strategy, self._call = strategy, call
+
+    def do(self, run: Run) -> Any:
+        """See `Task.do`."""
+        function, args, kwargs = self._call
+        with self._strategy.in_run(run):
+            try:
+                return function(*args, **kwargs)
+            except BaseException:
+                _put_back_signal_handlers(function)
+                raise
+
+
+def _put_back_signal_handlers(function: Any) -> None:
+    """Let Lightning put back the handlers of signals that it has found in the run, while the run lasts.
+
+    After an error it does so when the run has ended, and would set the run's own handler of Ctrl-C for good. There is
+    no public name for it.
+    """
+    connector = getattr(getattr(function, "__self__", None), "_signal_connector", None)
+    if connector is not None:
+        connector.teardown()
+
+
+def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the user's objects that are sent to workers, by their names."""
+    named: dict[str, Any] = {"model": trainer.lightning_module}
+    for name in _STATE:
+        value = getattr(trainer, name, None)
+        each = value if isinstance(value, (list, tuple)) else [value]
+        named |= {f"{name} ({type(one).__name__})": one for one in each if one is not None}
+    named |= {f"argument {place} of fit": value for place, value in enumerate(args[1:], 2) if value is not None}
+    return {**named, **{name: value for name, value in kwargs.items() if value is not None}}

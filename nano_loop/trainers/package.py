@@ -1,0 +1,19 @@
+"""What is done with one of Lightning's packages: the strategy gets its name there, or the package is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nano_loop.errors import problem
+
+
+def register(strategy: type, registry: Any) -> None:
+    """Let Lightning's Trainer find the strategy by its name."""
+    if "nano" not in registry:
+        registry.register("nano", strategy, description="CPU training, accelerated by nano_loop")
+
+
+def lightning_is_missing(package: str, needed_by: str) -> ImportError:
+    """Return the error of a module of nano_loop that needs one of Lightning's packages."""
+    needed = f"{needed_by} is over {package}"
+    return ImportError(problem(f"{package} is not installed", needed, 'Run pip install "nano-loop[lightning]"'))

@@ -1,0 +1,45 @@
+"""Two live processes take steps in turn, and the ratio is that of their times."""
+
+import pytest
+
+from benchmarks import lockstep
+from tests.benchmarks.command_line import OWN, ROOT, run
+
+
+def speeds(output):
+    """The cells of the table's rows, the last as a number."""
+    rows = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith(f"| {OWN}")]
+    return [(name, float(first), float(second), float(speed.partition(" ")[0])) for name, first, second, speed in rows]
+
+
+def test_a_system_that_sleeps_is_slower_by_the_time_it_sleeps():
+    options = ("--only", f"{OWN}linear,{OWN}of_two_batches", "--systems", f"plain,{OWN}sleeping")
+    done = run("benchmarks.lockstep", *options, "--small", "--seconds", 1, "--restarts", 1, "--busy", 1)
+    assert done.returncode == 0, done.stderr
+    found = speeds(done.stdout)
+    assert [name for name, *_ in found] == [f"{OWN}linear", f"{OWN}of_two_batches"]
+    for _, plain, sleeping, speed in found:
+        assert sleeping >= 50
+        assert speed == pytest.approx(plain / sleeping, rel=0.9)
+
+
+def test_two_checkouts_run_their_own_nano_loop(tmp_path):
+    for name in ("benchmarks", "tests", "nano_loop"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    options = ("--only", f"{OWN}linear", "--small", "--seconds", 0.5, "--restarts", 1)
+    done = run("benchmarks.lockstep", *options, "--against", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "that checkout" in done.stdout
+    assert len(speeds(done.stdout)) == 1
+
+
+def test_a_side_that_ends_ends_the_comparison():
+    done = run("benchmarks.lockstep", "--only", f"{OWN}linear", "--systems", f"plain,{OWN}failing", "--seconds", 1)
+    assert done.returncode == 1
+    assert "ended" in done.stderr
+
+
+def test_one_system_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        lockstep.main(["--systems", "plain"])
+    assert "--systems takes two" in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""Ranks whose parameters are no longer equal are named with the parameter; rounding is no difference."""
+
+import pytest
+import torch
+from torch import nn
+
+from distributed.averaging.averaged import trained
+from nano_loop.distributed.averaging.checksums import EVERY, FIRST, checksums, is_due, refuse_unequal
+from nano_loop.errors import NanoWorkerError
+
+NAN, INF = float("nan"), float("inf")
+
+
+def refuse(*by_rank):
+    named = [(f"Net.{number}", tensor) for number, tensor in enumerate(by_rank[0])]
+    refuse_unequal([checksums(each) for each in by_rank], named)
+
+
+def tensors(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in [(300, 40), (40,), ()]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_equal_parameters_pass_and_another_row_is_named(dtype):
+    refuse(tensors(dtype), tensors(dtype))
+    other = tensors(dtype)
+    other[0][0] += 5
+    with pytest.raises(
+        NanoWorkerError, match=r"Net\.0 is not the same on all ranks: its norm is .* on rank 1"
+    ) as caught:
+        refuse(tensors(dtype), other)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_that_differ_by_rounding_pass(dtype):
+    signs = torch.Generator().manual_seed(1)
+    ulps = [torch.randint(-1, 2, each.shape, generator=signs) * torch.finfo(dtype).eps for each in tensors(dtype)]
+    rounded = [each * (1 + ulp.to(dtype)) for each, ulp in zip(tensors(dtype), ulps, strict=True)]
+    assert not torch.equal(rounded[0], tensors(dtype)[0])
+    refuse(tensors(dtype), rounded)
+
+
+def test_parameters_of_one_norm_and_other_sums_are_named():
+    with pytest.raises(NanoWorkerError, match=r"Net\.1 .*its sum is 3 on rank 0, and -3 on rank 2"):
+        refuse(*[[torch.ones(2), sign * torch.ones(3)] for sign in (1, 1, -1)])
+
+
+@pytest.mark.parametrize("value", [NAN, INF, [INF, -INF]], ids=str)
+def test_parameters_that_are_not_finite_on_all_ranks_pass_and_on_one_are_named(value):
+    lost = torch.ones(2) * torch.tensor(value)
+    refuse([lost], [lost])
+    with pytest.raises(NanoWorkerError, match=r"Net\.0 "):
+        refuse([torch.ones(2)], [lost])
+
+
+def test_sparse_and_empty_parameters_are_compared():
+    refuse([torch.eye(3).to_sparse(), torch.empty(0, 2)], [torch.eye(3).to_sparse(), torch.empty(0, 2)])
+
+
+def test_it_is_due_early_once_and_then_regularly():
+    assert [number for number in range(3 * EVERY) if is_due(number)] == [FIRST, EVERY, 2 * EVERY]
+
+
+def _overwriting_at(setup, step, steps):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    setup.setup(model, optimizer)
+    for number in range(steps):
+        if number == step and setup.rank == 1:
+            with torch.no_grad():
+                model[1].weight.zero_()
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(("step", "steps"), [(3, FIRST), (FIRST + 3, EVERY)])
+def test_rank_that_overwrites_its_own_weights_is_named_at_the_next_check(team, step, steps):
+    first = team(2)(trained, _overwriting_at, step, steps)[0]
+    assert first.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    with pytest.raises(AssertionError, match=r"NanoWorkerError: Sequential\.1\.weight is not the same on all ranks"):
+        team(2)(trained, _overwriting_at, step, steps + 1)

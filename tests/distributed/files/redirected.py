@@ -1,0 +1,255 @@
+"""A program that changes files as a worker does: ``python redirected.py FOLDER CHECK ...`` prints what each found.
+
+Each has a folder of its name in the folder, which is to be found again as it was.
+"""
+
+import inspect
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import warnings
+from pathlib import Path
+
+from nano_loop import NanoWarning
+from nano_loop.distributed.files.caches import cache_folders
+from nano_loop.distributed.files.overlay import Overlay
+from nano_loop.distributed.files.redirection import redirect
+
+STRICT, ALL_IS_RANK_0S = 1 << 62, 0  # when the run began: after and before all that the caller has
+SEEDS, COUNT = 8, 60  # of random operations
+CAPTURED = {"replace": os.replace}  # which nothing can redirect
+
+
+def outcome(do, *arguments, **options):
+    """The result, or the kind of the error."""
+    try:
+        return do(*arguments, **options)
+    except OSError as error:
+        return type(error).__name__
+
+
+def shell(command):
+    """Let another process do something to the caller's files, as rank 0 does."""
+    subprocess.run(["sh", "-c", command], check=True)
+
+
+def operations():
+    import operations
+
+    return operations.main(os.getcwd(), SEEDS, COUNT)
+
+
+def functions():
+    class Reader:
+        opened, removed = open, os.remove
+
+    Path("new").touch()
+    with Reader().opened("new") as file, open("new", "rb", 0) as raw, io.FileIO("raw", "w") as written:
+        return {
+            "by name": [pickle.loads(pickle.dumps(each)) is each for each in (open, os.replace, shutil.rmtree)],
+            "named": [pickle.dumps(each, 0).decode().split()[:2] for each in (open, os.replace, os.stat)],
+            "signature": [str(inspect.signature(each)) for each in (open, os.replace, shutil.rmtree)],
+            "names": [file.name, raw.name, written.name],
+            "kinds": [isinstance(raw, io.FileIO), isinstance(written, io.RawIOBase), isinstance(file, io.FileIO)],
+            "sets": [os.stat in os.supports_dir_fd, os.scandir in os.supports_fd, os.open in os.supports_dir_fd],
+            "removed": outcome(Reader().removed, "nowhere"),
+        }
+
+
+def not_redirected():
+    reading = os.open("before pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with open("before pipe", "w") as pipe:
+        pipe.write("through")
+    with open(os.devnull, "w") as nothing:
+        nothing.write("x")
+    full = os.open("/dev/full", os.O_WRONLY)
+    with open(f"/proc/self/fd/{sys.stderr.fileno()}", "a") as same:
+        same.write("to standard error")
+    Path(os.environ["XDG_CACHE_HOME"], "kept").write_text("x")
+    Path("__pycache__").mkdir(exist_ok=True)
+    return {"pipe": os.read(reading, 9).decode(), "full": outcome(os.write, full, b"x")}
+
+
+def temporary():
+    with tempfile.NamedTemporaryFile("w+") as file, tempfile.TemporaryDirectory() as folder:
+        file.write("x")
+        file.flush()
+        read = subprocess.run(["cat", file.name], check=True, capture_output=True, text=True).stdout
+        Path(folder, "inside").write_text("x")
+        names = [file.name, folder, tempfile.mkdtemp(prefix=b"bytes").decode()]
+    return {"names": names, "default": tempfile.gettempdir(), "read": read, "left": [*map(os.path.exists, names)]}
+
+
+def _child(receiving, sending):
+    Path("by child").write_text("1")
+    os.remove("before")
+    sending.send(None)
+    receiving.recv()
+    sending.send([Path("by parent").read_text(), sorted(os.listdir())])
+
+
+def forked():
+    Path("earlier").write_text("1")
+    context = multiprocessing.get_context("fork")
+    (receiving, to_child), (from_child, sending) = context.Pipe(False), context.Pipe(False)
+    child = context.Process(target=_child, args=(receiving, sending))
+    child.start()
+    from_child.recv()
+    found = [Path("by child").read_text(), os.path.exists("before"), sorted(os.listdir())]
+    Path("by parent").write_text("2")
+    to_child.send(None)
+    found += from_child.recv()
+    child.join()
+    return found
+
+
+def unseen():
+    Path("here").touch()
+    shell("echo 1 > theirs; echo 1 > also")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        CAPTURED["replace"]("theirs", "moved")
+        CAPTURED["replace"]("also", "moved")
+    shell("rm moved")
+    return [(each.category is NanoWarning, str(each.message)) for each in caught]
+
+
+def behind():
+    """What rank 0 has done already, in this run, is no error of the worker that does it now."""
+    done = {
+        "mkdir": outcome(os.mkdir, "d"),
+        "makedirs": outcome(os.makedirs, "d/new/e", exist_ok=True),
+        "exclusive": outcome(lambda: open("before", "x").close()),
+        "remove": outcome(os.remove, "removed"),
+        "rmdir": outcome(os.rmdir, "removed"),
+        "rmtree": outcome(shutil.rmtree, "removed"),
+        "remove in a folder": outcome(os.remove, "removed/too"),
+        "replace": outcome(os.replace, "moved before", "b"),
+        "replace, to nowhere": outcome(os.replace, "moved", "nowhere/at all"),
+        "symlink": outcome(os.symlink, "before", "before"),
+    }
+    shutil.rmtree("d/new")
+    return done, outcome(os.rmdir, "d"), sorted(os.listdir())
+
+
+def removed_and_made_again():
+    os.remove("before")
+    shutil.rmtree("f")
+    gone = sorted(os.listdir()), outcome(os.listdir, "f")
+    shell("rm -r before f; mkdir f; echo again > before; echo again > f/new")  # as rank 0 does later
+    return gone, Path("before").read_text(), sorted(os.listdir()), os.listdir("f")
+
+
+# As libraries that are compiled do: they open files through the C library.
+LIBRARIES = {
+    "by_c": """
+        import ctypes, os
+        libc = ctypes.CDLL(None)
+
+        def write(path, content):
+            descriptor = libc.open(os.fsencode(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            libc.write(descriptor, content, len(content))
+            libc.close(descriptor)
+
+        def read(path):
+            content = ctypes.create_string_buffer(99)
+            descriptor = libc.open(os.fsencode(path), os.O_RDONLY)
+            libc.read(descriptor, content, 99)
+            libc.close(descriptor)
+            return content.value
+    """,
+    "cv2": """
+        import by_c
+
+        def imwrite(filename, img, params=None):
+            by_c.write(filename, img)
+
+        def imread(filename, flags=1):
+            return by_c.read(filename).decode()
+    """,
+    "h5py": """
+        import by_c
+
+        class File:
+            def __init__(self, name, mode="r"):
+                self.content = by_c.read(name).decode() if mode != "w" else ""
+                if mode != "r":
+                    by_c.write(name, self.content.encode() + b"+")
+    """,
+}
+
+
+def compiled():
+    libraries = Path(tempfile.mkdtemp())
+    for name, text in LIBRARIES.items():
+        (libraries / f"{name}.py").write_text(textwrap.dedent(text))
+    sys.path.insert(0, str(libraries))
+    import cv2
+    import h5py
+
+    before = cv2.imread("before")
+    cv2.imwrite(filename="before", img=b"image")
+    found = [before, cv2.imread("before"), Path("before").read_text()]
+    h5py.File("f/a", "a")
+    found += [h5py.File("f/a").content, h5py.File("f/a", mode="w").content, Path("f/a").read_text()]
+    return found
+
+
+def safetensors():
+    import torch
+    from safetensors.torch import load_file, safe_open, save_file, save_model
+
+    save_file({"weight": torch.full((2,), 3.0)}, "model.safetensors", metadata={"a": "b"})
+    save_model(torch.nn.Linear(1, 1), "before")
+    with safe_open("model.safetensors", framework="pt") as file:
+        opened = file.get_tensor("weight").tolist()
+    return (
+        load_file("model.safetensors")["weight"].tolist(),
+        opened,
+        sorted(load_file("before")),
+        isinstance(file, safe_open),
+    )
+
+
+def transformers():
+    import torch
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    model = BertModel(config)
+    model.save_pretrained("pretrained")
+    again = BertModel.from_pretrained("pretrained")
+    same = all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), again.parameters(), strict=True))
+    return same, sorted(os.listdir("pretrained"))
+
+
+def torchvision():
+    import torch
+    from torchvision.io import decode_image, write_png
+
+    write_png(torch.full((1, 2, 2), 9, dtype=torch.uint8), "image.png")
+    return decode_image("image.png").tolist()
+
+
+def main(folder, *checks):
+    private = f"{folder}.private"
+    os.makedirs(f"{private}/temporary")
+    overlay = Overlay(private, 0, cache_folders())
+    redirect(overlay, f"{private}/temporary", f"{private}/temporary")
+    found = {}
+    for name in checks:
+        overlay.since = ALL_IS_RANK_0S if name == "behind" else STRICT
+        os.chdir(f"{folder}/{name}")
+        found[name] = globals()[name]()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(os.path.realpath(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,269 @@
+"""torch.distributed works in a run on one host as it does with gloo, and without a socket that others could reach."""
+
+import os
+import socket
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed import ReduceOp
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from distributed import small
+from distributed.listeners import Watched
+from nano_loop import NanoError, TorchNano, nano
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def everywhere(value):
+    gathered = [None, None]
+    distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def tensors(found):
+    return [each.tolist() for each in found]
+
+
+def reductions(rank):
+    found = {}
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
+        found[name] = torch.tensor([1.0, 2.0]) + 3 * rank
+        distributed.all_reduce(found[name], getattr(ReduceOp, name))
+    for name in ("BAND", "BOR", "BXOR"):
+        found[name] = torch.tensor([6, 5]) + rank
+        distributed.all_reduce(found[name], getattr(ReduceOp, name))
+    found["of 16 bits"] = torch.tensor([1.5], dtype=torch.bfloat16)
+    distributed.all_reduce(found["of 16 bits"])
+    found["complex"] = torch.tensor([1j * rank])
+    distributed.all_reduce(found["complex"])
+    found["columns"] = torch.arange(4.0).view(2, 2).t()
+    distributed.all_reduce(found["columns"])
+    sparse = torch.sparse_coo_tensor([[rank, 2]], [1.0, 2.0], (4,), check_invariants=False)
+    distributed.all_reduce(sparse)
+    found["sparse"] = sparse.to_dense()
+    found["reduced to 1"] = torch.ones(2) + rank
+    distributed.reduce(found["reduced to 1"], 1)
+    return {name: each.tolist() for name, each in found.items() if rank == 1 or name != "reduced to 1"}
+
+
+REDUCED = {
+    "SUM": [5, 7],
+    "AVG": [2.5, 3.5],
+    "PRODUCT": [4, 10],
+    "MIN": [1, 2],
+    "MAX": [4, 5],
+    "BAND": [6, 4],
+    "BOR": [7, 7],
+    "BXOR": [1, 3],
+    "of 16 bits": [3],
+    "complex": [1j],
+    "columns": [[0, 4], [2, 6]],
+    "sparse": [1, 1, 4, 0],
+    "reduced to 1": [3, 3],
+}
+
+
+def moved(rank):
+    """What arrives on this rank when tensors and objects change places."""
+    mine, two = torch.full((2,), float(rank)), lambda: [torch.zeros(2), torch.zeros(2)]
+    found = {"broadcast": torch.full((2, 3), float(rank)).t(), "all_gather": two(), "scatter": torch.zeros(2)}
+    distributed.broadcast(found["broadcast"], 1)
+    distributed.all_gather(found["all_gather"], mine)
+    distributed.scatter(found["scatter"], [torch.ones(2), torch.ones(2) * 2] if rank == 0 else None, 0)
+    found["gather"] = two() if rank == 1 else []
+    distributed.gather(mine, found["gather"] or None, 1)
+    found["reduce_scatter"] = torch.zeros(2)
+    distributed.reduce_scatter(found["reduce_scatter"], [mine, mine + 10])
+    found["all_to_all"] = [torch.zeros(1 + rank), torch.zeros(1 + rank)]
+    distributed.all_to_all(found["all_to_all"], [mine[:1], mine])
+    found["all_to_all_single"] = torch.zeros(4, dtype=torch.int16)
+    distributed.all_to_all_single(found["all_to_all_single"], torch.arange(4, dtype=torch.int16) + 10 * rank)
+    objects, one = [f"of {rank}"], [None]
+    distributed.broadcast_object_list(objects, 1)
+    distributed.scatter_object_list(one, ["a", "b"] if rank == 0 else None, 0)
+    lists = {name: each.tolist() if isinstance(each, torch.Tensor) else tensors(each) for name, each in found.items()}
+    return lists | {"objects": objects + one}
+
+
+MOVED = [
+    {
+        "broadcast": [[1, 1]] * 3,
+        "all_gather": [[0, 0], [1, 1]],
+        "scatter": [rank + 1] * 2,
+        "gather": [[0, 0], [1, 1]] if rank else [],
+        "reduce_scatter": [1, 1] if rank == 0 else [21, 21],
+        "all_to_all": [[0] * (1 + rank), [1] * (1 + rank)],
+        "all_to_all_single": [0, 1, 10, 11] if rank == 0 else [2, 3, 12, 13],
+        "objects": ["of 1", "ab"[rank]],
+    }
+    for rank in range(2)
+]
+
+
+def messages(rank):
+    """Messages between two ranks: small ones, and ones that no buffer holds, both ways at once."""
+    other, large = 1 - rank, 1 << 20
+    sent, received = torch.full((large,), float(rank)), torch.empty(large)
+    for work in (distributed.isend(sent, other), distributed.irecv(received, other)):
+        work.wait()
+    found = [received.mean().item()]
+    every = [distributed.P2POp(distributed.isend, sent, other), distributed.P2POp(distributed.irecv, received, other)]
+    for work in distributed.batch_isend_irecv(every):
+        work.wait()
+    found.append(received.mean().item())
+    if rank == 0:
+        under_way = distributed.isend(sent, 1, tag=7)  # goes on while this rank is in the barrier
+        distributed.barrier()
+        under_way.wait()
+        distributed.send(torch.ones(2), 1)
+    else:
+        distributed.recv(received, 0, tag=7)
+        distributed.barrier()
+        anything = torch.zeros(2)
+        found += [received.mean().item(), distributed.recv(anything), anything.tolist()]
+    return found
+
+
+def groups(rank):
+    both, one = distributed.new_group([1, 0]), distributed.new_group([1])
+    found = torch.ones(1) * (rank + 1)
+    distributed.all_reduce(found, group=both)
+    if rank == 1:
+        distributed.all_reduce(found, group=one)
+    distributed.destroy_process_group(both)
+    future = distributed.all_reduce(found, async_op=True).get_future()
+    return future.wait()[0].item(), distributed.get_backend(), distributed.get_world_size()
+
+
+def wrapped(rank):
+    """The gradients of a `DistributedDataParallel` that the user has made, and the mean of those without it."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    ddp = DistributedDataParallel(model)
+    x = torch.rand(5, 3)
+    ddp(x).pow(2).sum().backward()
+    return [each.grad.clone() for each in model.parameters()], [each.detach() for each in model.parameters()]
+
+
+def sampled(rank):
+    loader = DataLoader(range(8), batch_size=2, sampler=DistributedSampler(range(8), shuffle=False))
+    return [each.tolist() for each in loader]
+
+
+def test_functions_of_torch_distributed_give_what_they_are_documented_to_give():
+    def train(model):
+        rank = distributed.get_rank()
+        asked = (reductions, moved, messages, groups, sampled, wrapped)
+        return everywhere({each.__name__: each(rank) for each in asked})
+
+    first, second = nano(**small.OPTIONS)(train)(nn.Linear(1, 1))
+    assert second["reductions"] == REDUCED
+    assert first["reductions"] == {name: each for name, each in REDUCED.items() if name != "reduced to 1"}
+    assert [first["moved"], second["moved"]] == MOVED
+    assert first["messages"] == [1, 1]
+    assert second["messages"] == [0, 0, 0, 0, [1, 1]]
+    assert [first["groups"], second["groups"]] == [(6, "nano_loop", 2)] * 2
+    assert [first["sampled"], second["sampled"]] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    for one, other in zip(*map(sum_of_lists, (first["wrapped"], second["wrapped"])), strict=True):
+        assert one.equal(other)
+
+
+def sum_of_lists(lists):
+    return [each for some in lists for each in some]
+
+
+def test_fabric_s_collectives_and_buffers_of_every_dtype_reach_all_ranks():
+    class Loop(TorchNano):
+        def train(self):
+            model = nn.Linear(2, 1)
+            for number, dtype in enumerate(BUFFERS):
+                value = torch.tensor([number + self.global_rank])
+                model.register_buffer(f"b{number}", value.to(dtype))
+            model.register_buffer("quantized", quantized(0.1 + self.global_rank))
+            model.register_buffer("sparse", torch.eye(2).mul(self.global_rank + 1).to_sparse())
+            self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            mean = self.all_reduce(torch.ones(2) * self.global_rank)
+            stacked = self.all_gather(torch.tensor([self.global_rank]))
+            self.barrier()
+            # torch cannot pickle all dtypes.
+            values = {name: each.float() for name, each in model.named_buffers() if name.startswith("b")}
+            values |= {"scale": model.quantized.q_scale(), "quantized": model.quantized.dequantize()}
+            values["sparse"] = model.sparse.to_dense()
+            return everywhere((values, mean.tolist(), stacked.tolist(), self.broadcast({"a": self.global_rank}, 1)))
+
+    for values, mean, stacked, broadcast in Loop(**small.OPTIONS).train():
+        for number, dtype in enumerate(BUFFERS):
+            assert values[f"b{number}"].item() == torch.tensor(number).to(dtype).float().item()
+        assert values["scale"] == pytest.approx(0.1)
+        assert values["quantized"].equal(quantized(0.1).dequantize())
+        assert values["sparse"].equal(torch.eye(2))
+        assert (mean, stacked, broadcast) == ([0.5, 0.5], [[0], [1]], {"a": 1})
+
+
+BUFFERS = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.bool, torch.float64)
+BUFFERS += (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16)
+
+
+def quantized(scale):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates it, and users have it
+        return torch.quantize_per_tensor(torch.tensor([0.3, 1.0]), scale, 2, torch.quint8)
+
+
+def test_ranks_in_different_collectives_are_told():
+    def train(model):
+        if distributed.get_rank() == 0:
+            distributed.barrier()
+        else:
+            distributed.all_reduce(torch.ones(3))
+
+    with pytest.raises(NanoError, match=r"is in a collective .* is not in: all ranks must call the same"):
+        nano(**small.OPTIONS)(train)(nn.Linear(1, 1))
+
+
+def test_parameter_without_memory_is_refused_by_name_on_every_rank():
+    class Loop(TorchNano):
+        def train(self):
+            model = nn.Linear(3, 1, device="meta")
+            self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), move_to_device=False)
+
+    started = time.monotonic()
+    with pytest.raises(NanoError, match=r"Linear.weight is on the device 'meta': .*\. Call model.to_empty"):
+        Loop(**small.OPTIONS).train()
+    assert time.monotonic() - started < 30  # and not the timeout
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sockets are looked up in /proc")
+def test_ranks_of_one_host_have_no_socket_that_another_user_could_connect_to():
+    def train(model, optimizer, loader):
+        steps = small.fit(model, optimizer, loader)
+        everywhere("values of the user's")
+        time.sleep(0.5)  # for whoever looks for a socket
+        distributed.barrier()
+        return steps
+
+    with Watched() as found:
+        assert nano(**small.OPTIONS)(train)(*small.parts()) == 8
+    assert (found.listened, found.connected) == ([], [])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sockets are looked up in /proc")
+def test_watch_for_sockets_sees_those_that_there_are():
+    with (
+        Watched() as found,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as named,
+    ):
+        named.bind(f"\0nano_loop-test-{os.getpid()}")  # of no folder, which another user may not enter
+        named.listen()
+        for each in (server, named):
+            each.settimeout(30)
+            each.accept()[0].close()  # somebody has come
+    assert [each.split()[0] for each in found.listened] == ["tcp", "unix"]
+    assert found.connected == found.listened

@@ -1,0 +1,129 @@
+"""Ctrl-C at any line of a launch ends it with a KeyboardInterrupt, leaves nothing, and the next run works."""
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from leaks import affinity_masks, changes, moved_threads, process_state
+
+import nano_loop
+from distributed import small
+from distributed.conftest import belongings, runs_that_have_the_process
+from nano_loop import NanoError, nano
+from nano_loop.distributed.launch.under_way import innermost
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left"),
+    # A file that is opened and not entered yet is closed when its last reference goes, with a warning.
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+PACKAGE = Path(nano_loop.__file__).parent
+#: Where a line between two that belong together would leave something.
+LAUNCH = tuple(str(PACKAGE / each) for each in ("distributed/launch", "cpu/binding.py", "run.py", "decorator.py"))
+
+
+STEP = 36  # a test takes each such line of the launch, and all tests together every line
+TOGETHER = 20  # launches between two looks at what is left: each goes through all objects and processes
+
+
+def train(model):
+    return small.rank()
+
+
+def run():
+    return nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+
+
+class Tracer:
+    """Calls `at_line(file, number)` before each line of the launch that the main thread executes."""
+
+    def __init__(self, at_line):
+        self.at_line = at_line
+
+    def __enter__(self):
+        sys.settrace(self._enter)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _enter(self, frame, event, argument):
+        return self._trace if frame.f_code.co_filename.startswith(LAUNCH) else None
+
+    def _trace(self, frame, event, argument):
+        if event == "line":
+            self.at_line(frame.f_code.co_filename, frame.f_lineno)
+        return self._trace
+
+
+def lines_of_a_launch():
+    """Return the lines that a launch executes, each once, in their order."""
+    lines = {}
+    with Tracer(lambda *line: lines.setdefault(line)):
+        run()
+    return [*lines]
+
+
+def interrupted_at(line):
+    """Run with Ctrl-C just before `line`, and return what is wrong afterwards."""
+    sent = []
+
+    def at_line(*here):
+        if here == line and not sent:
+            sent.append(here)
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        with Tracer(at_line):
+            run()
+        wrong = ["no KeyboardInterrupt"] if sent else []  # a line that this launch did not need
+    except KeyboardInterrupt:
+        wrong = []
+    except NanoError as error:  # of what an interrupt before has left
+        wrong = [f"{error}"]
+    wrong += [f"the process is held by {what}" for what in runs_that_have_the_process()]
+    if innermost() is not None:
+        wrong.append("a run is still under way")
+    if (descriptor := signal.set_wakeup_fd(-1)) != -1:
+        wrong.append(f"wake-up descriptor {descriptor}")
+    return wrong
+
+
+def state():
+    return {**process_state(), "handler": signal.getsignal(signal.SIGINT)}
+
+
+def everything_wrong(lines):
+    """Interrupt a launch at each line, and return what is wrong after each, and what some have left together."""
+    run()
+    belonging, before, masks = belongings(), state(), affinity_masks()
+    found = []
+    for start in range(0, len(lines), TOGETHER):
+        group = lines[start : start + TOGETHER]
+        for line in group:
+            found += [f"{named(line)}: {each}" for each in interrupted_at(line)]
+        after = belongings()
+        left = [*changes(before, state()), *moved_threads(masks, affinity_masks())]
+        left += [f"{kind} {more}" for kind in after if (more := after[kind].keys() - belonging[kind].keys())]
+        found += [f"one of {[*map(named, group)]}: {each}" for each in left]
+        signal.signal(signal.SIGINT, before["handler"])
+        belonging = after
+    return found
+
+
+def named(line):
+    return f"{Path(line[0]).relative_to(PACKAGE)}:{line[1]}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(STEP) if each)])
+def test_ctrl_c_at_any_line_of_a_launch_leaves_nothing(first):
+    assert threading.current_thread() is threading.main_thread()
+    lines = lines_of_a_launch()
+    assert len(lines) > 200
+    assert everything_wrong(lines[first::STEP]) == []
+    assert run() == 0

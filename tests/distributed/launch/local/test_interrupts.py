@@ -1,0 +1,125 @@
+"""Ctrl-C in a run is one interrupt, is heard by the handler that the loop has, and leaves nothing behind."""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from distributed import small
+from nano_loop import nano
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["second", "only"])
+def test_ctrl_c_while_a_run_is_cleaned_up_leaves_nothing_behind(monkeypatch, first):
+    delete = shutil.rmtree
+
+    def delete_late(folder, *args, **kwargs):
+        if "nano_loop-" in Path(folder).name and Path(folder).suffix != ".gone":  # the last thing to be done
+            signal.raise_signal(signal.SIGINT)
+        delete(folder, *args, **kwargs)
+
+    def train(model):
+        if first and small.rank() == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(shutil, "rmtree", delete_late)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_pressed_twice_is_one_interrupt():
+    def train(model, heard):
+        if small.rank() == 0:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+                heard.append("never")
+            signal.raise_signal(signal.SIGINT)
+            heard.append("still here")
+            time.sleep(0.6)
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+                heard.append("never")
+
+    heard = []
+    nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1), heard)
+    assert heard == ["still here"]
+
+
+def test_run_ends_while_processes_of_a_loader_are_alive():
+    def train(model, loader):
+        batches = iter(loader)  # they have inherited all descriptors, and live as long as this
+        next(batches)
+        return batches
+
+    model, _, loader = small.parts()
+    loader = torch.utils.data.DataLoader(loader.dataset, batch_size=4, num_workers=1)
+    assert len(list(nano(**small.OPTIONS)(train)(model, loader))) == 3
+
+
+def test_interrupt_that_the_loop_handles_ends_nothing():
+    def train(model, heard):
+        if small.rank() == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(1)
+            except KeyboardInterrupt:
+                heard.append(True)
+        time.sleep(3)
+        distributed.barrier()
+        return heard
+
+    assert nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1), []) == [True]
+
+
+def test_handler_that_the_loop_installs_is_left_to_handle_interrupts():
+    handled = []
+
+    def handle(number, frame):
+        handled.append(number)
+
+    def train(model):
+        if small.rank() == 0:
+            signal.signal(signal.SIGINT, handle)
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(3)
+        distributed.barrier()
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+        assert signal.getsignal(signal.SIGINT).__name__ == "handle"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_interrupt_that_processes_of_a_loader_get_too_is_one():
+    def train(model, loader, heard):
+        batches = iter(loader)
+        next(batches)
+        if small.rank() == 0:
+            try:
+                (process,) = multiprocessing.active_children()
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                heard.append(True)
+            time.sleep(0.1)
+            os.kill(process.pid, signal.SIGINT)  # as the terminal does
+        time.sleep(3)
+        distributed.barrier()
+
+    model, _, loader = small.parts()
+    loader = torch.utils.data.DataLoader(loader.dataset, batch_size=4, num_workers=1)
+    heard = []
+    nano(**small.OPTIONS)(train)(model, loader, heard)
+    assert heard == [True]

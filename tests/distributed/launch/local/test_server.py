@@ -1,0 +1,336 @@
+"""The process that workers are forked from: kept for the next run, replaced where it does not fit, never in the way."""
+
+import ctypes
+import importlib
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import distributed
+
+from distributed import small
+from distributed.launch.started import LOOP, environment
+from nano_loop import NanoError, NanoWorkerError, nano
+from nano_loop.distributed.launch.local import kept_server as servers
+from nano_loop.distributed.launch.local import start
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def everywhere(value):
+    found = [None, None]
+    distributed.all_gather_object(found, value)
+    return found
+
+
+def run(task, **options):
+    def train(model):
+        return everywhere(task())
+
+    return nano(**small.OPTIONS | options)(train)(torch.nn.Linear(1, 1))
+
+
+def parent_of_the_worker():
+    return run(os.getppid)[1]
+
+
+def kept():
+    (server,) = servers.kept()
+    return server
+
+
+def wait_until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not within the time"
+        time.sleep(0.01)
+
+
+def is_gone(process):
+    return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+
+
+def test_next_run_is_forked_from_the_same_process_and_meets_nothing_of_the_first():
+    def leave_something():
+        torch.left = "by the first run"
+        os.environ["LEFT"] = "too"
+        torch.set_default_dtype(torch.float64)
+
+    def what_is_there():
+        return os.getppid(), hasattr(torch, "left"), os.environ.get("LEFT"), str(torch.get_default_dtype())
+
+    try:
+        first = parent_of_the_worker()
+        run(leave_something)
+    finally:
+        del torch.left, os.environ["LEFT"]  # of rank 0, which is this process
+        torch.set_default_dtype(torch.float32)
+    assert run(what_is_there)[1] == (first, False, None, "torch.float32")
+    assert first == kept().pid
+
+
+def test_it_is_no_child_of_the_caller():
+    parent_of_the_worker()
+    assert kept().pid not in {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.parametrize(("name", "stays"), [("PWD", True), ("SOMETHING", False)])
+def test_it_is_replaced_where_the_environment_is_another_and_workers_have_the_present_one(monkeypatch, name, stays):
+    first = parent_of_the_worker()
+    monkeypatch.setenv(name, "new")
+    assert run(lambda: os.environ[name]) == ["new", "new"]
+    assert (kept().pid == first) is stays
+    assert is_gone(first) is not stays
+
+
+def test_it_ends_by_itself_without_runs_and_the_next_run_starts_another(monkeypatch):
+    servers.end_kept()
+    monkeypatch.setattr(servers, "IDLE", 0.2)
+    first = parent_of_the_worker()
+    wait_until(lambda: is_gone(first))
+    assert parent_of_the_worker() != first
+
+
+def test_it_is_not_missed_where_somebody_has_killed_it_between_two_runs():
+    first = parent_of_the_worker()
+    os.kill(first, signal.SIGKILL)
+    assert parent_of_the_worker() != first
+
+
+def test_killed_in_a_run_it_takes_its_workers_with_it_and_the_run_ends_with_an_error():
+    def train(model):
+        pids = everywhere((os.getpid(), os.getppid()))
+        if small.rank() == 0:
+            left.append(pids[1][0])
+            os.kill(pids[1][1], signal.SIGKILL)
+        time.sleep(30 * small.rank())
+        everywhere(0)
+
+    left = []
+    with pytest.raises(NanoWorkerError) as caught:
+        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+    assert caught.value.rank == 1
+    wait_until(lambda: is_gone(left[0]))
+    assert run(small.rank) == [0, 1]
+
+
+def test_forked_child_of_the_caller_starts_another(tmp_path):
+    def child():
+        (tmp_path / "found").write_text(str(parent_of_the_worker()))
+        servers.end_kept()
+
+    mine = parent_of_the_worker()
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert int((tmp_path / "found").read_text()) != mine
+    assert parent_of_the_worker() == mine
+
+
+EARLY = """
+from nano_loop.distributed.launch.local import kept_server
+def server():
+    return next(iter(kept_server.kept()), None)
+def train(model):
+    return os.getpid()
+train.__module__ = "a_module"
+nano(**OPTIONS)(train)
+assert server() is None, "started for a module"
+train.__module__ = "__main__"
+nano(**OPTIONS | {"num_processes": 1})(train)
+nano(train)
+assert server() is None, "started for one process"
+train = nano(**OPTIONS)(train)
+started = server()
+nano(**OPTIONS)(train.__wrapped__)
+assert server() is started, "started twice"
+assert not started.ready, "waited for"
+assert train(Line()) == os.getpid()
+assert server() is started, "not used"
+class MyNano(TorchNano):
+    def train(self, model): ...
+kept_server.end_kept()
+MyNano(**OPTIONS)
+os.environ["ANOTHER"] = "environment"
+train(Line())
+second = server()
+kept_server.end_kept()
+nano(**OPTIONS)(train.__wrapped__)  # which ends while it imports
+print(started.pid, second.pid)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(servers._torch_makes_a_folder(), reason="the process is started by the run, which has a folder")
+def test_script_starts_it_when_it_decorates_and_leaves_nothing(tmp_path):
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", LOOP + EARLY]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = map(int, done.stdout.split())
+    assert first != second
+    wait_until(lambda: is_gone(first) and is_gone(second))
+
+
+TWICE = """
+@nano(**OPTIONS)
+def train(model): ...
+
+train(Line())
+if os.fork() == 0:
+    sys.exit()  # whose end is not that of the process which forks workers
+os.wait()
+train(Line())
+from nano_loop.distributed.launch.local import kept_server
+assert len(kept_server.kept()) == 1
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_open_when_the_caller_ends(tmp_path):
+    command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", LOOP + TWICE]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_child_of_a_worker_that_left_its_group_does_not_hide_that_the_worker_has_died():
+    def train(model):
+        if small.rank() == 1:
+            subprocess.Popen(["sleep", "30"], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        everywhere(0)
+
+    started = time.monotonic()
+    with pytest.raises(NanoWorkerError) as caught:
+        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+    assert caught.value.exitcode == -signal.SIGKILL
+    assert time.monotonic() - started < 10
+    for each in psutil.process_iter(["cmdline"]):
+        if each.info["cmdline"] == ["sleep", "30"]:
+            each.kill()
+
+
+def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(NanoWorkerError) as caught:
+            run(lambda: small.rank() == 1 and os._exit(7))
+        assert caught.value.exitcode == 7
+        servers.end_kept()
+        assert run(small.rank) == [0, 1]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+KILLED = """
+import ctypes
+
+@nano(**OPTIONS)
+def train(model):
+    pids = everywhere((os.getpid(), os.getppid()))
+    if torch.distributed.get_rank() == 1:
+        ctypes.PyDLL(None).sleep(60)  # which holds the interpreter's lock: no thread of this process runs
+    print(json.dumps([pids[1], str(OPTIONS)]), flush=True)
+    everywhere(0)
+
+train(Line())
+"""
+
+
+def test_workers_end_with_a_killed_caller_also_while_they_hold_the_interpreter_s_lock(tmp_path):
+    (tmp_path / "train.py").write_text(LOOP + KILLED)
+    with subprocess.Popen(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        line = process.stdout.readline()
+        worker, server = map(int, line[2:].partition("]")[0].split(","))
+        assert not is_gone(worker)
+        process.kill()
+    wait_until(lambda: is_gone(worker) and is_gone(server), 5)
+    assert [path for path in os.listdir("/dev/shm") if path.startswith(f"nano_loop-{process.pid}-")] == []
+
+
+STREAMS = {
+    "closed": "for number in (0, 1, 2): os.close(number)",
+    "None": "sys.stdin = sys.stdout = sys.stderr = None",
+    "raising": "class Raising:\n    def write(self, text): raise ZeroDivisionError\n    flush = write\n"
+    "sys.stdout = sys.stderr = Raising()",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
+def test_run_with_unusable_standard_streams_trains(tmp_path, streams):
+    script = f"""
+@nano(**OPTIONS | {{"verbose": "all"}})
+def train(model, optimizer, loader):
+    if torch.distributed.get_rank() == 1:
+        os.write(2, b"words\\n")
+    return fit(model, optimizer, loader)
+
+{streams}
+ours = parts(4)
+size = train(*ours)
+with open("found", "w") as file:
+    json.dump([size, weights(ours[0]) == alone()], file)
+"""
+    (tmp_path / "train.py").write_text(LOOP + script)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment(), timeout=60)
+    assert done.returncode in (0, 120)  # Python could not flush what is closed
+    assert (tmp_path / "found").read_text() == "[2, true]"
+
+
+def test_fifty_megabytes_without_a_line_s_end_are_shown_in_pieces(capfd):
+    def train(model):
+        if small.rank() == 1:
+            rest = memoryview(b"x" * (50 << 20))
+            while rest:
+                rest = rest[os.write(2, rest) :]
+        everywhere(0)
+
+    started = time.monotonic()
+    nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+    assert time.monotonic() - started < 60  # quadratic work would take minutes
+    shown = capfd.readouterr().err
+    assert shown.count("x") == 50 << 20
+    assert all(line.startswith("[rank 1] x") for line in shown.splitlines())
+
+
+def test_interpreter_s_lock_can_be_held_by_a_call_into_c():
+    assert ctypes.PyDLL(None).sleep(0) == 0  # what a test above relies on
+
+
+def test_limit_on_open_files_is_told_as_such_wherever_it_is_reached():
+    used = len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    servers.end_kept()
+    try:
+        for more in range(1, 4):  # the socket pair and the pipes
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, limits[1]))
+            with pytest.raises(NanoError, match="Too many open files"):
+                run(small.rank)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert run(small.rank) == [0, 1]
+
+
+def test_what_a_later_import_makes_in_the_temporary_folder_goes_with_the_run(tmp_path, monkeypatch):
+    (tmp_path / "makes_a_folder.py").write_text("import tempfile\nplace = tempfile.mkdtemp()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(start, "ALL_MODULES", ("makes_a_folder",))
+    first = parent_of_the_worker()
+    mine = importlib.import_module("makes_a_folder").place
+    server, place = run(lambda: (os.getppid(), sys.modules["makes_a_folder"].place))[1]
+    del sys.modules["makes_a_folder"]
+    os.rmdir(mine)
+    assert server == first
+    assert place != mine
+    assert not Path(place).exists()

@@ -1,0 +1,78 @@
+"""A digest tells apart what ranks have divided, and nothing that they only hold in other objects."""
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from nano_loop.distributed.loaders.alike import digest
+
+
+class Files:
+    """A dataset of files, with things that no two processes have alike."""
+
+    def __init__(self, names):
+        self.names = names
+        self.lock = threading.Lock()
+        self.generator = torch.Generator().manual_seed(len(names))
+        self.load = lambda name: name
+        self.me = self
+
+
+LONG = [f"{number}.png" for number in range(100_000)]
+
+ALIKE = {
+    "objects": lambda: Files(["a.png", "b.png"]),
+    "tensors": lambda: TensorDataset(torch.arange(10.0), torch.zeros(10, 2, dtype=torch.bfloat16)),
+    "not contiguous": lambda: torch.arange(12).view(3, 4).t(),
+    "arrays": lambda: {"x": np.arange(10), "names": np.array(["a", None], dtype=object)},
+    "sets": lambda: {"a", "b", "c"},
+    "conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "empty": lambda: torch.empty(0),
+}
+
+
+@pytest.mark.parametrize("make", ALIKE.values(), ids=ALIKE)
+def test_equal_values_have_equal_digests(make):
+    assert digest(make()) == digest(make())
+    assert digest(make(), 1) != digest(make(), 2)
+
+
+APART = {
+    "indices": lambda rank: Subset([], range(rank, 100, 2)),
+    "indices in a list": lambda rank: Subset([], [*range(rank, 100, 2)]),
+    "tensors": lambda rank: TensorDataset(torch.arange(100)[rank::2]),
+    "long tensors": lambda rank: torch.arange(1 << 20)[rank::2],
+    "arrays": lambda rank: np.arange(1 << 20)[rank::2],
+    "names": lambda rank: Files(["a.png", "b.png"][rank:]),
+    "long lists": lambda rank: Files(LONG[rank::2]),
+    "numbers": lambda rank: copy.copy(range(rank, 3)),
+    "dtypes": lambda rank: torch.zeros(2, dtype=[torch.float32, torch.float64][rank]),
+    "classes": lambda rank: [Files([]), copy.copy][rank],
+}
+
+
+@pytest.mark.parametrize("make", APART.values(), ids=APART)
+def test_what_ranks_have_divided_has_other_digests(make):
+    assert digest(make(0)) != digest(make(1))
+
+
+class Table:
+    """Has its values in no attribute, and shows them, as a table of pandas does."""
+
+    __slots__ = ("_shown", "iloc")
+
+    def __init__(self, shown):
+        self.iloc, self._shown = None, shown
+
+    def __repr__(self):
+        return f"{self._shown} at {id(self):#x}"
+
+
+def test_tables_are_told_apart_by_what_they_show():
+    assert digest(Table("1, 3")) == digest(Table("1, 3"))
+    assert digest(Table("1, 3")) != digest(Table("2, 4"))

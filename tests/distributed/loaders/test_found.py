@@ -1,0 +1,309 @@
+"""Loaders that the loop makes are divided as those of `setup` are, unless the loop has divided their data itself."""
+
+import gc
+import itertools
+import multiprocessing
+import sys
+import threading
+import weakref
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
+
+from nano_loop.cpu import Machine
+from nano_loop.distributed.launch.under_way import under_way
+from nano_loop.distributed.ranks import ALONE
+from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
+from nano_loop.parts import Parts
+from nano_loop.steps.sharding import Sharding
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
+
+
+class Stream(IterableDataset):
+    """Numbers, of which each rank may take some by itself."""
+
+    def __init__(self, rank=0, size=1):
+        self.rank, self.size = rank, size
+
+    def __iter__(self):
+        return iter(range(self.rank, 20, self.size))
+
+
+def numbers(count=20):
+    return TensorDataset(torch.arange(count))
+
+
+def sharding_of(ranks):
+    """The step of a run in which a model was set up, and the model."""
+    model = nn.Linear(1, 1)
+    step = Sharding(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks)
+    step.see(Parts(models=[model]))
+    return step, model
+
+
+def seen(loader):
+    return [torch.as_tensor(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader]
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(numbers(), 3),
+    "shuffled": lambda: DataLoader(numbers(), 3, shuffle=True),
+    "drop_last": lambda: DataLoader(numbers(), 3, shuffle=True, drop_last=True),
+    "generator": lambda: DataLoader(numbers(), 3, shuffle=True, generator=torch.Generator().manual_seed(4)),
+    "batch sampler": lambda: DataLoader(numbers(), batch_sampler=BatchSampler(RandomSampler(numbers()), 3, False)),
+    "no batches": lambda: DataLoader(numbers(), batch_size=None, shuffle=True),
+    "iterable": lambda: DataLoader(Stream(), 3),
+    "workers": lambda: DataLoader(numbers(), 3, shuffle=True, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_loader_of_the_loop_is_divided_as_one_that_was_set_up(team, make):
+    def loop(ranks, make, found):
+        torch.manual_seed(7 + ranks.rank)
+        step, _ = sharding_of(ranks)
+        loader = make()
+        if not found:
+            step.apply(Parts(loaders=[loader]))
+        batches = [seen(loader), seen(loader)]
+        length = 0 if isinstance(loader.dataset, IterableDataset) else len(loader)
+        step.undo()
+        return batches, length, torch.rand(1).item() if ranks.rank == 0 else None
+
+    found = team(2)(loop, make, True)
+    assert found == team(2)(loop, make, False)
+    (first, length, _), (second, *_) = found
+    assert length in (len(first[0]), 0)
+    assert not any(batch in second[0][:-1] for batch in first[0])  # the last may fill the group up
+
+
+def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(team):
+    def loop(ranks):
+        unused = Sharding(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks)
+        unused.see(Parts(loaders=[]))
+        loader = DataLoader(numbers(), 4)
+        counts = [len(seen(loader))]
+        step, model = sharding_of(ranks)
+        with torch.no_grad():
+            counts.append(len(seen(loader)))
+            counts.append(len(loader))
+        model.eval()
+        counts += [len(seen(loader)), len(loader), len(seen(DataLoader(numbers(), 4)))]
+        model.train()
+        counts += [len(seen(loader)), len(loader)]
+        step.undo()
+        return [*counts, len(seen(loader))]
+
+    assert team(2)(loop) == [[5, 5, 5, 5, 5, 5, 3, 3, 5]] * 2
+
+
+def test_rank_0_may_evaluate_alone_on_a_loader_of_its_own(team):
+    def loop(ranks):
+        step, model = sharding_of(ranks)
+        count = 0
+        if ranks.rank == 0:
+            loader = DataLoader(numbers(), 4)
+            model.eval()
+            count = len(loader) + len(seen(loader))
+        step.undo()
+        return count
+
+    assert team(2)(loop) == [10, 0]
+
+
+def test_shard_of_a_setup_after_the_first_iteration_counts(team):
+    def loop(ranks):
+        step, _ = sharding_of(ranks)
+        loader = DataLoader(numbers(), 4)
+        counts = [len(seen(loader))]
+        step.apply(Parts(loaders=[loader], shard=False))
+        counts += [len(seen(loader)), ranks.division.chosen]
+        step.undo()
+        return counts
+
+    assert team(2)(loop) == [[3, 5, True]] * 2
+
+
+# --- data that the loop has divided itself ---
+
+
+class OfRank(Sampler):
+    """Yields what is this rank's, and asks only then which rank it is."""
+
+    def __iter__(self):
+        rank = torch.distributed.get_rank()
+        return iter(range(rank, 20, 2))
+
+    def __len__(self):
+        return 10
+
+
+class Rows(Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+DIVIDED = {
+    "subset": lambda rank: DataLoader(Subset(numbers(), range(rank, 20, 2)), 5),
+    "tensors": lambda rank: DataLoader(TensorDataset(torch.arange(20)[rank::2]), 5),
+    "rows of a list": lambda rank: DataLoader(Rows([*range(20)][rank::2]), 5),
+    "sampler": lambda rank: DataLoader(numbers(), 5, sampler=OfRank()),
+    "indices": lambda rank: DataLoader(numbers(), 5, sampler=[*range(20)][rank::2]),
+    "iterable": lambda rank: DataLoader(Stream(rank, 2), 5),
+    "DistributedSampler": lambda rank: DataLoader(numbers(), 5, sampler=DistributedSampler(numbers(), shuffle=False)),
+}
+
+
+@pytest.mark.parametrize("make", DIVIDED.values(), ids=DIVIDED)
+def test_data_that_the_loop_has_divided_is_not_divided_again(team, make):
+    def loop(ranks, make):
+        step, _ = sharding_of(ranks)
+        loader = make(ranks.rank)
+        epochs = [seen(loader), seen(loader)]
+        found = step.closing()
+        step.undo()
+        return epochs, found, None if isinstance(loader.dataset, IterableDataset) else len(loader)
+
+    for rank, (epochs, found, length) in enumerate(team(2)(loop, make)):
+        assert [[*itertools.chain(*epoch)] for epoch in epochs] == [[*range(rank, 20, 2)]] * 2
+        assert found is None
+        assert length in (None, 2)
+
+
+class Caching(Dataset):
+    """Keeps what it has loaded."""
+
+    def __init__(self):
+        self.cache = {}
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return self.cache.setdefault(index, index)
+
+
+def test_what_a_dataset_has_cached_on_each_rank_counts_for_nothing(team):
+    def loop(ranks):
+        step, _ = sharding_of(ranks)
+        data = Caching()
+        counts = [len(seen(DataLoader(Subset(data, range(20)), 5))) for _ in range(3)]
+        step.undo()
+        return counts, len(data.cache)
+
+    assert team(2)(loop) == [([2, 2, 2], 10)] * 2
+
+
+def test_report_says_that_a_loader_was_found(team):
+    def loop(ranks):
+        step, _ = sharding_of(ranks)
+        assert step.closing() is None
+        seen(DataLoader(numbers(), 5))
+        closing = step.closing()
+        step.undo()
+        return str(closing)
+
+    assert all("applied  loaders" in each and "not set up, by batch" in each for each in team(2)(loop))
+
+
+# --- loaders that are not the loop's ---
+
+
+def test_loaders_of_other_threads_are_left_alone(team):
+    def loop(ranks):
+        step, _ = sharding_of(ranks)
+        counts = []
+        thread = threading.Thread(target=lambda: counts.append(len(seen(DataLoader(numbers(), 5)))))
+        thread.start()
+        thread.join()
+        step.undo()
+        return counts
+
+    assert team(2)(loop) == [[4], [4]]
+
+
+class Looking(Dataset):
+    """Iterates a loader for each of its items."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return len(seen(DataLoader(numbers(), 5)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loaders_inside_a_dataset_are_left_alone(team, num_workers):
+    def loop(ranks):
+        step, _ = sharding_of(ranks)
+        found = seen(DataLoader(Looking(), 1, num_workers=num_workers))
+        step.undo()
+        return found
+
+    assert team(2)(loop) == [[[4], [4]]] * 2
+
+
+def test_loaders_of_a_run_that_each_rank_makes_alone_are_left_alone(team):
+    def loop(ranks):
+        step, _ = sharding_of(ranks)
+        with under_way(ALONE):
+            count = len(seen(DataLoader(numbers(), 5)))
+        step.undo()
+        return count
+
+    assert team(2)(loop) == [4, 4]
+
+
+# --- what is left behind ---
+
+
+def test_found_loaders_and_their_datasets_are_let_go(team):
+    def loop(ranks):
+        step, _ = sharding_of(ranks)
+        data = numbers()
+        gone = [weakref.ref(data)]
+        for _ in range(2):
+            loader = DataLoader(data, 5)
+            gone.append(weakref.ref(loader))
+            seen(loader)
+        del data, loader
+        gc.collect()
+        left = [each() is not None for each in gone]
+        step.undo()
+        return left
+
+    assert team(2)(loop) == [[False] * 3] * 2
+
+
+def test_workers_that_a_found_loader_keeps_serve_all_epochs_and_end_with_the_run(team):
+    def loop(ranks):
+        step, _ = sharding_of(ranks)
+        loader = DataLoader(numbers(), 5, num_workers=1, persistent_workers=True)
+        first = seen(loader), {each.pid for each in multiprocessing.active_children()}
+        second = seen(loader), {each.pid for each in multiprocessing.active_children()}
+        in_header = [len(batch[0]) for batch in DataLoader(numbers(), 5, num_workers=1, persistent_workers=True)]
+        step.undo()
+        return first == second, in_header, len(multiprocessing.active_children())
+
+    assert team(2)(loop) == [(True, [5, 5], 0)] * 2

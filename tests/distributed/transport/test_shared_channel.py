@@ -1,0 +1,209 @@
+"""Ranks of one host exchange bytes and tensors of all dtypes, and find out when they do different things."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+
+from nano_loop.distributed.channel import ITERATION
+from nano_loop.distributed.ranks import RankLeftError, Ranks
+from nano_loop.distributed.transport.process_group_channel import ProcessGroupChannel
+from nano_loop.distributed.transport.shared_channel import SharedChannel
+from nano_loop.distributed.transport.shared_file import make, map_whole, open_private
+from nano_loop.errors import NanoError
+
+# The processes of a team do not find the tests' modules by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+DTYPES = (torch.bool, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)
+DTYPES += (torch.bfloat16, torch.float16, torch.complex64, torch.int64)
+
+
+def opened(ranks, folder, piece=256):
+    return SharedChannel(ranks, Path(folder), "small", piece=piece)
+
+
+def other_channel(ranks):
+    from nano_loop.distributed.signed import SignedCodec
+
+    return ProcessGroupChannel(ranks, SignedCodec(ranks.rank, b"run", None))
+
+
+def closing(channel):
+    if isinstance(channel, SharedChannel):
+        channel.close()
+
+
+@pytest.mark.parametrize("kind", ["shared memory", "process group"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_and_tensors_of_all_dtypes_arrive(team, tmp_path, kind, size):
+    lengths = (0, 1, 255, 256, 257, 512, 700, 1025)
+
+    def data(turn, rank):
+        return bytes((turn + rank + n) % 256 for n in range(lengths[(turn * (rank + 1)) % len(lengths)]))
+
+    def run(ranks):
+        channel = opened(ranks, tmp_path) if kind == "shared memory" else other_channel(ranks)
+        wrong = []
+        for turn in range(len(lengths) * 3):
+            source = turn % ranks.size
+            mine = data(turn, ranks.rank)
+            wrong += [turn] * (channel.gather(mine) != [data(turn, rank) for rank in range(ranks.size)])
+            wrong += [turn] * (channel.broadcast(mine, source) != data(turn, source))
+            dtype = DTYPES[turn % len(DTYPES)]
+            tensor = torch.full((turn * 31 % 400,), ranks.rank).to(dtype)
+            channel.broadcast_tensor(tensor, source)
+            wrong += [dtype] * (not tensor.float().eq(torch.tensor(source).to(dtype).float()).all())
+            tensor = torch.full((turn * 37 % 300,), ranks.rank + 0.5, dtype=torch.float64)
+            channel.add_up(tensor)
+            wrong += ["sum"] * (not tensor.eq(ranks.size**2 / 2).all())
+            channel.barrier()
+        closing(channel)
+        return wrong
+
+    assert team(size)(run) == [[]] * size
+
+
+def test_sums_are_made_in_the_order_of_ranks(team, tmp_path):
+    def mine(rank):
+        return torch.rand(999, generator=torch.Generator().manual_seed(rank))
+
+    def run(ranks):
+        channel, tensor = opened(ranks, tmp_path), mine(ranks.rank)
+        channel.add_up(tensor)
+        channel.close()
+        return tensor
+
+    for got in team(3)(run):
+        assert got.equal(mine(0) + mine(1) + mine(2))
+
+
+def test_ranks_that_do_different_things_are_told_what(team, tmp_path):
+    def run(ranks):
+        channel = opened(ranks, tmp_path)
+        call = channel.barrier if ranks.rank == 0 else lambda: channel.add_up(torch.ones(3))
+        with pytest.raises(NanoError) as caught:
+            call()
+        with pytest.raises(NanoError, match=r"a collective after one that was interrupted: .*Start another run"):
+            channel.barrier()
+        channel.close()
+        return str(caught.value)
+
+    first, second = team(2)(run)
+    assert first.startswith("rank 0 is in a collective (barrier) that rank 1 is not in: all ranks must call the same")
+    assert second.startswith("rank 1 is in a collective (SUM of 3 torch.float32) that rank 0 is not in")
+    for said in (first, second):
+        places = said.split("\n\n")[1:]
+        assert [place.splitlines()[0] for place in places] == ["rank 0:", "rank 1:"]
+        assert all("call()" in place or "add_up" in place for place in places)
+
+
+def test_rank_that_iterates_a_loader_alone_is_named_on_every_rank(team, tmp_path):
+    def run(ranks):
+        channel = opened(ranks, tmp_path)
+        call = channel.barrier if ranks.rank != 1 else lambda: channel.broadcast(b"", 0, ITERATION)
+        with pytest.raises(NanoError) as caught:
+            call()
+        channel.close()
+        return str(caught.value)
+
+    for said in team(3)(run):
+        assert said.startswith("rank 1 iterates a loader, and rank 0 does not: ")
+        assert [line for line in said.splitlines() if line.startswith("rank")][1:] == ["rank 0:", "rank 1:", "rank 2:"]
+
+
+@pytest.mark.parametrize(("returned", "words"), [(True, "has returned from train"), (False, "has failed")])
+def test_rank_that_left_is_named(team, tmp_path, returned, words):
+    def run(ranks):
+        channel, said = opened(ranks, tmp_path), None
+        channel.barrier()
+        if ranks.rank == 1:
+            channel.leave(returned=returned)
+        else:
+            with pytest.raises(RankLeftError) as caught:
+                channel.barrier()
+            said = str(caught.value), caught.value.rank
+        channel.close()
+        return said
+
+    (said, rank), _ = team(2)(run)
+    assert said.startswith(f"rank 1 {words}, and rank 0 still exchanges values: ")
+    assert rank == 1
+
+
+# --- coming together ---
+
+
+def test_rank_that_does_not_come_is_named_after_the_timeout_and_rank_0_leaves_no_trace(tmp_path):
+    with pytest.raises(NanoError, match=r"rank 0 has waited 0.3 seconds for rank 1 to exchange values: "):
+        SharedChannel(Ranks(0, 2, timeout=0.3), tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(NanoError, match=r"rank 1 has waited 0.3 seconds for rank 0 to exchange values: "):
+        SharedChannel(Ranks(1, 2, timeout=0.3), tmp_path)  # whose file goes with the folder
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_check_raises_and_ctrl_c_end_the_wait_for_others_at_once(tmp_path, rank):
+    def fail():
+        raise KeyError("rank 2 is dead")
+
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="rank 2 is dead"):
+        SharedChannel(Ranks(rank, 3, check=fail), tmp_path, "one")
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        SharedChannel(Ranks(rank, 3), tmp_path, "two")
+    timer.join()
+    assert time.monotonic() - started < 10  # and not the timeout of 600
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o777])
+def test_file_is_this_user_s_alone_whatever_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        make(str(tmp_path / "file"), 10)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+    map_whole(str(tmp_path / "file"), 10).close()
+
+
+def test_file_that_is_there_is_never_taken_for_a_new_one(tmp_path):
+    (tmp_path / "target").write_bytes(bytes(10))
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for name in ("target", "link"):
+        with pytest.raises(FileExistsError):
+            make(str(tmp_path / name), 10)
+    assert (tmp_path / "target").read_bytes() == bytes(10)
+
+
+def test_files_that_others_may_open_links_and_folders_are_refused(tmp_path):
+    file = tmp_path / "file"
+    make(str(file), 10)
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(OSError, match="symbolic link"):
+        open_private(str(tmp_path / "link"))
+    file.chmod(0o640)
+    with pytest.raises(NanoError, match=r"has the mode -rw-r-----: ranks of one host meet in a regular file that only"):
+        open_private(str(file))
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(NanoError, match="regular file"):
+        open_private(str(tmp_path / "pipe"))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can make another user's file")
+def test_file_of_another_user_is_refused(tmp_path):
+    make(str(tmp_path / "file"), 10)
+    os.chown(tmp_path / "file", 65534, -1)
+    with pytest.raises(NanoError, match="belongs to user 65534"):
+        open_private(str(tmp_path / "file"))

@@ -1,0 +1,107 @@
+"""Ranks that wait for each other are found, and ranks that only seem to are not."""
+
+import threading
+
+import pytest
+
+from nano_loop.distributed.transport import waits as module
+from nano_loop.distributed.transport.parting import AVERAGING
+from nano_loop.distributed.transport.waits import Waits
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Let each look write down and count, without a second before it."""
+    monkeypatch.setattr(module, "_LONG", 0.0)
+    monkeypatch.setattr(module, "_EVERY", 0.0)
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """What three ranks of one run see; they are in one process here."""
+    return [Waits(rank, 3, tmp_path) for rank in range(3)]
+
+
+def look(*waits, times=4):
+    """Let the waits look in turn, and return what each has found at last."""
+    return [[wait.look() for wait in waits] for _ in range(times)][-1]
+
+
+def test_two_ranks_that_wait_for_each_other_are_found_by_the_lower_one(ranks):
+    first, second = ranks[1].begin(2, AVERAGING), ranks[2].begin(1, "barrier")
+    found, nothing = look(first, second)
+    assert {rank: where.what for rank, where in found.items()} == {1: AVERAGING, 2: "barrier"}
+    assert "test_waits.py" in found[2].line
+    assert nothing == {}
+
+
+def test_a_ring_of_three_is_found(ranks):
+    found, *others = look(ranks[0].begin(2, "a"), ranks[1].begin(0, "b"), ranks[2].begin(1, "c"))
+    assert {rank: where.what for rank, where in found.items()} == {0: "a", 1: "b", 2: "c"}
+    assert others == [{}, {}]
+
+
+def test_ranks_that_wait_for_one_that_works_are_no_ring(ranks):
+    assert look(ranks[0].begin(2, "a"), ranks[1].begin(2, "a"), times=9) == [{}, {}]
+
+
+def test_a_rank_outside_the_ring_finds_nothing(ranks):
+    waits = ranks[0].begin(1, "a"), ranks[1].begin(2, "b"), ranks[2].begin(1, "c")
+    assert [bool(each) for each in look(*waits)] == [False, True, False]
+
+
+def test_a_note_of_a_rank_that_has_not_run_since_is_no_deadlock(ranks):
+    first, second = ranks[0].begin(1, "a"), ranks[1].begin(0, "b")
+    second.look()  # it is descheduled then, with what it waits for already there
+    assert look(first, times=50) == [{}]
+
+
+def test_a_rank_that_has_counted_once_since_may_have_looked_before(ranks):
+    first, second = ranks[0].begin(1, "a"), ranks[1].begin(0, "b")
+    second.look()
+    first.look()  # finds the ring
+    second.look()
+    assert look(first, times=50) == [{}]
+    second.look()
+    assert look(first)[0]
+
+
+def test_a_wait_that_is_over_is_no_deadlock(ranks):
+    first, second = ranks[0].begin(1, "a"), ranks[1].begin(0, "b")
+    second.look()
+    first.look()
+    second.end()
+    assert look(first, times=50) == [{}]
+    again = ranks[1].begin(0, "c")  # another wait, which the first look did not see
+    again.look()
+    first.look()
+    again.look()
+    assert first.look() == {}
+    again.look()
+    assert first.look()
+
+
+def test_nothing_is_written_down_of_a_rank_that_waits_in_two_threads(ranks):
+    first, second = ranks[0].begin(1, "a"), ranks[1].begin(0, "b")
+    first.look()
+    thread = threading.Thread(target=ranks[0].begin(2, "c").look)
+    thread.start()
+    thread.join()
+    assert look(first, second, times=9) == [{}, {}]
+    assert ranks[1].note_of(0) is None
+
+
+def test_a_short_wait_is_not_written_down(ranks, monkeypatch):
+    monkeypatch.setattr(module, "_LONG", 60.0)
+    wait = ranks[0].begin(1, "a")
+    wait.look()
+    wait.end()
+    assert not (ranks[0]._path).exists()
+
+
+def test_without_a_folder_ranks_wait_as_before(tmp_path):
+    first, second = (Waits(rank, 2, tmp_path / "gone") for rank in range(2))
+    waits = first.begin(1, "a"), second.begin(0, "b")
+    assert look(*waits, times=9) == [{}, {}]
+    for each in waits:
+        each.end()

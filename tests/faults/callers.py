@@ -1,0 +1,426 @@
+"""Faults: where a run is started from, and what becomes of the process that has started it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from faults.fault import BEFORE, EPOCH, STARTING, Fault
+from faults.runs import OPTIONS, at, collective, line_from, on_each, python, raising, script, train
+from nano_loop import NanoError, nano
+from nano_loop.distributed.launch.local import kept_server as servers
+
+
+def _in_a_thread(do):
+    """Return what calls `do` in a thread, and raises what that raises."""
+
+    def commit():
+        raised = []
+
+        def target():
+            try:
+                do()
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+        if raised:
+            raise raised.pop()
+
+    return commit
+
+
+def _two_threads_at_once():
+    inside, leave = threading.Event(), threading.Event()
+
+    def first():
+        nano(**OPTIONS)(_Waiting(inside, leave))(torch.nn.Linear(1, 1))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    try:
+        assert inside.wait(20)
+        train()
+    finally:
+        leave.set()
+        thread.join()
+
+
+class _Waiting:
+    """A loop that says when it has begun, and waits; a worker's copy does nothing."""
+
+    __name__ = "waiting"
+
+    def __init__(self, inside, leave):
+        self.events = inside, leave
+
+    def __reduce__(self):
+        return _Passing, ()
+
+    def __call__(self, model):
+        inside, leave = self.events
+        inside.set()
+        assert leave.wait(20)
+
+
+class _Passing:
+    __name__ = "passing"
+
+    def __call__(self, model):
+        pass
+
+
+def _in_a_coroutine(do):
+    async def main():
+        do()
+
+    return lambda: asyncio.run(main())
+
+
+def _in_a_handler():
+    found = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: found.append(train()))
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [2]
+
+
+def _program(text, *expected):
+    """Return what runs a program, which ends with 0, leaves no error behind, and prints the expected words."""
+
+    def commit():
+        shown = python(text)
+        for each in expected:
+            assert each in shown, shown
+
+    return commit
+
+
+def _killed(body, number=signal.SIGKILL):
+    """Return what kills a program once its worker has written a file; the worker and its memory are gone soon."""
+
+    def commit():
+        path, variables = script(body)
+        with line_from("pids") as (place, line):
+            command = [sys.executable, path, place]
+            with subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL) as program:
+                try:
+                    worker, _ = map(int, line().split())
+                finally:
+                    program.send_signal(number)
+        deadline = time.monotonic() + 8
+        while psutil.pid_exists(worker) or [*_folders(program.pid)]:
+            assert time.monotonic() < deadline, f"process {worker} or its memory is left"
+            time.sleep(0.05)
+
+    return commit
+
+
+def _killed_while_the_other_process_imports_torch():
+    path, variables = script(_EARLY)
+    with subprocess.Popen([sys.executable, path], env=variables) as program:
+        assert program.wait(60) == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while [*_folders(program.pid)]:
+        assert time.monotonic() < deadline, [*_folders(program.pid)]
+        time.sleep(0.05)
+
+
+def _all_killed():
+    path, variables = script(_ASLEEP)
+    with line_from("pids") as (place, line), subprocess.Popen([sys.executable, path, place], env=variables) as program:
+        _, server = map(int, line().split())
+        program.send_signal(signal.SIGSTOP)  # it would clean up
+        os.kill(server, signal.SIGKILL)
+        program.kill()
+    assert [*_folders(program.pid)]
+    assert train() == 2
+    assert not [*_folders(program.pid)]
+
+
+def _folders(pid):
+    """What a process has made for a run, in memory and on disk."""
+    for parent in ("/dev/shm", os.environ["TMPDIR"]):
+        yield from Path(parent).glob(f"nano_loop-{pid}-*")
+
+
+_TELL = """
+def tell():
+    with open(sys.argv[1], "w") as pipe:
+        pipe.write(f"{os.getpid()} {os.getppid()}")
+"""
+_ASLEEP = f"""{_TELL}
+def fit(model):
+    if small.rank() == 1:
+        tell()
+    time.sleep(100)
+nano(**OPTIONS)(fit)(torch.nn.Linear(1, 1))
+"""
+_EARLY = """
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+train()
+"""
+_LOCKED = f"""{_TELL}
+def fit(model):
+    if small.rank() == 1:
+        tell()
+        ctypes.PyDLL(None).sleep(100)
+    time.sleep(100)
+nano(**OPTIONS)(fit)(torch.nn.Linear(1, 1))
+"""
+_LOADING = f"""{_TELL}
+def told():
+    tell()
+    time.sleep(100)
+nano(**OPTIONS)(lambda model, data, late: None)(torch.nn.Linear(1, 1), torch.ones(SIZE), Arriving(told))
+"""
+_FORKED = """
+import multiprocessing
+def child():
+    assert train() == 2
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join(60)
+assert process.exitcode == 0
+print("trained", train())
+"""
+_SPAWNED = """
+import multiprocessing
+class Line(torch.nn.Linear):
+    pass
+class OwnError(Exception):
+    pass
+def loop(model, fails):
+    assert type(model) is Line
+    if fails and small.rank() == 1:
+        raise OwnError("of the main program")
+    return small.rank()
+def child():
+    assert nano(**OPTIONS)(loop)(Line(1, 1), False) == 0
+    try:
+        nano(**OPTIONS)(loop)(Line(1, 1), True)
+    except NanoWorkerError as error:
+        assert "rank 1 raised OwnError: of the main program" in str(error), error
+        os._exit(21)
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 21, process.exitcode
+    print("trained")
+"""
+_POOL = """
+import copy, multiprocessing
+def failing(number):
+    at(1, 3, raising(ValueError, "a bad batch"))()
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        try:
+            pool.apply_async(failing, (0,)).get(60)
+        except NanoWorkerError as error:
+            for each in (error, copy.copy(error), copy.deepcopy(error)):
+                assert (each.rank, each.exitcode, "in do" in each.traceback) == (1, None, True)
+                assert "rank 1 raised ValueError: a bad batch" in str(each)
+            print("raised")
+"""
+_AT_EXIT = """
+import atexit
+def last():
+    if sys.version_info < (3, 12):
+        print("trained", train())
+    else:
+        try:
+            train()
+        except RuntimeError:
+            print("trained 2")
+    sys.stdout.flush()
+atexit.register(last)
+"""
+_AT_SHUTDOWN = """
+class Last:
+    def __del__(self, train=train):
+        try:
+            train()
+        except BaseException:
+            pass
+train()
+last = Last()
+print("trained")
+"""
+
+
+def _server():
+    (server,) = servers.kept()
+    return server.pid
+
+
+def _between_runs(number):
+    def commit():
+        train()
+        os.kill(_server(), number)
+        assert train() == 2
+
+    return commit
+
+
+def _in_a_run(number, then=lambda rank: None):
+    """Return what signals the process that workers are forked from in a run, which then calls ``then(rank)``."""
+
+    def do(rank):
+        if rank == 1:
+            os.kill(os.getppid(), number)
+        then(rank)
+
+    return on_each(do)
+
+
+def _dies_a_little_later(rank):
+    if rank == 1:
+        time.sleep(0.5)
+        os._exit(5)
+    collective()
+
+
+_ENDS = "workers end, and their memory is freed"
+
+FAULTS = [
+    Fault(
+        "a run in a thread, and a worker raises",
+        EPOCH,
+        _in_a_thread(at(1, 3, raising(ValueError, "a bad batch"))),
+        words=("rank 1 raised ValueError: a bad batch",),
+        rank=1,
+        quick=True,
+    ),
+    Fault(
+        "two threads start runs at once",
+        BEFORE,
+        _two_threads_at_once,
+        NanoError,
+        ("thread", "is in a run of 2 processes", "Start this run when that one has ended"),
+    ),
+    Fault("a run in a coroutine", EPOCH, _in_a_coroutine(train), None),
+    Fault(
+        "a run in a coroutine, and a worker raises",
+        EPOCH,
+        _in_a_coroutine(at(1, 3, raising(ValueError, "a bad batch"))),
+        words=("rank 1 raised ValueError: a bad batch",),
+        rank=1,
+    ),
+    Fault("a run in a signal handler", EPOCH, _in_a_handler, None),
+    Fault("a run in a forked child of multiprocessing", STARTING, _program(_FORKED, "trained 2"), None, seconds=40),
+    Fault(
+        "a run of the main program's functions in a spawned child of multiprocessing",
+        STARTING,
+        _program(_SPAWNED, "trained"),
+        None,
+        seconds=40,
+    ),
+    Fault(
+        "a run fails in a pool of multiprocessing",
+        EPOCH,
+        _program(_POOL, "raised"),
+        None,
+        seconds=40,
+        result="`NanoWorkerError`, in the process that has the pool",
+    ),
+    Fault("a run in a function of atexit", STARTING, _program(_AT_EXIT, "trained 2"), None, seconds=40),
+    Fault(
+        "a run while the interpreter shuts down",
+        STARTING,
+        _program(_AT_SHUTDOWN, "trained"),
+        None,
+        seconds=40,
+        result="an exception of Python's, and no process is left",
+    ),
+    Fault("the caller is killed", EPOCH, _killed(_ASLEEP), None, begins=True, result=_ENDS),
+    Fault(
+        "the caller is killed while the process that workers are forked from imports torch",
+        STARTING,
+        _killed_while_the_other_process_imports_torch,
+        None,
+        begins=True,
+        result=_ENDS,
+    ),
+    Fault(
+        "all processes of a run are killed at once",
+        EPOCH,
+        _all_killed,
+        None,
+        begins=True,
+        result="the next run of this user frees the memory",
+    ),
+    Fault("the caller gets SIGTERM", EPOCH, _killed(_ASLEEP, signal.SIGTERM), None, begins=True, result=_ENDS),
+    Fault(
+        "the caller is killed while a worker holds Python's lock in C",
+        EPOCH,
+        _killed(_LOCKED),
+        None,
+        begins=True,
+        result=_ENDS,
+    ),
+    Fault(
+        "the caller is killed while a worker reads 64 MB of arguments",
+        STARTING,
+        _killed(_LOADING.replace("SIZE", "1 << 24")),
+        None,
+        begins=True,
+        result=_ENDS,
+    ),
+    Fault(
+        "the caller is killed while a worker reads 1 GB of arguments",
+        STARTING,
+        _killed(_LOADING.replace("SIZE", "1 << 28")),
+        None,
+        begins=True,
+        result=_ENDS,
+    ),
+    Fault(
+        "the process that workers are forked from is killed between two runs",
+        BEFORE,
+        _between_runs(signal.SIGKILL),
+        None,
+        begins=True,
+    ),
+    Fault(
+        "the process that workers are forked from is stopped between two runs",
+        BEFORE,
+        _between_runs(signal.SIGSTOP),
+        None,
+        begins=True,
+    ),
+    Fault(
+        "the process that workers are forked from is killed in a run",
+        EPOCH,
+        _in_a_run(signal.SIGKILL, lambda rank: time.sleep(20) if rank else collective()),
+        words=("rank 1",),
+        rank=1,
+        begins=True,
+    ),
+    Fault(
+        "the process that workers are forked from is stopped in a run",
+        EPOCH,
+        _in_a_run(signal.SIGSTOP),
+        None,
+        begins=True,
+    ),
+    Fault(
+        "the process that workers are forked from is stopped in a run, and a worker dies",
+        EPOCH,
+        _in_a_run(signal.SIGSTOP, _dies_a_little_later),
+        words=("rank 1 has closed its connection to rank 0, or ended",),
+        rank=1,
+        begins=True,
+    ),
+]

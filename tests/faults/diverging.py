@@ -1,0 +1,304 @@
+"""Faults: ranks that part: they take other steps, or have other models, rates and data."""
+
+import torch
+from distributed import small
+from torch import distributed, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import nano_loop
+from faults.fault import BEFORE, COLLECTIVE, EPOCH, FIRST, LAST, Fault
+from faults.runs import OPTIONS, collective, on, on_each
+from nano_loop import NanoConfigError, NanoError, TorchNano, nano
+
+
+def _loop(change, *, parts=small.parts):
+    """Return what trains, after ``change(rank, model, optimizer)``."""
+
+    def fit(model, optimizer, loader):
+        change(small.rank(), model, optimizer)
+        return small.fit(model, optimizer, loader)
+
+    return lambda: nano(**OPTIONS)(fit)(*parts())
+
+
+def _leaving(rank, step):
+    """Return what trains, with one rank that leaves the loop before a step."""
+
+    def fit(model, optimizer, loader):
+        for number, (x, y) in enumerate(loader):
+            if (small.rank(), number) == (rank, step):
+                return
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    return lambda: nano(**OPTIONS)(fit)(*small.parts())
+
+
+def _overwriting(options):
+    """Return what trains for some epochs, with a rank that has lost its weights."""
+
+    def fit(model, optimizer, loader):
+        if small.rank() == 1:
+            nn.init.zeros_(next(model.parameters()))
+        return small.fit(model, optimizer, loader, epochs=10)
+
+    return lambda: nano(**options)(fit)(*small.parts())
+
+
+def _one_step_more(rank):
+    def fit(model, optimizer, loader):
+        small.fit(model, optimizer, loader, epochs=1)
+        if small.rank() == rank:
+            model(torch.ones(1, 3)).sum().backward()
+
+    return lambda: nano(**OPTIONS)(fit)(*small.parts())
+
+
+def _iterating_alone(rank, *, gradients=True, then=lambda: None):
+    """Return what trains, and then iterates a shuffled loader on one rank."""
+
+    def fit(model, optimizer, loader):
+        steps = small.fit(model, optimizer, loader, epochs=1)
+        with torch.set_grad_enabled(gradients):
+            if small.rank() == rank:
+                assert len([model(x) for x, _ in loader]) == 2 * steps
+        then()
+
+    def commit():
+        model, optimizer, loader = small.parts()
+        nano(**OPTIONS)(fit)(model, optimizer, DataLoader(loader.dataset, 4, shuffle=True))
+
+    return commit
+
+
+def _evaluating(rank, *, at=2):
+    """Return what trains, and lets one rank alone evaluate in mid-epoch, with gradients on."""
+
+    def fit(model, optimizer, loader):
+        held_out = DataLoader(loader.dataset, 4, shuffle=True)
+        for number, (x, y) in enumerate(loader):
+            if (small.rank(), number) == (rank, at):
+                sum(nn.functional.mse_loss(model(x), y).item() for x, y in held_out)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    return lambda: nano(**OPTIONS)(fit)(*small.parts())
+
+
+def _loaders_in_another_order():
+    """Let ranks begin to iterate loaders of different lengths, which looks alike, and part at their ends."""
+
+    def fit(model, optimizer, short, long):
+        for loader in (short, long) if small.rank() == 0 else (long, short):
+            small.fit(model, optimizer, loader, epochs=1)
+
+    model, optimizer, loader = small.parts()
+    rows = loader.dataset[: len(loader.dataset)]
+    few = TensorDataset(*(each[:16] for each in rows))
+    nano(**OPTIONS)(fit)(
+        model, optimizer, DataLoader(few, 4, shuffle=True), DataLoader(loader.dataset, 4, shuffle=True)
+    )
+
+
+def _rate(rank, model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
+
+
+def _frozen(rank, model, optimizer):
+    model.bias.requires_grad_(rank == 0)
+
+
+def _nan(rank, model, optimizer):
+    if rank == 1:
+        model.register_forward_hook(lambda module, given, out: out * float("nan"))
+
+
+def _made_inside(make):
+    class Loop(TorchNano):
+        def train(self):
+            model, optimizer = self.setup(*make(self.global_rank))
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+    return lambda: Loop(**OPTIONS).train()
+
+
+def _with_optimizer(model):
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _different_lengths():
+    def fit(model, optimizer):
+        rows = torch.ones(8 + 8 * small.rank(), 3)
+        return small.fit(model, optimizer, DataLoader(TensorDataset(rows, rows[:, :1]), 4), epochs=1)
+
+    model, optimizer, _ = small.parts()
+    nano(**OPTIONS)(fit)(model, optimizer)
+
+
+def _mismatched():
+    distributed.all_reduce(torch.ones(1 + small.rank() * 1000))
+
+
+def _groups_in_another_order(rank):
+    groups = [distributed.new_group([0, 1]) for _ in range(2)]
+    for group in groups[:: -1 if rank else 1]:
+        distributed.all_reduce(torch.ones(1), group=group)
+
+
+def _timeout(value):
+    return lambda: on_each(lambda rank: None, timeout=value)()
+
+
+def _left(rank, **settings):
+    return Fault(
+        f"rank {rank} leaves the loop early",
+        EPOCH,
+        _leaving(rank, 2),
+        words=(f"rank {rank} has returned from fit", "same number of steps"),
+        **settings,
+    )
+
+
+FAULTS = [
+    _left(0),
+    _left(1, quick=True),
+    Fault("rank 0 takes one step more", LAST, _one_step_more(0), words=("rank 1 has returned from fit",)),
+    Fault("rank 1 takes one step more", LAST, _one_step_more(1), words=("rank 0 has returned from fit",)),
+    Fault(
+        "rank 0 calls a collective more",
+        COLLECTIVE,
+        on(0, collective),
+        words=("rank 1 has returned from loop", "same number of steps"),
+    ),
+    Fault(
+        "rank 1 calls a collective more",
+        COLLECTIVE,
+        on(1, collective),
+        words=("rank 0 has returned from loop", "same number of steps"),
+    ),
+    Fault(
+        "rank 0 alone iterates a loader that is divided",
+        LAST,
+        _iterating_alone(0),
+        words=("rank 1 has returned from fit, and rank 0 iterates a loader", "torch.no_grad()", "for x, _ in loader"),
+    ),
+    Fault(
+        "rank 1 alone iterates a loader that is divided, and rank 0 is in a barrier",
+        COLLECTIVE,
+        _iterating_alone(1, then=nano_loop.barrier),
+        NanoError,
+        ("rank 1 iterates a loader, and rank 0 does not", "torch.no_grad()", "rank 0:", "then()", "for x, _ in loader"),
+        quick=True,
+    ),
+    Fault(
+        "rank 0 alone iterates a loader under torch.no_grad()",
+        LAST,
+        _iterating_alone(0, gradients=False, then=nano_loop.barrier),
+        None,
+        result="training goes on: rank 0 takes all batches",
+    ),
+    Fault(
+        "rank 0 alone evaluates in mid-epoch, with gradients on",
+        EPOCH,
+        _evaluating(0),
+        NanoError,
+        ("rank 0 iterates a loader, and rank 1 does not", "torch.no_grad()", "rank 0:", "for x, y in held_out"),
+        quick=True,
+    ),
+    Fault(
+        "rank 1 alone evaluates in mid-epoch, with gradients on",
+        EPOCH,
+        _evaluating(1),
+        NanoError,
+        ("rank 1 iterates a loader, and rank 0 does not", "torch.no_grad()", "rank 0:", "backward()"),
+    ),
+    Fault(
+        "ranks iterate two loaders in another order",
+        EPOCH,
+        _loaders_in_another_order,
+        NanoError,
+        ("rank 0 iterates a loader, and rank 1 does not", "rank 0:", "rank 1:"),
+    ),
+    Fault(
+        "ranks call a collective with other sizes",
+        COLLECTIVE,
+        on_each(lambda rank: _mismatched()),
+        NanoError,
+        ("rank 0 is in a collective (SUM of 1 torch.float32) that rank 1 is not in", "the same shape and dtype"),
+    ),
+    Fault(
+        "ranks call collectives of two groups in another order",
+        COLLECTIVE,
+        on_each(_groups_in_another_order),
+        NanoError,
+        ("ranks 0, 1 wait for each other", "in the same order", "rank 0:", "rank 1:"),
+    ),
+    Fault(
+        "ranks have other learning rates",
+        FIRST,
+        _loop(_rate),
+        words=("learning rates differ", "rank 0 has [0.1], rank 1 has [0.05]"),
+        quick=True,
+    ),
+    Fault(
+        "a rank overwrites its own weights",
+        FIRST,
+        _overwriting(OPTIONS),
+        words=("Linear.weight is not the same on all ranks", "load a checkpoint on all of them"),
+        quick=True,
+    ),
+    Fault(
+        "a rank overwrites its own weights, with compare_parameters=False",
+        FIRST,
+        _overwriting({**OPTIONS, "compare_parameters": False}),
+        None,
+        result="training goes on",
+    ),
+    Fault("a layer is frozen on one rank", FIRST, _loop(_frozen), None, result="training goes on: its gradient counts"),
+    Fault(
+        "the loss of one rank is NaN",
+        FIRST,
+        _loop(_nan),
+        None,
+        result="training goes on, with NaN in every gradient, as in one process",
+    ),
+    Fault(
+        "ranks set up models with other numbers of parameters",
+        FIRST,
+        _made_inside(lambda rank: _with_optimizer(nn.Linear(3, 1, bias=rank == 0))),
+        NanoError,
+        ("rank 1 has SGD", "where rank 0 has Linear.bias", "Build them the same way on every rank"),
+    ),
+    Fault(
+        "ranks set up models of other shapes",
+        FIRST,
+        _made_inside(lambda rank: _with_optimizer(nn.Linear(3, 1 + rank))),
+        NanoError,
+        ("rank 1 has Linear.weight", "(2, 3)", "where rank 0", "(1, 3)"),
+    ),
+    Fault(
+        "ranks set up models of other dtypes",
+        FIRST,
+        _made_inside(lambda rank: _with_optimizer(nn.Linear(3, 1, dtype=(torch.float32, torch.float64)[rank]))),
+        NanoError,
+        ("rank 1 has Linear.weight, torch.float64", "where rank 0", "torch.float32"),
+    ),
+    Fault("loaders of ranks have other lengths", LAST, _different_lengths, words=("rank 0 has returned from fit",)),
+    Fault("timeout=inf", BEFORE, _timeout(float("inf")), NanoConfigError, ("timeout=inf", "positive")),
+    Fault("timeout=nan", BEFORE, _timeout(float("nan")), NanoConfigError, ("timeout=nan", "positive")),
+    Fault("timeout=-1", BEFORE, _timeout(-1), NanoConfigError, ("timeout=-1", "positive"), quick=True),
+    Fault("timeout=0", BEFORE, _timeout(0), NanoConfigError, ("timeout=0", "positive")),
+    Fault("timeout=1e15", BEFORE, _timeout(1e15), NanoConfigError, ("timeout=", "seconds", "Leave it out")),
+    Fault("timeout='long'", BEFORE, _timeout("long"), NanoConfigError, ("timeout='long'", "positive")),
+    Fault("timeout=0.5, which is enough", FIRST, on_each(lambda rank: None, timeout=0.5), None),
+    Fault(
+        "num_processes=99",
+        BEFORE,
+        on_each(lambda rank: None, num_processes=99, cpu_for_each_process=None),
+        NanoConfigError,
+        ("num_processes=99", "99 physical cores", "Lower num_processes"),
+    ),
+]

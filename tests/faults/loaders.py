@@ -1,0 +1,116 @@
+"""Faults: processes of a loader die, raise or hang, on one rank."""
+
+import os
+import time
+
+import torch
+from distributed import small
+from torch.utils.data import DataLoader, Dataset
+
+from faults.fault import EPOCH, Fault
+from faults.runs import OPTIONS, raising
+from nano_loop import nano
+
+
+class Rows(Dataset):
+    """Calls `do` for one row, in the processes of one rank's loader."""
+
+    def __init__(self, do, rank):
+        self.do, self.rank, self.mine = do, rank, None
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, row):
+        if self.mine == self.rank and row >= 16:
+            self.do()
+        return torch.ones(3) * row, torch.ones(1)
+
+
+def _loaded(rank, do, processes=1, **settings):
+    """Return what trains from a loader with processes, of which those of `rank` call `do`."""
+
+    def fit(model, optimizer, loader):
+        loader.dataset.mine = small.rank()
+        return small.fit(model, optimizer, loader, epochs=1)
+
+    def commit():
+        model, optimizer, _ = small.parts()
+        nano(**OPTIONS)(fit)(model, optimizer, DataLoader(Rows(do, rank), 4, num_workers=processes, **settings))
+
+    return commit
+
+
+def _late_dataset():
+    time.sleep(30)
+
+
+# The folder for sockets that torch leaves where the process of a loader is ended, also in a plain loop.
+_TORCHS = ("temporary pymp-",)
+# torch opens ten temporary files to see whether descriptors are used up. The signal that a process has died can come
+# while it makes one, and its handler raises there: the file stays, also in a plain loop.
+_TORCHS_FILE = ("temporary tmp", "descriptors ")
+
+FAULTS = [
+    Fault(
+        "a dataset raises in a worker",
+        EPOCH,
+        _loaded(1, raising(ConnectionResetError, 104, "the database is gone"), processes=0),
+        words=("rank 1 raised ConnectionResetError: [Errno 104] the database is gone",),
+        rank=1,
+        cause=ConnectionResetError,
+    ),
+    Fault(
+        "a loader's process raises on a worker",
+        EPOCH,
+        _loaded(1, raising(ValueError, "row 16 is bad")),
+        words=("rank 1 raised ValueError: Caught ValueError in DataLoader worker process 0", "row 16 is bad"),
+        rank=1,
+        quick=True,
+    ),
+    Fault(
+        "a loader's process raises on rank 0",
+        EPOCH,
+        _loaded(0, raising(ValueError, "row 16 is bad")),
+        ValueError,
+        ("row 16 is bad",),
+        leaves=_TORCHS,
+    ),
+    Fault(
+        "a loader's process dies on a worker",
+        EPOCH,
+        _loaded(1, lambda: os._exit(7)),
+        words=("rank 1 raised RuntimeError: DataLoader worker", "exited unexpectedly"),
+        rank=1,
+    ),
+    Fault(
+        "a loader's process dies on rank 0",
+        EPOCH,
+        _loaded(0, lambda: os._exit(7)),
+        RuntimeError,
+        ("DataLoader worker",),
+        leaves=(*_TORCHS, *_TORCHS_FILE),
+    ),
+    Fault(
+        "a loader's process is killed on a worker",
+        EPOCH,
+        _loaded(1, lambda: os.kill(os.getpid(), 9)),
+        words=("rank 1 raised RuntimeError: DataLoader worker", "killed"),
+        rank=1,
+    ),
+    Fault(
+        "a loader's process hangs on a worker, and the loader has a timeout",
+        EPOCH,
+        _loaded(1, _late_dataset, timeout=1),
+        words=("rank 1 raised RuntimeError: DataLoader timed out",),
+        rank=1,
+    ),
+    Fault(
+        "a loader's process hangs on rank 0, and the loader has a timeout",
+        EPOCH,
+        _loaded(0, _late_dataset, timeout=1),
+        RuntimeError,
+        ("DataLoader timed out",),
+        leaves=_TORCHS,
+    ),
+]

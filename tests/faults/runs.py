@@ -1,0 +1,169 @@
+"""The runs in which faults are committed, and how one is placed in them."""
+
+import contextlib
+import itertools
+import os
+import select
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+from distributed import small
+from torch import distributed
+
+import nano_loop
+from nano_loop import nano
+
+ROOT = Path(nano_loop.__file__).parents[1]
+LAST_STEP = 7  # of a run of two ranks
+OPTIONS = small.OPTIONS | {"timeout": 30}  # so that what is only seen then is too late
+
+
+def run(each_step=lambda rank, step: None, *arguments, **options):
+    """Train on two ranks, calling ``each_step(rank, step)`` before each of the eight steps."""
+
+    def fit(model, optimizer, loader, arguments):
+        return small.fit(model, optimizer, loader, each_step)
+
+    return nano(**OPTIONS | options)(fit)(*small.parts(), arguments)
+
+
+def train():
+    """Train two steps, which is what a process has to be able to do after each fault."""
+    return nano(**small.OPTIONS)(small.fit)(*small.parts(samples=16), epochs=1)
+
+
+def at(rank, step, do, **options):
+    """Return what trains on two ranks, and calls `do` on one of them before one step."""
+
+    def each_step(mine, now):
+        if (mine, now) == (rank, step):
+            do()
+
+    return lambda: run(each_step, **options)
+
+
+def on_each(do, **options):
+    """Return what calls ``do(rank)`` on two ranks."""
+
+    def loop(model):
+        return do(small.rank())
+
+    return lambda: nano(**OPTIONS | options)(loop)(torch.nn.Linear(1, 1))
+
+
+def on(rank, do, other=lambda: None, **options):
+    """Return what calls `do` on one rank, and `other` on the other one."""
+    return on_each(lambda mine: do() if mine == rank else other(), **options)
+
+
+def collective():
+    """Wait in torch for the other rank."""
+    distributed.all_reduce(torch.ones(1))
+
+
+def raising(make, *arguments, **named):
+    """Return what raises ``make(*arguments, **named)``; the exception is made where it is raised."""
+
+    def do():
+        raise make(*arguments, **named)
+
+    return do
+
+
+class Arriving:
+    """An argument that calls `do` where it is unpickled: in a worker."""
+
+    def __init__(self, do):
+        self.do = do
+
+    def __reduce__(self):
+        return _called, (self.do,)
+
+
+def _called(do):
+    do()
+    return do
+
+
+def with_argument(argument, **options):
+    """Return what trains on two ranks, with an argument."""
+    return lambda: run(lambda rank, step: None, argument, **options)
+
+
+@contextlib.contextmanager
+def attribute(owner, name, value):
+    """Replace an attribute for the body."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def environ(**values):
+    """Set environment variables for the body; None takes one away."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        for name, value in values.items():
+            _put(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            _put(name, value)
+
+
+def _put(name, value):
+    os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+_SCRIPT = """
+import contextlib, ctypes, os, signal, sys, threading, time
+import torch
+from distributed import small
+from faults.runs import *
+from nano_loop import NanoWorkerError, nano
+"""
+_numbers = itertools.count()
+
+
+def script(text):
+    """Write a program that finds what rows find, and return its path and its environment."""
+    path = Path(os.environ["TMPDIR"]) / f"script-{os.getpid()}-{next(_numbers)}.py"
+    path.write_text(_SCRIPT + textwrap.dedent(text))
+    return path, {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+
+
+def python(text, *arguments, **options):
+    """Run a program to its end, and return its standard output."""
+    path, variables = script(text)
+    command = [sys.executable, str(path), *map(str, arguments)]
+    settings = {"env": variables, "capture_output": True, "text": True, "timeout": 60} | options
+    done = subprocess.run(command, check=False, **settings)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextlib.contextmanager
+def line_from(name):
+    """Give a path to which another process writes a line, and a function that waits for it.
+
+    It is a pipe: the files that a worker writes are its own.
+    """
+    path = Path(os.environ["TMPDIR"]) / name
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+    def line(seconds=60.0):
+        assert select.select([reading], [], [], seconds)[0], f"nothing was written to {path}"
+        return os.read(reading, 99).decode()
+
+    try:
+        yield path, line
+    finally:
+        os.close(reading)
+        path.unlink()

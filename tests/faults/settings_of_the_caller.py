@@ -1,0 +1,259 @@
+"""Faults: a process that is set up oddly: its hooks, handlers, paths, names and interpreter."""
+
+import contextlib
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+
+from faults.fault import BEFORE, EPOCH, STARTING, Fault
+from faults.runs import OPTIONS, at, attribute, environ, on_each, raising, run, train
+from nano_loop import NanoConfigError, NanoError, nano
+
+
+def _trained(*contexts):
+    """Return what trains in contexts that are made when it is called."""
+
+    def commit():
+        with contextlib.ExitStack() as stack:
+            for make in contexts:
+                stack.enter_context(make())
+            assert train() == 2
+
+    return commit
+
+
+def _failing(*contexts):
+    """Return what raises in a worker, in contexts that are made when it is called."""
+
+    def commit():
+        with contextlib.ExitStack() as stack:
+            for make in contexts:
+                stack.enter_context(make())
+            at(1, 3, raising(ValueError, "a bad batch"))()
+
+    return commit
+
+
+def _raises(*arguments):
+    raise ZeroDivisionError("of a hook")
+
+
+@contextlib.contextmanager
+def _traced():
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection():
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
+def _handled(number, handler):
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def _faulthandler():
+    before = faulthandler.is_enabled()
+    faulthandler.enable(sys.__stderr__)
+    yield
+    if not before:
+        faulthandler.disable()
+
+
+@contextlib.contextmanager
+def _thread():
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _working_folder(delete):
+    before, folder = os.getcwd(), Path(os.environ["TMPDIR"]) / "working"
+    folder.mkdir()
+    os.chdir(folder)
+    if delete:
+        folder.rmdir()
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        if not delete:
+            folder.rmdir()
+
+
+@contextlib.contextmanager
+def _path(*entries):
+    before = [*sys.path]
+    sys.path[:0] = entries
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+@contextlib.contextmanager
+def _warnings_are_errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextlib.contextmanager
+def _interpreter(content):
+    """Let ``sys.executable`` be a program of the shell, or what it is given as."""
+    path = Path(os.environ["TMPDIR"]) / "python"
+    is_script = isinstance(content, str) and not content.startswith("/")
+    if is_script:
+        path.write_text(f"#!/bin/sh\n{content}\n")
+        path.chmod(0o755)
+    with attribute(sys, "executable", str(path) if is_script else content):
+        yield
+    path.unlink(missing_ok=True)
+
+
+def _not_started(what, content, *words, **settings):
+    return Fault(
+        what,
+        STARTING,
+        _trained(lambda: _interpreter(content)),
+        words=("rank 1", *words),
+        rank=1,
+        begins=True,
+        **settings,
+    )
+
+
+def _changes_folder():
+    os.chdir("/")
+
+
+def _one_cpu(**variables):
+    """Return what asks for two processes where the process may use one CPU, as these variables make libgomp do."""
+
+    @contextlib.contextmanager
+    def narrowed():
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(before)})
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def commit():
+        with environ(**variables), narrowed():
+            nano(**OPTIONS | {"cpu_for_each_process": None})(lambda model: None)(torch.nn.Linear(1, 1))
+
+    return commit
+
+
+def _in_a_group():
+    store = torch.distributed.HashStore()
+    with attribute(sys, "excepthook", sys.excepthook):  # torch replaces it
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            train()
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def _inner():
+    return nano(**OPTIONS)(lambda model: None)(torch.nn.Linear(1, 1))
+
+
+def _hanging():
+    with _interpreter("exec sleep 60"):
+        run(timeout=2)
+
+
+_HOOKS = [
+    ("sys.excepthook raises", lambda: attribute(sys, "excepthook", _raises)),
+    ("threading.excepthook raises", lambda: attribute(threading, "excepthook", _raises)),
+    ("sys.settrace is in use", _traced),
+    ("garbage collection is disabled", _without_garbage_collection),
+    ("SIGCHLD is ignored", lambda: _handled(signal.SIGCHLD, signal.SIG_IGN)),
+    ("SIGPIPE ends the process", lambda: _handled(signal.SIGPIPE, signal.SIG_DFL)),
+    ("SIGTERM is handled by the program", lambda: _handled(signal.SIGTERM, lambda *arguments: None)),
+    ("SIGINT is ignored", lambda: _handled(signal.SIGINT, signal.SIG_IGN)),
+    ("faulthandler is enabled", _faulthandler),
+    ("a thread of the program runs on", _thread),
+    ("warnings are errors", _warnings_are_errors),
+]
+_PLACES = [
+    ("sys.path holds bytes and None", lambda: _path(b"/nowhere", None)),
+    ("sys.path holds a relative folder that does not exist", lambda: _path("nowhere", "")),
+    ("sys.argv holds half a surrogate and no strings", lambda: attribute(sys, "argv", ["x\udc80", "\0"])),
+    ("the environment holds half a surrogate", lambda: environ(ODD="\udc80\udcff")),
+    ("the working folder has been deleted", lambda: _working_folder(delete=True)),
+]
+
+FAULTS = [
+    *(
+        Fault(f"{what}, and a worker raises", EPOCH, _failing(make), words=("a bad batch",), rank=1)
+        for what, make in _HOOKS
+    ),
+    *(Fault(what, STARTING, _trained(make), None, begins=True) for what, make in _PLACES),
+    Fault("a rank changes its working folder", EPOCH, at(1, 3, _changes_folder), None),
+    _not_started("sys.executable is None", None, "sys.executable is None"),
+    _not_started("sys.executable is missing", "/nowhere/python", "/nowhere/python"),
+    _not_started("sys.executable is no Python", "exit 7", "exit code 7"),
+    _not_started("sys.executable writes words and ends", "echo it is broken >&2", "it is broken"),
+    Fault(
+        "sys.executable hangs",
+        STARTING,
+        _hanging,
+        words=("rank 1 did not start within 2 s", "Check that its Python starts"),
+        rank=1,
+        begins=True,
+    ),
+    Fault(
+        "OMP_PROC_BIND leaves the process one CPU",
+        BEFORE,
+        _one_cpu(OMP_PROC_BIND="close"),
+        NanoConfigError,
+        ("num_processes=2", "2 physical cores", "OMP_PROC_BIND=close"),
+        quick=True,
+    ),
+    Fault(
+        "GOMP_CPU_AFFINITY leaves the process one CPU",
+        BEFORE,
+        _one_cpu(GOMP_CPU_AFFINITY="0"),
+        NanoConfigError,
+        ("num_processes=2", "2 physical cores", "GOMP_CPU_AFFINITY=0"),
+    ),
+    Fault("the process is in a process group", BEFORE, _in_a_group, NanoError, ("in a process group of 1 already",)),
+    Fault(
+        "a run is started inside a run",
+        EPOCH,
+        on_each(lambda rank: _inner()),
+        NanoError,
+        ("a run inside a run of 2 processes", "num_processes=1"),
+    ),
+]

@@ -1,0 +1,86 @@
+"""Every row of the table of faults comes to what it says, leaves nothing behind, and the process trains again."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from faults.apart import verdict_apart
+from faults.page import PAGE, page
+from faults.runs import train
+from faults.table import FAULTS
+from faults.verdict import twice_if_slow, verdict
+
+# The import of torch._dynamo in torch 2.8 makes a folder, which a process of the caller's that ends by os._exit leaves.
+_FOLDER = ("temporary tmp",)
+# torch 2.8 does not wait for the process of a loader that has raised, until multiprocessing starts another process.
+_PROCESS = ("processes ", "descriptors ")
+#: What torch 2.8 leaves behind besides, after rows in which a plain loop leaves it as well.
+LEFT_BY_TORCH_2_8 = {
+    "a run in a forked child of multiprocessing": _FOLDER,
+    "a run fails in a pool of multiprocessing": _FOLDER,
+    "a loader's process raises on rank 0": _PROCESS,
+    "a loader's process hangs on rank 0, and the loader has a timeout": _PROCESS,
+    "nobody reads standard output any more (| head)": _FOLDER,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def private_temporary_folder(tmp_path_factory):
+    """Set a temporary folder that no other process uses, which also marks all that a row starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("temporary")
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr("tempfile.tempdir", str(folder))
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm(private_temporary_folder):
+    """Let there be what torch and nano_loop make once in a process."""
+    list(DataLoader(TensorDataset(torch.ones(2)), num_workers=1))
+    train()
+
+
+def _rows(apart):
+    chosen = [_with_what_torch_leaves(fault) for fault in FAULTS if fault.apart == apart]
+    return [pytest.param(each, id=each.name, marks=[*_marks(each)]) for each in chosen]
+
+
+def _with_what_torch_leaves(fault):
+    more = LEFT_BY_TORCH_2_8.get(fault.what, ()) if torch.__version__ < "2.9" else ()
+    return dataclasses.replace(fault, leaves=(*fault.leaves, *more))
+
+
+def _marks(fault):
+    if not fault.quick:
+        yield pytest.mark.slow
+    if fault.as_root:
+        yield pytest.mark.skipif(os.geteuid() != 0, reason="only root can bring it about")
+
+
+@pytest.mark.parametrize("fault", _rows(apart=False))
+def test_fault(fault, warm):
+    found = twice_if_slow(lambda: verdict(fault))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("fault", _rows(apart=True))
+def test_fault_in_a_process_that_does_nothing_else(fault, tmp_path):
+    found = twice_if_slow(lambda: verdict_apart(fault, tmp_path))
+    assert not found, "\n".join(found)
+
+
+def test_there_are_a_hundred_faults_and_each_has_its_name():
+    assert len(FAULTS) >= 100
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+def test_rows_after_which_torch_leaves_something_are_in_the_table():
+    assert {fault.what for fault in FAULTS} >= LEFT_BY_TORCH_2_8.keys()
+
+
+def test_page_of_faults_is_the_one_that_the_table_gives():
+    assert PAGE.read_text() == page(), "make docs-faults writes it"

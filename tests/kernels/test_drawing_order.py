@@ -1,0 +1,112 @@
+"""With channels_last, random numbers behind a convolution are those of the plain loop, in every precision."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nano_loop import accelerated
+from nano_loop.intercept.operators import gives_kernels
+
+
+class Dropping(nn.Module):
+    """A convolution, and something random; its size is one at which vectorised draws pay."""
+
+    def __init__(self, drop, dimensions=2, norm=False):
+        super().__init__()
+        self.conv = (nn.Conv2d if dimensions == 2 else nn.Conv3d)(3, 8, 3, padding=1)
+        self.bn = nn.BatchNorm2d(8) if norm else nn.Identity()
+        self.drop = drop
+
+    def forward(self, x):
+        return self.drop(self.bn(self.conv(x)))
+
+
+DROPS = {
+    "Dropout": nn.Dropout(0.3),
+    "Dropout2d": nn.Dropout2d(0.3),
+    "AlphaDropout": nn.AlphaDropout(0.3),
+    "FeatureAlphaDropout": nn.FeatureAlphaDropout(0.3),
+    "dropout": lambda x: F.dropout(x, 0.7),
+    "torch.dropout": lambda x: torch.dropout(x, 0.5, True),
+    "in place": lambda x: F.dropout(x.clone(), 0.5, inplace=True),
+    "dropout2d": F.dropout2d,
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.2, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.2, training=True),
+    "of some channels": lambda x: torch.cat([F.dropout(x[:, :3]), x[:, 3:]], 1),
+    "by hand": lambda x: x * torch.empty_like(x).bernoulli_(0.9),
+    "channels shuffled, then dropped": lambda x: F.dropout(F.pixel_shuffle(x, 2)),
+}
+NOISES = {
+    "uniform": lambda x: x + torch.rand_like(x),
+    "normal": lambda x: x + torch.randn_like(x),
+    "exponential": lambda x: x + torch.empty_like(x).exponential_(),
+    "gumbel": lambda x: F.gumbel_softmax(x, dim=1),
+}
+ALL = {**DROPS, **(NOISES if gives_kernels() else {})}
+
+
+def run(model, x, context=nullcontext):
+    torch.manual_seed(3)
+    with context():
+        out = model(x)
+        out.square().mean().backward()
+    return out.detach(), model.conv.weight.grad, torch.rand(1)
+
+
+def compare(model, x, rtol=1e-5, atol=1e-5, **options):
+    twin = copy.deepcopy(model)
+    found = run(model, x, lambda: accelerated(model, channels_last=True, verbose=False, **options))
+    torch.testing.assert_close(found, run(twin, x), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("fast", ["auto", False], ids=["fast_dropout", "torch's"])
+@pytest.mark.parametrize("drop", ALL.values(), ids=ALL)
+def test_masks_are_those_of_the_plain_loop(drop, fast):
+    compare(Dropping(drop), torch.rand(4, 3, 16, 16), fast_dropout=fast)
+
+
+def test_masks_behind_batch_norm_and_of_volumes_too():
+    compare(Dropping(nn.Dropout(0.3), norm=True), torch.rand(4, 3, 16, 16))
+    compare(Dropping(nn.Dropout(0.3), dimensions=3), torch.rand(2, 3, 8, 8, 8))
+
+
+@pytest.mark.filterwarnings("ignore:.*this CPU has no bf16 instructions")
+def test_bf16_masks_are_the_same():
+    model, x = Dropping(nn.Dropout(0.3)), torch.rand(4, 3, 16, 16)
+    plain, _, behind = run(copy.deepcopy(model), x)
+    found, _, after = run(model, x, lambda: accelerated(model, channels_last=True, precision="bf16", verbose=False))
+    assert torch.equal(found == 0, plain == 0)
+    assert torch.equal(behind, after)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_masks_are_drawn_again_in_a_checkpoint(reentrant):
+    compare(Dropping(lambda x: checkpoint(F.dropout, x, use_reentrant=reentrant)), torch.rand(4, 3, 16, 16))
+
+
+def test_dropout_stays_in_nhwc():
+    seen = []
+    model = Dropping(lambda x: seen.append(F.dropout(x)) or seen[-1])
+    run(model, torch.rand(2, 3, 16, 16), lambda: accelerated(model, channels_last=True, verbose=False))
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_model_that_the_user_has_converted_draws_as_before():
+    model = Dropping(nn.Dropout(0.3)).to(memory_format=torch.channels_last)
+    compare(model, torch.rand(4, 3, 16, 16))
+
+
+def test_what_was_not_set_up_draws_as_without_a_run():
+    outside = torch.rand(4, 8, 16, 16).to(memory_format=torch.channels_last)
+    draws = []
+    for context in (nullcontext(), accelerated(Dropping(nn.Dropout()), channels_last=True, verbose=False)):
+        with context:
+            torch.manual_seed(0)
+            noise = torch.empty_like(outside)
+            draws.append([F.dropout(outside), torch.rand_like(outside), noise.normal_(), noise.exponential_()])
+    torch.testing.assert_close(*draws, rtol=0, atol=0)

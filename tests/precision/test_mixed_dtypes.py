@@ -1,0 +1,176 @@
+"""In bf16, operators that refuse mixed dtypes compute in fp32, and custom autograd functions have their backward."""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nano_loop import NanoError, disable_casts
+from nano_loop.intercept.operators import gives_kernels
+from nano_loop.parts import Parts
+from nano_loop.steps.precision import Precision
+
+ROWS = torch.tensor([0, 2, 2, 3])
+ADJACENCY = torch.tensor([[1.0, 2, 0, 0], [0, 3, 0, 0], [0, 0, 0, 4], [0, 5, 0, 0]])
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+    COO, CSR = ADJACENCY.to_sparse(), ADJACENCY.to_sparse_csr()
+
+
+def zeros():
+    return torch.zeros(4, 2)
+
+
+WAYS = {
+    "sparse.mm": lambda h: torch.sparse.mm(COO, h),
+    "sparse.mm, CSR": lambda h: torch.sparse.mm(CSR, h),
+    "sparse.mm, reduced": lambda h: torch.sparse.mm(CSR, h, "mean"),
+    "sparse.addmm": lambda h: torch.sparse.addmm(h, COO, h),
+    "sparse mv": lambda h: COO.mv(h[:, 0]),
+    "mv": lambda h: ADJACENCY.mv(h[:, 0]),
+    "dot": lambda h: torch.dot(h[:, 0], torch.ones(4)),
+    "lerp": lambda h: torch.lerp(zeros(), h, 0.5),
+    "cross": lambda h: torch.linalg.cross(torch.ones(4, 3), F.pad(h, (0, 1))),
+    "scatter_add": lambda h: zeros().scatter_add(0, ROWS[:, None].expand(4, 2), h),
+    "scatter_add_": lambda h: zeros().scatter_add_(0, ROWS[:, None].expand(4, 2), h),
+    "scatter_reduce": lambda h: zeros().scatter_reduce(0, ROWS[:, None].expand(4, 2), h, "amax"),
+    "index_add_": lambda h: zeros().index_add_(0, ROWS, h),
+    "index_put": lambda h: zeros().index_put((torch.arange(4),), h),
+    "assignment by a mask": lambda h: assigned(h),
+    "masked_scatter_": lambda h: zeros().masked_scatter_(ADJACENCY[:, :2] > 0, h),
+    "into bf16": lambda h: torch.zeros_like(h).index_add(0, ROWS, h.float()),
+    "into bf16, in place": lambda h: torch.zeros_like(h).index_add_(0, ROWS, h.float()),
+}
+PRODUCTS = {"spmm": lambda h: torch.spmm(CSR, h), "@": lambda h: CSR @ h, "addmm": lambda h: torch.addmm(h, CSR, h)}
+
+
+def assigned(h):
+    out = zeros()
+    out[ROWS > 1] = h[1:]
+    return out
+
+
+class Net(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.layer, self.way = nn.Linear(3, 2), way
+
+    def forward(self, x):
+        return self.way(self.layer(x))
+
+
+@pytest.fixture
+def net(step):
+    def make(way):
+        torch.manual_seed(0)
+        model = Net(way)
+        step(Precision, precision="bf16").apply(Parts([model]))
+        return model
+
+    return make
+
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+def trained(model, out):
+    model.zero_grad()
+    out.square().sum().backward()
+    return out.detach(), model.layer.weight.grad.clone()
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, id=name) for name, way in {**WAYS, **(PRODUCTS if gives_kernels() else {})}.items()]
+)
+def test_operator_that_refuses_mixed_dtypes_computes_in_fp32(net, way):
+    model = net(way)
+    found = trained(model, model(X))
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.layer(X)
+    expected = trained(model, way(hidden.float()))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_code_that_was_not_set_up_gets_what_torch_gives(net):
+    hidden = torch.rand(4, 2)
+    calls = [*WAYS.values(), lambda h: COO @ h, lambda h: CSR @ h]
+
+    def results():
+        for call in calls:
+            for h in (hidden, hidden.bfloat16()):
+                with torch.autocast("cpu", torch.bfloat16):
+                    try:
+                        yield call(h)
+                    except RuntimeError as error:
+                        yield str(error)
+
+    expected = [*results()]
+    net(lambda h: h)
+    for one, other in zip(results(), expected, strict=True):
+        assert one == other if isinstance(one, str) else (one.dtype == other.dtype and torch.equal(one, other))
+
+
+class Product(torch.autograd.Function):
+    """Multiplies, in its backward, what it saved in bf16 by an fp32 gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x.float() @ weight.float().t()).float()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+def test_custom_function_that_saves_bf16_has_its_backward(net):
+    weight = torch.rand(5, 2, requires_grad=True)
+    model = net(lambda h: Product.apply(h, weight))
+    found = trained(model, model(X)), weight.grad.clone()
+    weight.grad = None
+    expected = trained(model, F.linear(X, model.layer.weight, model.layer.bias) @ weight.t()), weight.grad
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_custom_function_of_others_raises_as_torch_does(net):
+    net(lambda h: h)
+    h, weight = torch.rand(4, 2).bfloat16().requires_grad_(), torch.rand(5, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        Product.apply(h, weight).sum().backward()
+    assert not getattr(caught.value, "__notes__", ())
+
+
+def explanation(error):
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def refused(h):
+    return F.bilinear(h, torch.ones(4, 2), torch.ones(3, 2, 2))
+
+
+def test_error_names_the_operation_the_line_and_what_to_do(net):
+    model = net(refused)
+    with pytest.raises(RuntimeError) as caught:
+        model(X)
+    text = explanation(caught.value)
+    assert "same dtype" in text, "torch's own words"
+    assert "F.bilinear(h, torch.ones(4, 2), torch.ones(3, 2, 2))" in text
+    assert re.search(rf"test_mixed_dtypes.py, line {refused.__code__.co_firstlineno + 1}\)", text)
+    assert "disable_casts()" in text
+
+    def advised(h):
+        with disable_casts():
+            return refused(h)
+
+    assert net(advised)(X).dtype is torch.float32, "the advice helps"
+
+
+def test_error_about_something_else_is_left_alone(net):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        net(lambda h: h @ torch.ones(3, 3))(X)
+    assert not getattr(caught.value, "__notes__", ())
+    assert not isinstance(caught.value, NanoError)

@@ -1,0 +1,83 @@
+"""Training scripts in the style of public ones compute the same plain, accelerated, and with two processes.
+
+Each is a program that is run as it stands. `nano` and `TorchNano` are taken out for the plain run, and the environment
+sets the options.
+It leaves what it has trained in RESULT. With two processes, each rank has half of the batch of the plain run, except in
+scripts without a loader, in which each rank computes all.
+"""
+
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import small
+
+import nano_loop
+
+# torch 2.8's own LBFGS does so.
+pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning")
+
+SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("*.py") if "RESULT = " in path.read_text()}
+SCRIPTS.pop(Path(__file__).stem)
+QUICK = ("mnist", "transfer", "trainer_class")  # with two processes
+WHOLE_BATCH = 16
+EXACT = {"FUSED_OPTIMIZER": "False"}  # whose kernels round in another order
+
+
+class Plain:
+    """Replaces `TorchNano` in a plain run: nothing is done to what is set up."""
+
+    is_global_zero = True
+    print = staticmethod(print)
+
+    def setup(self, model, optimizer, *loaders):
+        return model, optimizer, [*loaders] if len(loaders) > 1 else loaders[0]
+
+    def all_reduce(self, data):
+        return data
+
+
+def run(monkeypatch, script, *, batch=WHOLE_BATCH, **options):
+    """Run a script and return its RESULT; without options, it is run without nano_loop."""
+    with monkeypatch.context() as patch:
+        if not options:
+            patch.setattr(nano_loop, "nano", lambda function: function)
+            patch.setattr(nano_loop, "TorchNano", Plain)
+        for name, value in ({"VERBOSE": "False"} | options).items():
+            patch.setenv(f"NANO_LOOP_{name}", value)
+        patch.setenv("BATCH", str(batch))
+        patch.setenv("WHOLE_BATCH", str(WHOLE_BATCH))
+        return runpy.run_path(str(SCRIPTS[script]), run_name="__main__")["RESULT"]
+
+
+def assert_equal(found, plain, **tolerances):
+    torch.testing.assert_close(found, plain, **(tolerances or {"rtol": 0, "atol": 0}))
+
+
+def test_there_are_twenty_scripts_and_more():
+    assert len(SCRIPTS) >= 21
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_computes_the_same_with_one_process(monkeypatch, script):
+    plain = run(monkeypatch, script)
+    assert_equal(run(monkeypatch, script, **EXACT), plain)
+    assert_equal(run(monkeypatch, script, NUM_PROCESSES="1"), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in SCRIPTS]
+)
+def test_script_computes_the_same_with_two_processes(monkeypatch, script):
+    plain = run(monkeypatch, script)
+    cores = {"CPU_FOR_EACH_PROCESS": str(small.OPTIONS["cpu_for_each_process"])} if small.cores() else {}
+    two = {"NUM_PROCESSES": "2", "AUTO_LR": "False", "TIMEOUT": "60", **cores}
+    undivided = "UNDIVIDED = True" in SCRIPTS[script].read_text()
+    batch = WHOLE_BATCH if undivided else WHOLE_BATCH // 2
+    with warnings.catch_warnings():
+        if undivided:  # which is said, after ten steps
+            warnings.filterwarnings("ignore", "each of the 2 ranks computes the same batches", nano_loop.NanoWarning)
+        assert_equal(run(monkeypatch, script, batch=batch, **two), plain, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,62 @@
+"""The report's last line says what a step takes, if that is asked for, and nothing is timed otherwise."""
+
+import re
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from nano_loop import nano
+
+
+def parts():
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def fit(model, optimizer, steps, seconds=0.0):
+    for _ in range(steps):
+        time.sleep(seconds)
+        optimizer.zero_grad()
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+    return len(optimizer._optimizer_step_post_hooks)
+
+
+def test_last_line_is_the_time_of_a_step(capsys):
+    train = nano(step_time=True)(fit)
+    optimizer = parts()[1]
+    train(*parts(), steps=12, seconds=0.02)
+    last = capsys.readouterr().err.splitlines()[-1]
+    found = re.fullmatch(r"  measured  step_time +([\d.]+) ms a step \(median\)", last)
+    assert float(found[1]) >= 20
+    assert str(train.report).splitlines()[-1] == last
+    train(*parts(), steps=12)
+    assert capsys.readouterr().err == "", "printed once, like the rest of the report"
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize(("steps", "words"), [(2, "too few steps to tell"), (30, "ms a step")])
+def test_few_steps_are_not_judged(steps, words):
+    train = nano(step_time=True, verbose=False)(fit)
+    train(*parts(), steps)
+    assert words in train.report["step_time"].detail
+
+
+def test_without_it_there_is_no_hook_and_no_line():
+    train, timed = (nano(step_time=each, verbose=False)(fit) for each in (False, True))
+    assert timed(*parts(), 6) == train(*parts(), 6) + 1
+    assert "step_time" not in str(train.report)
+    assert fit(*parts(), 6) == 0
+
+
+def test_of_two_optimizers_the_first_is_timed():
+    @nano(step_time=True, verbose=False)
+    def train(first, second, both):
+        fit(first, both[0], 12, seconds=0.01)
+        fit(second, both[1], 12)
+
+    (first, one), (second, two) = parts(), parts()
+    train(first, second, [one, two])
+    assert float(train.report["step_time"].detail.split()[0]) >= 10

@@ -1,0 +1,250 @@
+"""`verify` finds planted faults, names their layer, accuses no sound model, and changes nothing."""
+
+import copy
+import json
+import random
+import re
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nano_loop import NanoConfigError, verify
+from nano_loop.intercept.operators import gives_kernels
+from nano_loop.kernels import attention, convolution
+from nano_loop.precision.comparison import compare
+
+
+def mlp(generator, depth=2, width=48, norm=nn.LayerNorm, activation=nn.GELU):
+    layers = [nn.Linear(12, width)]
+    for _ in range(depth):
+        layers += [norm(width), activation(), nn.Dropout(0.2), nn.Linear(width, width)]
+    return nn.Sequential(*layers, nn.Linear(width, 3)), torch.randn(64, 12, generator=generator)
+
+
+def convolutional(generator, width=16, inplace=True):
+    layers = [nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace)]
+    layers += [nn.Conv2d(width, width, 3, stride=2, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace)]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 3))
+    return model, torch.randn(16, 3, 16, 16, generator=generator)
+
+
+class Attending(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.embedding = nn.Embedding(20, width)
+        self.layer = nn.TransformerEncoderLayer(width, 4, 64, batch_first=True)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.last(self.layer(self.embedding(x))[:, 0])
+
+
+def attending(generator, width=32):
+    return Attending(width), torch.randint(0, 20, (16, 12), generator=generator)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn, self.last = kind(8, 24, batch_first=True), nn.Linear(24, 3)
+
+    def forward(self, x):
+        return self.last(self.rnn(x)[0][:, -1])
+
+
+def recurrent(generator, kind=nn.LSTM):
+    return Recurrent(kind), torch.randn(16, 10, 8, generator=generator)
+
+
+KINDS = [
+    *((mlp, {"depth": depth, "norm": norm}) for depth in (1, 3) for norm in (nn.LayerNorm, nn.BatchNorm1d)),
+    *((mlp, {"activation": activation, "width": 96}) for activation in (nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid)),
+    *((convolutional, {"width": width, "inplace": inplace}) for width in (8, 32) for inplace in (True, False)),
+    *((attending, {"width": width}) for width in (16, 32, 64)),
+    *((recurrent, {"kind": kind}) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+    *((mlp, {"depth": depth, "width": 16}) for depth in (0, 6)),
+]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no (bf16|fp16) instructions")
+
+
+OTHERS = ("bf16-true", 64, 16)
+
+
+def made(kind, arguments, seed):
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model, x = kind(generator, **arguments)
+    return model, (x, torch.randint(0, 3, (len(x),), generator=generator))
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("precision", ["bf16", 32, *(pytest.param(p, marks=pytest.mark.slow) for p in OTHERS)])
+def test_sound_models_are_not_accused(precision):
+    accused = {}
+    for seed, (kind, arguments) in enumerate(KINDS):
+        if precision == 16 and kind is recurrent:
+            continue  # torch has no recurrence in fp16 to compare with
+        model, batch = made(kind, arguments, seed)
+        found = verify(model, loss_of, batch, precision=precision)
+        if not found.ok:
+            accused[f"{kind.__name__} {arguments}"] = str(found)
+    assert not accused, "\n\n".join(f"{name}\n{text}" for name, text in accused.items())
+    assert len(KINDS) >= 20
+
+
+@pytest.fixture
+def planted_attention(monkeypatch):
+    """Scores that nano_loop's attention computes 10% too large."""
+    monkeypatch.setattr(attention, "WORTH_IT", 1)
+    original = attention.attention
+    monkeypatch.setattr(attention, "attention", lambda *args, **kwargs: original(*args, **kwargs) * 1.1)
+
+
+@pytest.mark.usefixtures("planted_attention")
+def test_layer_whose_output_is_off_is_named():
+    model, batch = made(attending, {"width": 64}, 0)
+    found = verify(model, loss_of, batch, precision="bf16")
+    assert found.fault == "the output of layer.self_attn"
+    assert not found.ok
+    assert found.summary() == "the output of layer.self_attn is off by more than rounding"
+    row = next(row for row in found.outputs if row.name == "layer.self_attn")
+    assert row.is_fault
+    assert row.error == pytest.approx(0.1, abs=0.05)
+    assert verify(model, loss_of, batch, precision="bf16", fast_attention=False).ok
+
+
+@pytest.mark.skipif(not gives_kernels(), reason="fast_convolution needs torch 2.9")
+@pytest.mark.parametrize("factor", [0.95, 1.05])
+def test_gradient_that_is_off_is_named(monkeypatch, factor):
+    monkeypatch.setattr(convolution, "WORTH_IT", 1)
+    original = convolution._of_weight
+    monkeypatch.setattr(convolution, "_of_weight", lambda *args: original(*args) * factor)
+    monkeypatch.setattr(convolution, "_product_is_faster", lambda gradient, inputs, weight, *_: weight.size(1) == 16)
+    model, batch = made(convolutional, {}, 0)
+    found = verify(model, loss_of, batch, precision="bf16")
+    assert found.fault == "the gradient of 3.weight"
+    assert all(not row.is_fault for row in found.outputs)
+    assert verify(model, loss_of, batch, precision="bf16", fast_convolution=False).ok
+
+
+@pytest.mark.parametrize("precision", ["bf16", 32, 16, "bf16-true", 64])
+def test_nothing_is_changed(precision):
+    model, batch = made(convolutional, {}, 0)
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    optimizer = torch.optim.Adam(model.parameters())
+    batch[0].requires_grad_()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), batch[0]))
+    model[0].register_forward_hook(lambda *_: (random.random(), numpy.random.rand(), None)[2])
+    state, grad = torch.get_rng_state(), model[0].weight.grad
+    others = random.getstate(), str(numpy.random.get_state())
+    found = verify(model, loss_of, batch, precision=precision)
+    assert str((model.state_dict(), optimizer.state_dict(), batch[0])) == str(before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model[0].weight.grad is grad
+    assert batch[0].grad is None
+    assert model[3].weight.grad is None
+    assert (random.getstate(), str(numpy.random.get_state())) == others
+    assert len(model[0]._forward_hooks) == 2
+    assert "forward" not in vars(model)
+    assert found.ok
+
+
+def test_findings_are_tables_and_json():
+    model, batch = made(mlp, {}, 0)
+    found = verify(model, loss_of, batch, precision="bf16")
+    assert json.loads(json.dumps(found.as_dict())) == found.as_dict()
+    assert found.as_dict()["gradients"][0]["name"] == f"{len(model) - 1}.bias"
+    assert 1e-4 < max(row.error for row in found.gradients) < 0.2
+    assert all(row.cosine > 0.98 for row in found.gradients)
+    lines = str(found).splitlines()
+    assert lines[0] == found.summary()
+    assert lines[1] == f"outputs: the 8 largest errors of {len(model) + 1}"
+    assert found.setup.options["precision"] == "bf16-mixed"
+
+
+def test_models_that_draw_numbers_of_their_own_are_remarked_on():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(12, 3)
+
+        def forward(self, x):
+            return self.last(x + torch.randn_like(x))
+
+    _, batch = made(mlp, {}, 0)
+    assert "draws random numbers" in verify(Noisy(), loss_of, batch).remark
+    assert verify(mlp(torch.Generator())[0], loss_of, batch).remark == ""
+
+
+class Odd(nn.Module):
+    """With a loss of its own, a tensor that it makes, and an attribute that is named after dropout and is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(12, 3)
+        self.drop_threshold = 0.5
+
+    def forward(self, x):
+        return torch.sigmoid(self.last(x * (x > self.drop_threshold)) + torch.zeros(3))
+
+    def loss(self, batch):
+        return F.binary_cross_entropy(self(batch[0]), F.one_hot(batch[1], 3).to(batch[0].dtype))
+
+
+@pytest.mark.parametrize("precision", ["bf16", 32, 16])
+def test_losses_of_the_model_s_own_are_compared(precision):
+    _, batch = made(mlp, {}, 0)
+    found = verify(Odd(), lambda model, batch: model.loss(batch), batch, precision=precision)
+    assert found.ok, str(found)
+    assert [row.name for row in found.outputs] == ["last", "Odd"]
+
+
+def test_small_losses_are_compared_with_a_scale_by_hand():
+    model, batch = made(mlp, {}, 0)
+    found = verify(model, lambda model, batch: loss_of(model, batch) * 1e-6, batch, precision=16)
+    assert found.ok, str(found)
+    assert max(row.error_by_hand for row in found.gradients) < 0.05
+
+
+def test_what_is_missing_or_not_a_number_is_a_fault():
+    one, nan = torch.ones(3, dtype=torch.float64), torch.full((3,), torch.nan, dtype=torch.float64)
+    sound = {"a": one, "b": one}
+    assert [row.is_fault for row in compare([{"a": one}, sound, sound, sound], 2**-7)] == [False, True]
+    assert [row.is_fault for row in compare([{**sound, "b": one[:2]}, sound, sound, sound], 2**-7)] == [False, True]
+    lost = {**sound, "b": nan}
+    assert [row.is_fault for row in compare([lost, lost, sound, sound], 2**-7)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda model, batch: verify(loss_of, model, batch), "verify of a function.*Pass the model first"),
+        (lambda model, batch: verify(model, lambda *_: 3, batch), "loss_fn returned int.*Write loss_fn"),
+        (lambda model, batch: verify(model, lambda model, batch: model(batch[0]), batch), "one element"),
+        (lambda model, batch: verify(model, lambda _, batch: loss_of(model, batch), batch), "no gradient.*a copy"),
+        (lambda model, batch: verify(model, loss_of, batch, precison="bf16"), "precison.*Write precision"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(call, told):
+    with pytest.raises(NanoConfigError, match=re.compile(told, re.DOTALL)):
+        call(*made(mlp, {}, 0))
+
+
+def test_model_that_cannot_be_copied_is_told():
+    model, batch = made(mlp, {}, 0)
+    model.held = open(__file__)  # noqa: SIM115
+    try:
+        with pytest.raises(NanoConfigError, match=r"Sequential cannot be copied.*deepcopy"):
+            verify(model, loss_of, batch)
+    finally:
+        model.held.close()

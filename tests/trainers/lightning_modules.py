@@ -1,0 +1,156 @@
+"""Small LightningModules for the tests, over either of Lightning's packages."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def imported(package):
+    """Return one of Lightning's packages, or skip the module of the tests; `torch.compile` stays torch's.
+
+    Lightning replaces it, and tests of compiled models would see that in processes that have imported Lightning.
+    """
+    before = torch.compile
+    try:
+        return pytest.importorskip(package)
+    finally:
+        torch.compile = before
+
+
+def ours(package):
+    """Return nano_loop's module for one of Lightning's packages."""
+    return importlib.import_module(f"nano_loop.{package.partition('.')[0]}")
+
+
+def numbers(samples=32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 8, generator=generator)
+    return x, x.sum(1, keepdim=True)
+
+
+def loader(batch=8, samples=32, shuffle=False, **settings):
+    generator = torch.Generator().manual_seed(3) if shuffle else None
+    return DataLoader(TensorDataset(*numbers(samples)), batch, shuffle=shuffle, generator=generator, **settings)
+
+
+class Dealt(torch.utils.data.Sampler):
+    """Rows r, r+N, … in order, so that N ranks together see the batches of one process."""
+
+    def __init__(self, samples, rank, count):
+        self._rows = range(rank, samples, count)
+
+    def __iter__(self):
+        return iter(self._rows)
+
+    def __len__(self):
+        return len(self._rows)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(list(zip(*numbers(), strict=True)))
+
+
+class Items(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, row):
+        return tuple(each[row] for each in numbers())
+
+
+def module_class(pl):
+    class Regression(pl.LightningModule):
+        """A network with dropout-free layers; every hook that a user is likely to have."""
+
+        def __init__(self, width=32, rate=0.01, optimizer="Adam"):
+            super().__init__()
+            self.save_hyperparameters()
+            torch.manual_seed(0)
+            self.backbone = nn.Sequential(nn.Linear(8, width), nn.ReLU())
+            self.head = nn.Linear(width, 1)
+            self.steps = 0
+
+        def forward(self, x):
+            return self.head(self.backbone(x))
+
+        def loss(self, batch):
+            x, y = batch
+            return nn.functional.mse_loss(self(x), y)
+
+        def training_step(self, batch, index):
+            loss = self.loss(batch)
+            self.log("train", loss, on_epoch=True, sync_dist=True)
+            self.steps += 1
+            return loss
+
+        def validation_step(self, batch, index):
+            self.log("val", self.loss(batch), sync_dist=True)
+
+        def test_step(self, batch, index):
+            self.log("test", self.loss(batch), sync_dist=True)
+
+        def predict_step(self, batch, index):
+            return self(batch[0])
+
+        def configure_optimizers(self):
+            return getattr(torch.optim, self.hparams.optimizer)(self.parameters(), self.hparams.rate)
+
+        def on_train_batch_end(self, outputs, batch, index):
+            self.last_index = index
+
+    return Regression
+
+
+def gan_class(pl):
+    class Gan(pl.LightningModule):
+        """Manual optimization with two optimizers."""
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(0)
+            self.generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+            self.critic = nn.Sequential(nn.Linear(1, 16), nn.ReLU(), nn.Linear(16, 1))
+
+        def training_step(self, batch, index):
+            x, y = batch
+            of_generator, of_critic = self.optimizers()
+            fake = self.generator(x)
+            loss = -self.critic(fake).mean()
+            of_generator.zero_grad()
+            self.manual_backward(loss)
+            of_generator.step()
+            loss = self.critic(fake.detach()).mean() - self.critic(y).mean()
+            of_critic.zero_grad()
+            self.manual_backward(loss)
+            of_critic.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.Adam(each.parameters(), 0.01) for each in (self.generator, self.critic)]
+
+    return Gan
+
+
+def saving_class(pl):
+    class Saving(pl.Callback):
+        """Saves a checkpoint in the middle of an epoch."""
+
+        def __init__(self, path):
+            self.path = path
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            if trainer.global_step == 6:
+                trainer.save_checkpoint(self.path)
+
+    return Saving
+
+
+def weights(module):
+    return torch.cat([each.detach().flatten() for each in module.parameters()])

@@ -1,0 +1,154 @@
+"""Hugging Face's Trainer inside `nano_loop.accelerated`: the same steps, losses and checkpoints as without."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed.launch.started import environment
+from torch.utils.data import Dataset
+
+import nano_loop
+from nano_loop import NanoConfigError
+
+transformers = pytest.importorskip("transformers", reason="it is in the environments of IPEX and of the benchmarks")
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+class Sentences(Dataset):
+    """Sequences of 16 tokens, with the class that the first token decides."""
+
+    def __init__(self, seed):
+        self.tokens = torch.randint(100, (48, 16), generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index, 0] % 2}
+
+
+def trainer(folder, **arguments):
+    """A Trainer of a small BERT with dropout, whose loss is logged at each step."""
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**CONFIG))
+    given = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "logging_steps": 1}
+    settings = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 3}
+    settings["eval_strategy"] = "epoch"  # for all: an evaluation draws random numbers
+    options = transformers.TrainingArguments(str(folder), **given | settings | arguments)
+    return transformers.Trainer(model, options, train_dataset=Sentences(1), eval_dataset=Sentences(2))
+
+
+def logged(trained, name="loss"):
+    return [float(each[name]) for each in trained.state.log_history if name in each]
+
+
+def weights(trained):
+    return copy.deepcopy(trained.model.state_dict())
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert torch.equal(found[name], each), name
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What training gives without nano_loop, and a checkpoint after the first epoch."""
+    trained = trainer(tmp_path_factory.mktemp("plain"), save_strategy="epoch")
+    trained.train()
+    return trained
+
+
+def test_fp32_equals_plain_training_to_the_bit(plain, tmp_path):
+    trained = trainer(tmp_path)
+    with nano_loop.accelerated(trained.model, verbose=False) as run:
+        trained.train()
+    for name in ("loss", "eval_loss"):
+        assert logged(trained, name) == logged(plain, name)
+    assert_equal(weights(trained), weights(plain))
+    assert "fast_dropout" in run.report.applied
+
+
+def test_bf16_trains_as_the_trainers_own_bf16_does(plain, tmp_path):
+    theirs = trainer(tmp_path / "theirs", bf16=True)
+    theirs.train()
+    ours = trainer(tmp_path / "ours")
+    with nano_loop.accelerated(ours.model, precision="bf16", verbose=False) as run:
+        ours.train()
+    assert "precision" in run.report.applied
+    assert logged(ours) != logged(plain)
+    assert_equal(weights(ours), weights(theirs))
+    assert all(each.dtype is torch.float32 for each in ours.model.parameters())
+
+
+def test_an_optimizer_that_the_trainer_has_made_is_set_up_too(plain, tmp_path):
+    trained = trainer(tmp_path, optim="adamw_torch")
+    with nano_loop.accelerated(trained.model, trained.create_optimizer(), verbose=False) as run:
+        trained.train()
+    assert "fused_optimizer" in run.report.applied
+    assert logged(trained) == pytest.approx(logged(plain), rel=1e-4)
+
+
+def test_checkpoints_are_exchanged_in_both_directions(plain, tmp_path):
+    continued = trainer(tmp_path)
+    with nano_loop.accelerated(continued.model, verbose=False):
+        continued.train(resume_from_checkpoint=plain.args.output_dir + "/checkpoint-6")
+    assert_equal(weights(continued), weights(plain))
+    ours = trainer(tmp_path / "ours", save_strategy="epoch")
+    with nano_loop.accelerated(ours.model, verbose=False):
+        ours.train()
+    back = trainer(tmp_path / "back")
+    back.train(resume_from_checkpoint=f"{tmp_path}/ours/checkpoint-6")
+    assert_equal(weights(back), weights(plain))
+
+
+def test_after_the_run_the_trainer_predicts_as_without(plain, tmp_path):
+    trained = trainer(tmp_path)
+    with nano_loop.accelerated(trained.model, verbose=False):
+        trained.train()
+    assert (trained.predict(Sentences(2)).predictions == plain.predict(Sentences(2)).predictions).all()
+
+
+def test_several_processes_are_refused_with_the_way_that_works():
+    with pytest.raises(NanoConfigError, match=r"accelerated runs in one process.*@nano_loop.nano\(num_processes"):
+        nano_loop.accelerated(num_processes=2)
+
+
+UNDER_TORCHRUN = """
+import os, sys
+from tests.trainers.test_hugging_face import assert_equal, trainer, weights
+import nano_loop
+folder = os.path.join(sys.argv[1], os.environ["RANK"])
+plain = trainer(f"{folder}-plain", ddp_backend="gloo")
+plain.train()
+ours = trainer(f"{folder}-ours", ddp_backend="gloo")
+with nano_loop.accelerated(ours.model, verbose=False) as run:
+    ours.train()
+assert ours.args.world_size == 2
+assert "fast_dropout" in run.report.applied
+assert_equal(weights(ours), weights(plain))
+open(f"{folder}-equal", "w").close()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_of_torchrun_equal_those_without(tmp_path):
+    (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, tmp_path / "script.py", tmp_path]
+    env = environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests")
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert {"0-equal", "1-equal"} <= {each.name for each in tmp_path.iterdir()}
