@@ -117,6 +117,28 @@ def compile_arguments(value: Any) -> bool | dict[str, Any]:
     raise RefusedValueError(allowed, 'Pass a dict such as {"mode": "max-autotune"}')
 
 
+def boolean_or_path(value: Any) -> bool | str:
+    """Accept True, False and the path of a file that can be made, and return the path as an absolute one."""
+    if isinstance(value, bool):
+        return value
+    allowed, advice = "it must be True, False or the path of a file", "Pass True for a table, or a path for JSON"
+    if not isinstance(value, (str, os.PathLike)) or not value:
+        raise RefusedValueError(allowed, advice)
+    path = Path(os.fsdecode(value)).absolute()
+    if not _may_be_written(path):
+        raise RefusedValueError("it must be the path of a file in a folder that exists", advice)
+    return str(path)
+
+
+def _may_be_written(path: Path) -> bool:
+    try:
+        return (
+            "\0" not in str(path) and not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+        )
+    except OSError:  # a name that is too long
+        return False
+
+
 _OPERATORS = "it must be a list of names of operators, or the path of a file with one a line"
 
 

@@ -194,6 +194,16 @@ class Options:
     step_time: bool = option(
         False, checks.boolean, "Last line of the report with the time of a step, to compare options by."
     )
+    log_casts: bool | str | os.PathLike[str] = option(  # noqa: RUF009
+        False,
+        checks.boolean_or_path,
+        "Table of the casts of the third step, with what caused them and what they moved. A path: JSON in that file.",
+    )
+    verify: bool = option(
+        False,
+        checks.boolean,
+        "Comparison of the first batch with the plain model in fp32 and fp64. It names the layer that is off.",
+    )
 
     # Set by the methods below.
     auto_precision: bool = field(default=False, init=False, repr=False)
@@ -237,6 +247,13 @@ class Options:
             return self
         options = copy.copy(self)
         options._remember(precision="bf16-mixed" if machine.has_fast_bf16 else "32-true", auto_precision=True)
+        return options
+
+    def of_a_copy(self) -> Options:
+        """Return the options of a run inside this one, which has a copy of a model to itself."""
+        options = copy.copy(self)
+        options._remember(num_processes=1, cpu_for_each_process=None, verbose=False)
+        options._remember(verify=False, log_casts=False, step_time=False)
         return options
 
     @property

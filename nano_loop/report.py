@@ -24,11 +24,20 @@ class StepResult:
         Whether the step was applied or skipped. "measured" marks a measurement that was made at the end of the run.
     detail : str
         What the step changed, why it was skipped, or what was measured.
+    data : object
+        A measurement in full, such as a `Verification` or a `CastLog`, with a table as its text and with `as_dict`.
+        None for most steps.
     """
 
     name: str
     status: Literal["applied", "skipped", "measured"]
     detail: str
+    data: Any = field(default=None, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain dicts, lists, strings and numbers, for JSON."""
+        found = {"name": self.name, "status": self.status, "detail": self.detail}
+        return found if self.data is None else {**found, "data": self.data.as_dict()}
 
     def __str__(self) -> str:
         return f"  {self.status}  {self.name:<{_NAME_WIDTH}}  {self.detail}"
@@ -61,11 +70,12 @@ class Printer:
         self._lines += map(_without_measurement, entries)
         self._differs = self._differs or self._printed.lines[place : len(self._lines)] != self._lines[place:]
         if self._differs:
-            _print_to_stderr(entries)
+            print_to_stderr(entries)
             self._printed.lines = self._lines
 
 
-def _print_to_stderr(entries: Sequence[object]) -> None:
+def print_to_stderr(entries: Sequence[object]) -> None:
+    """Print a line for each entry, in one write, and nowhere if there is no standard error."""
     if sys.stderr is not None:  # as in a program without a console
         with suppress(Exception):  # it may be closed, or be an object of the user's: the training goes on
             text = "".join(f"{each}\n" for each in entries)  # one write, which a worker's lines cannot come into
@@ -132,7 +142,7 @@ class SetupReport:
             "machine": copy.deepcopy(self.machine),
             "options": copy.deepcopy(self.options),
             "from_environment": list(self.from_environment),
-            "results": [vars(result).copy() for result in self.results],
+            "results": [result.as_dict() for result in self.results],
         }
 
     def __str__(self) -> str:

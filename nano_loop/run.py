@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
+from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.forked_children import forked_children_ending
 from nano_loop.distributed.launch.joining import joined
 from nano_loop.distributed.launch.launcher import Launcher
@@ -27,7 +29,7 @@ from nano_loop.parts import Parts
 from nano_loop.report import Printed, Printer, SetupReport, StepResult
 from nano_loop.report_start import empty_report
 from nano_loop.settings import Settings
-from nano_loop.steps import STEPS, GradientAveraging, Step
+from nano_loop.steps import STEPS, GradientAveraging, Step, Verify
 
 
 class Task(ABC):
@@ -124,6 +126,8 @@ class Run:
         seat = self._seat = ending.enter_context(self._joined)
         ending.callback(self._leave)
         self._steps = [step(self._options, seat.machine, self._entries, seat.ranks) for step in self._kinds]
+        for verify in (step for step in self._steps if isinstance(step, Verify)):
+            verify.acceleration = partial(accelerated_copy, Settings(self._options, seat.machine))
         ending.callback(self._entries.close)
         for step in self._steps:
             ending.callback(step.undo)
@@ -243,3 +247,12 @@ class Run:
                 problem(f"{step.name}=True", reason, f'Leave it out, which means "auto": {step.name}')
             )
         return StepResult(step.name, "skipped", reason)
+
+
+@contextmanager
+def accelerated_copy(settings: Settings, model: nn.Module) -> Iterator[Run]:
+    """Accelerate a copy of a model, to compare it: in one process, and without a report on standard error."""
+    options = settings.options.of_a_copy()
+    with Run(Settings(options, settings.machine), launcher=Alone(options)) as run:
+        run.setup(model)
+        yield run

@@ -2,12 +2,15 @@
 
 import enum
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from nano_loop import option_checks as checks
 from nano_loop.op_names import SAFE
+
+CASTS = str(Path("casts.json").absolute())
 
 
 class Colour(enum.Enum):
@@ -44,6 +47,7 @@ SPELLINGS = {
         ([[np.int64(1)]], ((1,),)),
     ],
     checks.compile_arguments: [(True, True), (False, False), ({"mode": "max-autotune"}, {"mode": "max-autotune"})],
+    checks.boolean_or_path: [(True, True), ("casts.json", CASTS), (Path("casts.json"), CASTS), (CASTS, CASTS)],
     checks.operators: [
         ([], ()),
         (["layer_norm", "softmax"], ("layer_norm", "softmax")),
@@ -70,6 +74,7 @@ REFUSED = {
     checks.precision: ["fp8", 8, 32.0, None, True, "BF16", torch.bfloat16, Colour.RED],
     checks.cpu_for_each_process: [[0, 1], [[]], [], [[-1]], [["0"]], [[0.5]], [[True]], "0-3", {0: [0]}],
     checks.compile_arguments: ["inductor", None, {}, {1: "max-autotune"}],
+    checks.boolean_or_path: ["", None, 3, "no/such/folder/casts.json", ".", "a\0b"],
     checks.operators: ["layer_nrm", "safe", "no/such/file", [torch.nn.functional.layer_norm], None, [""], ["a\0b"], 3],
     checks.operators_or_safe: ["unsafe", ["safe"], None, 3, "no_such.txt", "a\0/b"],
     checks.gradient_compression: ["fp16", True],
@@ -91,6 +96,7 @@ ALLOWED = {
     ),
     checks.cpu_for_each_process: ("list", "CPU ids", "each process"),
     checks.compile_arguments: ("True", "False", "dict", "torch.compile"),
+    checks.boolean_or_path: ("path",),
     checks.operators: (),  # a path has other faults than a list
     checks.operators_or_safe: (),
     checks.gradient_compression: ("None", '"bf16"'),
@@ -113,6 +119,7 @@ TEXTS = {
     ],
     checks.cpu_for_each_process: [("[[0, 1]]", ((0, 1),))],
     checks.compile_arguments: [("{'mode': 'max-autotune'}", {"mode": "max-autotune"}), ("1", True)],
+    checks.boolean_or_path: [("yes", True), ("0", False), ("casts.json", CASTS)],
     checks.operators: [
         ("['layer_norm', 'softmax']", ("layer_norm", "softmax")),
         ("layer_norm, softmax", ("layer_norm", "softmax")),

@@ -32,7 +32,7 @@ ROOMS = (
     ("cpu", "environment"),
     ("option_checks",),
     ("op_names",),
-    ("errors", "precisions", "version"),
+    ("errors", "native_output", "precisions", "version"),
 )
 
 # How many files may import what is likely to change or to vanish.

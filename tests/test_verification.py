@@ -100,6 +100,75 @@ def test_sound_models_are_not_accused(precision):
     assert len(KINDS) >= 20
 
 
+class Residual(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Randomly(nn.Module):
+    """Layers that a seed has chosen, for vectors, images or sequences."""
+
+    def __init__(self, seed):
+        super().__init__()
+        draw = random.Random(seed)
+        kind = draw.choice(["vectors", "images", "sequences"])
+        width = draw.choice([8, 16, 24, 32, 48])
+        self.first = {
+            "vectors": lambda: nn.Linear(12, width),
+            "images": lambda: nn.Conv2d(3, width, draw.choice([1, 3, 5]), stride=draw.choice([1, 2])),
+            "sequences": lambda: nn.Embedding(20, width),
+        }[kind]()
+        norms = {
+            "vectors": [nn.LayerNorm, nn.BatchNorm1d],
+            "images": [nn.BatchNorm2d, lambda width: nn.GroupNorm(4, width)],
+            "sequences": [nn.LayerNorm, nn.RMSNorm],
+        }[kind]
+        activations = [nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.ELU, nn.Hardswish, nn.Softplus]
+        layers = []
+        for _ in range(draw.randint(1, 4)):
+            if kind == "images":
+                groups = draw.choice([1, 1, 4, width])
+                product = nn.Conv2d(width, width, 3, padding=1, groups=groups, bias=draw.random() < 0.5)
+            elif kind == "sequences" and draw.random() < 0.5:
+                product = nn.TransformerEncoderLayer(width, draw.choice([1, 2, 4]), 2 * width, batch_first=True)
+            else:
+                product = nn.Linear(width, width, bias=draw.random() < 0.8)
+            block = nn.Sequential(draw.choice(norms)(width), product, draw.choice(activations)())
+            layers.append(Residual(block) if draw.random() < 0.6 else block)
+        self.layers, self.last = nn.Sequential(*layers), nn.Linear(width, 3)
+        generator = torch.Generator().manual_seed(seed)
+        rows = draw.choice([4, 8, 16])
+        self.example = {
+            "vectors": lambda: torch.randn(rows, 12, generator=generator),
+            "images": lambda: torch.randn(rows, 3, 12, 12, generator=generator),
+            "sequences": lambda: torch.randint(0, 20, (rows, 10), generator=generator),
+        }[kind]()
+
+    def forward(self, x):
+        x = self.layers(self.first(x))
+        if x.dim() > 2:
+            x = x.mean(1 if x.dim() == 3 else (2, 3))
+        return self.last(x)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of RMSNorm under autocast
+def test_random_models_are_not_accused():
+    accused = {}
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = Randomly(seed)
+        batch = model.example, torch.arange(len(model.example)) % 3
+        found = verify(model, loss_of, batch, precision="bf16", channels_last=bool(seed % 2))
+        if not found.ok:
+            accused[seed] = f"{model}\n{found}"
+    assert not accused, "\n\n".join(f"{seed}: {text}" for seed, text in accused.items())
+
+
 @pytest.fixture
 def planted_attention(monkeypatch):
     """Scores that nano_loop's attention computes 10% too large."""

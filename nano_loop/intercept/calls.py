@@ -69,6 +69,8 @@ class Entry:
         self.inner: dict[int, Call] = {}
         #: What computes an operator in these calls, by the operator's name. Not changed, once there are calls.
         self.rules: Mapping[str, Rule] = NO_RULES
+        #: Whether the calls compute by torch's own kernels, as the plain loop does, whatever other runs replace.
+        self.is_plain = False
 
     def add(self, name: str, layer: Layer) -> None:
         """Add `layer` as the innermost layer, or replace the layer with the same name."""
@@ -138,11 +140,11 @@ class Entry:
     def traced(self, function: Call, /, *args: Any, **kwargs: Any) -> Any:
         """Call `function` inside the layers while torch traces the call. The compiled graph is one node, made later."""
         _note_trace(id(self))
-        inside.yes = True
+        inside.in_call = inside.yes = True
         try:
             return self.layers(function, *args, **kwargs)
         finally:
-            inside.yes = False
+            inside.in_call = inside.yes = False
 
 
 class Entries:
@@ -238,12 +240,13 @@ def _inside(entry: Entry, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Call `call`, and mark the operators in it and in its backward as belonging to a set-up model."""
     start = next_node_number()
     rules = entry.rules
-    inside.yes, inside.modules, inside.rules = True, entry.inner, rules
+    inside.in_call, inside.yes, inside.modules, inside.rules = True, not entry.is_plain, entry.inner, rules
     try:
         return call(*args, **kwargs)
     finally:
-        inside.yes, inside.modules, inside.rules = False, NONE, NO_RULES
-        note_graph(start, next_node_number(), rules)
+        inside.in_call, inside.yes, inside.modules, inside.rules = False, False, NONE, NO_RULES
+        if not entry.is_plain:
+            note_graph(start, next_node_number(), rules)
 
 
 def _ways_in(modules: list[nn.Module]) -> Iterator[tuple[type, str]]:
@@ -276,7 +279,7 @@ def _through_entry(original: Call) -> Call:
 
     @functools.wraps(original)
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if inside.yes:  # as `_innermost`, without a call for each module of a model
+        if inside.in_call:  # as `_innermost`, without a call for each module of a model
             inner = None if torch.compiler.is_dynamo_compiling() else inside.modules.get(id(self))
             return original(self, *args, **kwargs) if inner is None else inner(original, self, *args, **kwargs)
         entries = _entries.get(id(self))

@@ -29,10 +29,19 @@ NO_RULES: Mapping[str, Rule] = {}
 
 
 class Inside(threading.local):
-    """Whether this thread is inside a call into a set-up model, and what surrounds its modules' calls and operators."""
+    """What surrounds the modules' calls and operators of the call that this thread is in.
+
+    Attributes
+    ----------
+    in_call : bool
+        Whether the thread is inside a call that is intercepted.
+    yes : bool
+        Whether that call is into a set-up model, and not into one that is to compute as the plain loop does.
+    """
 
     def __init__(self) -> None:
-        self.yes = False  # on the object: `torch.compile` guards on whether it is there
+        self.in_call = False  # on the object: `torch.compile` guards on whether it is there
+        self.yes = False
         self.modules = NONE  # by the id of a module
         self.rules = NO_RULES  # by the name of an operator
 

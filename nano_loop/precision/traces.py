@@ -103,7 +103,7 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
         return in_precision
 
     entries = Entries()
-    entries.add(model.to(dtype), "by hand", layer)
+    entries.add(model.to(dtype), "by hand", layer).is_plain = True
     try:
         yield model
     finally:

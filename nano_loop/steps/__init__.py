@@ -14,6 +14,7 @@ from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.ipex import Ipex
 from nano_loop.steps.learning_rate import LearningRate
+from nano_loop.steps.log_casts import LogCasts
 from nano_loop.steps.loss_scale import LossScaling
 from nano_loop.steps.op_lists import OperatorLists
 from nano_loop.steps.parameter_dtype import ParameterDtype
@@ -23,9 +24,11 @@ from nano_loop.steps.sharding import Sharding
 from nano_loop.steps.step import Step
 from nano_loop.steps.step_time import StepTime
 from nano_loop.steps.threads import Threads
+from nano_loop.steps.verify import Verify
 
 #: Applied in this order and undone in reverse order.
 STEPS: tuple[type[Step], ...] = (
+    Verify,  # first, so that its layer surrounds all others, and sees inputs and outputs as the loop does
     Allocator,  # before any allocation, since it affects later ones only
     Threads,  # before any computation
     Broadcast,  # before a step changes the layout of tensors that all ranks share
@@ -45,7 +48,8 @@ STEPS: tuple[type[Step], ...] = (
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
     Sharding,  # likewise
+    LogCasts,  # after the steps with hooks at the end of an optimizer's step, so that it sees what they do
     StepTime,  # after all others: its result is the last line of the report
 )
 
-__all__ = ["STEPS", "GradientAveraging", "ParameterDtype", "Precision", "Rounding", "Step"]
+__all__ = ["STEPS", "GradientAveraging", "ParameterDtype", "Precision", "Rounding", "Step", "Verify"]

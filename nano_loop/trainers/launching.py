@@ -10,7 +10,7 @@ from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.external.environment import found_launch
 from nano_loop.distributed.ranks import Loop
 from nano_loop.run import Run, Task
-from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding
+from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding, Verify
 
 if TYPE_CHECKING:
     from nano_loop.trainers.strategy import NanoStrategyMixin
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: `TrainerFn.FITTING` of Lightning, a string.
 FITTING = "fit"
 #: Lightning's precision plugin enters autocast and converts parameters itself.
-_STEPS = tuple(each for each in STEPS if each not in (ParameterDtype, Precision, Rounding))
+_STEPS = tuple(each for each in STEPS if each not in (ParameterDtype, Precision, Rounding, Verify))
 _STATE = ("callbacks", "loggers", "datamodule")
 
 

@@ -30,6 +30,15 @@ LIGHTNINGS = {"num_processes": "devices=", "precision": "precision="}
 _REDUCED = "bf16-mixed"
 
 
+def _read(options: dict[str, Any]) -> Settings:
+    settings = Settings.read(options)
+    if settings.options.verify:
+        given = settings.options.given["verify"]
+        needed = "training_step needs its Trainer, of which there is no copy"
+        raise NanoConfigError(problem(given, needed, "Call nano_loop.verify(module, loss_fn, batch)"))
+    return settings
+
+
 class NanoStrategyMixin:
     """The strategy ``"nano"``: ``Trainer(accelerator="cpu", devices=4, strategy="nano", precision="bf16-mixed")``.
 
@@ -64,7 +73,7 @@ class NanoStrategyMixin:
         self._nano_printed = Printed()
         self._nano_ranks = Ranks()
         self.report: SetupReport | None = None
-        Settings.read(options)  # raises for an invalid option here
+        _read(options)  # raises for an invalid option here
 
     # --- what Lightning asks before a run ---
 
@@ -107,7 +116,7 @@ class NanoStrategyMixin:
             options.pop("cpu_for_each_process", None)  # lists for several processes
         elif self.num_processes > 1:
             options["num_processes"] = self.num_processes
-        return Settings.read(options)
+        return _read(options)
 
     def _configure_launcher(self) -> None:
         """Check the options, as the last of what the Trainer sets up."""

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from nano_loop.distributed.launch.torch_version import is_older_than
+from nano_loop.native_output import without_lines
 
 
 @contextmanager
 def without_greeting() -> Iterator[None]:
-    """Hold standard output back, and then let it go without the line in which gloo says that it is connected.
+    """Leave the line in which gloo says that it is connected out of standard output.
 
-    The gloo in torch 2.8 prints it to standard output from C++, always; later ones have ``GLOO_LOG_LEVEL`` for it
-    (pytorch/gloo#467), which leaves it out unless asked.
+    The gloo in torch 2.8 prints it from C++, always; later ones have ``GLOO_LOG_LEVEL`` for it (pytorch/gloo#467),
+    which leaves it out unless asked.
     """
-    if not _greets() or not sys.platform.startswith("linux"):
+    with without_lines(1, b"[Gloo] ") if _greets() else nullcontext():
         yield
-        return
-    try:
-        output = os.dup(1)
-    except OSError:  # there is none
-        yield
-        return
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 1)
-        try:
-            yield
-        finally:
-            ctypes.CDLL(None).fflush(None)
-            os.dup2(output, 1)
-            os.close(output)
-            held.seek(0)
-            rest = b"".join(line for line in held if not line.startswith(b"[Gloo] "))
-            while rest:
-                rest = rest[os.write(1, rest) :]
 
 
 def _greets() -> bool:

@@ -1,0 +1,116 @@
+"""Logs the casts of one step of the loop: which operator caused them, and what they cost."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
+from nano_loop.parts import Parts
+from nano_loop.precision.cast_log import CastLog, cast_log
+from nano_loop.precision.execution_trace import Recorder
+from nano_loop.report import StepResult, print_to_stderr
+from nano_loop.steps.step import Step
+
+#: The first steps are not like the others: optimizers make their state, and products of new sizes are counted.
+_AFTER_STEPS = 2
+
+
+class LogCasts(Step):
+    """Records the operators of the third step, from the end of ``optimizer.step()`` to the next, on rank 0.
+
+    With several optimizers, the first one that is set up counts.
+    """
+
+    name = "log_casts"
+    needs = "optimizers"
+
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._names: dict[int, str] = {}
+        self._models: list[nn.Module] = []  # keeps the ids
+        self._optimizer: Optimizer | None = None
+        self._steps = 0
+        self._recorder: Recorder | None = None
+        self._ending = ExitStack()
+        self._result: StepResult | None = None
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return bool(self.config.log_casts)
+
+    def see(self, parts: Parts) -> None:
+        """See `Step.see`."""
+        if not self.asked or self.config.compile:
+            return  # torch.compile compiles again where there are hooks
+        for model in parts.models:
+            self._names |= {id(each): name or type(model).__name__ for name, each in model.named_modules()}
+            self._models.append(model)
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        if self._optimizer is None and self.ranks.rank == 0:
+            self._optimizer = parts.optimizers[0]
+            self.undoing.callback(self._close)
+            self.undoing.callback(self._optimizer.register_step_pre_hook(self._mark).remove)
+            self.undoing.callback(self._optimizer.register_step_post_hook(self._note).remove)
+        return "of the third step"
+
+    def closing(self) -> StepResult | None:
+        """See `Step.closing`."""
+        if self._optimizer is None:
+            return None
+        return self._result or StepResult(self.name, "skipped", "fewer than three steps")
+
+    def undo(self) -> None:
+        """See `Step.undo`."""
+        super().undo()
+        self._models.clear()
+        self._optimizer = None
+
+    def _mark(self, *_: object) -> None:
+        if self._recorder is not None:
+            self._ending.enter_context(self._recorder.mark_optimizer())
+
+    def _note(self, *_: object) -> None:
+        self._ending.close()
+        self._steps += 1
+        if self._recorder is not None:
+            self._finish(self._recorder)
+        elif self._steps == _AFTER_STEPS:
+            self._recorder = Recorder(self._names)
+            if not self._recorder.is_recording:
+                self._close()
+                self._result = StepResult(self.name, "skipped", "another ExecutionTraceObserver of torch is active")
+
+    def _finish(self, recorder: Recorder) -> None:
+        self._recorder = None
+        log = cast_log(recorder.finish())
+        self._result = StepResult(self.name, "measured", log.summary() + self._written(log), log)
+        if self.config.log_casts is True and self.config.verbose:
+            print_to_stderr([log])
+
+    def _written(self, log: CastLog) -> str:
+        if self.config.log_casts is True:
+            return ""
+        path = Path(str(self.config.log_casts))
+        path.write_text(json.dumps(log.as_dict(), indent=2) + "\n")
+        return f", in {path.name}"
+
+    def _close(self) -> None:
+        self._ending.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = None

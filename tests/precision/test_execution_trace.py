@@ -1,0 +1,130 @@
+"""A trace has what this thread computes: operators in each other, with tensors, modules and parts of the loop."""
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ExecutionTraceObserver
+
+from nano_loop.precision import execution_trace
+from nano_loop.precision.execution_trace import Recorder
+
+
+def recorded(function, model=None):
+    names = {} if model is None else {id(each): name for name, each in model.named_modules()}
+    recorder = Recorder(names)
+    assert recorder.is_recording
+    function()
+    return recorder.finish()
+
+
+def names_of(operators):
+    return [each.name for each in operators]
+
+
+def test_operators_are_in_those_that_called_them():
+    layer, x = nn.Linear(4, 3), torch.ones(2, 4)
+
+    def cast_and_multiply():
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+
+    (linear,) = recorded(cast_and_multiply)
+    assert names_of([linear, *linear.inner]) == ["linear", "to", "to", "to", "linear"]
+    assert [each.dtype for each in linear.inputs] == ["fp32"] * 3
+    assert [each.dtype for each in linear.inner[-1].inputs] == ["bf16"] * 3
+    (output,) = linear.outputs
+    assert (output.dtype, output.numel, output.itemsize, output.nbytes) == ("bf16", 6, 2, 12)
+    assert {each.name for each in linear.all()} >= {"linear", "to", "_to_copy", "copy_", "addmm"}
+
+
+def test_part_and_module_are_those_of_the_loop():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Tanh()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    operators = recorded(step, model)
+    places = {(each.name, each.part, each.module) for each in operators}
+    assert places >= {
+        ("ones", "forward", ""),
+        ("linear", "forward", "0"),
+        ("tanh", "forward", "1.0"),
+        ("sum", "forward", ""),
+        ("tanh_backward", "backward", "1.0"),
+        ("mm", "backward", "0"),
+    }
+    assert {part for name, part, _ in places if name in ("_foreach_add_", "add_")} == {"optimizer"}
+
+
+def test_tensors_in_lists_are_noted():
+    tensors = [torch.ones(3), torch.ones(5)]
+    (operator,) = recorded(lambda: torch._foreach_mul_(tensors, 2.0))
+    assert [each.numel for each in operator.inputs] == [3, 5]
+
+
+def test_other_threads_are_left_out():
+    def other():
+        thread = threading.Thread(target=lambda: torch.ones(3).exp())
+        thread.start()
+        thread.join()
+        torch.ones(3).tanh()
+
+    assert names_of(recorded(other)) == ["ones", "tanh"]
+
+
+def test_a_module_that_raises_ends_its_mark():
+    class Failing(nn.Module):
+        def forward(self, x):
+            x.exp()
+            raise KeyError
+
+    model = nn.ModuleDict({"failing": Failing()})
+
+    def caught():
+        with pytest.raises(KeyError):
+            model["failing"](torch.ones(3))
+        torch.ones(3).tanh()
+
+    assert {(each.name, each.module) for each in recorded(caught, model)} == {
+        ("ones", ""),
+        ("exp", "failing"),
+        ("tanh", ""),
+    }
+
+
+def test_nothing_is_printed_or_left(capfd, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    descriptors = set(os.listdir("/proc/self/fd"))
+    recorded(lambda: torch.ones(3).exp())
+    Recorder({}).close()
+    monkeypatch.setattr(execution_trace, "_calls_marked", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Recorder({})
+    torch.ones(3).exp()
+    assert capfd.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_another_observer_is_left_alone(tmp_path):
+    observer = ExecutionTraceObserver().register_callback(str(tmp_path / "theirs.json"))
+    observer.start()
+    try:
+        recorder = Recorder({})
+        assert not recorder.is_recording
+        assert recorder.finish() == []
+        recorder.close()
+        del recorder
+        gc.collect()
+        assert observer.is_registered
+        assert observer.is_running()
+        torch.ones(3).exp()
+    finally:
+        observer.unregister_callback()
+    assert "aten::exp" in (tmp_path / "theirs.json").read_text()

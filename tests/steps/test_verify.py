@@ -1,0 +1,213 @@
+"""verify=True compares the first batch, names what is off, and changes nothing in the loop."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nano_loop import NanoWarning, TorchNano, nano
+from nano_loop.kernels import attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no (bf16|fp16) instructions")
+
+
+class Attending(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.embedding = nn.Embedding(20, width)
+        self.layer = nn.TransformerEncoderLayer(width, 4, 64, batch_first=True)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.last(self.layer(self.embedding(x))[:, 0])
+
+
+class Convolutional(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(True), nn.Flatten(), nn.Linear(1024, 3)
+        )
+
+
+def fit(model, optimizer, loader):
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def parts(kind=Attending, steps=2):
+    torch.manual_seed(0)
+    model = kind()
+    x = torch.randint(0, 20, (8 * steps, 12)) if kind is Attending else torch.randn(8 * steps, 3, 8, 8)
+    data = torch.utils.data.TensorDataset(x, torch.randint(0, 3, (8 * steps,)))
+    return model, torch.optim.AdamW(model.parameters()), torch.utils.data.DataLoader(data, 8)
+
+
+OTHERS = (16, 64, "bf16-true")
+
+
+@pytest.mark.parametrize("precision", ["bf16", 32, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
+@pytest.mark.parametrize("kind", [Attending, Convolutional])
+def test_a_sound_run_is_not_accused_and_computes_the_same(precision, kind):
+    trained, states = [], []
+    for verify in (False, True):
+        train = nano(precision=precision, channels_last=True, verify=verify, verbose=False)(fit)
+        model, *others = parts(kind)
+        losses = train(model, *others)
+        if precision != "bf16-true":  # which rounds at random
+            trained.append((losses, [each.clone() for each in model.state_dict().values()]))
+        states.append(torch.get_rng_state())
+    assert str(trained[:1]) == str(trained[1:]) or trained == []
+    assert torch.equal(*states)
+    result = train.report["verify"]
+    assert result.status == "measured"
+    assert result.detail.startswith(f"{kind.__name__}: errors up to ")
+    assert result.data[kind.__name__].ok
+    assert json.loads(json.dumps(train.report.as_dict()))
+    names = [row.name for row in result.data[kind.__name__].gradients]
+    assert set(names) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_fault_is_named_once_by_a_warning(monkeypatch):
+    monkeypatch.setattr(attention, "WORTH_IT", 1)
+    original = attention.attention
+    monkeypatch.setattr(attention, "attention", lambda *args, **kwargs: original(*args, **kwargs) * 1.1)
+    train = nano(precision="bf16", verify=True, verbose=False)(fit)
+    with pytest.warns(NanoWarning, match=r"the output of layer.self_attn of Attending is off.*See the table") as warned:
+        train(*parts())
+    assert len(warned) == 1
+    assert train.report["verify"].detail == "Attending: the output of layer.self_attn is off by more than rounding"
+    assert "<- not of rounding" in str(train.report["verify"].data)
+
+
+def test_the_gradients_that_reach_the_outputs_are_those_of_the_loop():
+    """A fault in a layer whose output the loss does not use is none."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return {"used": self.used(x), "unused": self.unused(x)}
+
+    def train(model, optimizer):
+        model(torch.ones(2, 4))["used"].sum().backward()
+        optimizer.step()
+
+    model = Two()
+    train = nano(verify=True, verbose=False)(train)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    gradients = {row.name: row for row in train.report["verify"].data["Two"].gradients}
+    assert set(gradients) == {"used.weight", "used.bias"}
+
+
+def test_calls_of_submodules_and_methods_are_compared_together():
+    class Encoding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def decode(self, z):
+            return self.decoder(z.tanh())
+
+    def train(model, optimizer, loader):
+        for (x,) in loader:
+            z = model.encoder(x)
+            loss = F.mse_loss(model.decode(z=z), x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    model = Encoding()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 4)), 4)
+    train = nano(precision="bf16", verify=True, verbose=False)(train)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    found = train.report["verify"].data["Encoding"]
+    assert found.ok, str(found)
+    assert {row.name for row in found.gradients} == {name for name, _ in model.named_parameters()}
+    assert {row.name for row in found.outputs} == {"encoder", "decoder"}
+
+
+def test_two_models_are_each_compared_at_their_first_step():
+    class Adversarial(TorchNano):
+        def train(self, generator, discriminator):
+            of_g, of_d = (torch.optim.Adam(each.parameters()) for each in (generator, discriminator))
+            self.setup([generator, discriminator], [of_g, of_d])
+            for _ in range(2):
+                fake = generator(torch.randn(8, 4))
+                of_d.zero_grad()
+                (discriminator(torch.randn(8, 6)) - discriminator(fake.detach())).mean().backward()
+                of_d.step()
+                of_g.zero_grad()
+                discriminator(fake).mean().backward()
+                of_g.step()
+
+    class Judge(nn.Sequential):
+        pass
+
+    torch.manual_seed(0)
+    adversarial = Adversarial(verify=True, verbose=False)
+    adversarial.train(nn.Sequential(nn.Linear(4, 6)), Judge(nn.Linear(6, 1)))
+    assert set(adversarial.report["verify"].data) == {"Sequential", "Judge"}
+    assert all(found.ok for found in adversarial.report["verify"].data.values())
+
+
+def test_a_model_that_cannot_be_copied_is_said_and_trained():
+    model, optimizer, loader = parts()
+    with open(__file__) as model.held:
+        train = nano(verify=True, verbose=False)(fit)
+        with pytest.warns(NanoWarning, match="Attending cannot be copied"):
+            losses = train(model, optimizer, loader)
+    assert len(losses) == 2
+    assert train.report["verify"].status == "skipped"
+
+
+def test_a_loop_without_a_step_says_so():
+    @nano(verify=True, verbose=False)
+    def evaluate(model, loader):
+        with torch.no_grad():
+            return [model(x).sum().item() for x, _ in loader]
+
+    model, _, loader = parts()
+    evaluate(model, loader)
+    assert evaluate.report["verify"].detail == "no step of an optimizer has followed a call into a model"
+
+
+def test_nothing_of_the_model_is_changed_or_kept():
+    model, optimizer, loader = parts(Convolutional, steps=1)
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    before = copy.deepcopy(model.state_dict())
+
+    @nano(precision="bf16", verify=True, verbose=False)
+    def step_of_nothing(model, optimizer, loader):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.param_groups[0]["lr"] = 0.0
+            optimizer.step()
+
+    step_of_nothing(model, optimizer, loader)
+    assert step_of_nothing.report["verify"].data["Convolutional"].ok
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}  # by the loop's one call
+    assert model[1].num_batches_tracked == 1
+
+
+@pytest.mark.slow
+def test_rank_0_compares_and_logs_for_two_processes():
+    train = nano(num_processes=2, precision="bf16", verify=True, log_casts=True, verbose=False)(fit)
+    losses = train(*parts(steps=8))
+    plain = nano(num_processes=2, precision="bf16", verbose=False)(fit)
+    assert losses == plain(*parts(steps=8))
+    assert train.report["verify"].data["Attending"].ok
+    assert train.report["log_casts"].status == "measured"
