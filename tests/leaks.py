@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 # pytest sets the one anew for a test's set-up, call and teardown, torch the other when it first compiles something.
-NOT_OURS = frozenset(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"))
+NOT_OURS = frozenset(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"))
 
 # What a run replaces while it lasts; an attribute that a class only inherits has to be inherited again afterwards.
 REPLACED = (

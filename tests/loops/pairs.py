@@ -88,12 +88,6 @@ if WITH_IPEX:
 ALL = (EXACT, FUSED, BF16, SHIPPED, FP64, FP16, *WITH_IPEX)
 CONVOLUTIONS = (*ALL, NHWC, NHWC_FUSED, NHWC_BF16, SHIPPED_NHWC, *((IPEX_NHWC_BF16,) if WITH_IPEX else ()))
 
-
-SHIPPED_NHWC = replace(
-    SHIPPED, name="channels_last-bf16-as-shipped", options={**SHIPPED.options, "channels_last": True}
-)
-CONVOLUTIONS = (*CONVOLUTIONS, SHIPPED_NHWC)
-
 OF_IPEX = {False: 1e-5, True: 0.02}  # relative to each tensor's largest value, in fp32 and in bf16
 
 
