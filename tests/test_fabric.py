@@ -136,6 +136,7 @@ def test_tqdm_says_nothing_about_widgets_because_of_fabric_s_import(when, is_sho
     assert ("TqdmWarning" in done.stderr) is is_shown
 
 
+@pytest.mark.slow
 def test_torchmetrics_is_not_imported_with_fabric(tmp_path):
     """Which would import transformers, where both are installed."""
     program = """

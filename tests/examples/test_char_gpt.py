@@ -62,6 +62,7 @@ def test_accelerated_runs_with_nano_loop_alone():
     assert "nano_loop was imported" in process.stderr
 
 
+@pytest.mark.slow
 def test_plain_learns_where_there_is_no_nano_loop(uninterrupted):
     assert uninterrupted["plain"]["loss"] < 3.2  # of ln(128) = 4.85 at the start
 

@@ -20,7 +20,8 @@ def plain(tmp_path_factory):
     return results("digits.py", "--plain", *SMALL, folder=tmp_path_factory.mktemp("plain"), nano_loop=False)
 
 
-@pytest.mark.parametrize("precision", [pytest.param(32, marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [32, "bf16"])
 def test_it_trains_as_plain_does_and_says_how(precision, plain, tmp_path):
     accelerated = results("digits.py", "--precision", precision, *SMALL, folder=tmp_path)
     assert accelerated["accuracy"] == pytest.approx(plain["accuracy"], abs=BAND)

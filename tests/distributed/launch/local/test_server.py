@@ -91,6 +91,7 @@ def test_it_is_replaced_where_the_environment_is_another_and_workers_have_the_pr
     assert is_gone(first) is not stays
 
 
+@pytest.mark.slow
 def test_it_ends_by_itself_without_runs_and_the_next_run_starts_another(monkeypatch):
     servers.end_kept()
     monkeypatch.setattr(servers, "IDLE", 0.2)
@@ -99,6 +100,7 @@ def test_it_ends_by_itself_without_runs_and_the_next_run_starts_another(monkeypa
     assert parent_of_the_worker() != first
 
 
+@pytest.mark.slow
 def test_it_is_not_missed_where_somebody_has_killed_it_between_two_runs():
     first = parent_of_the_worker()
     os.kill(first, signal.SIGKILL)
