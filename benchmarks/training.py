@@ -1,9 +1,10 @@
-"""Trains the examples to the end over several seeds, in fp32 and in bf16, and prints how they end as a markdown table.
+"""Trains the examples to the end over several seeds, in several precisions, and prints how they end and what they take.
 
 python -m benchmarks.training
-python -m benchmarks.training --only digits --seeds 3 --modes plain,bf16 --digits "--epochs 4 --width 64"
+python -m benchmarks.training --only digits --seeds 3 --modes plain,bf16-true --digits "--epochs 4 --width 64"
 
 A seed's runs differ in the mode alone: they begin with the same weights and see the same batches.
+Memory is that of parameters, gradients and optimizer state after the second step, and the most that was resident.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -28,7 +30,10 @@ MEASURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "digits": ("accuracy", "{:.2%}".format),
     "char_gpt": ("loss", "{:.4f}".format),
 }
-MODES = {"plain": ["--plain"], "fp32": ["--precision", "32"], "bf16": ["--precision", "bf16"]}
+_PRECISIONS = {"fp32": "32", "bf16": "bf16", "bf16-true": "bf16-true", "fp16": "16", "fp64": "64"}
+MODES = {"plain": ["--plain"], **{mode: ["--precision", name] for mode, name in _PRECISIONS.items()}}
+#: The parts of a process's memory, as `benchmarks.watched` measures them.
+PARTS = ("parameters", "gradients", "state", "resident")
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,19 +47,29 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def train(example: str, mode: str, seed: int, options: Sequence[str]) -> float:
-    """Run an example to its end, and return the accuracy or loss that it ends with."""
+@dataclass(frozen=True)
+class End:
+    """How a run ended: with which accuracy or loss, and the bytes of each of `PARTS`."""
+
+    result: float
+    memory: Mapping[str, int]
+
+
+def train(example: str, mode: str, seed: int, options: Sequence[str]) -> End:
+    """Run an example to its end in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder, "results.json")
+        results, memory = (Path(folder, f"{name}.json") for name in ("results", "memory"))
         script = [str(ROOT / f"examples/{example}.py"), *options, *MODES[mode]]
-        command = [sys.executable, *script, "--seed", str(seed), "--json", str(results)]
+        command = [sys.executable, "-m", "benchmarks.watched", str(memory), *script]
+        command += ["--seed", str(seed), "--json", str(results)]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{shlex.join(command)} failed:\n{done.stderr}")
-        return float(json.loads(results.read_text())[MEASURES[example][0]])
+        result = float(json.loads(results.read_text())[MEASURES[example][0]])
+        return End(result, json.loads(memory.read_text()))
 
 
-def ends(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+def ends(options: argparse.Namespace) -> dict[str, dict[str, list[End]]]:
     """Return by example and mode how each seed ended; the modes take turns."""
     found = {example: {mode: [] for mode in options.modes} for example in options.only}
     runs = [(example, seed) for example in options.only for seed in range(options.seeds)]
@@ -67,20 +82,27 @@ def ends(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def markdown(found: dict[str, dict[str, list[float]]]) -> str:
-    """Return a row for each example and mode: mean ± standard deviation, and of the differences seed by seed."""
+def markdown(found: dict[str, dict[str, list[End]]]) -> str:
+    """Return a row for each example and mode: mean ± standard deviation, differences seed by seed, and memory in MB."""
     lines = [
-        "| example | mode | seeds | end, mean ± sd | difference, mean ± sd (range) |",
-        "| --- | --- | --- | --- | --- |",
+        "| example | mode | seeds | end, mean ± sd | difference, mean ± sd (range) | parameters | gradients "
+        "| optimizer | resident, MB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for example, modes in found.items():
         measure, write = MEASURES[example]
-        reference = next(iter(modes.values()))
-        for mode, values in modes.items():
-            difference = "" if values is reference else _differences(values, reference, write)
+        reference = [end.result for end in next(iter(modes.values()))]
+        for mode, runs in modes.items():
+            values = [end.result for end in runs]
+            difference = "" if runs is next(iter(modes.values())) else _differences(values, reference, write)
             end = f"{measure} {_mean(values, write)}"
-            lines.append(f"| {example} | {mode} | {len(values)} | {end} | {difference} |")
+            memory = " | ".join(_megabytes([end.memory[part] for end in runs]) for part in PARTS)
+            lines.append(f"| {example} | {mode} | {len(values)} | {end} | {difference} | {memory} |")
     return "\n".join(lines)
+
+
+def _megabytes(sizes: list[int]) -> str:
+    return f"{statistics.median(sizes) / 1e6:,.3g}"
 
 
 def _differences(values: list[float], reference: list[float], write: Callable[[float], str]) -> str:
