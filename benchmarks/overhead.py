@@ -5,6 +5,8 @@ python -m benchmarks.overhead
 The model does next to nothing, so that what is left is the cost of the calls into it and of the optimizer's step.
 bf16 is compared with an autocast by hand, fp32 with the plain loop; the optimizer is fused on both sides, by hand and
 by nano_loop. One thread: two would wait for each other longer than nano_loop takes.
+
+What checks a run once is measured in steps of a transformer: how much longer a run of some steps takes with it.
 """
 
 from __future__ import annotations
@@ -79,19 +81,54 @@ def calls_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return (time.perf_counter() - start) / CALLS
 
 
+CHECKS = {"verify": {"verify": True}, "log_casts": {"log_casts": True}}
+CHECKED_STEPS, ROUNDS = 4, 5
+
+
+def transformer_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the seconds of each step."""
+    x, found = torch.randn(8, 64, 256), []
+    for _ in range(CHECKED_STEPS):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def steps_of_check(options: dict[str, object]) -> float:
+    """Return how much longer a run takes with these options, in steps without them."""
+    found = []
+    for _ in range(ROUNDS):
+        seconds = []
+        for each in (options, {}):
+            layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+            model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+            run = nano_loop.nano(precision="bf16", verbose=False, **each)(transformer_loop)
+            seconds.append(run(model, torch.optim.AdamW(model.parameters())))
+        checked, plain = seconds
+        found.append((sum(checked) - sum(plain)) / statistics.median(plain))
+    return statistics.median(found)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     fp32, bf16 = nano_loop.nano(verbose=False), nano_loop.nano(precision="bf16", verbose=False)
+    listed = nano_loop.nano(precision="bf16", bf16_ops=["relu"], verbose=False)
     images = nano_loop.nano(precision="bf16", channels_last=True, verbose=False)
     cases = {
         "a call, bf16": (bf16(calls), calls_by_hand),
         "a call, bf16, channels_last": (images(calls), calls_by_hand),
+        "a call, bf16, 2 listed": (listed(calls), calls_by_hand),
         "a step, fp32": (fp32(loop), loop),
         "a step, bf16": (bf16(loop), loop_by_hand),
     }
     for name, (ours, theirs) in cases.items():
         base, more = difference(ours, theirs)
         print(f"{name:<28} {base * 1e6:7.1f} µs by hand, nano_loop adds {more * 1e6:5.1f} µs")
+    for name, options in CHECKS.items():
+        print(f"{name:<28} takes as long as {steps_of_check(options):.1f} steps of a transformer")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def test_the_strategy_has_a_name_and_classes_are_as_before():
             super().__init__()
             self.unused = nn.Conv2d(1, 1, 1)
 
+    ours(PACKAGES[0])  # whose import registers the name
     methods = {name: vars(Regression)[name] for name in ("forward", "training_step", "on_train_batch_end")}
     seen = []
 
@@ -292,6 +293,14 @@ def test_options_of_the_trainer_are_refused_by_the_strategy():
     for option in ({"precision": "bf16"}, {"num_processes": 2}):
         with pytest.raises(NanoConfigError, match="Lightning's Trainer has it"):
             ours(PACKAGES[0]).NanoStrategy(**option)
+
+
+def test_verify_is_refused_with_what_to_call_instead(monkeypatch):
+    with pytest.raises(NanoConfigError, match=r"verify=True.*Call nano_loop.verify"):
+        ours(PACKAGES[0]).Trainer(verify=True, **QUIET)
+    monkeypatch.setenv("NANO_LOOP_VERIFY", "1")
+    with pytest.raises(NanoConfigError, match=r"NANO_LOOP_VERIFY=1.*Call nano_loop.verify"):
+        fitted(ours(PACKAGES[0]).Trainer, **NANO)
 
 
 class DtypeNoting(Regression):
