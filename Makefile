@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 
 VENV := .venv
-REQUIREMENTS := requirements/default.txt
+REQUIREMENTS := requirements/default.txt requirements/optimizers.txt
 RUN := $(VENV)/bin/python
 PIP_INSTALL := $(RUN) -m pip install -qq --progress-bar off
 

@@ -242,7 +242,8 @@ class Checkout:
         self.python = folder / "fake python"
         (folder / "requirements").mkdir(parents=True)
         (folder / "nano_loop").mkdir()
-        inputs = ("Makefile", "requirements/default.txt", "nano_loop/version.py", *BUILD_INPUTS[:3])
+        pins = ("requirements/default.txt", "requirements/optimizers.txt")
+        inputs = ("Makefile", *pins, "nano_loop/version.py", *BUILD_INPUTS[:3])
         for name in inputs:
             shutil.copy(ROOT / name, folder / name)
         self.pretend("3.11")
