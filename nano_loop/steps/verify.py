@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Container
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -91,15 +93,23 @@ class Verify(Step):
         model, calls = noted.take()
         try:
             found = verified(model, _loss_of, calls, self.config.kind, self.acceleration)
-        except NanoConfigError as error:
-            warnings.warn(str(error), NanoWarning, stacklevel=2)
+        except Exception as error:  # the model's own code, which may not run in fp64: the training goes on
+            given = f"verify of {name} raised {type(error).__name__}: {error}"
+            needed = "copies of the model have to run in fp32 and in fp64"
+            warnings.warn(problem(given, needed, "Leave verify out for this model"), NanoWarning, stacklevel=2)
             return
-        self._found[name] = found
+        self._found[_another(name, self._found)] = found
         if not found.ok:
             given = f"{found.fault} of {name} is off by more than rounding"
             needed = "an accelerated model computes what the plain one does"
             advice = "See the table: print(report['verify'].data). Leave options out to find the one that it comes from"
             warnings.warn(problem(given, needed, advice), NanoWarning, stacklevel=2)
+
+
+def _another(name: str, known: Container[str]) -> str:
+    """Return a name that is not known: the name itself, or with a number."""
+    numbered = (f"{name} {number}" for number in count(2))
+    return next(each for each in chain([name], numbered) if each not in known)
 
 
 class _Findings(dict[str, Verification]):

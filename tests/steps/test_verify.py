@@ -172,6 +172,38 @@ def test_a_model_that_cannot_be_copied_is_said_and_trained():
     assert train.report["verify"].status == "skipped"
 
 
+def test_a_model_that_does_not_run_in_fp64_is_said_and_trained():
+    class Single(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(x) @ torch.ones(3, 1, dtype=torch.float32)
+
+    def train(model, optimizer):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return True
+
+    model = Single()
+    run = nano(verify=True, verbose=False)(train)
+    with pytest.warns(NanoWarning, match="verify of Single raised RuntimeError.*Leave verify out"):
+        assert run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert run.report["verify"].status == "skipped"
+
+
+def test_two_models_of_one_class_have_two_names():
+    def train(first, second, optimizer):
+        (first(torch.ones(2, 4)).sum() + second(torch.ones(2, 4)).sum()).backward()
+        optimizer.step()
+
+    models = nn.Linear(4, 3), nn.Linear(4, 3)
+    run = nano(verify=True, verbose=False)(train)
+    run(*models, torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1))
+    assert set(run.report["verify"].data) == {"Linear", "Linear 2"}
+
+
 def test_a_loop_without_a_step_says_so():
     @nano(verify=True, verbose=False)
     def evaluate(model, loader):
