@@ -40,6 +40,9 @@ FEW_CHANNELS, FEW_POSITIONS = 3, 16
 #: Maximum number of output channels for which its 1×1 convolutions are slow in NCHW.
 FEW_OUTPUTS_OF_1X1 = 8
 
+#: Maximum number of channels of a group for which torch's group norm of bf16 is slow in NHWC, in its backward.
+FEW_CHANNELS_OF_A_GROUP = 15
+
 _CAST = (torch.float32, torch.bfloat16)
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -91,6 +94,13 @@ def recurrence_is_faster(layer: Any, x: Tensor) -> bool:
     return x.dim() == 3 and weights >= WEIGHTS_WORTH_IT and rows * weights <= FEW_MULTIPLICATIONS
 
 
+def group_norm_is_faster(layer: Any, x: Tensor) -> bool:
+    """Whether a group norm is faster in fp32. With an fp32 input it computes in fp32 under autocast too."""
+    is_nhwc = x.dim() in (4, 5) and x.stride(1) == 1 and math.prod(x.shape[2:]) > 1
+    few = layer.num_channels <= FEW_CHANNELS_OF_A_GROUP * layer.num_groups
+    return bool(is_nhwc and few and x.dtype is torch.bfloat16)
+
+
 def _is_batch(layer: Any, x: Tensor) -> bool:
     """Whether the input has a batch dimension, and the padding is of zeros and in numbers."""
     plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
@@ -108,6 +118,7 @@ _RULES: dict[type[nn.Module], Callable[[Any, Tensor], bool]] = {
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), convolution_is_faster),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), transposed_convolution_is_faster),
     **dict.fromkeys((nn.GRU, nn.RNN), recurrence_is_faster),
+    nn.GroupNorm: group_norm_is_faster,
 }
 
 
@@ -121,6 +132,7 @@ _OPERATORS = {
     },
     nn.GRU: ("gru",),
     nn.RNN: ("rnn_tanh", "rnn_relu"),
+    nn.GroupNorm: ("group_norm", "native_group_norm"),
 }
 
 

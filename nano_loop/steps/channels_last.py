@@ -32,7 +32,7 @@ class ChannelsLast(Step):
 
     The outputs of the model are contiguous, as in the plain loop. Inside the model, `Tensor.view` is replaced: the
     common `x.view(batch, -1)` after a convolution needs the strides of NCHW, so on NHWC strides it falls back to
-    `reshape`.
+    `reshape`. Group norms whose weights alone have gradients get their input in NCHW.
     """
 
     name = "channels_last"
@@ -50,6 +50,7 @@ class ChannelsLast(Step):
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
         self.undoing.enter_context(replaced(Tensor, "view", _view_or_reshape))
+        self.undoing.enter_context(replaced(nn.functional, "group_norm", _in_nchw_without_gradient))
         for convolution in _CONVOLUTIONS:
             self.undoing.enter_context(replaced(convolution, "forward", _converting_its_input))
         models = _unscripted(parts)
@@ -146,3 +147,16 @@ def _view_or_reshape(view: Call) -> Call:
             return self.reshape(*shape)
 
     return view_or_reshape
+
+
+def _in_nchw_without_gradient(group_norm: Call) -> Call:
+    """Avoid a crash of the process: torch's backward of a group norm in NHWC whose input needs no gradient."""
+
+    def norm(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+        trained = any(each is not None and each.requires_grad for each in (weight, bias))
+        if inside.yes and trained and not input.requires_grad and input.dim() in _FORMATS and _lies_as_nhwc(input):
+            input = input.contiguous()
+        normed: Tensor = group_norm(input, num_groups, weight, bias, eps)
+        return normed
+
+    return norm

@@ -98,6 +98,17 @@ PAIRS = {
         (nn.ConvTranspose2d(32, 32, 4, 2, groups=16), randn(2, 32, 32, 32)),
     ),
 }
+# Of an input in bf16, as inside a model.
+NORMS = {
+    "channels of a group": (
+        (nn.GroupNorm(8, 120), nhwc(2, 120, 8, 8).bfloat16()),
+        (nn.GroupNorm(8, 128), nhwc(2, 128, 8, 8).bfloat16()),
+    ),
+    "layouts": (
+        (nn.GroupNorm(8, 64), nhwc(2, 64, 8, 8).bfloat16()),
+        (nn.GroupNorm(8, 64), randn(2, 64, 8, 8).bfloat16()),
+    ),
+}
 WITHIN = {name: pair[0] for name, pair in PAIRS.items()}
 ABOVE = {name: pair[1] for name, pair in PAIRS.items()}
 
@@ -151,6 +162,37 @@ def test_layers_above_a_bound_are_autocasts_to_the_bit(set_up, case):
     layer, x = ABOVE[case]
     theirs = by_autocast(layer, x)
     assert all(map(torch.equal, computed(set_up(Holding(layer)), x), theirs))
+
+
+def fp32_groups(monkeypatch, set_up, layer, x):
+    """Return the dtypes that a layer's inputs have when it computes."""
+    seen, original = [], torch.nn.functional.group_norm
+    noting = lambda x, *args: (seen.append(x.dtype), original(x, *args))[1]  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "group_norm", noting)
+    out, *gradients = computed(set_up(Holding(layer)), x.clone().requires_grad_())
+    assert out.dtype is torch.bfloat16
+    assert {each.dtype for each in gradients} == {torch.float32}
+    return seen
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_group_norms_of_few_channels_in_nhwc_are_fp32s(set_up, monkeypatch, case):
+    (layer, x), (other, y) = NORMS[case]
+    exact = copy.deepcopy(layer)(x.float())
+    model = set_up(Holding(layer))
+    model(x)
+    assert torch.equal(model.out, exact.bfloat16())
+    assert fp32_groups(monkeypatch, set_up, layer, x) == [torch.float32]
+    assert fp32_groups(monkeypatch, set_up, other, y) == [torch.bfloat16]
+    y = y.requires_grad_()  # in NHWC torch's backward crashes without
+    assert all(map(torch.equal, computed(set_up(Holding(other)), y), by_autocast(other, y)))
+
+
+def test_a_listed_group_norm_runs_as_listed():
+    layer, _ = NORMS["layouts"][0]
+    around = module.unless_listed(["group_norm"])
+    assert around(layer) is None
+    assert module.unless_listed(["softmax"])(layer) is not None
 
 
 def test_other_models_are_autocasts_to_the_bit(set_up):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from nano_loop import nano
 from nano_loop.parts import Parts
 from nano_loop.steps.channels_last import ChannelsLast
 
@@ -143,3 +144,30 @@ def test_model_without_images_is_skipped(step):
 
 def test_it_is_off_by_default(step):
     assert not step(ChannelsLast).asked
+
+
+@pytest.mark.parametrize("precision", [32, "bf16"])
+@pytest.mark.parametrize("kind", [(nn.Conv2d, (2, 3, 8, 8)), (nn.Conv3d, (2, 3, 4, 8, 8))])
+@pytest.mark.filterwarnings("ignore:.*no bf16 instructions")
+def test_a_group_norm_behind_frozen_layers_trains(precision, kind):
+    """torch's backward of a group norm in NHWC crashes the process where the input needs no gradient."""
+    convolution, shape = kind
+    torch.manual_seed(0)
+    model = nn.Sequential(convolution(3, 16, 3), nn.GroupNorm(2, 16), nn.Flatten(), nn.LazyLinear(2))
+    x = torch.randn(shape)
+    model(x)
+    model[0].requires_grad_(False)
+
+    def train(model, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+    plain = copy.deepcopy(model)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=1e-3))
+    accelerated = nano(precision=precision, channels_last=True, verbose=False)(train)
+    accelerated(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision == 32 else {"rtol": 0.05, "atol": 0.01}
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
