@@ -80,7 +80,12 @@ def test_a_sound_run_is_not_accused_and_computes_the_same(precision, kind):
 def test_a_fault_is_named_once_by_a_warning(monkeypatch):
     monkeypatch.setattr(attention, "WORTH_IT", 1)
     original = attention.attention
-    monkeypatch.setattr(attention, "attention", lambda *args, **kwargs: original(*args, **kwargs) * 1.1)
+
+    def planted(*args, plain_products=True, **kwargs):  # False where torch 2.8 calls it for models that are not set up
+        found = original(*args, plain_products=plain_products, **kwargs)
+        return found * 1.1 if plain_products else found
+
+    monkeypatch.setattr(attention, "attention", planted)
     train = nano(precision="bf16", verify=True, verbose=False)(fit)
     with pytest.warns(NanoWarning, match=r"the output of layer.self_attn of Attending is off.*See the table") as warned:
         train(*parts())
