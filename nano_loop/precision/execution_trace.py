@@ -118,15 +118,16 @@ class Recorder:
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
         self._observer = ExecutionTraceObserver()
         self._ending = ExitStack()
         try:
-            self._begin(names)
+            self._begin()
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, names: Mapping[int, str]) -> None:
+    def _begin(self) -> None:
         folder = self._ending.enter_context(tempfile.TemporaryDirectory(prefix="nano_loop-"))
         self._file = Path(folder) / "trace.json"
         with without_lines(2, _LINES_OF_TORCH):
@@ -140,7 +141,7 @@ class Recorder:
             self._observer.start()
         with record_function(_BEGIN):
             pass
-        self._ending.enter_context(_calls_marked(names))
+        self._ending.enter_context(_calls_marked(self._names))
 
     def mark_optimizer(self) -> AbstractContextManager[None]:
         """Return a context for a step of an optimizer at whose end the recording ends, before torch's mark does."""
@@ -148,13 +149,21 @@ class Recorder:
         return mark
 
     def finish(self) -> list[Operator]:
-        """Stop, and return the operators that were called by none, in order."""
+        """Stop, and return the operators that were called by none, in order.
+
+        Raises
+        ------
+        OSError, ValueError
+            If the trace cannot be read, as where the disk is full.
+        """
         if not self.is_recording:
             return []
         self._stop()
-        text = self._file.read_text()
-        self.close()
-        return read_trace(json.loads(text))
+        try:
+            text = self._file.read_text()
+        finally:
+            self.close()
+        return read_trace(json.loads(text), self._names)
 
     def close(self) -> None:
         """Stop without a result. Has no effect after `finish`."""
@@ -176,7 +185,8 @@ def _calls_marked(names: Mapping[int, str]) -> Iterator[None]:
 
     def begin(module: nn.Module, args: Any) -> None:
         if concerned(module):
-            mark: AbstractContextManager[None] = record_function(_MODULE + names[id(module)])
+            # Not the name itself: torch writes names with quotes as they are, which is no JSON.
+            mark: AbstractContextManager[None] = record_function(f"{_MODULE}{id(module)}")
             mark.__enter__()
             open_marks.append(mark)
 
@@ -192,17 +202,19 @@ def _calls_marked(names: Mapping[int, str]) -> Iterator[None]:
             open_marks.pop().__exit__(None, None, None)
 
 
-def read_trace(trace: Mapping[str, Any]) -> list[Operator]:
+def read_trace(trace: Mapping[str, Any], names: Mapping[int, str]) -> list[Operator]:
     """Return the operators of the thread that has begun a trace, as far as no other operator has called them.
 
     Parameters
     ----------
     trace : mapping
         The trace, as torch writes it in JSON: a list of ``nodes``, each with its parent in ``ctrl_deps``.
+    names : mapping of int to str
+        The modules by their ids, which the marks of their calls have.
     """
     nodes = {node["id"]: _Node(node) for node in sorted(trace["nodes"], key=lambda node: node["id"])}
     begin = next(node for node in nodes.values() if node.name == _BEGIN)
-    return _Reader(nodes, begin.thread).outermost
+    return _Reader(nodes, begin.thread, names).outermost
 
 
 class _Node:
@@ -238,8 +250,9 @@ class _Place:
 class _Reader:
     """Puts the operators of one thread in each other, in the order in which they began."""
 
-    def __init__(self, nodes: Mapping[int, _Node], thread: Any) -> None:
+    def __init__(self, nodes: Mapping[int, _Node], thread: Any, names: Mapping[int, str]) -> None:
         self.outermost: list[Operator] = []
+        self._names = names
         self._modules: dict[int, str] = {}  # of the autograd nodes, by their numbers
         places: dict[int, _Place] = {}
         for key, node in nodes.items():
@@ -250,7 +263,7 @@ class _Reader:
         if node.is_backward:
             return _Place("backward", self._modules.get(node.sequence, ""), around.operator)
         if node.name.startswith(_MODULE):
-            return _Place(around.part, node.name.removeprefix(_MODULE), around.operator)
+            return _Place(around.part, self._names[int(node.name.removeprefix(_MODULE))], around.operator)
         if node.name.startswith(_OPTIMIZER):
             return _Place("optimizer", "", around.operator)
         if node.name.startswith(_ENGINE):

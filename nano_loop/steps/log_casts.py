@@ -90,15 +90,26 @@ class LogCasts(Step):
         if self._recorder is not None:
             self._finish(self._recorder)
         elif self._steps == _AFTER_STEPS:
+            self._begin()
+
+    def _begin(self) -> None:
+        try:
             self._recorder = Recorder(self._names)
-            if not self._recorder.is_recording:
-                self._close()
-                self._result = StepResult(self.name, "skipped", "another ExecutionTraceObserver of torch is active")
+        except OSError as error:  # the training goes on without a log
+            self._result = StepResult(self.name, "skipped", f"torch's trace could not be written: {error}")
+            return
+        if not self._recorder.is_recording:
+            self._close()
+            self._result = StepResult(self.name, "skipped", "another ExecutionTraceObserver of torch is active")
 
     def _finish(self, recorder: Recorder) -> None:
         self._recorder = None
-        log = cast_log(recorder.finish())
-        self._result = StepResult(self.name, "measured", log.summary() + self._written(log), log)
+        try:
+            log = cast_log(recorder.finish())
+            self._result = StepResult(self.name, "measured", log.summary() + self._written(log), log)
+        except (OSError, ValueError) as error:
+            self._result = StepResult(self.name, "skipped", f"the log could not be written: {error}")
+            return
         if self.config.log_casts is True and self.config.verbose:
             print_to_stderr([log])
 

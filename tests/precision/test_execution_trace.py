@@ -42,22 +42,22 @@ def test_operators_are_in_those_that_called_them():
 
 
 def test_part_and_module_are_those_of_the_loop():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Tanh()))
+    model = nn.ModuleDict({'first "layer"': nn.Linear(4, 3), "others": nn.Sequential(nn.Tanh())})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step():
-        model(torch.ones(2, 4)).sum().backward()
+        model["others"](model['first "layer"'](torch.ones(2, 4))).sum().backward()
         optimizer.step()
 
     operators = recorded(step, model)
     places = {(each.name, each.part, each.module) for each in operators}
     assert places >= {
         ("ones", "forward", ""),
-        ("linear", "forward", "0"),
-        ("tanh", "forward", "1.0"),
+        ("linear", "forward", 'first "layer"'),
+        ("tanh", "forward", "others.0"),
         ("sum", "forward", ""),
-        ("tanh_backward", "backward", "1.0"),
-        ("mm", "backward", "0"),
+        ("tanh_backward", "backward", "others.0"),
+        ("mm", "backward", 'first "layer"'),
     }
     assert {part for name, part, _ in places if name in ("_foreach_add_", "add_")} == {"optimizer"}
 

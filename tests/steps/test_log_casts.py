@@ -101,6 +101,23 @@ def test_another_observer_is_in_the_way(tmp_path):
     assert train.report["log_casts"].detail == "another ExecutionTraceObserver of torch is active"
 
 
+@pytest.mark.parametrize("fails", ["begin", "write"])
+def test_a_log_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, fails):
+    path = tmp_path / "folder" / "casts.json"
+    path.parent.mkdir()
+
+    def fit_without_folder(*args):
+        if fails == "begin":
+            monkeypatch.setattr("tempfile.tempdir", str(path.parent))
+        path.parent.rmdir()
+        return fit(*args)
+
+    train = nano(log_casts=path, verbose=False)(fit_without_folder)
+    assert len(train(*parts())) == 4
+    assert train.report["log_casts"].status == "skipped"
+    assert "No such file or directory" in train.report["log_casts"].detail
+
+
 def test_a_loop_that_fails_in_the_logged_step_ends_the_recording():
     def failing(model, optimizer, loader):
         for step, (x, _) in enumerate(loader):
