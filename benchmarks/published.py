@@ -42,6 +42,9 @@ SHORT_NAMES = {
 SYSTEMS = {
     "autocast": "autocast",
     "by_hand": "by hand",
+    "expert": "an expert",
+    "expert_jemalloc": "an expert, jemalloc",
+    "expert_compile": "an expert, compiled",
     "fabric": "Fabric",
     "accelerate": "Accelerate",
     "compile": "`torch.compile`",

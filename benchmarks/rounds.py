@@ -10,9 +10,11 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.fresh import Result, fresh
-from benchmarks.systems import python_of, why_not
+from benchmarks.systems import python_of, settings_of, why_not
 
 Run = Callable[..., Result]
+
+NO_SETTINGS: Mapping[str, str] = {}
 
 
 @dataclass
@@ -128,14 +130,17 @@ def _case(plan: Plan, bar: tqdm[Any], workload: str, system: str) -> Result:
     reason = plan.why_not(system)
     if reason:
         return {"reason": reason}
-    return _job(plan, bar, python_of(system), task="steps", workload=workload, system=system)
+    place = python_of(system), settings_of(system)
+    return _job(plan, bar, *place, task="steps", workload=workload, system=system)
 
 
-def _job(plan: Plan, bar: tqdm[Any], python: str = sys.executable, **job: Any) -> Result:
+def _job(
+    plan: Plan, bar: tqdm[Any], python: str = sys.executable, settings: Mapping[str, str] = NO_SETTINGS, **job: Any
+) -> Result:
     job |= {"small": plan.small}
-    if python == sys.executable:
+    if python == sys.executable and not settings:
         result = plan.run(job, limit=plan.limit)
     else:  # no fork of this one
-        result = fresh(job, limit=plan.limit, python=python)
+        result = fresh(job, limit=plan.limit, python=python, settings=settings)
     bar.update()
     return result

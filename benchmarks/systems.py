@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks import trainers
-from benchmarks.loop import Loss, steps
+from benchmarks.experts import (
+    by_hand,
+    compiled,
+    expert,
+    expert_compile,
+    expert_jemalloc,
+    jemalloc_settings,
+    under_autocast,
+    why_not_jemalloc,
+)
+from benchmarks.loop import steps
 from benchmarks.workloads import Workload
 
 
@@ -20,40 +30,9 @@ def plain(work: Workload, count: int) -> list[float]:
     return steps(work.model, work.optimizer, work.batches, work.loss, count)
 
 
-def _under_autocast(loss: Loss) -> Loss:
-    """Autocast around the forward and the loss, as torch's own recipe has it."""
-
-    def autocast_loss(model: Any, batch: Any) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss(model, batch)
-
-    return autocast_loss
-
-
 def autocast(work: Workload, count: int) -> list[float]:
     """bf16 autocast by hand."""
-    return steps(work.model, work.optimizer, work.batches, _under_autocast(work.loss), count)
-
-
-def by_hand(work: Workload, count: int) -> list[float]:
-    """What somebody who knows torch writes: bf16 autocast, channels_last where there are images, a fused optimizer."""
-    for group in work.optimizer.param_groups:
-        group["fused"] = True
-    loss = _under_autocast(work.loss)
-    if work.images:
-        work.model.to(memory_format=torch.channels_last)
-        loss = _with_channels_last(loss)
-    return steps(work.model, work.optimizer, work.batches, loss, count)
-
-
-def _with_channels_last(loss: Loss) -> Loss:
-    """Give the model images in channels_last, which are the first of a batch."""
-
-    def channels_last_loss(model: Any, batch: Any) -> torch.Tensor:
-        images, *others = batch
-        return loss(model, [images.to(memory_format=torch.channels_last), *others])
-
-    return channels_last_loss
+    return steps(work.model, work.optimizer, work.batches, under_autocast(work.loss), count)
 
 
 def fabric(work: Workload, count: int) -> list[float]:
@@ -84,12 +63,9 @@ def compile(work: Workload, count: int) -> list[float]:
     RuntimeError
         It compiled nothing, and the loop ran as under `autocast`.
     """
-    from torch._dynamo.utils import counters  # there is no public way to ask
-
-    seconds = steps(torch.compile(work.model), work.optimizer, work.batches, _under_autocast(work.loss), count)
-    if not counters["stats"]["unique_graphs"]:
-        raise RuntimeError("it compiled no part of the model, which ran as under autocast")
-    return seconds
+    return compiled(
+        lambda model: steps(model, work.optimizer, work.batches, under_autocast(work.loss), count), work.model
+    )
 
 
 def ipex(work: Workload, count: int) -> list[float]:
@@ -97,7 +73,7 @@ def ipex(work: Workload, count: int) -> list[float]:
     import intel_extension_for_pytorch
 
     model, optimizer = intel_extension_for_pytorch.optimize(work.model, optimizer=work.optimizer, dtype=torch.bfloat16)
-    return steps(model, optimizer, work.batches, _under_autocast(work.loss), count)
+    return steps(model, optimizer, work.batches, under_autocast(work.loss), count)
 
 
 def nano(work: Workload, count: int) -> list[float]:
@@ -143,7 +119,10 @@ def _train(**options: Any) -> Any:
 #: By name, in the order of the tables. Each takes a workload and a number of steps, and returns their seconds.
 SYSTEMS: dict[str, Callable[[Workload, int], list[float]]] = {
     each.__name__: each
-    for each in (plain, autocast, by_hand, fabric, accelerate, compile, ipex, nano, nano_fp32, nano_ipex)
+    for each in (
+        *(plain, autocast, by_hand, expert, expert_jemalloc, expert_compile),
+        *(fabric, accelerate, compile, ipex, nano, nano_fp32, nano_ipex),
+    )
 } | trainers.SYSTEMS
 #: What is measured where nobody says what: the user's own loop.
 DEFAULT = tuple(name for name in SYSTEMS if name not in trainers.SYSTEMS)
@@ -165,7 +144,8 @@ OURS = ("nano", "nano_fp32", "nano_ipex", *trainers.OURS)
 _WITH_IPEX = ("ipex", "nano_ipex")
 #: What --quick leaves out where it is not asked for by name, and why.
 NOT_QUICK = {
-    "compile": "not in --quick, but by name: it compiles for up to a minute",
+    **dict.fromkeys(("compile", "expert_compile"), "not in --quick, but by name: it compiles for up to a minute"),
+    "expert_jemalloc": "not in --quick, but by name: another allocator",
     **dict.fromkeys(_WITH_IPEX, "not in --quick, but by name: another Python"),
 }
 _IPEX_PYTHON = Path(__file__).resolve().parent.parent / ".venv-ipex/bin/python"
@@ -176,6 +156,13 @@ def python_of(system: str) -> str:
     return str(_IPEX_PYTHON) if system in _WITH_IPEX else sys.executable
 
 
+def settings_of(system: str) -> Mapping[str, str]:
+    """Return the environment variables with which the process of a system has to start."""
+    return jemalloc_settings() if system == "expert_jemalloc" else {}
+
+
 def why_not(system: str) -> str | None:
     """Return why a system cannot be measured here, or None."""
+    if system == "expert_jemalloc":
+        return why_not_jemalloc()
     return None if Path(python_of(system)).exists() else "there is no .venv-ipex (see benchmarks/README.md)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-HEAD = f"  {'system':<12}{'ms a step':>11}{'× best peer, by round':>25}{'× plain':>9}{'of matmul':>11}{'peak MB':>9}"
+HEAD = f"  {'system':<18}{'ms a step':>11}{'× best peer, by round':>25}{'× plain':>9}{'of matmul':>11}{'peak MB':>9}"
 
 
 def table(workload: str, summary: dict[str, Any]) -> str:
@@ -23,9 +23,9 @@ def _title(workload: str, summary: dict[str, Any]) -> str:
 def _rows(systems: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, row in systems.items():
         if row["reason"]:
-            yield f"  {name:<12}{'–':>11}  {row['reason']}"
+            yield f"  {name:<18}{'–':>11}  {row['reason']}"
         else:
-            yield f"  {name:<12}{row['median_ms']:>11.2f}{_ratio(row):>25}{_figures(row)}"
+            yield f"  {name:<18}{row['median_ms']:>11.2f}{_ratio(row):>25}{_figures(row)}"
 
 
 def _ipex(found: dict[str, Any] | None) -> Iterator[str]:

@@ -6,12 +6,14 @@ import pytest
 import tiny
 import torch
 from command_line import OWN
+from torch._dynamo.utils import counters
 
+from benchmarks import experts
 from benchmarks.case import perform
 from benchmarks.fresh import fresh
 from benchmarks.limits import step_flops
 from benchmarks.loop import endless, steps
-from benchmarks.systems import SYSTEMS
+from benchmarks.systems import SYSTEMS, settings_of, why_not
 from benchmarks.workloads import WORKLOADS
 
 FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
@@ -76,8 +78,8 @@ NEEDED = {
     "nano_hugging_face": "transformers",
     **dict.fromkeys(("ipex", "nano_ipex"), "intel_extension_for_pytorch"),
 }
-#: Each runs the code of another one, with fewer options.
-SAME = {"lightning", "lightning_bf16", "hugging_face", "hugging_face_bf16"}
+#: Each runs the code of another one or two, with fewer options.
+SAME = {"lightning", "lightning_bf16", "hugging_face", "hugging_face_bf16", "expert_compile", "expert_jemalloc"}
 OF_TEST_IPEX = [
     pytest.param(system, marks=pytest.mark.skipif(find_spec(needed) is None, reason=f"{needed} is not installed"))
     for system, needed in NEEDED.items()
@@ -93,7 +95,7 @@ def test_a_system_trains_the_workload(system):
 @pytest.mark.parametrize("workload", ["lstm", f"{OWN}no_module"])
 def test_compile_that_compiles_nothing_is_no_system(workload):
     result = fresh(job("plain", workload=workload, system="compile"), limit=110)
-    assert result == {"reason": "RuntimeError: it compiled no part of the model, which ran as under autocast"}
+    assert result == {"reason": "RuntimeError: it compiled no part of the model, which ran without"}
 
 
 @pytest.mark.parametrize("lever", ["", "fused_optimizer", "channels_last"])
@@ -114,6 +116,46 @@ def test_by_hand_is_what_its_name_says():
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert features.dtype == torch.bfloat16
     assert [group["fused"] for group in work.optimizer.param_groups] == [True]
+
+
+class Libc:
+    """Notes the settings of an allocator."""
+
+    def __init__(self):
+        self.found = []
+
+    def mallopt(self, parameter, value):
+        self.found.append((parameter, value))
+
+
+@pytest.mark.parametrize("system", ["expert", "expert_compile"])
+def test_an_expert_keeps_memory_and_does_the_rest_by_hand(monkeypatch, system):
+    libc, compiled = Libc(), []
+    monkeypatch.setattr(experts.ctypes, "CDLL", lambda _: libc)
+    monkeypatch.setattr(torch, "compile", lambda model: (compiled.append(model), model)[1])
+    monkeypatch.setitem(counters["stats"], "unique_graphs", 1)
+    work = tiny.convolution(True)
+    features = []
+    work.model[0].register_forward_hook(lambda _, args, out: features.append(out))
+    assert len(SYSTEMS[system](work, 1)) == 1
+    assert libc.found == [(-3, 1 << 30), (-1, 1 << 30)]
+    assert features[0].dtype == torch.bfloat16
+    assert features[0].is_contiguous(memory_format=torch.channels_last)
+    assert [group["fused"] for group in work.optimizer.param_groups] == [True]
+    assert compiled == ([work.model] if system == "expert_compile" else [])
+
+
+def test_jemalloc_is_loaded_by_the_settings_of_its_process_or_missing(monkeypatch):
+    with pytest.raises(RuntimeError, match="jemalloc is not loaded"):
+        SYSTEMS["expert_jemalloc"](tiny.linear(True), 1)
+    monkeypatch.setattr(experts.ctypes.util, "find_library", {"jemalloc": "libjemalloc.so.2"}.get)
+    assert why_not("expert_jemalloc") is None
+    assert settings_of("expert_jemalloc")["LD_PRELOAD"] == "libjemalloc.so.2"
+    assert "dirty_decay_ms" in settings_of("expert_jemalloc")["MALLOC_CONF"]
+    assert settings_of("nano") == {}
+    monkeypatch.setattr(experts.ctypes.util, "find_library", lambda _: None)
+    assert "jemalloc was not found" in why_not("expert_jemalloc")
+    assert settings_of("expert_jemalloc") == {}
 
 
 @pytest.mark.parametrize("system", ["plain", "nano_fp32"])

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.rounds import in_turn
+from benchmarks import rounds
+from benchmarks.rounds import Plan, in_turn, measure
 
 NAMES = ["plain", "compile", "nano"]
 
@@ -23,3 +24,24 @@ def test_none_always_follows_the_same():
     rounds = [in_turn(NAMES, number) for number in range(2)]
     first, second = (set(pairwise(each)) for each in rounds)
     assert not first & second
+
+
+def test_a_system_that_has_to_start_with_settings_gets_a_process_with_them(monkeypatch):
+    fresh_jobs, forked_jobs = [], []
+
+    def fresh(job, *, python, settings, **_):
+        fresh_jobs.append((job["system"], dict(settings)))
+        return {"median_ms": 1.0}
+
+    def forked(job, **_):
+        forked_jobs.append(job.get("system"))
+        return {"median_ms": 1.0}
+
+    monkeypatch.setattr(rounds, "fresh", fresh)
+    monkeypatch.setattr(rounds, "settings_of", {"expert_jemalloc": {"LD_PRELOAD": "x"}, "plain": {}}.get)
+    monkeypatch.setattr(rounds, "why_not", lambda system: None)
+    plan = Plan(["mlp"], ["plain", "expert_jemalloc"], rounds=1, small=True, limit=9, run=forked)
+    (measured,) = measure(plan)
+    assert fresh_jobs == [("expert_jemalloc", {"LD_PRELOAD": "x"})]
+    assert forked_jobs == [None, None, "plain"]  # FLOPs and the rate of products, then the system
+    assert set(measured.rounds[0]) == {"plain", "expert_jemalloc"}

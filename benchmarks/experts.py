@@ -1,0 +1,117 @@
+"""Systems of somebody who has read a tuning guide: what `by_hand` has, and an allocator that keeps freed memory.
+
+They use nothing of nano_loop's. glibc's settings are those of mallopt(3); jemalloc's are those of torch's performance
+tuning guide, and it has to be loaded when the process starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.loop import Loss, steps
+from benchmarks.workloads import Workload
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from malloc.h
+_MOST = 1 << 30  # bytes: what mallopt takes for a threshold
+_MALLOC_CONF = (
+    "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:9000000000,muzzy_decay_ms:9000000000"
+)
+
+
+def by_hand(work: Workload, count: int) -> list[float]:
+    """What somebody who knows torch writes: bf16 autocast, channels_last where there are images, a fused optimizer."""
+    return _by_hand(work, count, work.model)
+
+
+def expert(work: Workload, count: int) -> list[float]:
+    """`by_hand`, and glibc keeps freed memory."""
+    _keep_memory()
+    return by_hand(work, count)
+
+
+def expert_compile(work: Workload, count: int) -> list[float]:
+    """`expert`, and `torch.compile`.
+
+    Raises
+    ------
+    RuntimeError
+        It compiled nothing.
+    """
+    _keep_memory()
+    return compiled(lambda model: _by_hand(work, count, model), work.model)
+
+
+def expert_jemalloc(work: Workload, count: int) -> list[float]:
+    """`by_hand`, with jemalloc in place of glibc's allocator.
+
+    Raises
+    ------
+    RuntimeError
+        jemalloc is not loaded: the process was not started with `jemalloc_settings`.
+    """
+    if "jemalloc" not in Path("/proc/self/maps").read_text():
+        raise RuntimeError("jemalloc is not loaded")
+    return by_hand(work, count)
+
+
+def compiled(train: Callable[[Any], list[float]], model: Any) -> list[float]:
+    """Train a compiled model, and raise a RuntimeError if nothing of it was compiled."""
+    from torch._dynamo.utils import counters  # there is no public way to ask
+
+    seconds = train(torch.compile(model))
+    if not counters["stats"]["unique_graphs"]:
+        raise RuntimeError("it compiled no part of the model, which ran without")
+    return seconds
+
+
+def under_autocast(loss: Loss) -> Loss:
+    """Autocast around the forward and the loss, as torch's own recipe has it."""
+
+    def autocast_loss(model: Any, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    return autocast_loss
+
+
+def _by_hand(work: Workload, count: int, model: Any) -> list[float]:
+    for group in work.optimizer.param_groups:
+        group["fused"] = True
+    loss = under_autocast(work.loss)
+    if work.images:
+        work.model.to(memory_format=torch.channels_last)
+        loss = _with_channels_last(loss)
+    return steps(model, work.optimizer, work.batches, loss, count)
+
+
+def _with_channels_last(loss: Loss) -> Loss:
+    """Give the model images in channels_last, which are the first of a batch."""
+
+    def channels_last_loss(model: Any, batch: Any) -> torch.Tensor:
+        images, *others = batch
+        return loss(model, [images.to(memory_format=torch.channels_last), *others])
+
+    return channels_last_loss
+
+
+def _keep_memory() -> None:
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(_MMAP_THRESHOLD, _MOST)
+    mallopt(_TRIM_THRESHOLD, _MOST)
+
+
+def why_not_jemalloc() -> str | None:
+    """Return why jemalloc cannot be measured here, or None."""
+    return None if ctypes.util.find_library("jemalloc") else "jemalloc was not found (on Debian: libjemalloc2)"
+
+
+def jemalloc_settings() -> Mapping[str, str]:
+    """Return the environment variables of a process in which jemalloc is loaded."""
+    library = ctypes.util.find_library("jemalloc")
+    return {"LD_PRELOAD": library, "MALLOC_CONF": _MALLOC_CONF} if library else {}
