@@ -16,7 +16,7 @@ _MEGA = 1e6
 #: Copy a tensor, or a list of tensors, into another. Each cast ends in one of them.
 _COPIES = ("copy_", "_foreach_copy_")
 #: Move no bytes.
-_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "resize_")
+_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 
 
 @dataclass
