@@ -47,7 +47,7 @@ class Verification:
     gradients : tuple of Compared
         The gradients of the parameters, in the order of the backward: the last layer first.
     loss : Compared
-        The loss.
+        The loss; of ``verify=True``, the mean square of the outputs.
     remark : str
         What the comparison leaves out, or an empty string.
     setup : SetupReport or None
