@@ -34,8 +34,11 @@ endif
 PINS := $(VENV)/pins-$(VERSION)
 READY := $(VENV)/ready-$(VERSION)
 
-# Two `make` at once: the second waits here for the first one's set-up.
-LOCK := $(if $(shell command -v flock 2>/dev/null),flock Makefile)
+# Two `make` at once: the second waits here for the first one's set-up of the same environment, and for one that writes
+# beside the sources.
+FLOCK := $(if $(shell command -v flock 2>/dev/null),flock)
+LOCK := $(if $(FLOCK),flock $(firstword $(REQUIREMENTS)))
+LOCK_OF_SOURCES := $(if $(FLOCK),flock Makefile)
 
 # transformers needs Python 3.11.
 PEERS := $(if $(filter 3.10,$(VERSION)),,requirements/bench.txt)
@@ -50,9 +53,9 @@ ANY_TORCH := tests/cpu tests/distributed/launch tests/faults tests/test_architec
     tests/test_checks.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/test_options.py \
     tests/test_packaging.py tests/test_report.py tests/test_signatures.py \
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
-SLOW_WITH_ANY_TORCH := transport or lightning or examples or scripts
+SLOW_WITH_ANY_TORCH := transport or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ipex lint docs-faults bench bench-overhead clean ready
+.PHONY: help demo test test-all test-benchmarks test-ipex lint docs-faults bench bench-overhead clean ready ready-ipex
 .NOTPARALLEL:
 
 help:
@@ -80,10 +83,14 @@ test test-all test-benchmarks: ready
 
 # In another environment, which has the benchmarks' peers too, so that tests and `make bench` find them.
 # Its torch is built for CUDA too, which is not to be looked for.
+WITH_IPEX = $(MAKE) --no-print-directory VENV=.venv-ipex REQUIREMENTS="requirements/ipex.txt $(PEERS)"
 test-ipex: export CUDA_VISIBLE_DEVICES :=
 test-ipex:
-	@$(MAKE) --no-print-directory VENV=.venv-ipex REQUIREMENTS="requirements/ipex.txt $(PEERS)" \
+	@+$(WITH_IPEX) \
 	    TESTS="$(addprefix --ignore=,$(ANY_TORCH)) -k 'not (slow and ($(SLOW_WITH_ANY_TORCH)))'" test-all
+
+ready-ipex:
+	@+$(WITH_IPEX) ready
 
 lint: ready
 	@$(RUN) -m ruff check .
@@ -118,7 +125,7 @@ $(PINS): $(REQUIREMENTS)
 	@touch $@
 
 $(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py
-	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@$(LOCK_OF_SOURCES) $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@broken=$$($(RUN) -m pip check) || { echo "$$broken" >&2; exit 1; }
 	@printf '%s' "$(CURDIR)" > $@
 
