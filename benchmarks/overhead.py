@@ -6,7 +6,7 @@ The model does next to nothing, so that what is left is the cost of the calls in
 bf16 is compared with an autocast by hand, fp32 with the plain loop; the optimizer is fused on both sides, by hand and
 by nano_loop. One thread: two would wait for each other longer than nano_loop takes.
 
-What checks a run once is measured in steps of a transformer: how much longer a run of some steps takes with it.
+`verify` and `log_casts` work once in a run. Their cost is given in steps of a transformer.
 """
 
 from __future__ import annotations

@@ -6,8 +6,12 @@ import ctypes
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import IO
+
+_one_at_a_time = threading.RLock()  # the descriptor is the process's
 
 
 @contextmanager
@@ -21,14 +25,12 @@ def without_lines(descriptor: int, part: bytes) -> Iterator[None]:
     part : bytes
         What the unwanted lines contain.
     """
-    try:
-        output = os.dup(descriptor) if sys.platform.startswith("linux") else None
-    except OSError:  # there is none
-        output = None
-    if output is None:
-        yield
-        return
-    with tempfile.TemporaryFile() as held:
+    with _one_at_a_time, ExitStack() as stack:
+        held = _holding_file(descriptor, stack)
+        if held is None:
+            yield
+            return
+        output = os.dup(descriptor)
         os.dup2(held.fileno(), descriptor)
         try:
             yield
@@ -40,3 +42,14 @@ def without_lines(descriptor: int, part: bytes) -> Iterator[None]:
             rest = b"".join(line for line in held if part not in line)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
+
+
+def _holding_file(descriptor: int, stack: ExitStack) -> IO[bytes] | None:
+    """Return a file to hold lines, or None if there is no such descriptor, or no place for a file."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        os.fstat(descriptor)  # a closed one would be given to the file
+        return stack.enter_context(tempfile.TemporaryFile())
+    except OSError:
+        return None

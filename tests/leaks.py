@@ -21,7 +21,7 @@ REPLACED = (
     (DataLoader, "__init__"),
     (DataLoader, "__len__"),
     (DataLoader, "dataset"),
-    (nn.functional, "group_norm"),
+    (torch, "group_norm"),
     (torch.optim.Optimizer, "step"),
     (torch.optim.Optimizer, "state_dict"),
 )

@@ -158,8 +158,8 @@ class Recorder:
         """
         if not self.is_recording:
             return []
-        self._stop()
         try:
+            self._stop()
             text = self._file.read_text()
         finally:
             self.close()

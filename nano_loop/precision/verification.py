@@ -135,7 +135,8 @@ def verified(
         states.restore()
         return traced(made, call)
 
-    with states.kept():
+    # An optimizer may step, and a test may verify, without gradients or under autocast.
+    with states.kept(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         single = trace(copied(model), step)
         if not single.gradients:
             given = "loss_fn computed no gradient of the model's parameters"

@@ -50,7 +50,7 @@ class ChannelsLast(Step):
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
         self.undoing.enter_context(replaced(Tensor, "view", _view_or_reshape))
-        self.undoing.enter_context(replaced(nn.functional, "group_norm", _in_nchw_without_gradient))
+        self.undoing.enter_context(replaced(torch, "group_norm", _in_nchw_without_gradient))
         for convolution in _CONVOLUTIONS:
             self.undoing.enter_context(replaced(convolution, "forward", _converting_its_input))
         models = _unscripted(parts)
@@ -150,13 +150,18 @@ def _view_or_reshape(view: Call) -> Call:
 
 
 def _in_nchw_without_gradient(group_norm: Call) -> Call:
-    """Avoid a crash of the process: torch's backward of a group norm in NHWC whose input needs no gradient."""
+    """Avoid a crash of the process: torch's backward of a group norm in NHWC whose input needs no gradient.
 
-    def norm(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    It holds for all code of the process, since what it changes would crash.
+    """
+
+    def norm(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, *args: Any, **kwargs: Any) -> Tensor:
         trained = any(each is not None and each.requires_grad for each in (weight, bias))
-        if inside.yes and trained and not input.requires_grad and input.dim() in _FORMATS and _lies_as_nhwc(input):
-            input = input.contiguous()
-        normed: Tensor = group_norm(input, num_groups, weight, bias, eps)
+        without_gradient = trained and not input.requires_grad and torch.is_grad_enabled()
+        # A stride of 1 is that of NHWC, also of single pixels, which are contiguous in both layouts.
+        if without_gradient and input.dim() in _FORMATS and input.stride(1) == 1 and input.size(1) > 1:
+            input = input.clone(memory_format=torch.contiguous_format)
+        normed: Tensor = group_norm(input, num_groups, weight, bias, *args, **kwargs)
         return normed
 
     return norm
