@@ -390,5 +390,5 @@ def test_a_single_step_with_a_closure_is_compared_at_the_end():
 
     model = Mixing()
     run = nano(verify=True, verbose=False)(train)
-    run(model, torch.optim.LBFGS(model.parameters()))
+    run(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert run.report["verify"].data["Mixing"].ok
