@@ -8,6 +8,7 @@ import re
 import numpy
 import pytest
 import torch
+from attending import Attending
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,17 +30,6 @@ def convolutional(generator, width=16, inplace=True):
     layers += [nn.Conv2d(width, width, 3, stride=2, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace)]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 3))
     return model, torch.randn(16, 3, 16, 16, generator=generator)
-
-
-class Attending(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.embedding = nn.Embedding(20, width)
-        self.layer = nn.TransformerEncoderLayer(width, 4, 64, batch_first=True)
-        self.last = nn.Linear(width, 3)
-
-    def forward(self, x):
-        return self.last(self.layer(self.embedding(x))[:, 0])
 
 
 def attending(generator, width=32):

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from attending import Attending
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,17 +15,6 @@ from nano_loop import NanoWarning, TorchNano, nano
 from nano_loop.kernels import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no (bf16|fp16) instructions")
-
-
-class Attending(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.embedding = nn.Embedding(20, width)
-        self.layer = nn.TransformerEncoderLayer(width, 4, 64, batch_first=True)
-        self.last = nn.Linear(width, 3)
-
-    def forward(self, x):
-        return self.last(self.layer(self.embedding(x))[:, 0])
 
 
 class Convolutional(nn.Sequential):
