@@ -46,7 +46,7 @@ def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
     """
     assert ranks.folder is not None
     with shared_channel(ranks, ranks.folder) as channel, ExitStack() as stack:
-        store = FileStore(str(ranks.folder / "store"), ranks.size)
+        store = stack.enter_context(_file_store(ranks, ranks.folder))
         if backend is None:
             stack.enter_context(_shared_groups(SharedGroups(ranks, ranks.folder, channel), ranks))
             stack.enter_context(process_group(store, ranks, NAME))
@@ -101,6 +101,22 @@ def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: s
             distributed.destroy_process_group()  # a process that leaves with work in flight is aborted
         else:
             forget_group_count()  # else the next group has another name here than on ranks that have not failed
+
+
+@contextmanager
+def _file_store(ranks: Ranks, folder: Path) -> Iterator[Store]:
+    """Give the store of ranks of one host, in their folder.
+
+    A rank whose store is deleted just as rank 0 deletes the folder would look for the file until the timeout, and then
+    be aborted by torch. So each rank knows the file by a link that it deletes itself, before the store: torch leaves a
+    store alone whose file is gone.
+    """
+    link = folder / f"store-{ranks.rank}"
+    link.symlink_to("store")
+    try:
+        yield FileStore(str(link), ranks.size)
+    finally:
+        link.unlink(missing_ok=True)
 
 
 @contextmanager

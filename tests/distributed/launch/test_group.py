@@ -12,6 +12,7 @@ from torch import distributed
 
 from distributed import small
 from nano_loop import NanoError, NanoWorkerError, nano
+from nano_loop.distributed.launch import group
 from nano_loop.distributed.launch.group import local_group, process_group
 from nano_loop.distributed.launch.shared_folder import private_folder, refuse_foreign_folder
 from nano_loop.distributed.ranks import Ranks
@@ -100,6 +101,20 @@ def test_group_of_torch_that_failed_does_not_number_the_next_one_otherwise(tmp_p
         distributed.distributed_c10d.ProcessGroupGloo = backend
     with process_group(store, Ranks(0, 1), "gloo"):
         assert distributed.group.WORLD.group_name == "0"
+
+
+def test_store_of_a_rank_that_has_left_touches_no_file_while_rank_0_deletes_the_folder(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(group, "FileStore", lambda *given: made.append(distributed.FileStore(*given)) or made[0])
+    with local_group(Ranks(0, 1, folder=tmp_path), None):
+        assert (tmp_path / "store-0").exists()
+    assert os.listdir(tmp_path) == ["store"]  # what torch would open has gone before the store
+    os.symlink("store", tmp_path / "link")
+    store = distributed.FileStore(str(tmp_path / "link"), 2)
+    written = (tmp_path / "store").read_bytes()
+    os.unlink(tmp_path / "link")
+    del store
+    assert (tmp_path / "store").read_bytes() == written
 
 
 def test_our_backend_outside_a_run_is_refused(tmp_path):
