@@ -91,6 +91,9 @@ def _hugging_face(work: Workload, count: int, around: AbstractContextManager[Any
         def get_train_dataloader(self) -> Any:
             return _stream(work, lambda batch: {"batch": batch})
 
+        def _get_grad_norm(self, *_: Any, **__: Any) -> None:
+            """Leave out the norm, which it computes for its log even without clipping; `steps` does not."""
+
     class Timed(_Times, transformers.TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.begin()
