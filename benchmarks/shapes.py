@@ -35,6 +35,7 @@ PARTS = ("forward", "backward")
 #: Below this ratio of fp32's time to bf16's, bf16 is slower by more than noise.
 NOISE = 0.95
 BLOCKS = 5
+_WARMUP = 3  # calls of a block: the first is cold, and in the third nano_loop may measure
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Seconds = tuple[float, float]  # forward, backward
@@ -107,7 +108,7 @@ def _measured(layer: Layer, layout: str, seconds: float) -> Row:
     row, sides = Row(layer, layout), {name: _side(layer, layout, name) for name in PRECISIONS}
     for number in range(BLOCKS if seconds else 1):
         for name in list(PRECISIONS)[:: -1 if number % 2 else 1]:
-            share, least = seconds / BLOCKS / len(PRECISIONS), 1 if number else 2
+            share, least = seconds / BLOCKS / len(PRECISIONS), _WARMUP + 1 if seconds else 1 if number else 2
             row.seconds[name] += _block(*sides[name], PRECISIONS[name], layout, share, least)
     return row
 
@@ -124,14 +125,16 @@ def _side(layer: Layer, layout: str, precision: str) -> tuple[Model, Tensor]:
 
 
 def _block(model: Model, x: Tensor, precision: int | str, layout: str, seconds: float, least: int) -> list[Seconds]:
-    """Return the seconds of calls, for about `seconds`. The first is not counted, if there are more."""
+    """Return the seconds of calls, for about `seconds`. The first ones are not counted, if there are more."""
     leaves = [each for each in (x, *model.parameters()) if each.requires_grad]
+    counted = torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # nano_loop measures within the steps of a loop
     options = {"precision": precision, "channels_last": layout == "NHWC", "allocator": False, "verbose": False}
     with nano_loop.accelerated(model, **options):
         end, found = time.perf_counter() + seconds, []
         while len(found) < least or time.perf_counter() < end:
             found.append(_call(model, x, leaves))
-    return found[1:] or found
+            counted.step()
+    return found[_WARMUP:] or found[-1:]
 
 
 def _call(model: Model, x: Tensor, leaves: list[Tensor]) -> Seconds:

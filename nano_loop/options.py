@@ -153,6 +153,12 @@ class Options:
         "Gradients of convolutions' weights by plain bf16 matrix products where oneDNN is slow, in reduced precision. "
         "Needs torch 2.9 or later.",
     )
+    tune_operators: bool | Literal["auto"] = option(
+        "auto",
+        checks.auto_or_boolean,
+        "Timing of layers and of gradients of convolutions in bf16 and fp32, in reduced precision, from the third step "
+        "on. The fastest way is kept for later runs too.",
+    )
     fast_fetch: bool | Literal["auto"] = option(
         "auto", checks.auto_or_boolean, "Whole batches out of a `TensorDataset` or a tensor."
     )

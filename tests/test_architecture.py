@@ -25,6 +25,7 @@ ROOMS = (
     ("distributed",),
     ("fabric", "rank_zero"),
     ("precision",),
+    ("tuning",),
     ("kernels", "parts"),
     ("intercept",),
     ("signatures", "checks", "report", "optim"),
@@ -32,7 +33,7 @@ ROOMS = (
     ("cpu", "environment"),
     ("option_checks",),
     ("op_names",),
-    ("errors", "native_output", "precisions", "version"),
+    ("cache_folder", "errors", "native_output", "precisions", "version"),
 )
 
 # How many files may import what is likely to change or to vanish.

@@ -113,6 +113,8 @@ class Ranks:
         self._channel: Channel | None = None
         #: Is called while this rank waits for another, as `check` is, and carries on what it has begun besides.
         self.meanwhile: Callable[[], None] = _nothing
+        #: Are called on all ranks when gradients have been averaged, with the number of averagings until then.
+        self.after_averaging: list[Callable[[int], None]] = []
         #: Finds ranks that wait for each other; None between hosts.
         self.waits: Waits | None = None
         #: torch's seed when the run began; None once this rank's random numbers differ from the others'.

@@ -125,6 +125,11 @@ def in_functorch() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def in_dispatch_mode() -> bool:
+    """Whether a `TorchDispatchMode` sees the operators of this thread. torch has no public check."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def version(tensor: torch.Tensor) -> int:
     """Return the version counter of a tensor, which in-place changes increment. Inference tensors have none: 0."""
     return 0 if tensor.is_inference() else int(tensor._version)

@@ -1,8 +1,8 @@
 """Compiles the C files of this folder at first use, with the machine's compiler, and caches the result.
 
 Neither installing nor importing nano_loop needs a compiler: a kernel that cannot be compiled is not used. Compiled
-libraries are stored in the user's cache folder (``$XDG_CACHE_HOME/nano_loop``, by default ``~/.cache/nano_loop``). The
-file name contains a hash of the source, the compiler and the processor.
+libraries are stored in the user's cache folder (see `nano_loop.cache_folder`). The file name contains a hash of the
+source, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 from pathlib import Path
+
+from nano_loop.cache_folder import cache_folder
 
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-shared", "-fPIC")
@@ -40,7 +41,7 @@ def compiled(name: str) -> ctypes.PyDLL:
     """
     source = Path(__file__).with_name(f"{name}.c")
     command = _compiler()
-    folder = _cache_folder()
+    folder = cache_folder()
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="nano_loop-") as temporary:
             return _made(command, source, Path(temporary) / f"{name}.so")  # once loaded, it may be deleted
@@ -83,20 +84,6 @@ def _compiles(command: list[str], must: bool = False) -> bool:
         said = (run.stderr.strip().splitlines() or ["no message"])[-1]
         raise UnavailableError(f"{command[0]} failed: {said}")
     return not run.returncode
-
-
-def _cache_folder() -> Path | None:
-    """Return a cache folder that only this user can write to, since its libraries are executed, or None."""
-    try:
-        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = parent / "nano_loop"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except (OSError, RuntimeError):  # no home folder, or not writable
-        return None
-    own = not hasattr(os, "getuid") or found.st_uid == os.getuid()
-    private = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return folder if own and private and os.access(folder, os.W_OK) else None
 
 
 def _key(command: list[str], source: Path) -> str:

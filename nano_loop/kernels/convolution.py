@@ -8,15 +8,16 @@ groups, are up to ten times as fast in fp32, casts included. docs/performance.md
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nano_loop.intercept.ownership import belongs_to_set_up_model
+from nano_loop.intercept.ownership import belongs_to_set_up_model, rule_for
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 WORTH_IT = 1 << 25
@@ -35,14 +36,60 @@ ELEMENTS_WORTH_IT = 1 << 12
 _CHANNELS_OF_A_GROUP, _ELEMENTS_OF_GROUPS = 8, 1 << 20
 #: Maximum output channels for which the inputs' gradient of a transposed convolution in NCHW was faster in fp32.
 _CHANNELS_OF_AN_IMAGE = 3
+#: Maximum channels of input or output for which fp32 may be faster where there are no groups.
+_FEW_CHANNELS = 4
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+#: The operator, without its overload.
+OPERATOR = "convolution_backward"
+
+
+class Plan(NamedTuple):
+    """How the gradients of one convolution are computed.
+
+    Attributes
+    ----------
+    inputs : {"torch", "fp32"}
+        The inputs' gradient.
+    weight : {"torch", "fp32", "product"}
+        The weight's.
+    """
+
+    inputs: str = "torch"
+    weight: str = "torch"
+
+
+class Arguments(NamedTuple):
+    """The arguments of ``aten::convolution_backward``."""
+
+    gradient: Tensor
+    inputs: Tensor
+    weight: Tensor
+    bias_sizes: Sequence[int] | None
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+    output_mask: Sequence[bool]
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """All arguments between the tensors and the output mask."""
+        return self[3:-1]
+
+
+#: Computes the gradients by a plan.
+ByPlan = Callable[[Plan], _Gradients]
 
 
 def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gradients]:
     """Return the replacement of the CPU kernel of ``aten::convolution_backward``.
 
-    Backwards that do not belong to a set-up model return torch's own result, bitwise identical.
+    Backwards that do not belong to a set-up model return torch's own result, bitwise identical. A rule of the set-up
+    model for the operator chooses the plan: it is called as ``rule(by_plan, arguments, guess)``.
 
     Parameters
     ----------
@@ -50,21 +97,27 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
         The original kernel. None is not supported.
     """
     assert original is not None
-    faster = faster_backward(original)
 
     def dispatched(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
-        return faster(keys, *args) if belongs_to_set_up_model() else original(keys, *args)
+        if belongs_to_set_up_model():
+            return faster_backward(original, rule_for(OPERATOR))(keys, *args)
+        found: _Gradients = original(keys, *args)
+        return found
 
     return dispatched
 
 
-def faster_backward(kernel: Callable[..., _Gradients]) -> Callable[..., _Gradients]:
+def faster_backward(
+    kernel: Callable[..., _Gradients], choose: Callable[[ByPlan, Arguments, Plan], Plan] | None = None
+) -> Callable[..., _Gradients]:
     """Return a function that computes some gradients of convolutions faster than the CPU's kernel.
 
     Parameters
     ----------
     kernel : callable
         The original kernel, which computes the remaining gradients.
+    choose : callable, optional
+        Chooses the plan, one of `plans`. By default it is that of `first_guess`.
 
     Returns
     -------
@@ -74,49 +127,71 @@ def faster_backward(kernel: Callable[..., _Gradients]) -> Callable[..., _Gradien
         as in oneDNN, in a different order.
     """
 
-    def backward(
-        keys: torch.DispatchKeySet,
-        gradient: Tensor,
-        inputs: Tensor,
-        weight: Tensor,
-        bias_sizes: Sequence[int] | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-        output_mask: Sequence[bool],
-    ) -> _Gradients:
-        ours: list[Tensor | None] = [None, None, None]
-        if _is_plain_bf16(gradient, inputs, weight):
-            by_product = (
-                output_mask[1]
-                and not transposed
-                and groups == 1
-                and _product_is_faster(gradient, inputs, weight, stride, padding, dilation)
-            )
-            if by_product:
-                ours[1] = _of_weight(gradient, inputs, weight, stride, padding, dilation)
-            in_fp32 = (
-                output_mask[0] and _of_input_is_faster_in_fp32(gradient, weight, stride, transposed, groups),
-                output_mask[1] and not transposed and _of_weight_is_faster_in_fp32(gradient, weight, groups),
-            )
-            # oneDNN computes the weight's gradient again where the bias's is asked for.
-            if output_mask[2] and (by_product or transposed or in_fp32[1]):
-                ours[2] = gradient.sum([0, *range(2, gradient.dim())])
-            if any(in_fp32):
-                sizes = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
-                found = _in_fp32(kernel, keys, (gradient, inputs, weight), sizes, in_fp32)
-                ours = [each if other is None else other for each, other in zip(ours, found, strict=True)]
-        left = [asked and found is None for asked, found in zip(output_mask, ours, strict=True)]
-        if any(left):
-            shape = (stride, padding, dilation, transposed, output_padding, groups)
-            theirs = kernel(keys, gradient, inputs, weight, bias_sizes, *shape, left)
-            ours = [b if asked else a for a, b, asked in zip(ours, theirs, left, strict=True)]
-        return ours[0], ours[1], ours[2]
+    def backward(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
+        given = Arguments(*args)
+        if not _is_plain_bf16(given.gradient, given.inputs, given.weight):
+            return kernel(keys, *args)
+
+        def by_plan(plan: Plan) -> _Gradients:
+            return _by_plan(plan, kernel, keys, given)
+
+        plan = first_guess(given)
+        return by_plan(plan if choose is None else choose(by_plan, given, plan))
 
     return backward
+
+
+def first_guess(given: Arguments) -> Plan:
+    """Return the plan that was the fastest on the machines of docs/performance.md."""
+    gradient, _, weight = given[:3]
+    of_inputs, of_weight, _ = given.output_mask
+    in_fp32 = of_inputs and _of_input_is_faster_in_fp32(gradient, weight, given.stride, given.transposed, given.groups)
+    how = "torch"
+    if of_weight and not given.transposed:
+        if _product_is_faster(given):
+            how = "product"
+        elif _of_weight_is_faster_in_fp32(gradient, weight, given.groups):
+            how = "fp32"
+    return Plan("fp32" if in_fp32 else "torch", how)
+
+
+def plans(given: Arguments) -> list[Plan]:
+    """Return the plans that may be the fastest on some machine.
+
+    fp32 is among them for convolutions in groups and for those with few channels: on a CPU with AMX, others take up to
+    16 times as long, which is long even to measure.
+    """
+    of_inputs, of_weight, _ = given.output_mask
+    fp32 = ["fp32"] if given.groups > 1 or min(given.weight.shape[:2]) <= _FEW_CHANNELS else []
+    product = ["product"] if not given.transposed and _fits_product(given) else []
+    inputs = ["torch", *fp32] if of_inputs else ["torch"]
+    weights = ["torch", *product, *([] if given.transposed else fp32)] if of_weight else ["torch"]
+    return [Plan(*each) for each in itertools.product(inputs, weights)]
+
+
+def in_fp32(kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given: Arguments) -> _Gradients:
+    """Return all gradients, computed and returned in fp32."""
+    tensors = [each.float() for each in given[:3]]
+    return kernel(keys, *tensors, *given[3:])
+
+
+def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given: Arguments) -> _Gradients:
+    gradient, mask = given.gradient, given.output_mask
+    ours: list[Tensor | None] = [None, None, None]
+    by_product, fp32 = plan.weight == "product", (plan.inputs == "fp32", plan.weight == "fp32")
+    if by_product:
+        ours[1] = _of_weight(*given[:3], given.stride, given.padding, given.dilation)
+    # oneDNN computes the weight's gradient again where the bias's is asked for.
+    if mask[2] and (by_product or given.transposed or fp32[1]):
+        ours[2] = gradient.sum([0, *range(2, gradient.dim())])
+    if any(fp32):
+        found = _partly_in_fp32(kernel, keys, given, fp32)
+        ours = [each if other is None else other for each, other in zip(ours, found, strict=True)]
+    left = [asked and found is None for asked, found in zip(mask, ours, strict=True)]
+    if any(left):
+        theirs = kernel(keys, *given[:-1], left)
+        ours = [b if asked else a for a, b, asked in zip(ours, theirs, left, strict=True)]
+    return ours[0], ours[1], ours[2]
 
 
 def _is_plain_bf16(*tensors: Tensor) -> bool:
@@ -147,34 +222,40 @@ def _of_weight_is_faster_in_fp32(gradient: Tensor, weight: Tensor, groups: int) 
     return math.prod(weight.shape[2:]) >= (_POSITIONS_IN_NCHW if gradient.is_contiguous() else _POSITIONS)
 
 
-def _in_fp32(
-    kernel: Callable[..., _Gradients],
-    keys: torch.DispatchKeySet,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    sizes: tuple[Any, ...],
-    asked: tuple[bool, bool],
+def _partly_in_fp32(
+    kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given: Arguments, asked: tuple[bool, bool]
 ) -> _Gradients:
     """Return the gradients of inputs and weight that are asked for, computed in fp32."""
-    gradient, inputs, weight = tensors
+    gradient, inputs, weight = given[:3]
     # The inputs' gradient does not depend on the inputs, only on their shape and strides.
     inputs = inputs.float() if asked[1] else torch.empty_like(inputs, dtype=torch.float32)
-    found = kernel(keys, gradient.float(), inputs, weight.float(), *sizes, [*asked, False])
+    found = kernel(keys, gradient.float(), inputs, weight.float(), *given.geometry, [*asked, False])
     of_inputs, of_weight, _ = (None if each is None else each.bfloat16() for each in found)
     return of_inputs, of_weight, None
 
 
-def _product_is_faster(gradient: Tensor, inputs: Tensor, weight: Tensor, *geometry: Sequence[int]) -> bool:
-    """Whether the weight's gradient is faster as one product. Only for NHWC images, which are rows of pixels."""
-    if weight.dim() != 4 or any(len(each) != 2 for each in geometry):
+def _product_is_faster(given: Arguments) -> bool:
+    """Whether the weight's gradient is faster as one product."""
+    if not _fits_product(given):
         return False
-    if not all(each.is_contiguous(memory_format=torch.channels_last) for each in (gradient, inputs)):
-        return False
-    pixels = gradient.numel() // max(gradient.size(1), 1)
+    pixels, weight = _pixels(given), given.weight
     if pixels * weight.numel() < WORTH_IT:
         return False
-    if weight.size(2) == weight.size(3) == 1:
-        return pixels <= _PIXELS_OF_1X1
-    return pixels <= _PIXELS and pixels * weight[0].numel() <= _COLUMNS
+    return pixels <= (_PIXELS_OF_1X1 if weight.size(2) == weight.size(3) == 1 else _PIXELS)
+
+
+def _fits_product(given: Arguments) -> bool:
+    """Whether the weight's gradient can be one product. Only for NHWC images, which are rows of pixels."""
+    weight, sizes = given.weight, (given.stride, given.padding, given.dilation)
+    if given.groups > 1 or weight.dim() != 4 or any(len(each) != 2 for each in sizes):
+        return False
+    if not all(each.is_contiguous(memory_format=torch.channels_last) for each in given[:2]):
+        return False
+    return weight.size(2) == weight.size(3) == 1 or _pixels(given) * weight[0].numel() <= _COLUMNS
+
+
+def _pixels(given: Arguments) -> int:
+    return given.gradient.numel() // max(given.gradient.size(1), 1)
 
 
 def _of_weight(

@@ -113,7 +113,8 @@ def _output_size(layer: Any, x: Tensor) -> list[int]:
     return [max((size + 2 * edge - gap * (width - 1) - 1) // step + 1, 0) for size, edge, gap, width, step in sizes]
 
 
-_RULES: dict[type[nn.Module], Callable[[Any, Tensor], bool]] = {
+#: Whether a call with an input is faster in fp32, by the class of the layer.
+RULES: dict[type[nn.Module], Callable[[Any, Tensor], bool]] = {
     nn.Linear: linear_is_faster,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), convolution_is_faster),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), transposed_convolution_is_faster),
@@ -136,14 +137,25 @@ _OPERATORS = {
 }
 
 
-def unless_listed(names: Iterable[str]) -> Callable[[nn.Module], Call | None]:
-    """Return `in_fp32_where_faster` for a run in which the dtypes of some operators were asked for, by these names."""
-    listed = {operator.partition(".")[0] for name in names for operator in operators_of(name)}
+class UnlessListed:
+    """`in_fp32_where_faster` for a run in which the dtypes of some operators were asked for.
 
-    def around(layer: nn.Module) -> Call | None:
-        return in_fp32_where_faster(layer) if listed.isdisjoint(_OPERATORS.get(type(layer), ())) else None
+    Parameters
+    ----------
+    names : iterable of str
+        The operators' names.
+    """
 
-    return around
+    def __init__(self, names: Iterable[str]) -> None:
+        self._listed = {operator.partition(".")[0] for name in names for operator in operators_of(name)}
+
+    def is_listed(self, layer: nn.Module) -> bool:
+        """Whether a layer calls one of these operators."""
+        return not self._listed.isdisjoint(_OPERATORS.get(type(layer), ()))
+
+    def __call__(self, layer: nn.Module) -> Call | None:
+        """Return the function around calls of a layer, or None."""
+        return None if self.is_listed(layer) else in_fp32_where_faster(layer)
 
 
 def in_fp32_where_faster(layer: nn.Module) -> Call | None:
@@ -151,7 +163,7 @@ def in_fp32_where_faster(layer: nn.Module) -> Call | None:
 
     Subclasses are other modules: they may compute anything.
     """
-    rule = _RULES.get(type(layer))
+    rule = RULES.get(type(layer))
     if type(layer) is nn.Linear:
         return _around_linear(layer)
     return None if rule is None else _around(rule)
@@ -169,7 +181,7 @@ def _around_linear(layer: nn.Linear) -> Call | None:
     def call(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1 or type(args[0]) not in _PLAIN or args[0].numel() >= few:
             return function(self, *args, **kwargs)
-        return _in_fp32(function, self, args)
+        return in_fp32(function, self, args)
 
     return call
 
@@ -181,14 +193,14 @@ def _around(rule: Callable[[Any, Tensor], bool]) -> Call:
         # One condition, since most calls go on as they are, and this is run for each of them.
         if kwargs or not 0 < len(args) <= most or type(args[0]) not in _PLAIN or not rule(self, args[0]):
             return function(self, *args, **kwargs)
-        return _in_fp32(function, self, args)
+        return in_fp32(function, self, args)
 
     return call
 
 
-def _in_fp32(function: Call, layer: nn.Module, args: tuple[Any, ...]) -> Any:
+def in_fp32(function: Call, layer: nn.Module, args: tuple[Any, ...]) -> Any:
     """Call a layer in fp32, if all that it computes with would be cast, and cast its output as autocast does."""
-    if not _is_cast(args[0]) or not _is_ours(layer, args[1:]):
+    if not computes_as_ours(layer, args):
         return function(layer, *args)
     torch.set_autocast_enabled("cpu", False)
     try:
@@ -201,6 +213,11 @@ def _in_fp32(function: Call, layer: nn.Module, args: tuple[Any, ...]) -> Any:
     return tuple(each.to(dtype) for each in found) if isinstance(found, tuple) else found.to(dtype)
 
 
+def computes_as_ours(layer: nn.Module, args: Sequence[Any]) -> bool:
+    """Whether a call of a layer may compute in fp32: autocast to bf16 would cast all that it computes with."""
+    return _is_cast(args[0]) and _is_ours(layer, args[1:])
+
+
 def _is_cast(value: Any) -> bool:
     """Whether a value is a plain tensor which autocast casts to bf16."""
     return type(value) in _PLAIN and value.dtype in _CAST and value.layout is torch.strided and value.is_cpu
@@ -211,7 +228,7 @@ def _is_ours(layer: nn.Module, states: Sequence[Any]) -> bool:
     if not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is not torch.bfloat16:
         return False
     # A parametrization changes the class, and to read a weight computes it.
-    if type(layer) not in _RULES or not calls_only_forward(layer) or in_functorch() or is_exporting():
+    if type(layer) not in RULES or not calls_only_forward(layer) or in_functorch() or is_exporting():
         return False
     weights_are_fp32 = all(each.dtype is torch.float32 and each.is_cpu for each in layer.parameters())
     return weights_are_fp32 and all(state is None or _is_cast(state) for state in states)

@@ -24,6 +24,7 @@ from nano_loop.steps.sharding import Sharding
 from nano_loop.steps.step import Step
 from nano_loop.steps.step_time import StepTime
 from nano_loop.steps.threads import Threads
+from nano_loop.steps.tune_operators import TuneOperators
 from nano_loop.steps.verify import Verify
 
 #: Applied in this order and undone in reverse order.
@@ -45,6 +46,7 @@ STEPS: tuple[type[Step], ...] = (
     FastDropout,  # in any place: it replaces an operator, not models
     FastAttention,  # likewise
     FastConvolution,  # likewise
+    TuneOperators,  # after Precision and FastConvolution, whose choices by rules it replaces
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
     Sharding,  # likewise

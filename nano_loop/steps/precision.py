@@ -26,7 +26,7 @@ from nano_loop.precision.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.default_ops import in_force
 from nano_loop.precision.dtype_errors import is_about_dtypes
-from nano_loop.precision.layers_in_fp32 import unless_listed
+from nano_loop.precision.layers_in_fp32 import UnlessListed
 from nano_loop.precision.mixed_dtypes import mixed_dtypes_accepted
 from nano_loop.precision.op_lists import OpLists
 from nano_loop.precision.output_activations import activations_noticed
@@ -89,7 +89,7 @@ class Precision(Step):
             counted = None if self.config.compile or dtype is torch.float16 else worth
             layer = _under_autocast(dtype, _low_state(model), counted, self.config.auto_precision)
             entry = self.entries.add(model, self.name, layer)
-            entry.around_modules(unless_listed(itertools.chain(*self.config.listed_operators.values())))
+            entry.around_modules(UnlessListed(itertools.chain(*self.config.listed_operators.values())))
             self._entries_of[id(model)] = model, entry
             if dtype is torch.float16 and _has_lstm(model):
                 entry.rules = {**entry.rules, **self._rules_of_lstms()}

@@ -137,6 +137,8 @@ class Averaging:
         self._averagings += 1
         self._waiting &= held
         self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
+        for function in self._ranks.after_averaging:
+            function(self._averagings)
 
     def close(self) -> None:
         """Take all hooks away."""

@@ -1,0 +1,183 @@
+"""Chooses by measurement which layers of a set-up model compute in fp32, and which under autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nano_loop.intercept.calls import Call
+from nano_loop.intercept.torch_private import current_node_number, in_backward, in_dispatch_mode, next_node_number
+from nano_loop.precision.layers_in_fp32 import RULES, UnlessListed, computes_as_ours, in_fp32
+from nano_loop.tuning.sizes import bucket, layout
+from nano_loop.tuning.tuner import Tuner, Way, Ways
+
+_GUESS = {True: "fp32", False: "bf16"}
+_PLAIN = (Tensor, nn.Parameter)
+
+#: Maximum number of shapes that are remembered for a layer: a loop may have a new one in each batch.
+_MOST_SHAPES = 256
+#: Maximum size of an input that is measured, whose gradients and outputs take as much memory again.
+_MOST_ELEMENTS = 1 << 26
+#: Maximum number of multiplications for each element that is read and written. Above it, bf16 is faster on every CPU
+#: that has bf16 instructions, and fp32 may take 16 times as long, which is long even to measure.
+_MOST_WORK = 256
+
+#: The attributes of a layer that its time depends on. The rules decide about recurrences, whose states are arguments.
+_CONVOLUTION = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+_ATTRIBUTES: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("in_features", "out_features"),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _CONVOLUTION),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), (*_CONVOLUTION, "output_padding")),
+    nn.GroupNorm: ("num_groups", "num_channels"),
+}
+
+
+class TunedLayers:
+    """What is around the calls of layers. See `nano_loop.precision.layers_in_fp32`, whose rules are the first guess.
+
+    Parameters
+    ----------
+    tuner : Tuner
+        Measures.
+    listed : iterable of str
+        The operators whose dtypes were asked for; see `UnlessListed`.
+    """
+
+    def __init__(self, tuner: Tuner, listed: Iterable[str] = ()) -> None:
+        self._tuner = tuner
+        self._untuned = UnlessListed(listed)
+
+    def around(self, layer: nn.Module) -> Call | None:
+        """Return a function around calls of a layer, or None for modules that are called as they are."""
+        untuned = self._untuned(layer)
+        if type(layer) not in _ATTRIBUTES or self._untuned.is_listed(layer):
+            return untuned
+        chosen = _Chosen(self._tuner, layer)
+
+        def call(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) != 1 or type(args[0]) not in _PLAIN or not chosen.is_fp32(args[0]):
+                return function(self, *args, **kwargs)
+            return in_fp32(function, self, args)
+
+        return call
+
+
+class _Chosen:
+    """Which calls of one layer compute in fp32."""
+
+    def __init__(self, tuner: Tuner, layer: nn.Module) -> None:
+        self._tuner = tuner
+        self._layer = layer
+        self._guess: Callable[[Any, Tensor], bool] = RULES[type(layer)]
+        # By shape and so on: whether it is fp32, and the first autograd node behind the choice.
+        self._known: dict[Any, tuple[bool, int]] = {}
+
+    def is_fp32(self, x: Tensor) -> bool:
+        """Whether the call with input `x` computes in fp32."""
+        key = x.shape, x.stride(), x.dtype, x.requires_grad, torch.is_grad_enabled()
+        found = self._known.get(key)
+        if found is None:
+            return self._choose(key, x)
+        # An activation checkpoint calls again in the backward, and compares the dtypes with those of the forward.
+        if found[1] and in_backward() and (current_node_number() or 0) < found[1]:
+            return self._guess(self._layer, x)
+        return found[0]
+
+    def _choose(self, key: Any, x: Tensor) -> bool:
+        guess, layer = self._guess(self._layer, x), self._layer
+        if in_backward() or not computes_as_ours(layer, (x,)):
+            return guess
+        follows_input = isinstance(layer, nn.GroupNorm) and x.dtype is torch.float32  # autocast leaves it in fp32
+        if follows_input or _multiplications(layer, x) > _MOST_WORK * x.numel():
+            return self._remember(key, False, 0)
+        if x.numel() > _MOST_ELEMENTS or not x.numel() or in_dispatch_mode():
+            return guess
+        way = self._tuner.choose(_key(layer, x), _GUESS[guess], lambda: _ways(layer, x))
+        return guess if way is None else self._remember(key, way == "fp32", next_node_number())
+
+    def _remember(self, key: Any, is_fp32: bool, since: int) -> bool:
+        if len(self._known) >= _MOST_SHAPES:
+            self._known.clear()
+        self._known[key] = is_fp32, since
+        return is_fp32
+
+
+def _multiplications(layer: Any, x: Tensor) -> int:
+    """Return about how many multiplications a call takes for all elements of the input."""
+    if isinstance(layer, nn.Linear):
+        outputs = int(layer.out_features)
+        return int(x.numel() * outputs * layer.in_features // (layer.in_features + outputs))
+    if isinstance(layer, nn.GroupNorm):
+        return int(x.numel())
+    positions = 1
+    for width, step in zip(layer.kernel_size, layer.stride, strict=True):
+        positions *= max(width // step, 1) if not layer.transposed else width
+    return int(x.numel() * positions * layer.out_channels // layer.groups)
+
+
+def _key(layer: nn.Module, x: Tensor) -> str:
+    kind = type(layer)
+    values = [str(getattr(layer, name)) for name in _ATTRIBUTES[kind]]
+    if kind is nn.Linear:  # its rows are all alike, however they are arranged
+        sizes = [bucket(x.numel() // max(x.size(-1), 1))]
+    else:
+        sizes = [bucket(x.size(0)), *map(str, x.shape[1:])]
+    weights = [layout(each) + ("g" if each.requires_grad else "") for each in layer.parameters()]
+    of_input = f"{str(x.dtype).removeprefix('torch.')} {layout(x)}{'g' if x.requires_grad else ''}"
+    backward = "with backward" if torch.is_grad_enabled() else "forward"
+    return " ".join([kind.__name__, *values, "of", *sizes, of_input, *weights, backward])
+
+
+def _ways(layer: nn.Module, x: Tensor) -> Ways:
+    by_name = {"bf16": _way(layer, x, type(layer).forward), "fp32": _way(layer, x, _forward_in_fp32)}
+    return Ways(by_name, "bf16", by_name["fp32"])
+
+
+def _forward_in_fp32(layer: nn.Module, x: Tensor) -> Any:
+    return in_fp32(type(layer).forward, layer, (x,))
+
+
+def _way(layer: nn.Module, x: Tensor, forward: Call) -> Way:
+    """Return what computes a call and its backward, on tensors that share the memory of the real ones."""
+    twin, leaves = _twin(layer, x)
+    gradient: list[Tensor] = []
+
+    def way() -> Sequence[Tensor]:
+        # As in the loop: a weight is cast in each call, and the backward runs outside of autocast.
+        with _not_seen_by_the_loop(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            out = forward(twin, leaves[0])
+            wanted = [each for each in leaves if each.requires_grad]
+            if not (torch.is_grad_enabled() and wanted):
+                return [out]
+            if not gradient:
+                gradient.append(_some_like(out))
+            with torch.autocast("cpu", enabled=False):
+                return [out.detach(), *torch.autograd.grad(out, wanted, gradient[0])]
+
+    return way
+
+
+def _some_like(out: Tensor) -> Tensor:
+    """Return a gradient of an output. Not ones: of these the gradient of a norm's input is all rounding."""
+    values = torch.linspace(-1, 1, out.numel()).sin_().view(out.shape).to(out.dtype)
+    return torch.empty_like(out).copy_(values)
+
+
+def _twin(layer: nn.Module, x: Tensor) -> tuple[nn.Module, list[Tensor]]:
+    """Return a layer like this one, without hooks, and the tensors that it computes from: new leaves of autograd."""
+    twin = type(layer).__new__(type(layer))
+    parameters = {
+        name: None if each is None else nn.Parameter(each.detach(), each.requires_grad)
+        for name, each in layer._parameters.items()
+    }
+    twin.__dict__.update(vars(layer), _parameters=parameters)
+    leaves = [x.detach().requires_grad_(x.requires_grad)]
+    return twin, leaves + [each for each in parameters.values() if each is not None]
+
+
+def _not_seen_by_the_loop() -> torch.autograd.graph.saved_tensors_hooks:
+    """Return a context in which the loop's hooks for saved tensors, as of an activation checkpoint, are not called."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

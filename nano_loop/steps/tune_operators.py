@@ -1,0 +1,150 @@
+"""Times the ways to compute layers and gradients of convolutions within the first steps, and keeps the fastest."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.intercept.calls import Entries
+from nano_loop.kernels.convolution import OPERATOR
+from nano_loop.options import Options
+from nano_loop.parts import Parts
+from nano_loop.precision.tuned_layers import TunedLayers
+from nano_loop.report import StepResult
+from nano_loop.steps.step import Step
+from nano_loop.tuning.choices import Choice, Choices, choices_for
+from nano_loop.tuning.convolutions import chooser
+from nano_loop.tuning.tuner import Tuner
+
+#: How long measurements may take: this many steps, and from then on this share of the time of the run. The last one may
+#: take a little longer, so that a hundred steps take less than 3% more.
+STEPS, SHARE = 1.8, 0.018
+#: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
+_FIRST_SHARING = 4
+
+
+class TuneOperators(Step):
+    """Chooses by measurement where layers compute in fp32, and how gradients of convolutions are computed.
+
+    The bounds in `nano_loop.precision.layers_in_fp32` and `nano_loop.kernels.convolution`, which are right for the CPUs
+    on which they were found, are first guesses then. Rank 0 measures, and all ranks compute as it does.
+    """
+
+    name = "tune_operators"
+    auto_is_for_reduced_precision = True
+
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._tuner: Tuner | None = None
+        self._known = 0
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        if not self.config.reduced_precision:
+            return "it is for bf16: in fp32 no two ways give equal bits"
+        if self.config.use_ipex:
+            return "IPEX has its own kernels"
+        if self.config.compile:
+            return "compiled models are not measured"
+        if self.config.log_casts:
+            return "log_casts would list what is measured"
+        if torch.are_deterministic_algorithms_enabled():
+            return "measured choices may differ between runs, and torch.use_deterministic_algorithms is on"
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        if self._tuner is None:
+            self._tuner = self._open()
+        layers = TunedLayers(self._tuner, itertools.chain(*self.config.listed_operators.values()))
+        for model in parts.models:
+            entry = self.entries.meet(model)
+            entry.rules = {**entry.rules, OPERATOR: chooser(self._tuner)}
+            if self.config.kind.autocast is torch.bfloat16:
+                entry.around_modules(layers.around)
+        known = f"{self._known} choices of earlier runs, and " if self._known else ""
+        return f"{known}measurements from the third step on"
+
+    def closing(self) -> StepResult | None:
+        """Return how many shapes were measured, and what that gave."""
+        tuner = self._tuner
+        if tuner is None or not tuner.measured:
+            return None
+        gain = sum(choice.gain for choice in tuner.found)
+        found = (
+            f"{tuner.measured} shapes timed in {tuner.spent:.2g} s; {tuner.replaced} compute in another way than usual"
+        )
+        return StepResult(self.name, "applied", f"{found}, {gain:.2g} ms faster together" if gain else found)
+
+    def undo(self) -> None:
+        """See `Step.undo`."""
+        super().undo()
+        self._tuner = None
+
+    def _open(self) -> Tuner:
+        choices = self._agreed(choices_for(self.machine))
+        self._known = len(choices)
+        budget = _Budget()
+        self.undoing.callback(budget.close)
+        if self.ranks.rank == 0:
+            self.undoing.callback(choices.save)
+            return Tuner(choices, budget.allows)
+        return Tuner(choices, lambda spent: False)
+
+    def _agreed(self, choices: Choices) -> Choices:
+        """Return rank 0's choices, which all ranks take over when it has measured more."""
+        if self.ranks.size == 1:
+            return choices
+        mine = choices if self.ranks.rank == 0 else Choices(None)
+        shared: set[str] = set()
+
+        def share(averagings: int) -> None:
+            if averagings < _FIRST_SHARING or averagings.bit_count() > 1:
+                return
+            new = {key: each for key, each in mine.all().items() if key not in shared} if self.ranks.rank == 0 else {}
+            found = self.ranks.broadcast([(key, *each) for key, each in new.items()])
+            shared.update(key for key, *_ in found)
+            mine.take_over({key: Choice(way, guess, times) for key, way, guess, times in found})
+
+        share(_FIRST_SHARING)
+        self.ranks.after_averaging.append(share)
+        self.undoing.callback(self.ranks.after_averaging.remove, share)
+        return mine
+
+
+class _Budget:
+    """How long measurements may take, by the steps of this thread's optimizers."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._first = self._last = 0.0
+        self._step: float | None = None
+        self._hook = register_optimizer_step_post_hook(self._note)
+
+    def allows(self, spent: float) -> bool:
+        """Whether there is time for a measurement, where `spent` seconds have been spent before."""
+        if self._step is None or threading.get_ident() != self._thread:
+            return False
+        return spent <= max(STEPS * self._step, SHARE * (time.perf_counter() - self._first))
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+    def _note(self, *_: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        now = time.perf_counter()
+        if self._first:
+            # The shortest: a step in which something was measured is longer.
+            self._step = min(self._step or now, now - self._last)
+        else:
+            self._first = now
+        self._last = now

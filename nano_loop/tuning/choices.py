@@ -1,0 +1,154 @@
+"""The ways that were measured to be the fastest, in a file, so that later runs on this machine start tuned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nano_loop.cache_folder import cache_folder
+from nano_loop.cpu import Machine
+from nano_loop.version import __version__
+
+_FORMAT = 1
+_MOST_BYTES = 1 << 25  # of a file that is read
+
+
+class Choice(NamedTuple):
+    """The fastest way for one key.
+
+    Attributes
+    ----------
+    way : str
+        Its name.
+    guess : str
+        The way that is taken without a measurement.
+    milliseconds : mapping of str to float
+        The shortest time of each way that was measured to the end, by name.
+    """
+
+    way: str
+    guess: str
+    milliseconds: Mapping[str, float]
+
+    @property
+    def gain(self) -> float:
+        """The milliseconds that the way saves each time, against the guess."""
+        times = self.milliseconds
+        return times[self.guess] - times[self.way] if {self.guess, self.way} <= times.keys() else 0.0
+
+
+class Choices:
+    """Choices by key, which are kept in a file if there is one.
+
+    Parameters
+    ----------
+    path : pathlib.Path or None
+        The file. What it holds is read at once. A damaged file counts as empty.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._found = _read(path)
+        self._new: dict[str, Choice] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: str) -> Choice | None:
+        """Return the choice for a key, or None."""
+        return self._found.get(key)
+
+    def put(self, key: str, choice: Choice) -> None:
+        """Note a choice, for `save`."""
+        with self._lock:
+            self._found[key] = self._new[key] = choice
+
+    def take_over(self, others: Mapping[str, Choice]) -> None:
+        """Add choices of another process, which saves them."""
+        with self._lock:
+            self._found.update(others)
+
+    def all(self) -> dict[str, Choice]:
+        """Return all choices by key."""
+        with self._lock:
+            return dict(self._found)
+
+    def save(self) -> None:
+        """Write the new choices to the file, besides those that other processes have written meanwhile.
+
+        A file that cannot be written is left: the next run measures again.
+        """
+        with self._lock:
+            new, self._new = self._new, {}
+        if new and self._path is not None:
+            with suppress(OSError):
+                _write(self._path, _read(self._path) | new)
+
+
+_opened: dict[Path, Choices] = {}
+_without_file: dict[str, Choices] = {}
+
+
+def choices_for(machine: Machine) -> Choices:
+    """Return the choices for this processor, these versions, and the number of threads that torch has now.
+
+    A process that starts a run for each epoch reads the file once.
+    """
+    name, folder = f"operators-{_key(machine)}.json", cache_folder()
+    if folder is None:
+        return _without_file.setdefault(name, Choices(None))
+    path = folder / name
+    if path not in _opened:
+        _opened[path] = Choices(path)
+    return _opened[path]
+
+
+def _key(machine: Machine) -> str:
+    environment = [f"{name}={os.environ.get(name, '')}" for name in _CHANGE_KERNELS]
+    capability = torch.backends.cpu.get_cpu_capability()
+    parts = [machine.name, *sorted(machine.instruction_sets), capability, torch.__version__, __version__, *environment]
+    return hashlib.sha256("\0".join([*parts, str(torch.get_num_threads())]).encode()).hexdigest()[:16]
+
+
+#: What makes torch and oneDNN compute by other kernels.
+_CHANGE_KERNELS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE")
+
+
+def _read(path: Path | None) -> dict[str, Choice]:
+    if path is None:
+        return {}
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            return {}
+        whole = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(whole, dict) or whole.get("format") != _FORMAT or not isinstance(whole.get("choices"), dict):
+        return {}
+    return {key: Choice(*entry) for key, entry in whole["choices"].items() if _is_choice(entry)}
+
+
+def _is_choice(entry: Any) -> bool:
+    if not (isinstance(entry, list) and len(entry) == len(Choice._fields) and isinstance(entry[2], dict)):
+        return False
+    way, guess, times = entry
+    return isinstance(way, str) and isinstance(guess, str) and all(isinstance(each, float) for each in times.values())
+
+
+def _write(path: Path, choices: Mapping[str, Choice]) -> None:
+    """Write the file and move it into place at once, for processes that read it meanwhile."""
+    text = json.dumps({"format": _FORMAT, "choices": choices}, indent=0)
+    with tempfile.TemporaryDirectory(prefix="making-", dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        made.write_text(text)
+        made.replace(path)

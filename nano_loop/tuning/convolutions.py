@@ -1,0 +1,73 @@
+"""Chooses how the gradients of convolutions are computed: by torch's kernel, by a product, or in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from nano_loop.kernels.convolution import Arguments, ByPlan, Plan, plans
+from nano_loop.tuning.sizes import bucket, layout, most_elements
+from nano_loop.tuning.tuner import Tuner, Way, Ways
+
+_TORCHS = "/".join(Plan())
+
+
+def chooser(tuner: Tuner) -> Callable[[ByPlan, Arguments, Plan], Plan]:
+    """Return what `nano_loop.kernels.convolution.faster_backward` asks for a plan."""
+    known: dict[Any, Plan] = {}
+
+    def choose(by_plan: ByPlan, given: Arguments, guess: Plan) -> Plan:
+        shapes = tuple((each.shape, each.stride()) for each in given[:3])
+        key = (shapes, tuple(given.stride), tuple(given.padding), tuple(given.dilation), given.groups)
+        whole = (key, given.transposed, tuple(given.output_mask))
+        found = known.get(whole)
+        if found is None:
+            found = _chosen(tuner, by_plan, given, guess)
+            if found is None:
+                return guess
+            known[whole] = found
+        return found
+
+    return choose
+
+
+def _chosen(tuner: Tuner, by_plan: ByPlan, given: Arguments, guess: Plan) -> Plan | None:
+    possible = plans(given)
+    if len(possible) == 1 or most_elements(given[:3]) == 0:
+        return guess
+    if guess not in possible:
+        possible.append(guess)
+    by_name = {"/".join(each): each for each in possible}
+    found = tuner.choose(_key(given), "/".join(guess), lambda: _ways(by_plan, by_name, given))
+    return None if found is None else by_name.get(found, guess)
+
+
+def _ways(by_plan: ByPlan, by_name: dict[str, Plan], given: Arguments) -> Ways:
+    ways = {name: _way(by_plan, plan) for name, plan in by_name.items()}
+    if not any("fp32" in plan for plan in by_name.values()):
+        return Ways(ways, _TORCHS, None)
+    of_inputs, of_weight, _ = given.output_mask
+    return Ways(ways, _TORCHS, _way(by_plan, Plan("fp32" if of_inputs else "torch", "fp32" if of_weight else "torch")))
+
+
+def _way(by_plan: ByPlan, plan: Plan) -> Way:
+    def way() -> Sequence[Tensor]:
+        return [each for each in by_plan(plan) if each is not None]
+
+    return way
+
+
+def _key(given: Arguments) -> str:
+    gradient, inputs, weight = given[:3]
+    sizes = [bucket(inputs.size(0)), *inputs.shape[1:], "to", *weight.shape]
+    geometry = [*given.stride, *given.padding, *given.dilation, *given.output_padding, given.groups]
+    layouts = [layout(each) for each in (gradient, inputs, weight)]
+    name = "transposed convolution" if given.transposed else "convolution"
+    wanted = "".join("x" if each else "-" for each in given.output_mask)
+    return f"gradients of {name} {_joined(sizes)} by {_joined(geometry)} {_joined(layouts)} {wanted}"
+
+
+def _joined(values: Sequence[object]) -> str:
+    return " ".join(map(str, values))

@@ -1,0 +1,25 @@
+"""What of a tensor's sizes and strides a choice depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+def bucket(count: int) -> str:
+    """Return a text that is equal for counts of about the same size: within a factor of two."""
+    return f"2^{max(count - 1, 0).bit_length()}"
+
+
+def layout(tensor: Tensor) -> str:
+    """Return the memory layout: contiguous, channels last, or neither."""
+    if tensor.is_contiguous():
+        return "C"
+    is_last = tensor.dim() in (3, 4, 5) and tensor.movedim(1, -1).is_contiguous()
+    return "L" if is_last else "S"
+
+
+def most_elements(tensors: Iterable[Tensor]) -> int:
+    """Return the number of elements of the largest tensor."""
+    return max(each.numel() for each in tensors)

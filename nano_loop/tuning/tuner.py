@@ -1,0 +1,178 @@
+"""Times ways to compute the same in turn, and keeps the fastest one that is as exact."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_loop.tuning.choices import Choice, Choices
+
+#: Computes once, and returns all that is computed.
+Way = Callable[[], Sequence[Tensor]]
+
+#: How much faster a way has to be than the guess to replace it, and how much slower to be measured no further.
+PAYS, HOPELESS = 1.05, 1.3
+#: How often a way is timed: at least, and at most while all timings together take less than `_ENOUGH`, in seconds.
+_LEAST, _MOST, _ENOUGH = 2, 12, 0.004
+#: A way may have this multiple of the error of torch's, both against the reference, and this error in any case.
+_AS_EXACT, _TINY = 1.2, 1e-3
+#: What torch raises where it cannot compute something.
+_FAILURES = (RuntimeError, MemoryError)
+#: How far a way may be from torch's where that is the reference: both round to bf16, by up to 2^-9.
+_ROUNDING = 2.0**-7
+
+
+class Ways(NamedTuple):
+    """The ways to compute something.
+
+    Attributes
+    ----------
+    by_name : mapping of str to callable
+        Compute it. They change nothing that others see.
+    torchs : str
+        The name of torch's own way, which the others have to be as exact as.
+    reference : callable or None
+        Computes it with small errors only. None: what torch's way computes is the reference.
+    """
+
+    by_name: Mapping[str, Way]
+    torchs: str
+    reference: Way | None
+
+
+class Tuner:
+    """Chooses between ways, for one run.
+
+    Parameters
+    ----------
+    choices : Choices
+        What was measured before.
+    may_measure : callable
+        Is given the seconds that measurements have taken in this run, and returns whether there may be one more.
+    clock : callable
+        Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        may_measure: Callable[[float], bool],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.choices = choices
+        #: The seconds that measurements have taken.
+        self.spent = 0.0
+        #: What was measured in this run.
+        self.found: list[Choice] = []
+        self._may_measure = may_measure
+        self._clock = clock
+        self._is_measuring = False
+
+    @property
+    def measured(self) -> int:
+        """How many keys were measured in this run."""
+        return len(self.found)
+
+    @property
+    def replaced(self) -> int:
+        """For how many of them another way than the guess was the fastest."""
+        return sum(choice.way != choice.guess for choice in self.found)
+
+    def choose(self, key: str, guess: str, ways: Callable[[], Ways]) -> str | None:
+        """Return the name of the way to take, or None if it is not known yet, and `guess` is to be taken.
+
+        Parameters
+        ----------
+        key : str
+            What the fastest way depends on.
+        guess : str
+            The way to take without a measurement.
+        ways : callable
+            Returns the ways, by which they are measured if there is time for it.
+        """
+        found = self.choices.get(key)
+        if found is None and self._may_measure(self.spent):
+            found = self._measure(key, guess, ways())
+        return None if found is None else found.way
+
+    def _measure(self, key: str, guess: str, ways: Ways) -> Choice:
+        begun, outermost = self._clock(), not self._is_measuring
+        self._is_measuring = True
+        try:
+            choice = fastest(ways, guess, self._clock)
+        finally:
+            self._is_measuring = not outermost
+            if outermost:  # what is measured inside of another measurement is a part of it
+                self.spent += self._clock() - begun
+        self.choices.put(key, choice)
+        self.found.append(choice)
+        return choice
+
+
+def fastest(ways: Ways, guess: str, clock: Callable[[], float] = time.perf_counter) -> Choice:
+    """Time ways in turn, and return the choice.
+
+    A way that is less exact than torch's is left out, and one that is far slower than another is timed no further.
+    """
+    in_time = _as_exact(ways)
+    times: dict[str, list[float]] = {name: [] for name in in_time}
+    begun = clock()
+    for round_ in range(_MOST):
+        if len(in_time) == 1 or (round_ >= _LEAST and clock() - begun > _ENOUGH):
+            break
+        for name in in_time[:: -1 if round_ % 2 else 1]:
+            start = clock()
+            ways.by_name[name]()
+            times[name].append(clock() - start)
+        best = min(min(times[name]) for name in in_time)
+        in_time = [name for name in in_time if min(times[name]) <= HOPELESS * best]
+    seconds = {name: min(each) for name, each in times.items() if each}
+    way = min(in_time, key=lambda name: seconds.get(name, 0.0))
+    if guess in seconds and seconds[guess] <= PAYS * seconds[way]:
+        way = guess
+    return Choice(way, guess, {name: each * 1e3 for name, each in seconds.items()})
+
+
+def _as_exact(ways: Ways) -> list[str]:
+    """Return torch's way, and those that are as exact. Each has computed once then, which takes longer than later.
+
+    A way that raises, as where there is no memory for it, is left out.
+    """
+    names, others = [ways.torchs], {name: way for name, way in ways.by_name.items() if name != ways.torchs}
+    try:
+        of_torch = ways.by_name[ways.torchs]()
+        reference = of_torch if ways.reference is None else ways.reference()
+    except _FAILURES:
+        return names
+    if ways.reference is None:
+        bounds = [_ROUNDING] * len(reference)
+    else:
+        bounds = [max(_AS_EXACT * each, _TINY) for each in _errors(of_torch, reference)]
+    for name, way in others.items():
+        try:
+            errors = [0.0] * len(bounds) if way is ways.reference else _errors(way(), reference)
+        except _FAILURES:
+            continue
+        if all(error <= bound for error, bound in zip(errors, bounds, strict=True)):
+            names.append(name)
+    return names
+
+
+def _errors(found: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
+    """Return the rms of the difference of each tensor to that of the reference, in units of the reference's rms."""
+    with torch.no_grad():
+        return [_error(a.float(), b.float()) for a, b in zip(found, reference, strict=True)]
+
+
+def _error(found: Tensor, reference: Tensor) -> float:
+    if found.shape != reference.shape:
+        return float("inf")
+    of = float(reference.square().mean()) if reference.numel() else 0.0
+    error = float((found - reference).square().mean()) if reference.numel() else 0.0
+    if error != error:  # not a number: where the reference has none either, nothing can be said
+        return 0.0 if of != of else float("inf")
+    return (error / of) ** 0.5 if of > 0 else (0.0 if error == 0 else float("inf"))

@@ -1,0 +1,205 @@
+"""Layers compute in fp32 where that was measured to be faster, and a measurement changes nothing that the loop sees."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nano_loop.intercept.calls import Entries
+from nano_loop.precision.autocast import cpu_autocast
+from nano_loop.precision.tuned_layers import TunedLayers
+from nano_loop.tuning.choices import Choices
+from nano_loop.tuning.tuner import Tuner
+
+GROUPS = torch.randn(2, 16, 6, 6, generator=torch.Generator().manual_seed(0))
+LAYERS = {
+    "linear": (nn.Linear(24, 8), torch.randn(5, 24)),
+    "linear without bias, sequences": (nn.Linear(24, 8, bias=False), torch.randn(5, 3, 24)),
+    "convolution": (nn.Conv2d(16, 4, 3), GROUPS),
+    "convolution 1d": (nn.Conv1d(16, 4, 3, padding=1), GROUPS[:, :, 0]),
+    "convolution, same": (nn.Conv2d(16, 4, 3, padding="same", padding_mode="reflect"), GROUPS),
+    "transposed convolution": (nn.ConvTranspose2d(16, 4, 3, stride=2), GROUPS),
+    "group norm": (nn.GroupNorm(4, 16), GROUPS.bfloat16().contiguous(memory_format=torch.channels_last)),
+}
+
+
+class Deciding(Tuner):
+    """A tuner that measures, as the real one, and decides for a way that a test names."""
+
+    def __init__(self, way, times=1000):
+        super().__init__(Choices(None), lambda spent: len(self.found) < times)
+        self.way = way
+
+    def _measure(self, key, guess, ways):
+        choice = super()._measure(key, guess, ways)._replace(way=self.way)
+        self.choices.put(key, choice)
+        return choice
+
+
+@pytest.fixture
+def entries():
+    opened = Entries()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def tuned(entries):
+    """Let a model be called under autocast, with its layers tuned, as the steps do it."""
+
+    def tune(model, tuner, listed=()):
+        def layer(call):
+            def under_autocast(*args, **kwargs):
+                with cpu_autocast(torch.bfloat16):
+                    return call(*args, **kwargs)
+
+            return under_autocast
+
+        entries.add(model, "autocast", layer).around_modules(TunedLayers(tuner, listed).around)
+        return model
+
+    return tune
+
+
+def computed(model, x):
+    """Return the output and all gradients of a call."""
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    out = model(x)
+    out.float().square().sum().backward()
+    return [out.detach(), x.grad, *(each.grad for each in model.parameters())]
+
+
+def by_hand(layer, x, dtype):
+    layer, x = copy.deepcopy(layer), x.clone(memory_format=torch.preserve_format).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        out = layer(x if dtype is torch.bfloat16 else x.float()).bfloat16()
+    out.float().square().sum().backward()
+    return [out.detach(), x.grad, *(each.grad for each in layer.parameters())]
+
+
+def test_group_norm_of_fp32_stays_in_fp32_and_is_not_measured(tuned):
+    tuner = Deciding("fp32")
+    out, *_ = computed(tuned(nn.GroupNorm(4, 16), tuner), GROUPS)
+    assert out.dtype is torch.float32
+    assert not tuner.measured
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("way", ["bf16", "fp32"])
+def test_call_computes_in_the_chosen_way_to_the_bit(tuned, name, way):
+    layer, x = LAYERS[name]
+    layer = copy.deepcopy(layer)
+    expected = by_hand(layer, x, {"bf16": torch.bfloat16, "fp32": torch.float32}[way])
+    tuner = Deciding(way)
+    found = computed(tuned(layer, tuner), x)
+    assert tuner.measured == 1
+    assert len(tuner.found[0].milliseconds) == 2  # both were as exact, and timed
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype is theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_measurement_changes_nothing_that_the_loop_sees(tuned):
+    layer, x = nn.Linear(24, 8), torch.randn(5, 24, requires_grad=True)
+    seen = []
+    layer.weight.register_hook(lambda gradient: seen.append(gradient))
+    layer.bias.grad = torch.ones(8)
+    x.register_hook(lambda gradient: seen.append(gradient))
+    tuner, state = Deciding("fp32"), torch.get_rng_state()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+        tuned(layer, tuner)(x)
+    assert tuner.measured == 1
+    assert len(seen) == 2  # the input and the weight that the call has saved, and none of a measurement's
+    assert torch.equal(torch.get_rng_state(), state)
+    assert layer.weight.grad is None
+    assert x.grad is None
+    assert torch.equal(layer.bias.grad, torch.ones(8))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_layer_with_hooks_is_called_as_it_is(tuned):
+    layer, tuner = nn.Linear(24, 8), Deciding("fp32")
+    layer.register_forward_hook(lambda *_: None)
+    computed(tuned(layer, tuner), torch.randn(5, 24))
+    assert not tuner.measured
+
+
+def test_without_gradients_the_forward_alone_is_measured(tuned):
+    layer, tuner = nn.Linear(24, 8), Deciding("fp32")
+    with torch.no_grad():
+        tuned(layer, tuner)(torch.randn(5, 24))
+    assert next(iter(tuner.choices.all())).endswith("forward")
+
+
+@pytest.mark.parametrize("times", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_as_the_forward_did_whenever_a_choice_is_made(tuned, reentrant, times):
+    """Three layers of one shape: a choice for one may be made between the forward of another and its second one."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+            self.late = nn.Linear(24, 24)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return self.late(x)
+
+    tuner = Deciding("fp32", times)
+    net = tuned(Net(), tuner)
+    for _ in range(2):
+        computed(net, torch.randn(5, 24))
+    tuner.found.clear()
+    computed(net, torch.randn(5, 24))
+
+
+def test_choice_that_comes_from_rank_0_meanwhile_leaves_a_recomputation_as_it_was(tuned):
+    layer, tuner = nn.Linear(24, 24), Deciding("fp32", 0)
+    net = tuned(nn.Sequential(layer), tuner)
+    other = Deciding("fp32")
+    computed(tuned(copy.deepcopy(net), other), torch.randn(5, 24))
+    x = torch.randn(5, 24, requires_grad=True)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return checkpoint(self.net, x, use_reentrant=False)
+
+    model = tuned(Checkpointed(), tuner)
+    out = model(x)
+    tuner.choices.take_over(other.choices.all())
+    out.float().sum().backward()
+    assert x.grad is not None
+
+
+def test_listed_operators_are_not_measured(tuned):
+    tuner = Deciding("fp32")
+    computed(tuned(nn.Linear(24, 8), tuner, ["linear"]), torch.randn(5, 24))
+    assert not tuner.measured
+
+
+def test_what_bf16_computes_faster_on_every_cpu_is_not_measured(tuned):
+    tuner = Deciding("fp32")
+    computed(tuned(nn.Linear(2048, 2048), tuner), torch.randn(64, 2048))
+    assert not tuner.measured
+
+
+def test_lengths_of_a_batch_share_choices_and_a_layer_remembers_few(tuned, monkeypatch):
+    from nano_loop.precision import tuned_layers
+
+    monkeypatch.setattr(tuned_layers, "_MOST_SHAPES", 8)
+    chosen, around = [], tuned_layers._Chosen
+    monkeypatch.setattr(tuned_layers, "_Chosen", lambda *given: chosen.append(around(*given)) or chosen[-1])
+    tuner, layer = Deciding("fp32"), nn.Linear(24, 8)
+    tuned(layer, tuner)
+    for rows in range(33, 65):
+        computed(layer, torch.randn(rows, 24))
+    assert tuner.measured == 1
+    assert len(chosen[0]._known) <= 8

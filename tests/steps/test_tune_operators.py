@@ -1,0 +1,234 @@
+"""Runs in bf16 time the ways to compute within their first steps, within a budget, and later runs start tuned."""
+
+import gc
+import json
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from nano_loop import NanoConfigError, nano
+from nano_loop.kernels.convolution import OPERATOR
+from nano_loop.parts import Parts
+from nano_loop.steps import tune_operators as module
+from nano_loop.steps.tune_operators import TuneOperators
+from nano_loop.tuning import choices, tuner
+from nano_loop.tuning.choices import Choice, Choices
+from nano_loop.tuning.tuner import Tuner
+
+OPTIONS = {"precision": "bf16", "verbose": False, "fast_convolution": False}
+FP32 = Choice("fp32", "bf16", {"bf16": 2.0, "fp32": 1.0})
+
+
+def parts(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8))
+    return model, torch.optim.SGD(model.parameters(), 0.01), torch.randn(4, 16, 24)
+
+
+def fit(model, optimizer, batches, epochs=3):
+    for _ in range(epochs):
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def weights(**options):
+    return nano(**OPTIONS | options)(fit)(*parts())
+
+
+def stored(folder):
+    (path,) = folder.glob("operators-*.json")
+    return json.loads(path.read_text())["choices"]
+
+
+def test_report_says_what_was_measured_and_a_later_run_starts_with_it(measuring, monkeypatch):
+    monkeypatch.setattr(module, "STEPS", 1e6)  # time for all shapes
+    train = nano(**OPTIONS)(fit)
+    train(*parts())
+    assert "measurements from the third step on" in str(train.report)
+    assert "shapes timed in" in train.report["tune_operators"].detail
+    found = stored(measuring)
+    assert {key.split()[0] for key in found} == {"Linear"}
+    monkeypatch.setattr(choices, "_opened", {})  # as in another process
+    monkeypatch.setattr(tuner, "fastest", lambda *_: pytest.fail("it was measured before"))
+    train(*parts())
+    assert f"{len(found)} choices of earlier runs" in train.report["tune_operators"].detail
+
+
+def test_run_computes_as_the_stored_choices_say(measuring):
+    """A cache that says "torch everywhere" gives the bits of a run without measurements, and one of fp32 others."""
+    weights()
+    (path,) = measuring.glob("operators-*.json")
+    keys = [*stored(measuring)]
+    plain = weights(tune_operators=False)
+    for way, same in (("bf16", True), ("fp32", False)):
+        path.write_text(json.dumps({"format": 1, "choices": {key: [way, "bf16", {}] for key in keys}}))
+        choices._opened.clear()
+        found = weights()
+        assert all(map(torch.equal, found, plain)) == same
+        assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in zip(found, plain, strict=True))
+
+
+def test_nothing_is_left_behind_in_the_model_nor_in_torch(measuring, monkeypatch):
+    model, optimizer, batches = parts()
+    made = []
+    monkeypatch.setattr(module, "Tuner", lambda *given: _noted(Tuner(*given), made))
+    nano(**OPTIONS)(fit)(model, optimizer, batches)
+    assert not optimizer._optimizer_step_post_hooks
+    x = batches[0].bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(out, parts_with(model)(x))
+    gc.collect()
+    assert [each() for each in made] == [None]
+
+
+def _noted(tuner, made):
+    made.append(weakref.ref(tuner))
+    return tuner
+
+
+def parts_with(model):
+    fresh = parts()[0]
+    fresh.load_state_dict(model.state_dict())
+    return fresh
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"precision": 32}, "in fp32 no two ways give equal bits"),
+        ({"compile": True}, "compiled models are not measured"),
+        ({"log_casts": True}, "log_casts would list what is measured"),
+    ],
+)
+def test_where_nothing_can_be_measured_the_reason_is_said(step, options, reason):
+    made = step(TuneOperators, **{"precision": "bf16"} | options)
+    assert reason in made.skip_reason(Parts([nn.Linear(2, 2)]))
+
+
+def test_deterministic_algorithms_keep_to_the_first_guesses(step):
+    made = step(TuneOperators, precision="bf16")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "deterministic" in made.skip_reason(Parts([nn.Linear(2, 2)]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_explicit_request_in_fp32_is_refused():
+    with pytest.raises(NanoConfigError, match=r"tune_operators=True: it is for bf16"):
+        nano(tune_operators=True, verbose=False)(fit)(*parts())
+
+
+def test_fp32_runs_do_not_mention_it():
+    train = nano(verbose=False)(fit)
+    train(*parts())
+    assert "tune_operators" not in str(train.report)
+
+
+# --- the budget ---
+
+
+@pytest.fixture
+def budget(monkeypatch, measuring):
+    """A budget whose clock a test sets, and an optimizer that takes a step of so many seconds."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    opened = module._Budget()
+
+    def step(seconds):
+        now[0] += seconds
+        optimizer.step()
+
+    yield opened, step
+    opened.close()
+
+
+def test_measuring_begins_in_the_third_step_and_takes_less_than_three_percent_of_a_hundred(budget):
+    opened, step = budget
+    for _ in range(2):
+        assert not opened.allows(0.0)
+        step(1.0)
+    assert opened.allows(0.0)
+    assert opened.allows(1.7)
+    assert not opened.allows(1.9)
+    step(9.0)  # with measurements, so it is no step's time
+    assert not opened.allows(1.9)
+    for _ in range(300):
+        step(1.0)
+    assert opened.allows(5.0)
+    assert not opened.allows(6.0)
+
+
+def test_steps_of_other_threads_do_not_count(budget):
+    from threading import Thread
+
+    opened, step = budget
+    for _ in range(3):
+        thread = Thread(target=step, args=(1.0,))
+        thread.start()
+        thread.join()
+    assert not opened.allows(0.0)
+
+
+# --- several processes ---
+
+
+class Others:
+    """The ranks of a run of two, whose broadcasts a test carries."""
+
+    def __init__(self, rank, sent):
+        self.rank, self.size, self.sent = rank, 2, sent
+        self.after_averaging = []
+
+    def broadcast(self, value):
+        if self.rank == 0:
+            self.sent.append(value)
+        return self.sent[-1]
+
+
+def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
+    known, sent = Choices(None), []
+    known.put("known", FP32)
+    monkeypatch.setattr(module, "choices_for", lambda machine: known)
+    made = []
+    for rank in range(2):
+        each = step(TuneOperators, precision="bf16")
+        each.ranks = Others(rank, sent)
+        each.apply(Parts([nn.Linear(2, 2)]))
+        made.append(each)
+    zero, one = (each._tuner for each in made)
+    assert one.choices.all() == {"known": FP32}
+    assert not one._may_measure(0.0)
+    zero.choices.put("new", FP32)
+    for averagings, expected in ((3, 1), (4, 2), (5, 2)):
+        for each in made:
+            for function in each.ranks.after_averaging:
+                function(averagings)
+        assert len(one.choices) == expected
+    assert [len(each) for each in sent] == [1, 1]  # only what is new
+    for each in made:
+        each.undo()
+        assert not each.ranks.after_averaging
+
+
+def test_rules_of_listed_operators_stay(measuring):
+    found = []
+
+    def look(model, optimizer, batches):
+        from nano_loop.intercept.calls import _entries
+
+        (entry,) = _entries[id(model)]
+        found.extend(entry.rules)
+        return fit(model, optimizer, batches)
+
+    nano(**OPTIONS, fp32_ops=["softmax"])(look)(*parts())
+    assert OPERATOR in found
+    assert any("softmax" in name for name in found)

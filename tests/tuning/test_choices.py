@@ -1,0 +1,90 @@
+"""Choices are kept in a file of this user's, which other runs may write too, and which may be damaged."""
+
+import json
+
+import pytest
+import torch
+
+from nano_loop.cpu import read_machine
+from nano_loop.tuning import choices as module
+from nano_loop.tuning.choices import Choice, Choices, choices_for
+
+FASTER = Choice("fp32", "bf16", {"bf16": 3.0, "fp32": 2.0})
+
+
+def test_choices_are_there_again_and_those_of_others_too(tmp_path):
+    path = tmp_path / "choices.json"
+    mine, others = Choices(path), Choices(path)
+    mine.put("a", FASTER)
+    others.put("b", FASTER._replace(way="bf16"))
+    others.save()
+    mine.save()
+    assert Choices(path).all() == {"a": FASTER, "b": FASTER._replace(way="bf16")}
+    assert [each.name for each in tmp_path.iterdir()] == ["choices.json"]
+
+
+def test_gain_is_that_over_the_guess():
+    assert FASTER.gain == 1
+    assert FASTER._replace(way="bf16").gain == 0
+    assert FASTER._replace(milliseconds={}).gain == 0  # without another way nothing is timed
+
+
+def test_nothing_new_writes_nothing_and_what_was_taken_over_is_not_saved(tmp_path):
+    choices = Choices(tmp_path / "choices.json")
+    choices.take_over({"a": FASTER})
+    choices.save()
+    assert choices.get("a") == FASTER
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        "[]",
+        json.dumps({"format": 0, "choices": {"a": FASTER}}),
+        json.dumps({"format": 1, "choices": [FASTER]}),
+        json.dumps({"format": 1, "choices": {"a": ["fp32"], "b": [1, "x", {}], "c": ["x", "x", {"x": "fast"}]}}),
+    ],
+)
+def test_damaged_file_counts_as_empty_and_is_replaced(tmp_path, text):
+    path = tmp_path / "choices.json"
+    path.write_text(text)
+    choices = Choices(path)
+    assert len(choices) == 0
+    choices.put("b", FASTER)
+    choices.save()
+    assert Choices(path).all() == {"b": FASTER}
+
+
+def test_file_that_cannot_be_written_is_left(tmp_path):
+    choices = Choices(tmp_path / "absent" / "choices.json")
+    choices.put("a", FASTER)
+    choices.save()
+    assert choices.get("a") == FASTER
+
+
+def test_each_number_of_threads_has_its_choices(measuring, monkeypatch):
+    machine, threads = read_machine(), torch.get_num_threads()
+    choices_for(machine).put("a", FASTER)
+    choices_for(machine).save()
+    monkeypatch.setattr(module, "_opened", {})  # as in another process
+    assert choices_for(machine).get("a") == FASTER
+    torch.set_num_threads(threads + 1)
+    try:
+        assert choices_for(machine).get("a") is None
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert choices_for(machine).get("a") is None
+
+
+def test_without_a_cache_folder_choices_live_as_long_as_the_process(measuring, monkeypatch):
+    monkeypatch.setattr(module, "cache_folder", lambda: None)
+    monkeypatch.setattr(module, "_without_file", {})
+    choices_for(read_machine()).put("a", FASTER)
+    choices_for(read_machine()).save()
+    assert choices_for(read_machine()).get("a") == FASTER
+    assert not measuring.exists()

@@ -1,0 +1,142 @@
+"""The fastest of the ways that are as exact as torch's is kept, and measurements stay within their time."""
+
+import pytest
+import torch
+
+from nano_loop.tuning.choices import Choices
+from nano_loop.tuning.tuner import Tuner, Ways, fastest
+
+EXACT = torch.linspace(-1, 1, 64)
+
+
+class Clock:
+    """A clock that ways put on."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Workshop:
+    """Ways that take a time of their clock, and note that they have computed."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.computed = []
+
+    def way(self, name, seconds, error=0.0, raises=None):
+        def compute():
+            self.computed.append(name)
+            self.clock.now += seconds
+            if raises is not None:
+                raise raises
+            return [EXACT + error * EXACT.roll(1)]
+
+        return compute
+
+    def ways(self, reference=None, **ways):
+        return Ways({name: self.way(name, *given) for name, given in ways.items()}, "torchs", reference)
+
+
+@pytest.fixture
+def shop():
+    return Workshop()
+
+
+def chosen(shop, guess="torchs", **ways):
+    return fastest(shop.ways(**ways), guess, shop.clock).way
+
+
+def test_faster_way_is_kept_and_its_gain_known(shop):
+    choice = fastest(shop.ways(torchs=[0.004], other=[0.003]), "torchs", shop.clock)
+    assert choice.way == "other"
+    assert choice.milliseconds == pytest.approx({"torchs": 4, "other": 3})
+    assert choice.gain == pytest.approx(1)
+
+
+def test_slower_way_is_never_kept_and_not_timed_again_where_it_is_hopeless(shop):
+    assert chosen(shop, torchs=[0.004], slow=[0.04], close=[0.0045]) == "torchs"
+    assert shop.computed.count("slow") == 2  # once for its exactness, once for its time
+    assert shop.computed.count("close") > 2
+
+
+def test_guess_stays_where_it_is_nearly_as_fast(shop):
+    assert chosen(shop, torchs=[0.0100], guessed=[0.0104], guess="guessed") == "guessed"
+    assert chosen(shop, torchs=[0.0100], guessed=[0.0106], guess="guessed") == "torchs"
+
+
+def test_wrong_way_is_rejected_however_fast(shop):
+    assert chosen(shop, torchs=[0.004], wrong=[0.001, 0.02]) == "torchs"
+    assert chosen(shop, torchs=[0.004], right=[0.001, 0.005]) == "right"  # as another order of summation
+
+
+def test_way_may_be_as_inexact_as_torchs_where_there_is_a_reference(shop):
+    for error, expected in ((0.11, "other"), (0.13, "torchs")):
+        ways = shop.ways(shop.way("reference", 1), torchs=[0.004, 0.1], other=[0.001, error])
+        assert fastest(ways, "torchs", shop.clock).way == expected
+
+
+def test_reference_is_as_exact_as_itself_and_computed_once_for_that(shop):
+    reference = shop.way("fp32", 0.001)
+    ways = Ways({"torchs": shop.way("torchs", 0.004, 0.1), "fp32": reference}, "torchs", reference)
+    assert fastest(ways, "torchs", shop.clock).way == "fp32"
+    assert shop.computed[:3] == ["torchs", "fp32", "torchs"]
+
+
+def test_values_that_are_no_numbers_reject_only_ways_that_have_them_alone():
+    nothing = [torch.full((3,), torch.nan)]
+    assert fastest(Ways({"torchs": lambda: nothing, "o": lambda: nothing}, "torchs", None), "o").way == "o"
+    numbers = [torch.ones(3)]
+    assert fastest(Ways({"torchs": lambda: numbers, "o": lambda: nothing}, "torchs", None), "o").way == "torchs"
+    zeros = [torch.zeros(3)]
+    assert fastest(Ways({"torchs": lambda: zeros, "o": lambda: numbers}, "torchs", None), "o").way == "torchs"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not enough memory"), MemoryError()])
+def test_way_that_raises_is_left_out(shop, error):
+    assert chosen(shop, torchs=[0.004], other=[0.001, 0, error]) == "torchs"
+    assert chosen(shop, torchs=[0.004, 0, error], other=[0.001]) == "torchs"
+
+
+def test_short_ways_are_timed_more_often_than_long_ones(shop):
+    chosen(shop, torchs=[1.0], other=[1.0])
+    long = len(shop.computed)
+    shop.computed.clear()
+    chosen(shop, torchs=[1e-5], other=[1e-5])
+    assert len(shop.computed) > 2 * long
+
+
+# --- the tuner ---
+
+
+def test_measures_once_and_takes_what_is_known(shop):
+    tuner = Tuner(Choices(None), lambda spent: True, shop.clock)
+    for _ in range(3):
+        assert tuner.choose("key", "torchs", lambda: shop.ways(torchs=[0.004], other=[0.001])) == "other"
+    assert tuner.measured == tuner.replaced == 1
+    again = Tuner(tuner.choices, lambda spent: True, shop.clock)
+    assert again.choose("key", "torchs", lambda: pytest.fail("it is known")) == "other"
+    assert not again.measured
+
+
+def test_nothing_is_measured_where_there_is_no_time_for_it(shop):
+    asked = []
+    tuner = Tuner(Choices(None), lambda spent: asked.append(spent) or spent < 0.05, shop.clock)
+    ways = shop.ways(torchs=[0.04], other=[0.01])
+    assert tuner.choose("one", "torchs", lambda: ways) == "other"
+    assert tuner.choose("two", "torchs", lambda: ways) is None
+    assert asked == pytest.approx([0, tuner.spent])
+    assert tuner.spent == pytest.approx(shop.clock.now)
+
+
+def test_measurement_inside_of_another_counts_once(shop):
+    tuner = Tuner(Choices(None), lambda spent: True, shop.clock)
+
+    def outer():
+        tuner.choose("inner", "torchs", lambda: shop.ways(torchs=[0.004], other=[0.001]))
+        return shop.way("outer", 0.01)()
+
+    tuner.choose("outer", "torchs", lambda: Ways({"torchs": outer, "other": shop.way("other", 0.01)}, "torchs", None))
+    assert tuner.measured == 2
+    assert tuner.spent == pytest.approx(shop.clock.now)
