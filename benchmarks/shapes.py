@@ -108,7 +108,7 @@ def _measured(layer: Layer, layout: str, seconds: float) -> Row:
     row, sides = Row(layer, layout), {name: _side(layer, layout, name) for name in PRECISIONS}
     for number in range(BLOCKS if seconds else 1):
         for name in list(PRECISIONS)[:: -1 if number % 2 else 1]:
-            share, least = seconds / BLOCKS / len(PRECISIONS), _WARMUP + 1 if seconds else 1 if number else 2
+            share, least = seconds / BLOCKS / len(PRECISIONS), _WARMUP + 1 if seconds else 2
             row.seconds[name] += _block(*sides[name], PRECISIONS[name], layout, share, least)
     return row
 
