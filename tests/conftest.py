@@ -12,7 +12,8 @@ from leaks import affinity_masks, changes, moved_threads, process_state
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from nano_loop.steps import tune_operators
-from nano_loop.tuning import choices
+from nano_loop.tuning import budget, choices
+from nano_loop.tuning.budget import SHARE, STEPS
 from nano_loop.tuning.choices import Choices
 
 LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -71,21 +72,20 @@ def nothing_leaks():
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
-_MEASURED = {"STEPS": tune_operators.STEPS, "SHARE": tune_operators.SHARE, "choices_for": tune_operators.choices_for}
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_measured(nothing_leaks, monkeypatch):
     """Let runs in the test's process compute by the first guesses, or what a test shows would depend on times."""
-    for name, value in {"STEPS": -1, "SHARE": -1, "choices_for": lambda machine: Choices(None)}.items():
-        monkeypatch.setattr(tune_operators, name, value)
+    monkeypatch.setattr(budget, "STEPS", -1)
+    monkeypatch.setattr(budget, "SHARE", -1)
+    monkeypatch.setattr(tune_operators, "choices_for", lambda machine: Choices(None))
 
 
 @pytest.fixture
 def measuring(nothing_is_measured, monkeypatch, tmp_path):
     """Let runs measure, as they do for a user, with an empty cache folder; return the folder."""
-    for name, value in _MEASURED.items():
-        monkeypatch.setattr(tune_operators, name, value)
+    monkeypatch.setattr(budget, "STEPS", STEPS)
+    monkeypatch.setattr(budget, "SHARE", SHARE)
+    monkeypatch.setattr(tune_operators, "choices_for", choices.choices_for)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choices, "_opened", {})
     return tmp_path / "nano_loop"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from nano_loop.tuning.tuner import Tuner, Way, Ways
 
 _GUESS = {True: "fp32", False: "bf16"}
 _PLAIN = (Tensor, nn.Parameter)
+_SETTLED = -1
 
 #: Maximum number of shapes that are remembered for a layer: a loop may have a new one in each batch.
-_MOST_SHAPES = 256
+_MOST_SHAPES = 4096
 #: Maximum size of an input that is measured, whose gradients and outputs take as much memory again.
 _MOST_ELEMENTS = 1 << 26
 #: Maximum number of multiplications for each element that is read and written. Above it, bf16 is faster on every CPU
@@ -65,6 +67,24 @@ class TunedLayers:
         return call
 
 
+class _Decision(NamedTuple):
+    """How calls with one kind of input compute.
+
+    Attributes
+    ----------
+    is_fp32 : bool
+        Whether they compute in fp32.
+    turn : int
+        The tuner's turn until whose end that is only a guess, or `_SETTLED`.
+    since : int
+        The first autograd node that was made after it was settled.
+    """
+
+    is_fp32: bool
+    turn: int
+    since: int = 0
+
+
 class _Chosen:
     """Which calls of one layer compute in fp32."""
 
@@ -72,50 +92,56 @@ class _Chosen:
         self._tuner = tuner
         self._layer = layer
         self._guess: Callable[[Any, Tensor], bool] = RULES[type(layer)]
-        # By shape and so on: whether it is fp32, and the first autograd node behind the choice.
-        self._known: dict[Any, tuple[bool, int]] = {}
+        self._known: dict[Any, _Decision] = {}  # by shape and so on
 
     def is_fp32(self, x: Tensor) -> bool:
         """Whether the call with input `x` computes in fp32."""
         key = x.shape, x.stride(), x.dtype, x.requires_grad, torch.is_grad_enabled()
         found = self._known.get(key)
-        if found is None:
-            return self._choose(key, x)
         # An activation checkpoint calls again in the backward, and compares the dtypes with those of the forward.
-        if found[1] and in_backward() and (current_node_number() or 0) < found[1]:
-            return self._guess(self._layer, x)
-        return found[0]
+        if in_backward():
+            return self._again(found, x)
+        if found is None or found.turn not in (_SETTLED, self._tuner.turn):
+            found = self._decide(x)
+            if len(self._known) >= _MOST_SHAPES:
+                self._known.clear()
+            self._known[key] = found
+        return found.is_fp32
 
-    def _choose(self, key: Any, x: Tensor) -> bool:
+    def _again(self, found: _Decision | None, x: Tensor) -> bool:
+        """Whether the forward of what is computed again has computed in fp32."""
+        if found is None:
+            stored = self._tuner.choices.get(_key(self._layer, x))
+            return self._guess(self._layer, x) if stored is None else stored.way == "fp32"
+        before = found.turn == _SETTLED and (current_node_number() or 0) < found.since
+        return self._guess(self._layer, x) if before else found.is_fp32
+
+    def _decide(self, x: Tensor) -> _Decision:
         guess, layer = self._guess(self._layer, x), self._layer
-        if in_backward() or not computes_as_ours(layer, (x,)):
-            return guess
+        if not computes_as_ours(layer, (x,)) or in_dispatch_mode():
+            return _Decision(guess, self._tuner.turn)
         follows_input = isinstance(layer, nn.GroupNorm) and x.dtype is torch.float32  # autocast leaves it in fp32
-        if follows_input or _multiplications(layer, x) > _MOST_WORK * x.numel():
-            return self._remember(key, False, 0)
-        if x.numel() > _MOST_ELEMENTS or not x.numel() or in_dispatch_mode():
-            return guess
+        if follows_input or not 0 < x.numel() <= _MOST_ELEMENTS or _work(layer, x) > _MOST_WORK:
+            return _Decision(guess, _SETTLED)
         way = self._tuner.choose(_key(layer, x), _GUESS[guess], lambda: _ways(layer, x))
-        return guess if way is None else self._remember(key, way == "fp32", next_node_number())
-
-    def _remember(self, key: Any, is_fp32: bool, since: int) -> bool:
-        if len(self._known) >= _MOST_SHAPES:
-            self._known.clear()
-        self._known[key] = is_fp32, since
-        return is_fp32
+        if way is None:
+            return _Decision(guess, self._tuner.turn)
+        return _Decision(way == "fp32", _SETTLED, next_node_number())
 
 
-def _multiplications(layer: Any, x: Tensor) -> int:
-    """Return about how many multiplications a call takes for all elements of the input."""
-    if isinstance(layer, nn.Linear):
-        outputs = int(layer.out_features)
-        return int(x.numel() * outputs * layer.in_features // (layer.in_features + outputs))
+def _work(layer: Any, x: Tensor) -> float:
+    """Return about how many multiplications a call takes for each element that it reads and writes."""
     if isinstance(layer, nn.GroupNorm):
-        return int(x.numel())
-    positions = 1
-    for width, step in zip(layer.kernel_size, layer.stride, strict=True):
-        positions *= max(width // step, 1) if not layer.transposed else width
-    return int(x.numel() * positions * layer.out_channels // layer.groups)
+        return 1.0
+    weights: int = layer.weight.numel()
+    if isinstance(layer, nn.Linear):
+        rows = x.numel() // layer.in_features
+        return float(rows * weights / (rows * (layer.in_features + layer.out_features) + weights))
+    pixels = x.numel() // layer.in_channels  # of the image to which the kernel is applied: the smaller one
+    outputs = pixels * layer.out_channels
+    if not layer.transposed:
+        pixels //= math.prod(layer.stride)
+    return float(pixels * weights / (x.numel() + outputs + weights))
 
 
 def _key(layer: nn.Module, x: Tensor) -> str:

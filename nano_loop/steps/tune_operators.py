@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
@@ -19,13 +15,11 @@ from nano_loop.parts import Parts
 from nano_loop.precision.tuned_layers import TunedLayers
 from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
+from nano_loop.tuning.budget import Budget
 from nano_loop.tuning.choices import Choice, Choices, choices_for
 from nano_loop.tuning.convolutions import chooser
 from nano_loop.tuning.tuner import Tuner
 
-#: How long measurements may take: this many steps, and from then on this share of the time of the run. The last one may
-#: take a little longer, so that a hundred steps take less than 3% more.
-STEPS, SHARE = 1.8, 0.018
 #: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
 _FIRST_SHARING = 4
 
@@ -91,12 +85,11 @@ class TuneOperators(Step):
     def _open(self) -> Tuner:
         choices = self._agreed(choices_for(self.machine))
         self._known = len(choices)
-        budget = _Budget()
-        self.undoing.callback(budget.close)
         if self.ranks.rank == 0:
             self.undoing.callback(choices.save)
-            return Tuner(choices, budget.allows)
-        return Tuner(choices, lambda spent: False)
+        budget = Budget(measures=self.ranks.rank == 0)
+        self.undoing.callback(budget.close)
+        return Tuner(choices, budget)
 
     def _agreed(self, choices: Choices) -> Choices:
         """Return rank 0's choices, which all ranks take over when it has measured more."""
@@ -117,34 +110,3 @@ class TuneOperators(Step):
         self.ranks.after_averaging.append(share)
         self.undoing.callback(self.ranks.after_averaging.remove, share)
         return mine
-
-
-class _Budget:
-    """How long measurements may take, by the steps of this thread's optimizers."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self._first = self._last = 0.0
-        self._step: float | None = None
-        self._hook = register_optimizer_step_post_hook(self._note)
-
-    def allows(self, spent: float) -> bool:
-        """Whether there is time for a measurement, where `spent` seconds have been spent before."""
-        if self._step is None or threading.get_ident() != self._thread:
-            return False
-        return spent <= max(STEPS * self._step, SHARE * (time.perf_counter() - self._first))
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._hook.remove()
-
-    def _note(self, *_: Any) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        now = time.perf_counter()
-        if self._first:
-            # The shortest: a step in which something was measured is longer.
-            self._step = min(self._step or now, now - self._last)
-        else:
-            self._first = now
-        self._last = now

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nano_loop.tuning.budget import Budget
 from nano_loop.tuning.choices import Choice, Choices
 
 #: Computes once, and returns all that is computed.
@@ -51,8 +52,8 @@ class Tuner:
     ----------
     choices : Choices
         What was measured before.
-    may_measure : callable
-        Is given the seconds that measurements have taken in this run, and returns whether there may be one more.
+    budget : Budget
+        Says whether there is time for one more measurement.
     clock : callable
         Returns the time in seconds.
     """
@@ -60,7 +61,7 @@ class Tuner:
     def __init__(
         self,
         choices: Choices,
-        may_measure: Callable[[float], bool],
+        budget: Budget,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.choices = choices
@@ -68,9 +69,14 @@ class Tuner:
         self.spent = 0.0
         #: What was measured in this run.
         self.found: list[Choice] = []
-        self._may_measure = may_measure
+        self._budget = budget
         self._clock = clock
         self._is_measuring = False
+
+    @property
+    def turn(self) -> int:
+        """Changes when `choose` may know what it did not know before."""
+        return self._budget.turn
 
     @property
     def measured(self) -> int:
@@ -95,7 +101,7 @@ class Tuner:
             Returns the ways, by which they are measured if there is time for it.
         """
         found = self.choices.get(key)
-        if found is None and self._may_measure(self.spent):
+        if found is None and self._budget.allows(self.spent):
             found = self._measure(key, guess, ways())
         return None if found is None else found.way
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from tuning.time_for import TimeFor
 
 from nano_loop.intercept.calls import Entries
 from nano_loop.precision.autocast import cpu_autocast
@@ -29,8 +30,20 @@ class Deciding(Tuner):
     """A tuner that measures, as the real one, and decides for a way that a test names."""
 
     def __init__(self, way, times=1000):
-        super().__init__(Choices(None), lambda spent: len(self.found) < times)
-        self.way = way
+        self.budget = TimeFor(float("inf"))
+        super().__init__(Choices(None), self.budget)
+        self.way, self.times = way, times
+
+    @property
+    def turn(self):
+        """A new one at each question, unless a test sets it."""
+        return len(self.budget.asked) if self.own_turn is None else self.own_turn
+
+    own_turn = None
+
+    def choose(self, key, guess, ways):
+        self.budget.seconds = float("inf") if len(self.found) < self.times else -1
+        return super().choose(key, guess, ways)
 
     def _measure(self, key, guess, ways):
         choice = super()._measure(key, guess, ways)._replace(way=self.way)
@@ -187,8 +200,22 @@ def test_listed_operators_are_not_measured(tuned):
 
 def test_what_bf16_computes_faster_on_every_cpu_is_not_measured(tuned):
     tuner = Deciding("fp32")
-    computed(tuned(nn.Linear(2048, 2048), tuner), torch.randn(64, 2048))
+    computed(tuned(nn.Linear(1024, 1024), tuner), torch.randn(2048, 1024))
+    computed(tuned(nn.Conv2d(128, 128, 3), tuner), torch.randn(4, 128, 16, 16))
     assert not tuner.measured
+    computed(tuned(nn.Linear(1024, 1024), tuner), torch.randn(64, 1024))  # whose weights are as large
+    computed(tuned(nn.Conv2d(128, 8, 1), tuner), torch.randn(4, 128, 16, 16))
+    computed(tuned(nn.ConvTranspose2d(32, 8, 2, stride=2), tuner), torch.randn(4, 32, 8, 8))
+    assert tuner.measured == 3
+
+
+def test_without_time_a_call_asks_once_a_turn(tuned):
+    tuner, layer = Deciding("fp32", times=0), nn.Linear(24, 8)
+    tuned(layer, tuner)
+    for turn in (1, 1, 2):
+        tuner.own_turn = turn
+        computed(layer, torch.randn(5, 24))
+        assert len(tuner.budget.asked) == turn
 
 
 def test_lengths_of_a_batch_share_choices_and_a_layer_remembers_few(tuned, monkeypatch):

@@ -13,7 +13,7 @@ from nano_loop.kernels.convolution import OPERATOR
 from nano_loop.parts import Parts
 from nano_loop.steps import tune_operators as module
 from nano_loop.steps.tune_operators import TuneOperators
-from nano_loop.tuning import choices, tuner
+from nano_loop.tuning import budget, choices, tuner
 from nano_loop.tuning.choices import Choice, Choices
 from nano_loop.tuning.tuner import Tuner
 
@@ -46,7 +46,7 @@ def stored(folder):
 
 
 def test_report_says_what_was_measured_and_a_later_run_starts_with_it(measuring, monkeypatch):
-    monkeypatch.setattr(module, "STEPS", 1e6)  # time for all shapes
+    monkeypatch.setattr(budget, "STEPS", 1e6)  # time for all shapes
     train = nano(**OPTIONS)(fit)
     train(*parts())
     assert "measurements from the third step on" in str(train.report)
@@ -132,52 +132,6 @@ def test_fp32_runs_do_not_mention_it():
     assert "tune_operators" not in str(train.report)
 
 
-# --- the budget ---
-
-
-@pytest.fixture
-def budget(monkeypatch, measuring):
-    """A budget whose clock a test sets, and an optimizer that takes a step of so many seconds."""
-    now = [100.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
-    opened = module._Budget()
-
-    def step(seconds):
-        now[0] += seconds
-        optimizer.step()
-
-    yield opened, step
-    opened.close()
-
-
-def test_measuring_begins_in_the_third_step_and_takes_less_than_three_percent_of_a_hundred(budget):
-    opened, step = budget
-    for _ in range(2):
-        assert not opened.allows(0.0)
-        step(1.0)
-    assert opened.allows(0.0)
-    assert opened.allows(1.7)
-    assert not opened.allows(1.9)
-    step(9.0)  # with measurements, so it is no step's time
-    assert not opened.allows(1.9)
-    for _ in range(300):
-        step(1.0)
-    assert opened.allows(5.0)
-    assert not opened.allows(6.0)
-
-
-def test_steps_of_other_threads_do_not_count(budget):
-    from threading import Thread
-
-    opened, step = budget
-    for _ in range(3):
-        thread = Thread(target=step, args=(1.0,))
-        thread.start()
-        thread.join()
-    assert not opened.allows(0.0)
-
-
 # --- several processes ---
 
 
@@ -206,7 +160,7 @@ def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
         made.append(each)
     zero, one = (each._tuner for each in made)
     assert one.choices.all() == {"known": FP32}
-    assert not one._may_measure(0.0)
+    assert not one._budget.allows(0.0)
     zero.choices.put("new", FP32)
     for averagings, expected in ((3, 1), (4, 2), (5, 2)):
         for each in made:

@@ -11,6 +11,7 @@ from nano_loop.kernels.convolution import Arguments, Plan, faster_backward, firs
 from nano_loop.tuning.choices import Choices
 from nano_loop.tuning.convolutions import chooser
 from nano_loop.tuning.tuner import Tuner
+from tuning.time_for import ALWAYS, TimeFor
 
 NHWC = torch.channels_last
 
@@ -89,7 +90,7 @@ def slowed(kernel, is_slow):
 
 
 def test_slow_kernel_of_torch_is_left_for_the_plan_without_it():
-    tuner = Tuner(Choices(None), lambda spent: True)
+    tuner = Tuner(Choices(None), ALWAYS)
     of_weight = slowed(by_kernel, lambda given: given.output_mask[1] and given.inputs.dtype is torch.bfloat16)
     backward = faster_backward(of_weight, chooser(tuner))
     for _ in range(3):
@@ -98,7 +99,7 @@ def test_slow_kernel_of_torch_is_left_for_the_plan_without_it():
     assert choice.way.endswith("/fp32")
     assert choice.gain > 2
     of_fp32 = slowed(by_kernel, lambda given: given.inputs.dtype is torch.float32)
-    tuner = Tuner(Choices(None), lambda spent: True)
+    tuner = Tuner(Choices(None), ALWAYS)
     faster_backward(of_fp32, chooser(tuner))(None, *arguments(groups=8))
     assert tuner.found[0].way == "torch/torch"
 
@@ -107,28 +108,28 @@ def test_wrong_product_is_rejected(monkeypatch):
     monkeypatch.setattr(convolution, "_of_weight", lambda gradient, inputs, weight, *_: weight * 0)
     slow = slowed(by_kernel, lambda given: given.output_mask[1])
     for channels in (8, 3):  # without and with fp32
-        tuner = Tuner(Choices(None), lambda spent: True)
+        tuner = Tuner(Choices(None), ALWAYS)
         faster_backward(slow, chooser(tuner))(None, *arguments(channels=channels))
         assert "product" not in tuner.found[0].way
 
 
-def test_without_time_the_guess_is_taken_and_a_later_choice_is_taken_up():
-    allowed = []
-    tuner = Tuner(Choices(None), lambda spent: bool(allowed))
-    asked = []
-    choose = chooser(tuner)
-    backward = faster_backward(by_kernel, lambda *given: asked.append(choose(*given)) or asked[-1])
+def test_without_time_the_guess_is_taken_until_the_next_turn():
+    budget = TimeFor(0.0)
+    tuner = Tuner(Choices(None), budget)
+    choose, plans_taken = chooser(tuner), []
+    backward = faster_backward(by_kernel, lambda *given: plans_taken.append(choose(*given)) or plans_taken[-1])
     given = arguments(groups=8)
-    backward(None, *given)
-    assert asked == [first_guess(given)]
-    assert not tuner.measured
-    allowed.append(True)
+    for _ in range(3):
+        backward(None, *given)
+    assert plans_taken == [first_guess(given)] * 3
+    assert len(budget.asked) == 1
+    budget.seconds, budget.turn = 1000, 1
     backward(None, *given)
     assert tuner.measured == 1
 
 
 def test_batches_of_about_the_same_size_share_a_choice():
-    tuner = Tuner(Choices(None), lambda spent: True)
+    tuner = Tuner(Choices(None), ALWAYS)
     backward = faster_backward(by_kernel, chooser(tuner))
     for images in (5, 8, 9):
         backward(None, *arguments(groups=8, images=images))
@@ -138,12 +139,14 @@ def test_batches_of_about_the_same_size_share_a_choice():
 
 
 def test_one_possible_plan_is_not_measured():
-    tuner = Tuner(Choices(None), lambda spent: pytest.fail("there is nothing to choose"))
+    budget = TimeFor(1000)
+    tuner = Tuner(Choices(None), budget)
     faster_backward(by_kernel, chooser(tuner))(None, *arguments(layout=torch.contiguous_format))
+    assert not budget.asked
 
 
 def test_choice_of_another_version_that_is_no_plan_here_counts_as_the_guess():
-    tuner = Tuner(Choices(None), lambda spent: True)
+    tuner = Tuner(Choices(None), ALWAYS)
     given = arguments(groups=8)
     faster_backward(by_kernel, chooser(tuner))(None, *given)
     ((key, choice),) = tuner.choices.all().items()

@@ -5,6 +5,7 @@ import torch
 
 from nano_loop.tuning.choices import Choices
 from nano_loop.tuning.tuner import Tuner, Ways, fastest
+from tuning.time_for import ALWAYS, TimeFor
 
 EXACT = torch.linspace(-1, 1, 64)
 
@@ -111,18 +112,18 @@ def test_short_ways_are_timed_more_often_than_long_ones(shop):
 
 
 def test_measures_once_and_takes_what_is_known(shop):
-    tuner = Tuner(Choices(None), lambda spent: True, shop.clock)
+    tuner = Tuner(Choices(None), ALWAYS, shop.clock)
     for _ in range(3):
         assert tuner.choose("key", "torchs", lambda: shop.ways(torchs=[0.004], other=[0.001])) == "other"
     assert tuner.measured == tuner.replaced == 1
-    again = Tuner(tuner.choices, lambda spent: True, shop.clock)
+    again = Tuner(tuner.choices, ALWAYS, shop.clock)
     assert again.choose("key", "torchs", lambda: pytest.fail("it is known")) == "other"
     assert not again.measured
 
 
 def test_nothing_is_measured_where_there_is_no_time_for_it(shop):
     asked = []
-    tuner = Tuner(Choices(None), lambda spent: asked.append(spent) or spent < 0.05, shop.clock)
+    tuner = Tuner(Choices(None), TimeFor(0.05, asked), shop.clock)
     ways = shop.ways(torchs=[0.04], other=[0.01])
     assert tuner.choose("one", "torchs", lambda: ways) == "other"
     assert tuner.choose("two", "torchs", lambda: ways) is None
@@ -131,7 +132,7 @@ def test_nothing_is_measured_where_there_is_no_time_for_it(shop):
 
 
 def test_measurement_inside_of_another_counts_once(shop):
-    tuner = Tuner(Choices(None), lambda spent: True, shop.clock)
+    tuner = Tuner(Choices(None), ALWAYS, shop.clock)
 
     def outer():
         tuner.choose("inner", "torchs", lambda: shop.ways(torchs=[0.004], other=[0.001]))
