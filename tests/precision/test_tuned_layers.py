@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from tuning.time_for import TimeFor
 
 from nano_loop.intercept.calls import Entries
+from nano_loop.precision import tuned_layers
 from nano_loop.precision.autocast import cpu_autocast
 from nano_loop.precision.tuned_layers import TunedLayers
 from nano_loop.tuning.choices import Choices
@@ -146,50 +147,63 @@ def test_without_gradients_the_forward_alone_is_measured(tuned):
     assert next(iter(tuner.choices.all())).endswith("forward")
 
 
-@pytest.mark.parametrize("times", [0, 1, 2, 3, 4])
+class Twice(nn.Module):
+    """Calls one layer under an activation checkpoint, and then again without."""
+
+    def __init__(self, reentrant, tuner):
+        super().__init__()
+        self.layer = nn.Linear(24, 24)
+        self.reentrant, self.tuner = reentrant, tuner
+
+    def forward(self, x):
+        first = checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        self.tuner.times, self.tuner.own_turn = 1000, 1  # what was not measured is now
+        return first + self.layer(x)
+
+
+@pytest.mark.parametrize("first", ["measured", "known", "not known"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_recomputes_as_the_forward_did_whenever_a_choice_is_made(tuned, reentrant, times):
-    """Three layers of one shape: a choice for one may be made between the forward of another and its second one."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
-            self.late = nn.Linear(24, 24)
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-            return self.late(x)
-
-    tuner = Deciding("fp32", times)
-    net = tuned(Net(), tuner)
-    for _ in range(2):
+def test_checkpoint_recomputes_as_its_forward_did_whenever_a_choice_is_made(tuned, reentrant, first):
+    """torch raises where the dtypes of a recomputation differ from those of the forward."""
+    tuner = Deciding("fp32", times={"measured": 1000, "known": 1000, "not known": 0}[first])
+    tuner.own_turn = 0
+    net = tuned(Twice(reentrant, tuner), tuner)
+    if first == "known":
         computed(net, torch.randn(5, 24))
-    tuner.found.clear()
+    taken = []
+    choose = tuner.choose
+
+    def choosing(*given):
+        taken.append(choose(*given))
+        return taken[-1]
+
+    tuner.choose = choosing
     computed(net, torch.randn(5, 24))
+    expected = {"measured": ["fp32"], "known": [], "not known": [None, "fp32"]}[first]
+    assert taken == expected + ["fp32"] * (reentrant and first == "measured")  # its forward is without gradients
 
 
-def test_choice_that_comes_from_rank_0_meanwhile_leaves_a_recomputation_as_it_was(tuned):
-    layer, tuner = nn.Linear(24, 24), Deciding("fp32", 0)
-    net = tuned(nn.Sequential(layer), tuner)
-    other = Deciding("fp32")
-    computed(tuned(copy.deepcopy(net), other), torch.randn(5, 24))
+def test_shape_that_is_forgotten_until_the_recomputation_computes_as_before(tuned, monkeypatch):
+    monkeypatch.setattr(tuned_layers, "_MOST_SHAPES", 1)
+    tuner = Deciding("fp32")
+    layer = nn.Linear(24, 24)
+    net = tuned(layer, tuner)
     x = torch.randn(5, 24, requires_grad=True)
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def forward(self, x):
-            return checkpoint(self.net, x, use_reentrant=False)
-
-    model = tuned(Checkpointed(), tuner)
-    out = model(x)
-    tuner.choices.take_over(other.choices.all())
+    out = tuned(Checkpointed(net), tuner)(x)
+    net(torch.randn(50, 24))
     out.float().sum().backward()
     assert x.grad is not None
+
+
+class Checkpointed(nn.Module):
+    """Calls a module under an activation checkpoint."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 def test_listed_operators_are_not_measured(tuned):
@@ -219,8 +233,6 @@ def test_without_time_a_call_asks_once_a_turn(tuned):
 
 
 def test_lengths_of_a_batch_share_choices_and_a_layer_remembers_few(tuned, monkeypatch):
-    from nano_loop.precision import tuned_layers
-
     monkeypatch.setattr(tuned_layers, "_MOST_SHAPES", 8)
     chosen, around = [], tuned_layers._Chosen
     monkeypatch.setattr(tuned_layers, "_Chosen", lambda *given: chosen.append(around(*given)) or chosen[-1])
