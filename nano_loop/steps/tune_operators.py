@@ -87,7 +87,9 @@ class TuneOperators(Step):
         self._known = len(choices)
         if self.ranks.rank == 0:
             self.undoing.callback(choices.save)
-        budget = Budget(measures=self.ranks.rank == 0)
+            budget = Budget(measures=True, at_turn=choices.save)  # now and then, for a run that is killed
+        else:
+            budget = Budget(measures=False)
         self.undoing.callback(budget.close)
         return Tuner(choices, budget)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -20,13 +21,16 @@ class Budget:
     ----------
     measures : bool
         Whether there is any.
+    at_turn : callable, optional
+        Is called when `turn` changes.
     """
 
-    def __init__(self, measures: bool) -> None:
+    def __init__(self, measures: bool, at_turn: Callable[[], None] = lambda: None) -> None:
         #: Changes when there may be time again for what had to wait, or choices of rank 0: the more steps there were,
         #: the more seldom, since to ask again takes time too.
         self.turn = 0
         self._measures = measures
+        self._at_turn = at_turn
         self._thread = threading.get_ident()
         self._first = self._last = 0.0
         self._steps = 0
@@ -55,4 +59,6 @@ class Budget:
             self._first = now
         self._last = now
         self._steps += 1
-        self.turn = self._steps.bit_length()
+        if self.turn != self._steps.bit_length():
+            self.turn = self._steps.bit_length()
+            self._at_turn()

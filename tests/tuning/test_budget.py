@@ -61,8 +61,10 @@ def test_others_measure_nothing(budget):
 
 def test_turns_become_longer(budget):
     opened, step = budget
-    turns = []
+    turns, called = [], []
+    opened._at_turn = lambda: called.append(opened.turn)
     for _ in range(16):
         step(1.0)
         turns.append(opened.turn)
     assert turns == [1, 2, 2, *[3] * 4, *[4] * 8, 5]
+    assert called == [1, 2, 3, 4, 5]
