@@ -16,7 +16,7 @@ PACKAGE = Path(nano_loop.__file__).parent
 ROOMS = (
     ("__init__", "__main__"),
     ("verification",),
-    ("torch_nano", "decorator", "accelerated", "cli", "lightning", "pytorch_lightning"),
+    ("torch_nano", "decorator", "context_manager", "cli", "lightning", "pytorch_lightning"),
     ("trainers",),
     ("run",),
     ("settings", "report_start"),

@@ -45,9 +45,9 @@ preload(origin["modules"], origin["folder"])
 tempfile.tempdir = None
 serve(control, origin["caller"], origin["idle"])
 """.replace("@UNFORKED@", str(UNFORKED))
-# They take about as long to import as torch. The caller has them if its loop uses an optimizer, which needs the first,
-# or is that of a `TorchNano`.
-ALL_MODULES = ("torch._dynamo", "nano_loop.torch_nano")
+# What workers need, and what takes long to import. The caller has the first if its loop uses an optimizer, the second
+# if it has used nano_loop, and the third if its loop is that of a `TorchNano`.
+ALL_MODULES = ("torch._dynamo", "nano_loop.run", "nano_loop.torch_nano")
 # They would put every process on the same CPUs, or stop a worker at a prompt.
 _NOT_FOR_WORKERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "PYTHONINSPECT")
 # They change from call to call, and nothing that Python or a library does when it starts depends on them.
