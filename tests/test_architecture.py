@@ -31,8 +31,8 @@ ROOMS = (
     ("options",),
     ("cpu", "environment"),
     ("option_checks",),
-    ("op_names",),
-    ("errors", "native_output", "precisions", "version"),
+    ("op_names", "exports"),
+    ("errors", "glibc", "native_output", "precisions", "version"),
 )
 
 # How many files may import what is likely to change or to vanish.
