@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import click
 
 from nano_loop.cli.doctor import doctor
+from nano_loop.cli.env import env
 from nano_loop.cli.refusal import refused
 from nano_loop.version import __version__
 
@@ -18,6 +19,7 @@ def app() -> None:
 
 
 app.add_command(doctor)
+app.add_command(env)
 
 
 def run_app(arguments: Sequence[str]) -> int:

@@ -25,14 +25,14 @@ def test_unknown_libraries_are_no_finding(found):
 
 @pytest.mark.parametrize("other", ["libiomp5.so", "libomp.so.5", "libomp-a1b2.so"])
 def test_two_openmp_runtimes_hurt(only, other):
-    finding = only(files=maps("/site/torch/lib/libgomp-a34b3233.so.1", f"/opt/lib/{other}"))
+    finding = only(files=maps("/site/torch/lib/libgomp-a34b3233.so.1", f"/intel/lib/{other}"))
     assert (finding.id, finding.hurts) == ("two-openmp", True)
     assert "GNU" in finding.what
 
 
 def test_preloaded_openmp_serves_the_other_ones_programs(found):
-    files = maps("/site/torch/lib/libgomp-a34b3233.so.1", "/opt/lib/libiomp5.so")
-    assert found(files=files, environ={"LD_PRELOAD": "/opt/lib/libiomp5.so"}) == []
+    files = maps("/site/torch/lib/libgomp-a34b3233.so.1", "/intel/lib/libiomp5.so")
+    assert found(files=files, environ={"LD_PRELOAD": "/intel/lib/libiomp5.so"}) == []
 
 
 def test_one_openmp_runtime_in_two_files_is_clean(found):

@@ -76,7 +76,7 @@ def test_binding_without_effect_is_clean(found, environ):
 
 
 def test_intels_binding_hurts_where_its_openmp_is_loaded(only):
-    files = {"/proc/self/maps": "7f00-7f01 r-xp 0 08:01 1    /opt/lib/libiomp5.so\n"}
+    files = {"/proc/self/maps": "7f00-7f01 r-xp 0 08:01 1    /intel/lib/libiomp5.so\n"}
     assert only(environ={"KMP_AFFINITY": "compact"}, files=files).id == "openmp-binding"
 
 
