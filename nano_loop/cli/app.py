@@ -9,6 +9,7 @@ import click
 from nano_loop.cli.doctor import doctor
 from nano_loop.cli.env import env
 from nano_loop.cli.refusal import refused
+from nano_loop.cli.run import run
 from nano_loop.version import __version__
 
 
@@ -20,6 +21,7 @@ def app() -> None:
 
 app.add_command(doctor)
 app.add_command(env)
+app.add_command(run)
 
 
 def run_app(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""How a command refuses bad input: one line on standard error, and one exit code."""
+"""How a command refuses bad input: one line on standard error for each fault, and one exit code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ BAD_INPUT = 2
 
 
 def refused(message: str) -> int:
-    """Print a message on standard error, and return the exit code of bad input."""
-    print(f"nano-loop: {message}", file=sys.stderr)
+    """Print each line of a message on standard error, and return the exit code of bad input."""
+    for line in message.splitlines():
+        print(f"nano-loop: {line}", file=sys.stderr)
     return BAD_INPUT
