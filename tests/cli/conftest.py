@@ -1,6 +1,8 @@
 """A recorded machine on which `doctor` finds nothing, to be changed by one thing at a time."""
 
 import dataclasses
+import functools
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,15 +23,25 @@ CLEAN = {
 }
 
 
+@pytest.fixture(scope="session")
+def machines(tmp_path_factory):
+    """Give a function that unpacks a recorded machine once, hundreds of files, and gives its root folder."""
+    return functools.cache(lambda name: unpack(f"{name}.txt", tmp_path_factory.mktemp(name)))
+
+
 @pytest.fixture
-def inspect(tmp_path):
+def inspect(tmp_path, machines):
     """Give a function that inspects the machine, with other files, another environment or other packages."""
 
     def inspect(files=None, environ=None, machine="epyc_9v74_azure", affinity=None, **replaced):
-        root = unpack(f"{machine}.txt", tmp_path / "root")
+        recorded, root = machines(machine), tmp_path / "root"
+        shutil.copytree(recorded / "proc", root / "proc")
+        shutil.copytree(recorded / "sys", root / "sys", ignore=shutil.ignore_patterns("devices"))
+        (root / "sys/devices").symlink_to(recorded / "sys/devices")
         for path, text in {**CLEAN, **(files or {})}.items():
             write(root, path, text)
         found = inspect_system(root, environ or {}, Host(affinity=affinity))
+        shutil.rmtree(root)
         return dataclasses.replace(found, **{"packages": PACKAGES, "requirements": {}, **replaced})
 
     return inspect
