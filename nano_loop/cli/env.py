@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import click
 
@@ -51,7 +50,7 @@ def env(undo: bool, shell: str | None, as_json: bool, preload: tuple[str, ...]) 
     _say(undo, now, before, kept)
 
 
-def _say(undo: bool, now: dict[str, Any], before: dict[str, str], kept: list[str]) -> None:
+def _say(undo: bool, now: dict[str, str], before: dict[str, str], kept: list[str]) -> None:
     if undo and EXPORTS not in now:
         click.echo("nano-loop: there is nothing to undo in this shell.", err=True)
     for name in kept:

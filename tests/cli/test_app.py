@@ -1,5 +1,8 @@
 """The commands: each has a help text with an example, and the option `--json`."""
 
+import subprocess
+import sys
+
 import pytest
 
 from nano_loop.cli.app import app
@@ -20,6 +23,16 @@ def test_help_has_an_example(name, flag, capsys):
     assert "Example" in out
     assert f"nano-loop {name}" in out.partition("Example")[2]
     assert "--json" in out
+
+
+def test_no_command_waits_for_torch():
+    calls = "; ".join(f"main({[*arguments]})" for arguments in (["env"], ["run", "--json", "--precision", "bf16", "-"]))
+    program = f"import sys; from nano_loop.cli.main import main; {calls}; sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0
+    assert "NANO_LOOP_ENV_BEFORE" in done.stdout
+    assert '"command": "run"' in done.stdout
 
 
 def test_ctrl_c_ends_with_the_code_of_a_shell(monkeypatch):

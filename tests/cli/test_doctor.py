@@ -57,7 +57,7 @@ def test_finding_that_hurts_is_printed_in_three_parts_and_sets_the_exit_code(on,
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "hurts  omp-num-threads-low: OMP_NUM_THREADS=1 is set" in out
-    assert "       why: 15 of them stay idle" in out
+    assert "       why: 15 cores stay idle" in out
     assert "       do:  Unset OMP_NUM_THREADS, or set it to 16" in out
     assert "note   malloc-arena-max" in out
 

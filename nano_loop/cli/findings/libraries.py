@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,9 @@ def preload_is_missing(inspected: Inspected) -> Iterator[Finding]:
     """Find an entry of LD_PRELOAD that the loader has left out."""
     loaded = {Path(library).name for library in inspected.libraries}
     for entry in preloaded(inspected.environ):
-        # A link and the file behind it have names that begin alike.
-        stem = Path(entry).name.partition(".so")[0]
-        if loaded and not any(name.startswith(stem) for name in loaded):
+        # A process has the file behind a link. On a recorded machine, its name begins like that of the link.
+        stems = {Path(each).name.partition(".so")[0] for each in (entry, os.path.realpath(entry))}
+        if loaded and not any(name.startswith(tuple(stems)) for name in loaded):
             yield Finding(
                 "preload-missing",
                 f"LD_PRELOAD names {entry}, which is not loaded",

@@ -34,7 +34,7 @@ def thread_count(inspected: Inspected) -> Iterator[Finding]:
             yield Finding(
                 f"{_id(name)}-low",
                 f"{name}={text} is set, and this process may use {best} cores",
-                f"{best - count} of them stay idle, since nano_loop keeps a number that a user has set",
+                f"{_idle(best - count)} idle, since nano_loop keeps a number that a user has set",
                 f"Unset {name}, or set it to {best}",
             )
         elif count > best:
@@ -83,6 +83,10 @@ def _is_without_effect(name: str, inspected: Inspected) -> bool:
 
 def _is_torchruns(name: str, inspected: Inspected) -> bool:
     return "TORCHELASTIC_RUN_ID" in inspected.environ and inspected.environ[name] == "1"
+
+
+def _idle(count: int) -> str:
+    return "1 core stays" if count == 1 else f"{count} cores stay"
 
 
 def _id(variable: str) -> str:

@@ -19,6 +19,10 @@ def _is_on(value: str) -> bool:
     return value.strip().lower() not in _OFF
 
 
+def _has_any(value: str, words: tuple[str, ...]) -> bool:
+    return any(word in value for word in words)
+
+
 class Variable(NamedTuple):
     """A variable that makes training slower.
 
@@ -43,11 +47,6 @@ SLOW = (
         lambda value: value.strip().lower() == "default",
         "torch's kernels do not use the CPU's vector instructions",
     ),
-    Variable(
-        ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
-        lambda value: value.strip().upper() not in ("", "DEFAULT", "ALL"),
-        "oneDNN uses no newer instruction sets than that, such as those for bf16",
-    ),
     Variable(("ONEDNN_VERBOSE", "DNNL_VERBOSE", "MKL_VERBOSE"), _is_on, "the library prints a line for each operation"),
     Variable(
         ("TORCH_DISTRIBUTED_DEBUG",),
@@ -56,9 +55,30 @@ SLOW = (
     ),
     Variable(("TORCH_COMPILE_DEBUG",), _is_on, "torch.compile writes each graph to files"),
     Variable(("TORCHDYNAMO_DISABLE",), _is_on, "torch.compile compiles nothing"),
-    Variable(("MALLOC_CHECK_", "MALLOC_PERTURB_"), _is_on, "the C library checks or fills memory at each allocation"),
+    Variable(("MALLOC_PERTURB_",), _is_on, "the C library fills memory at each allocation"),
     Variable(("PYTHONMALLOC",), lambda value: "debug" in value, "Python checks its memory at each allocation"),
 )
+
+_ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+# An instruction set is lost if the value has none of these words.
+_WORDS_FOR = {
+    "amx_tile": ("AMX",),
+    "avx512_bf16": ("BF16", "FP16", "AMX", "AVX10"),
+    "avx512f": ("AVX512", "AVX10"),
+    "avx2": ("AVX2", "AVX512", "AVX10"),
+}
+
+
+def limited_instruction_sets(inspected: Inspected) -> Iterator[Finding]:
+    """Find a limit by which oneDNN leaves out instruction sets of this CPU."""
+    for name in _ISA_LIMITS:
+        value = inspected.environ.get(name, "").strip().upper()
+        if value in ("", "DEFAULT", "ALL"):
+            continue
+        lost = [each for each, words in _WORDS_FOR.items() if inspected.has_any(each) and not _has_any(value, words)]
+        if lost:
+            why = f"oneDNN does not use {' and '.join(lost)}, which this CPU has"
+            yield Finding("slow-variable", f"{name}={inspected.environ[name]} is set", why, f"Unset {name}")
 
 
 def slow_variables(inspected: Inspected) -> Iterator[Finding]:
@@ -112,4 +132,4 @@ def few_arenas(inspected: Inspected) -> Iterator[Finding]:
         )
 
 
-FINDINGS = (refused_options, slow_variables, glibc_settings, few_arenas)
+FINDINGS = (refused_options, slow_variables, limited_instruction_sets, glibc_settings, few_arenas)

@@ -19,6 +19,12 @@ def test_preloaded_library_that_is_there_is_clean(found, preload):
     assert found(environ={"LD_PRELOAD": preload}, files=maps("/usr/lib/libjemalloc.so.2")) == []
 
 
+def test_link_of_another_name_is_clean(found, tmp_path):
+    link = tmp_path / "allocator.so"
+    link.symlink_to(tmp_path / "libjemalloc.so.2")
+    assert found(environ={"LD_PRELOAD": str(link)}, files=maps("/usr/lib/libjemalloc.so.2")) == []
+
+
 def test_unknown_libraries_are_no_finding(found):
     assert found(environ={"LD_PRELOAD": "libjemalloc.so.2"}, files={"/proc/self/maps": ""}) == []
 

@@ -11,8 +11,8 @@ QUOTA = {"/sys/fs/cgroup/cpu.max": "200000 100000\n"}
 @pytest.mark.parametrize(
     ("value", "ending", "words"),
     [
-        ("1", "low", "15 of them stay idle"),
-        ("8,2", "low", "8 of them stay idle"),
+        ("1", "low", "15 cores stay idle"),
+        ("15,2", "low", "1 core stays idle"),
         ("32", "high", "wait for each other"),
         ("many", "unreadable", "no number"),
         ("0", "unreadable", "no number"),

@@ -5,14 +5,13 @@ import pytest
 SLOW = {
     "ATEN_CPU_CAPABILITY": ("default", "avx512"),
     "ONEDNN_MAX_CPU_ISA": ("AVX2", "ALL"),
-    "DNNL_MAX_CPU_ISA": ("AVX512_CORE", "default"),
+    "DNNL_MAX_CPU_ISA": ("avx512_core_vnni", "AVX512_CORE_AMX"),
     "ONEDNN_VERBOSE": ("1", "0"),
     "DNNL_VERBOSE": ("2", "none"),
     "MKL_VERBOSE": ("1", "0"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "OFF"),
     "TORCH_COMPILE_DEBUG": ("1", "0"),
     "TORCHDYNAMO_DISABLE": ("1", "0"),
-    "MALLOC_CHECK_": ("3", "0"),
     "MALLOC_PERTURB_": ("165", ""),
     "PYTHONMALLOC": ("malloc_debug", "malloc"),
 }
@@ -25,6 +24,11 @@ def test_variable_for_debugging_hurts(only, found, name):
     assert (finding.id, finding.hurts) == ("slow-variable", True)
     assert finding.what == f"{name}={bad} is set"
     assert found(environ={name: good}) == []
+
+
+def test_limit_names_what_is_lost(only):
+    assert "avx512_bf16 and avx512f, which" in only(environ={"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}).why
+    assert "use avx512_bf16, which" in only(environ={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}).why
 
 
 def test_misspelled_option_hurts_and_the_right_name_is_said(only):
