@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from nano_loop.exports import EXPORTS
 from nano_loop.option_checks import Check, RefusedValueError
 
 #: Has the secret of a launch on several hosts, and is no option; see docs/security.md.
@@ -41,7 +42,7 @@ def read_options(
     """
     variables = {variable_of(option): option for option in checks}
     found, unknown = {}, {}
-    for name in sorted(each for each in environ if each.upper().startswith(_PREFIX) and each != SECRET):
+    for name in sorted(each for each in environ if each.upper().startswith(_PREFIX) and each not in (SECRET, EXPORTS)):
         # A mistyped secret is in no message.
         text = f"{name}=..." if "SECRET" in name.upper() else f"{name}={environ[name]}"
         if name in variables:

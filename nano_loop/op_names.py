@@ -9,8 +9,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nano_loop.errors import problem
 
 #: What CUDA's autocast runs in fp32 and the CPU's does not.
@@ -67,6 +65,8 @@ def operators_of(name: str) -> tuple[str, ...]:
 
 def overloads_of(operator: str) -> list[tuple[str, Any]]:
     """Return the names of the overloads of an operator, as kernels are registered for them, with the overloads."""
+    import torch  # here, as below: the presets above are read without torch
+
     packet, _, overload = operator.partition(".")
     names = [overload] if overload else _overloads(packet)
     found = getattr(torch.ops.aten, packet)
@@ -99,6 +99,8 @@ def unknown(names: Collection[str]) -> list[str]:
 def _overloads(packet: str) -> list[str]:
     if not packet.isidentifier():
         return []
+    import torch
+
     overloads = getattr(getattr(torch.ops.aten, packet, None), "overloads", None)
     return list(overloads()) if callable(overloads) else []
 
@@ -106,6 +108,8 @@ def _overloads(packet: str) -> list[str]:
 @functools.cache
 def _written() -> list[str]:
     """Return the names of operators that people write."""
+    import torch
+
     places = (torch, torch.nn.functional, torch.Tensor)
     names = {each for place in places for each in dir(place) if not each.startswith("_")}
     return sorted({each for each in names if _overloads(each)} | {*_OTHER_NAMES})

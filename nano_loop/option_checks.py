@@ -10,8 +10,6 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed
-
 from nano_loop.errors import problem, shown
 from nano_loop.op_names import PRESETS, operators_of, overloads_of, read_names, unknown
 from nano_loop.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
@@ -78,6 +76,8 @@ def process_group_backend(value: Any) -> str | None:
 
 
 def _has_backend(name: str) -> bool:
+    import torch.distributed  # here, as everywhere below: most options are checked without torch
+
     if not torch.distributed.is_available() or name in (torch.distributed.Backend.UNDEFINED, _OURS):
         return False
     return name in torch.distributed.Backend.backend_list and torch.distributed.is_backend_available(name)
@@ -110,6 +110,8 @@ def compile_arguments(value: Any) -> bool | dict[str, Any]:
     """Accept True, False and a dict of arguments of `torch.compile`, which is copied."""
     if isinstance(value, bool):
         return value
+    import torch
+
     arguments = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     if isinstance(value, dict) and value and set(value) <= set(arguments):
         return dict(value)

@@ -1,4 +1,7 @@
-"""The options: name, type, default, check and help of each. Signatures and docstrings are generated from them."""
+"""The options: name, type, default, check and help of each. Signatures and docstrings are generated from them.
+
+It does not import torch, so that the command line knows the options at once.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
-
-import torch
 
 from nano_loop import option_checks as checks
 from nano_loop.cpu import Machine
@@ -265,7 +266,7 @@ class Options:
     @property
     def reduced_precision(self) -> bool:
         """Whether models compute in bf16. Call `resolved` first."""
-        return self.kind.compute is torch.bfloat16
+        return self.kind.compute_name == "bfloat16"
 
     @property
     def kind(self) -> PrecisionKind:

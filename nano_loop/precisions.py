@@ -1,14 +1,16 @@
 """The precisions, in one table: in which dtypes parameters, products and inputs are, and whether gradients are scaled.
 
 The steps, Fabric's side, Lightning's side and the documentation read it. Outputs of models are fp32 in each of them, so
-that losses and metrics need no change.
+that losses and metrics need no change. dtypes are in the table by name, so that reading it does not import torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,11 @@ class PrecisionKind:
     ----------
     name : str
         Fabric's name of it.
-    parameters : torch.dtype or None
-        What floating-point parameters, buffers and inputs are cast to for the run. None: they stay as they are.
-    autocast : torch.dtype or None
-        What autocast casts the inputs of matrix products and convolutions to. None: no autocast.
+    parameters_name : str or None
+        The dtype to which floating-point parameters, buffers and inputs are cast for the run. None: they stay as they
+        are.
+    autocast_name : str or None
+        The dtype to which autocast casts the inputs of matrix products and convolutions. None: no autocast.
     scaled : bool
         Whether gradients are scaled inside the model, since small ones are zero in its dtype.
     summary : str
@@ -30,15 +33,37 @@ class PrecisionKind:
     """
 
     name: str
-    parameters: torch.dtype | None = None
-    autocast: torch.dtype | None = None
+    parameters_name: str | None = None
+    autocast_name: str | None = None
     scaled: bool = False
     summary: str = ""
 
     @property
+    def compute_name(self) -> str:
+        """The name of the dtype in which models compute matrix products."""
+        return self.autocast_name or self.parameters_name or "float32"
+
+    @property
+    def parameters(self) -> torch.dtype | None:
+        """The dtype of `parameters_name`."""
+        return None if self.parameters_name is None else _dtype(self.parameters_name)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of `autocast_name`."""
+        return None if self.autocast_name is None else _dtype(self.autocast_name)
+
+    @property
     def compute(self) -> torch.dtype:
-        """The dtype in which models compute matrix products."""
-        return self.autocast or self.parameters or torch.float32
+        """The dtype of `compute_name`."""
+        return _dtype(self.compute_name)
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 #: By the name that Fabric and Lightning have for each.
@@ -46,11 +71,11 @@ PRECISIONS = {
     each.name: each
     for each in (
         PrecisionKind("32-true"),
-        PrecisionKind("64-true", parameters=torch.float64, summary="parameters and inputs fp64, outputs fp32"),
-        PrecisionKind("bf16-mixed", autocast=torch.bfloat16, summary="bf16 autocast, outputs fp32"),
-        PrecisionKind("bf16-true", parameters=torch.bfloat16, summary="parameters and inputs bf16, outputs fp32"),
+        PrecisionKind("64-true", parameters_name="float64", summary="parameters and inputs fp64, outputs fp32"),
+        PrecisionKind("bf16-mixed", autocast_name="bfloat16", summary="bf16 autocast, outputs fp32"),
+        PrecisionKind("bf16-true", parameters_name="bfloat16", summary="parameters and inputs bf16, outputs fp32"),
         PrecisionKind(
-            "16-mixed", autocast=torch.float16, scaled=True, summary="fp16 autocast, outputs fp32, scaled gradients"
+            "16-mixed", autocast_name="float16", scaled=True, summary="fp16 autocast, outputs fp32, scaled gradients"
         ),
     )
 }

@@ -16,7 +16,7 @@ PACKAGE = Path(nano_loop.__file__).parent
 ROOMS = (
     ("__init__", "__main__"),
     ("verification",),
-    ("torch_nano", "decorator", "accelerated", "cli", "lightning", "pytorch_lightning"),
+    ("torch_nano", "decorator", "context_manager", "cli", "lightning", "pytorch_lightning"),
     ("trainers",),
     ("run",),
     ("settings", "report_start"),
@@ -32,8 +32,8 @@ ROOMS = (
     ("options",),
     ("cpu", "environment"),
     ("option_checks",),
-    ("op_names",),
-    ("cache_folder", "errors", "native_output", "precisions", "version"),
+    ("op_names", "exports"),
+    ("cache_folder", "errors", "glibc", "native_output", "precisions", "version"),
 )
 
 # How many files may import what is likely to change or to vanish.

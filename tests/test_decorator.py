@@ -585,7 +585,7 @@ def test_inner_call_s_end_leaves_the_outer_one_s_allocator_settings(monkeypatch)
         seen.append(settings[-1])
 
     outer(Net())
-    assert seen == [allocator._SETTINGS]
+    assert seen == [allocator.SETTINGS]
     assert settings[-1] == allocator._LEFT
 
 

@@ -12,7 +12,7 @@ import nano_loop
 NAMES = {each.name for each in pkgutil.walk_packages(nano_loop.__path__, "nano_loop.")}
 MODULES = sorted(NAMES - {"nano_loop.lightning", "nano_loop.pytorch_lightning"})
 WITH_EXAMPLES = (
-    *("nano_loop.accelerated", "nano_loop.decorator", "nano_loop.distributed.collectives", "nano_loop.optim"),
+    *("nano_loop.context_manager", "nano_loop.decorator", "nano_loop.distributed.collectives", "nano_loop.optim"),
     *(
         "nano_loop.precision.autocast",
         "nano_loop.precision.default_ops",

@@ -1,11 +1,17 @@
 """Importing nano_loop changes nothing: compared in fresh interpreters, before the import and after it."""
 
+import ast
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+
+import nano_loop
 
 # Runs in an interpreter of its own: records the process, does what it is given, and records it again.
 PROGRAM = """
@@ -150,7 +156,8 @@ def run(folder, before, doing):
     "user", [pytest.param(each, marks=[pytest.mark.slow] * (each == "Fabric was imported")) for each in USERS]
 )
 def test_import_changes_nothing_and_says_nothing(tmp_path, user):
-    done, changed = run(tmp_path, USERS[user], "import nano_loop")
+    doing = "import nano_loop; nano_loop.nano, nano_loop.verify, nano_loop.optim, nano_loop.is_global_zero"
+    done, changed = run(tmp_path, USERS[user], doing)
     assert changed == {}
     assert (done.stdout, done.stderr) == ("", "")
 
@@ -190,6 +197,51 @@ thread.start()
     _, changed = run(tmp_path, "", doing)
     seen = {"environment", "intra-op threads", "classes", "torch functions", "warnings filters", "random", "signals"}
     assert set(changed) == seen | {"loggers", "children", "affinity", "threads of Python"}
+
+
+def imports_only(statement, *unwanted):
+    """Run a statement in an interpreter of its own, and fail if one of the modules is there afterwards."""
+    program = f"import sys; {statement}; sys.exit(' '.join({{*{unwanted}}} & {{*sys.modules}}) or None)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_import_waits_for_no_torch_and_needs_no_library_of_the_command_line():
+    imports_only("import nano_loop; nano_loop.NanoError, dir(nano_loop)", "torch", "numpy", "lightning_fabric", "click")
+
+
+def test_options_are_read_without_torch():
+    reading = "Options.from_call({}, {'NANO_LOOP_PRECISION': 'bf16'}).reduced_precision or 1 / 0"
+    imports_only(f"from nano_loop.options import Options; {reading}", "torch")
+
+
+def names_for_type_checkers():
+    tree = ast.parse(Path(nano_loop.__file__).read_text())
+    (block,) = (each for each in tree.body if isinstance(each, ast.If))
+    return {alias.name: each.module for each in block.body for alias in each.names}
+
+
+def test_public_names_are_those_of_type_checkers_and_each_is_that_of_its_module():
+    declared = names_for_type_checkers()
+    eager = {"NanoConfigError", "NanoError", "NanoWarning", "NanoWorkerError", "__version__"}
+    assert {*declared} | eager == {*nano_loop.__all__} <= {*dir(nano_loop)}
+    assert declared.pop("optim") == "nano_loop"
+    assert nano_loop.optim is importlib.import_module("nano_loop.optim")
+    for name, module in declared.items():
+        assert getattr(nano_loop, name) is getattr(importlib.import_module(module), name)
+        assert nano_loop.__getattr__(name) is getattr(nano_loop, name)
+
+
+def test_no_module_takes_the_place_of_a_public_name():
+    modules = {each.name for each in pkgutil.iter_modules(nano_loop.__path__)}
+    assert modules & {*nano_loop.__all__} == {"optim"}
+
+
+def test_unknown_name_raises_what_python_raises():
+    with pytest.raises(AttributeError, match="module 'nano_loop' has no attribute 'torchnano'"):
+        nano_loop.torchnano  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'torchnano' from 'nano_loop'"):
+        from nano_loop import torchnano  # noqa: F401
 
 
 def test_public_names_are_all_there_and_fabric_is_the_user_s_own():

@@ -188,7 +188,7 @@ def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for name in BUILD_INPUTS:
         shutil.copy(ROOT / name, source)
-    for name in ("nano_loop", "tests"):
+    for name in ("nano_loop", "scripts", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     target = tmp_path_factory.mktemp("wheels")
     options = ("-qq", "--no-deps", "--no-build-isolation", "-w", target)
@@ -201,7 +201,9 @@ def wheel(tmp_path_factory):
 def test_wheel_holds_every_module_and_nothing_else(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "nano_loop").rglob("*.py")}
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert held == modules | {"nano_loop/py.typed", "nano_loop/kernels/bernoulli.c"}
+    script = f"nano_loop-{nano_loop.__version__}.data/scripts/nano-loop-init"
+    assert held == modules | {"nano_loop/py.typed", "nano_loop/kernels/bernoulli.c", script}
+    assert wheel.read(script) == (ROOT / "scripts/nano-loop-init").read_bytes()
 
 
 def test_wheel_says_what_it_is(wheel):

@@ -1,4 +1,4 @@
-"""The limits of control groups on this process: a quota of CPU time, and a set of CPUs.
+"""The limits of control groups on this process: a quota of CPU time, a set of CPUs, and memory.
 
 The limits of all ancestors apply too, so limits are read from the process's own cgroup up to the root. Version 1,
 version 2 and hybrid set-ups are read in the same way: ``/proc/self/cgroup`` names the cgroup of the process, and
@@ -31,6 +31,7 @@ USUAL_MOUNTS = (
     Mount("/sys/fs/cgroup/cpu", "/", frozenset({"cpu"})),
     Mount("/sys/fs/cgroup/cpu,cpuacct", "/", frozenset({"cpu"})),
     Mount("/sys/fs/cgroup/cpuset", "/", frozenset({"cpuset"})),
+    Mount("/sys/fs/cgroup/memory", "/", frozenset({"memory"})),
 )
 
 
@@ -48,6 +49,13 @@ def read_cpuset(tree: Tree) -> tuple[int, ...]:
             if cpus := tree.cpu_list(f"{folder}/{name}"):
                 return cpus
     return ()
+
+
+def read_memory_limit(tree: Tree) -> int | None:
+    """Return the bytes of memory that this process and others of its cgroups may use, or None if there is no limit."""
+    names = ("memory.max", "memory.limit_in_bytes")  # without a limit: the word max, and a number of 19 digits
+    limits = [tree.number(f"{folder}/{name}") for folder in _folders(tree, "memory") for name in names]
+    return min((limit for limit in limits if limit is not None and limit > 0), default=None)
 
 
 def _folder_quota(tree: Tree, folder: str) -> float | None:

@@ -1,33 +1,33 @@
-"""Makes the C library keep freed memory, so that a training step does not fault its pages in again.
-
-By default, glibc returns every large block to the kernel when it is freed, and the next step faults it in again, page
-by page. With these three settings, a small CNN went from about 8,500 to 200 page faults per step.
-"""
+"""Makes the C library keep freed memory, so that a training step does not fault its pages in again."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nano_loop.glibc import (
+    MMAP_THRESHOLD,
+    SETTINGS,
+    TOP_PAD,
+    TRIM_THRESHOLD,
+    USERS_OWN,
+    is_glibc,
+    keeps_freed_memory,
+)
 from nano_loop.intercept.registry import shared_change
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
-# From malloc.h.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_SETTINGS = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: -1, _TOP_PAD: 1 << 26}  # -1: never trim
 # The settings after a run. By default, glibc raises its thresholds dynamically as large blocks are freed. The first
 # call of mallopt disables this. These values are the highest that glibc would reach (DEFAULT_MMAP_THRESHOLD_MAX, and
 # twice that), so no block size becomes slower. With the documented defaults of 128 KiB, loops over tensors of 4 to
 # 31 MB were 2 to 5 times as slow after a run as before it.
-_LEFT = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 128 << 10}
+_LEFT = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 64 << 20, TOP_PAD: 128 << 10}
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
-_USERS_OWN = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 class Allocator(Step):
@@ -43,29 +43,24 @@ class Allocator(Step):
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
-        if not _is_glibc():
+        if not is_glibc():
             return "the C library is not glibc"
         other = _allocator_of_this_process()
         if other:
             return f"{other} is loaded instead of glibc's"
-        for variable in _USERS_OWN:
+        if keeps_freed_memory(os.environ):
+            return None
+        for variable in USERS_OWN:
             if variable in os.environ:
                 return f"{variable} is set, and stays in force"
         return None
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
+        if keeps_freed_memory(os.environ):
+            return "glibc keeps freed memory, by its environment variables"
         self.undoing.enter_context(shared_change(_kept_memory, _kept_memory))
         return "glibc keeps freed memory"
-
-
-def _is_glibc() -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (ValueError, OSError):  # musl does not know the name
-        return False
 
 
 @functools.cache
@@ -91,7 +86,7 @@ def _set(values: dict[int, int]) -> None:
 
 @contextmanager
 def _kept_memory() -> Iterator[None]:
-    _set(_SETTINGS)
+    _set(SETTINGS)
     try:
         yield
     finally:

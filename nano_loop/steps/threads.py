@@ -10,6 +10,7 @@ import os
 
 import torch
 
+from nano_loop.exports import is_exported
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
@@ -29,9 +30,9 @@ class Threads(Step):
         """See `Step.skip_reason`."""
         count, wanted = torch.get_num_threads(), self.machine.num_threads
         for variable in _USERS_OWN:
-            if variable in os.environ and not _is_torchruns(variable):
+            if variable in os.environ and _is_users(variable):
                 return f"{variable}={os.environ[variable]} is set, and stays in force"
-        if count < wanted and not _is_torchruns("OMP_NUM_THREADS"):
+        if count < wanted and _is_users("OMP_NUM_THREADS"):
             return f"torch was set to {count}, fewer than the {wanted} physical cores"
         return None
 
@@ -45,6 +46,10 @@ class Threads(Step):
         return f"{wanted}, one a physical core (torch had {count})"
 
 
-def _is_torchruns(variable: str) -> bool:
-    """Whether torchrun set the thread count, rather than the user. With several processes, torchrun sets it to 1."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and (variable, os.environ.get(variable)) == ("OMP_NUM_THREADS", "1")
+def _is_users(variable: str) -> bool:
+    """Whether the user chose the thread count, and not torchrun or `nano-loop env`.
+
+    With several processes, torchrun sets it to 1. `nano-loop env` sets it to the cores of the whole host.
+    """
+    torchruns = "TORCHELASTIC_RUN_ID" in os.environ and (variable, os.environ.get(variable)) == ("OMP_NUM_THREADS", "1")
+    return not torchruns and not is_exported(variable, os.environ)

@@ -125,7 +125,7 @@ def fastest(ways: Ways, guess: str, clock: Callable[[], float] = time.perf_count
     """Time ways in turn, and return the choice.
 
     A way that is less exact than torch's is left out, and one that is far slower than another is timed no further. On a
-    busy machine, any way may be disturbed. So another way than the guess is chosen only if it was faster nearly each time.
+    busy machine, any way may be disturbed, so a way replaces the guess only if it was faster nearly each time.
     """
     in_time = _as_exact(ways)
     guess = guess if guess in in_time else ways.torchs

@@ -7,11 +7,12 @@ import textwrap
 
 import pytest
 
+from nano_loop import glibc
 from nano_loop.parts import Parts
 from nano_loop.steps import allocator
 from nano_loop.steps.allocator import Allocator
 
-GLIBC = pytest.mark.skipif(not allocator._is_glibc(), reason="it is about glibc")
+GLIBC = pytest.mark.skipif(not glibc.is_glibc(), reason="it is about glibc")
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_thresholds_are_set_and_glibcs_own_highest_ones_are_left(step, settings)
     made = step(Allocator)
     made.apply(Parts())
     made.undo()
-    assert settings == [allocator._SETTINGS, allocator._LEFT]
+    assert settings == [glibc.SETTINGS, allocator._LEFT]
 
 
 def test_thresholds_stay_until_the_last_run_has_ended(step, settings):
@@ -34,15 +35,28 @@ def test_thresholds_stay_until_the_last_run_has_ended(step, settings):
     first.apply(Parts())
     second.apply(Parts())
     first.undo()
-    assert settings == [allocator._SETTINGS]
+    assert settings == [glibc.SETTINGS]
     second.undo()
-    assert settings == [allocator._SETTINGS, allocator._LEFT]
+    assert settings == [glibc.SETTINGS, allocator._LEFT]
 
 
 @pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
 def test_users_own_settings_stay(step, monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
     assert variable in step(Allocator).skip_reason(Parts())
+
+
+def test_what_the_command_line_has_exported_is_no_reason_and_changes_nothing(step, monkeypatch, settings):
+    for name, value in glibc.SETTINGS_AS_VARIABLES.items():
+        assert name in glibc.USERS_OWN
+        monkeypatch.setenv(name, value)
+    made = step(Allocator)
+    assert made.skip_reason(Parts()) is None
+    assert made.apply(Parts()) == "glibc keeps freed memory, by its environment variables"
+    made.undo()
+    assert settings == []
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    assert "is set, and stays in force" in made.skip_reason(Parts())
 
 
 def test_other_allocators_are_recognised(tmp_path):
@@ -56,7 +70,7 @@ def test_other_allocators_are_recognised(tmp_path):
 
 
 def test_another_c_library_is_a_reason(step, monkeypatch):
-    monkeypatch.setattr(allocator, "_is_glibc", lambda: False)
+    monkeypatch.setattr(allocator, "is_glibc", lambda: False)
     assert "glibc" in step(Allocator).skip_reason(Parts())
 
 
@@ -65,7 +79,7 @@ def test_musl_which_does_not_know_the_name_is_no_glibc(monkeypatch):
         raise ValueError(name)
 
     monkeypatch.setattr(os, "confstr", confstr)
-    assert not allocator._is_glibc()
+    assert not glibc.is_glibc()
 
 
 @GLIBC
@@ -73,6 +87,7 @@ def test_a_repeated_large_allocation_stops_faulting():
     """In a process of its own: glibc adjusts itself to what this one has allocated before."""
     script = """
         import resource, torch
+        from nano_loop import glibc
         from nano_loop.steps import allocator
 
         def faults():
@@ -82,7 +97,7 @@ def test_a_repeated_large_allocation_stops_faulting():
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
         plain = faults()
-        allocator._set(allocator._SETTINGS)
+        allocator._set(glibc.SETTINGS)
         faults()
         print(plain, faults())
     """

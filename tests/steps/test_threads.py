@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nano_loop.exports import EXPORTS, Exports
 from nano_loop.parts import Parts
 from nano_loop.steps.threads import Threads
 
@@ -39,3 +40,12 @@ def test_fewer_threads_that_the_user_set_stay(step, machine):
 def test_users_environment_stays_in_force(step, machine, monkeypatch, variable):
     monkeypatch.setenv(variable, "4")
     assert f"{variable}=4" in step(Threads, on=machine(cores=2)).skip_reason(Parts())
+
+
+def test_count_that_the_command_line_has_exported_is_lowered_to_a_ranks_share(step, machine, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    monkeypatch.setenv(EXPORTS, Exports({"OMP_NUM_THREADS": None}, {"OMP_NUM_THREADS": "4"}).encoded())
+    made = step(Threads, on=machine(cores=2))
+    assert made.skip_reason(Parts()) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # by the user, afterwards
+    assert "OMP_NUM_THREADS=3 is set" in made.skip_reason(Parts())

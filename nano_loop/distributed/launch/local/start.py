@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nano_loop.distributed.launch.external.environment import without_launch
 from nano_loop.distributed.seat import Seat
+from nano_loop.exports import is_exported
 
 #: Exit code of the first process where the system refuses the second; that of a temporary failure in sysexits.h.
 UNFORKED = 75
@@ -45,14 +46,15 @@ preload(origin["modules"], origin["folder"])
 tempfile.tempdir = None
 serve(control, origin["caller"], origin["idle"])
 """.replace("@UNFORKED@", str(UNFORKED))
-# They take about as long to import as torch. The caller has them if its loop uses an optimizer, which needs the first,
-# or is that of a `TorchNano`.
-ALL_MODULES = ("torch._dynamo", "nano_loop.torch_nano")
+# What workers need, and what takes long to import. The caller has the first if its loop uses an optimizer, the second
+# if it has used nano_loop, and the third if its loop is that of a `TorchNano`.
+ALL_MODULES = ("torch._dynamo", "nano_loop.run", "nano_loop.torch_nano")
 # They would put every process on the same CPUs, or stop a worker at a prompt.
 _NOT_FOR_WORKERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "PYTHONINSPECT")
 # They change from call to call, and nothing that Python or a library does when it starts depends on them.
 # torch._dynamo sets the last when it is imported, and reads it when it compiles.
 _VOLATILE = ("PYTEST_CURRENT_TEST", "OLDPWD", "PWD", "SHLVL", "_", "TORCHINDUCTOR_CACHE_DIR")
+_THREADS = "OMP_NUM_THREADS"
 _FLAGS = (
     ("optimize", "-O"),  # else an assert would fail on one rank alone
     ("isolated", "-I"),
@@ -183,7 +185,9 @@ def modules_to_import() -> list[str]:
 def environment_of(seat: Seat, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a seat's worker, where the caller has `environ`."""
     kept = {name: value for name, value in without_launch(environ).items() if name not in _NOT_FOR_WORKERS}
-    defaults = {"OMP_NUM_THREADS": str(seat.machine.num_threads), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0"}
+    if is_exported(_THREADS, environ):  # by `nano-loop env`, for the cores of all ranks together
+        del kept[_THREADS]
+    defaults = {_THREADS: str(seat.machine.num_threads), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0"}
     return {**defaults, **kept}
 
 

@@ -1,0 +1,158 @@
+"""`nano-loop doctor`: what this machine offers, what this process may use of it, and what slows training down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from nano_loop.cli.findings import Finding, findings_of
+from nano_loop.cli.findings.memory import in_words
+from nano_loop.cli.inspected import Inspected, inspect_system, python_version
+from nano_loop.cli.libraries import allocators_of, openmp_of
+from nano_loop.cli.output import print_json, styled
+from nano_loop.cli.torch_inspected import inspect_torch
+from nano_loop.cpu import format_cpu_list
+from nano_loop.version import __version__
+
+#: Names of instruction sets that matter to training, as Linux has them.
+INSTRUCTION_SETS = {
+    "x86_64": ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16"),
+    "aarch64": ("asimd", "asimdhp", "sve", "sve2", "bf16", "i8mm"),
+}
+_WIDTH = len("shared memory")
+
+
+@click.command(epilog="Example: nano-loop doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
+@click.option("--torch", "with_torch", is_flag=True, help="Also import torch, in another process: takes seconds.")
+def doctor(as_json: bool, with_torch: bool) -> int:
+    """Show the machine, what this process may use of it, and what slows training down.
+
+    The exit code is 1 if a finding hurts, and 0 otherwise.
+    """
+    inspected = inspect_system(torch=inspect_torch() if with_torch else None)
+    found = findings_of(inspected)
+    if as_json:
+        print_json("doctor", facts=facts_of(inspected), findings=[each.as_dict() for each in found])
+    else:
+        click.echo("\n".join(_lines(inspected, found)))
+    return int(any(finding.hurts for finding in found))
+
+
+def facts_of(inspected: Inspected) -> dict[str, Any]:
+    """Return what was read, as plain data for JSON."""
+    machine, memory = inspected.machine, inspected.memory
+    return {
+        "nano_loop": __version__,
+        "python": python_version(),
+        "cpu": {
+            "name": machine.name,
+            "architecture": machine.architecture,
+            "instruction_sets": _instruction_sets(inspected),
+            "fast_bf16": machine.has_fast_bf16,
+            "fast_fp16": machine.has_fast_fp16,
+            "sockets": len({cpu.package for cpu in machine.logical_cpus}),
+            "numa_nodes": len({cpu.numa_node for cpu in machine.logical_cpus}),
+            "cores": len({cpu.physical_core for cpu in machine.logical_cpus}),
+            "logical_cpus": len(machine.logical_cpus),
+        },
+        "usable": {
+            "logical_cpus": list(machine.allowed),
+            "cores": len(machine.physical_cores),
+            "affinity": None if inspected.affinity is None else sorted(inspected.affinity),
+            "cpuset": list(inspected.cpuset) or None,
+            "quota": machine.quota,
+            "num_threads": machine.num_threads,
+        },
+        "memory": {
+            "total": memory.total,
+            "available": memory.available,
+            "limit": memory.limit,
+            "shared": memory.shared,
+            "huge_pages": memory.huge_pages or None,
+        },
+        "libraries": {
+            "allocators": list(allocators_of(inspected.libraries)),
+            "openmp": list(openmp_of(inspected.libraries)),
+        },
+        "packages": dict(inspected.packages),
+        "torch": dict(inspected.torch) or None,
+    }
+
+
+def _lines(inspected: Inspected, found: list[Finding]) -> Iterator[str]:
+    yield styled(f"nano_loop {__version__} · Python {python_version()}", bold=True)
+    for name, text in _table(inspected):
+        yield f"  {name:<{_WIDTH}}  {text}"
+    yield ""
+    if not found:
+        yield styled("Nothing was found that slows training down.", fg="green")
+    for finding in found:
+        label = styled("hurts", fg="red") if finding.hurts else styled("note ", fg="yellow")
+        yield f"{label}  {styled(finding.id, bold=True)}: {finding.what}"
+        yield f"       why: {finding.why}"
+        yield f"       do:  {finding.advice}"
+
+
+def _table(inspected: Inspected) -> Iterator[tuple[str, str]]:
+    machine = inspected.machine
+    yield "CPU", f"{machine.name}, {machine.architecture}"
+    yield "instructions", ", ".join(_instruction_sets(inspected)) or "unknown"
+    yield "cores", _cores(inspected)
+    yield "usable", _usable(inspected)
+    yield "memory", _memory(inspected)
+    yield "shared memory", "unknown" if inspected.memory.shared is None else in_words(inspected.memory.shared)
+    yield "huge pages", inspected.memory.huge_pages or "unknown"
+    yield "allocator", " and ".join(allocators_of(inspected.libraries)) or "that of the C library"
+    yield "OpenMP", _openmp(inspected)
+    yield "packages", ", ".join(f"{name} {version}" for name, version in inspected.packages.items()) or "none"
+    if inspected.torch:
+        said = inspected.torch
+        yield "torch", f"oneDNN {said['onednn']}, {said['cpu_capability']}, {said['num_threads']} threads"
+
+
+def _instruction_sets(inspected: Inspected) -> list[str]:
+    kind = "aarch64" if inspected.machine.architecture in ("aarch64", "arm64") else "x86_64"
+    return [name for name in INSTRUCTION_SETS[kind] if inspected.has_any(name)]
+
+
+def _cores(inspected: Inspected) -> str:
+    cpus = inspected.machine.logical_cpus
+    cores = len({cpu.physical_core for cpu in cpus})
+    parts = [
+        _counted(len({cpu.package for cpu in cpus}), "socket"),
+        _counted(len({cpu.numa_node for cpu in cpus}), "NUMA node"),
+        _counted(cores, "core"),
+        f"{_counted(len(cpus), 'logical CPU')} ({'SMT' if len(cpus) > cores else 'no SMT'})",
+    ]
+    return ", ".join(parts)
+
+
+def _usable(inspected: Inspected) -> str:
+    machine = inspected.machine
+    quota = "no quota" if machine.quota is None else f"quota {machine.quota:g} CPUs"
+    cpus = f"CPUs {format_cpu_list(machine.allowed)} of {len(machine.logical_cpus)}"
+    cores, threads = _counted(len(machine.physical_cores), "core"), _counted(machine.num_threads, "thread")
+    return f"{cpus}, {cores}, {quota}: {threads}"
+
+
+def _memory(inspected: Inspected) -> str:
+    memory = inspected.memory
+    if memory.total is None:
+        return "unknown"
+    available = "" if memory.available is None else f", {in_words(memory.available)} available"
+    limit = "no limit" if memory.limit is None else f"limit {in_words(memory.limit)}"
+    return f"{in_words(memory.total)}{available}, {limit}"
+
+
+def _openmp(inspected: Inspected) -> str:
+    found = openmp_of(inspected.libraries)
+    if found:
+        return " and ".join(found)
+    return "none is loaded" if inspected.torch else "none is loaded before torch (--torch shows torch's)"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,57 @@
+"""`nano-loop env`: lines that set up a shell for training on this machine, and lines that put it back."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from nano_loop.cli.output import print_json
+from nano_loop.cli.preload_options import preload_options
+from nano_loop.cli.shells import SHELLS, lines_for, shell_of
+from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
+from nano_loop.cpu import read_machine
+from nano_loop.exports import EXPORTS
+
+_EXAMPLES = """\b
+Examples:
+  eval "$(nano-loop env)"
+  eval "$(nano-loop env --undo)"
+  nano-loop env --shell fish | source
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.option("--undo", "-u", is_flag=True, help="Print the lines that put back what was there before.")
+@click.option("--shell", type=click.Choice([*SHELLS]), help="Whose lines to print.  [default: by $SHELL, else bash]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
+@preload_options
+@click.option("--disable-openmp", "-o", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
+@click.option("--disable-allocator", "-c", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
+def env(undo: bool, shell: str | None, as_json: bool, preload: tuple[str, ...]) -> None:
+    """Print lines that set up a shell for training on this machine.
+
+    A variable that is set already stays as it is, and a line on standard error says so. LD_PRELOAD is extended.
+    """
+    if undo and preload:
+        raise click.UsageError("--undo puts everything back, so it takes no library.", click.get_current_context())
+    now = dict(os.environ)
+    before = before_exports(now)
+    kept: list[str] = []
+    then = before
+    if not undo:
+        made = training_environment(read_machine(), before, preload)
+        kept, then = made.kept, exported(before, made)
+    changes = changes_between(now, then)
+    if as_json:
+        print_json("env", undo=undo, changes=changes, kept=kept)
+        return
+    click.echo(lines_for(shell or shell_of(now), changes), nl=False)
+    _say(undo, now, before, kept)
+
+
+def _say(undo: bool, now: dict[str, str], before: dict[str, str], kept: list[str]) -> None:
+    if undo and EXPORTS not in now:
+        click.echo("nano-loop: there is nothing to undo in this shell.", err=True)
+    for name in kept:
+        click.echo(f"nano-loop: {name}={before[name]} is set, and stays. To replace it, unset it first.", err=True)

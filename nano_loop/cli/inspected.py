@@ -1,0 +1,169 @@
+"""What `doctor` looks at: the machine, the limits of this process, its libraries, its packages and its environment."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nano_loop.cli.libraries import libraries_in
+from nano_loop.cpu import Host, Machine, read_machine
+from nano_loop.cpu.cgroup import read_cpuset, read_memory_limit
+from nano_loop.cpu.host import live_host
+from nano_loop.cpu.tree import Tree, parse_number
+
+#: The packages whose versions matter together, by the names under which they are installed.
+PACKAGES = (
+    *("nano-loop", "torch", "intel-extension-for-pytorch", "lightning", "pytorch-lightning", "lightning-fabric"),
+    "ray",
+)
+SHARED_MEMORY = "/dev/shm"
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory, in bytes; None where it is not known.
+
+    Attributes
+    ----------
+    total, available : int or None
+        What the machine has, and what programs can still get.
+    limit : int or None
+        What the process's cgroups may use; None if there is no limit.
+    shared : int or None
+        The size of the file system for shared memory.
+    huge_pages : str
+        The kernel's mode of transparent huge pages: ``always``, ``madvise`` or ``never``; empty if it is not known.
+    """
+
+    total: int | None = None
+    available: int | None = None
+    limit: int | None = None
+    shared: int | None = None
+    huge_pages: str = ""
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """All that findings are made from.
+
+    Attributes
+    ----------
+    machine : Machine
+        The machine, and the part of it that this process may use.
+    affinity : frozenset of int or None
+        The CPUs of the affinity mask; None if there are no masks.
+    cpuset : tuple of int
+        The CPUs of the cgroup; empty if there is no cpuset.
+    memory : Memory
+        The memory and its limits.
+    environ : mapping
+        The environment.
+    libraries : tuple of str
+        The paths of the shared libraries in this process; of a process with torch if `torch` is there.
+    packages : mapping
+        The versions of the installed packages in `PACKAGES`.
+    requirements : mapping
+        What each of these packages requires, as in its metadata.
+    torch : dict
+        What torch says of itself, if it was asked; else empty.
+    """
+
+    machine: Machine
+    affinity: frozenset[int] | None = None
+    cpuset: tuple[int, ...] = ()
+    memory: Memory = field(default_factory=Memory)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    libraries: tuple[str, ...] = ()
+    packages: Mapping[str, str] = field(default_factory=dict)
+    requirements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    torch: Mapping[str, Any] = field(default_factory=dict)
+
+    def has_any(self, *instruction_sets: str) -> bool:
+        """Whether the CPU has one of these instruction sets."""
+        return bool(self.machine.instruction_sets & {*instruction_sets})
+
+
+def inspect_system(
+    root: Path | str = "/",
+    environ: Mapping[str, str] = os.environ,
+    host: Host | None = None,
+    torch: Mapping[str, Any] | None = None,
+) -> Inspected:
+    """Return what there is to know of a machine and of this process, without an import of torch.
+
+    Parameters
+    ----------
+    root : str or pathlib.Path
+        The folder that contains ``proc`` and ``sys``: ``/`` for the live machine, others for recorded ones.
+    environ : mapping
+        The environment.
+    host : Host, optional
+        What is not in files. By default, queried from the system for ``/``.
+    torch : mapping, optional
+        What a process that has imported torch has said, from `nano_loop.cli.torch_inspected`.
+    """
+    tree = Tree(root)
+    if host is None:
+        host = live_host() if Path(root) == Path("/") else Host()
+    versions = installed()
+    return Inspected(
+        machine=read_machine(root, host=host),
+        affinity=host.affinity,
+        cpuset=read_cpuset(tree),
+        memory=_read_memory(tree),
+        environ=environ,
+        libraries=libraries_in((torch or {}).get("maps", "") or tree.text("/proc/self/maps")),
+        packages=versions,
+        requirements={name: tuple(importlib.metadata.requires(name) or ()) for name in versions},
+        torch={name: value for name, value in (torch or {}).items() if name != "maps"},
+    )
+
+
+def installed() -> dict[str, str]:
+    """Return the versions of the installed packages in `PACKAGES`."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def python_version() -> str:
+    """Return the version of this Python."""
+    return platform.python_version()
+
+
+def _read_memory(tree: Tree) -> Memory:
+    fields = dict(re.findall(r"^(\w+):\s+(\d{1,15}) kB$", tree.text("/proc/meminfo"), re.MULTILINE))
+    total, available = (int(fields[name]) << 10 if name in fields else None for name in ("MemTotal", "MemAvailable"))
+    limit = read_memory_limit(tree)
+    modes = re.search(r"\[(\w+)\]", tree.text("/sys/kernel/mm/transparent_hugepage/enabled"))
+    return Memory(
+        total=total,
+        available=available,
+        limit=limit if total is None or (limit is not None and limit < total) else None,
+        shared=_shared_memory(tree, total),
+        huge_pages=modes[1] if modes else "",
+    )
+
+
+def _shared_memory(tree: Tree, total: int | None) -> int | None:
+    """Return the size of the file system for shared memory: the mount option, or else half of the memory."""
+    for line in reversed(tree.text("/proc/self/mountinfo").splitlines()):
+        left, _, right = line.partition(" - ")
+        place, kind = left.split(), right.split()
+        if len(place) > 4 and len(kind) > 2 and place[4] == SHARED_MEMORY and kind[0] == "tmpfs":
+            size = re.search(r"(?:^|,)size=(\d{1,18})([kmg]?)(?:,|$)", kind[2])
+            if size:
+                return (parse_number(size[1]) or 0) * _UNITS[size[2]]
+            return None if total is None else total // 2
+    return None

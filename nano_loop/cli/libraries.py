@@ -1,0 +1,75 @@
+"""The shared libraries that matter here: allocators and OpenMP runtimes, loaded into a process or on the disk."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
+#: Whose OpenMP runtime each library is.
+OPENMP = {"libgomp": "GNU", "libiomp5": "Intel", "libomp": "LLVM"}
+
+_NAME = re.compile(r"^(lib\w+?)(?:[-.].*)?$")
+
+
+def libraries_in(maps: str) -> tuple[str, ...]:
+    """Return the paths of the shared libraries in the text of ``/proc/<pid>/maps``, sorted."""
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if ".so" in line}
+    return tuple(sorted(path for path in paths if path.startswith("/")))
+
+
+def allocators_of(libraries: Iterable[str]) -> tuple[str, ...]:
+    """Return the allocators among libraries, sorted."""
+    names = [Path(library).name for library in libraries]
+    return tuple(name for name in sorted(ALLOCATORS) if any(name in each for each in names))
+
+
+def openmp_of(libraries: Iterable[str]) -> tuple[str, ...]:
+    """Return whose OpenMP runtimes are among libraries, sorted."""
+    found = (_NAME.match(Path(library).name) for library in libraries)
+    return tuple(sorted({OPENMP[match[1]] for match in found if match and match[1] in OPENMP}))
+
+
+def preloaded(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the entries of ``LD_PRELOAD``, which colons or spaces separate."""
+    return tuple(filter(None, re.split(r"[: \t\n]+", environ.get("LD_PRELOAD", ""))))
+
+
+def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path | str = "/") -> str | None:
+    """Return the path of a library such as ``libjemalloc``, or None.
+
+    Parameters
+    ----------
+    stem : str
+        The name up to ``.so``.
+    environ : mapping
+        The environment, whose ``LD_LIBRARY_PATH`` and ``CONDA_PREFIX`` are searched.
+    prefix : str
+        The folder of this Python's environment, which is searched first: pip and conda install libraries there.
+    root : str or pathlib.Path
+        The folder of the system's own folders: ``/`` on a live machine.
+    """
+    pattern = re.compile(re.escape(stem) + r"\.so(\.\d+)*$")
+    for folder in _folders(environ, prefix, Path(root)):
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        # The shortest is the one that links to the newest version.
+        for name in sorted(filter(pattern.match, names), key=lambda each: (len(each), each)):
+            path = folder / name
+            if path.exists() and not re.search(r"[: \t\n]", str(path)):  # LD_PRELOAD could not name it
+                return str(path)
+    return None
+
+
+def _folders(environ: Mapping[str, str], prefix: str, root: Path) -> Iterable[Path]:
+    yield Path(prefix) / "lib"
+    if environ.get("CONDA_PREFIX"):
+        yield Path(environ["CONDA_PREFIX"]) / "lib"
+    yield from (Path(each) for each in environ.get("LD_LIBRARY_PATH", "").split(":") if each)
+    for top in ("usr/local/lib", "usr/lib64", "usr/lib", "lib64", "lib"):
+        yield root / top
+        yield from sorted((root / top).glob("*-linux-gnu*"))

@@ -1,0 +1,146 @@
+"""The environment in which this machine trains best: what `env` exports, and in which `run` starts a script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nano_loop.cli.libraries import allocators_of, find_library, preloaded
+from nano_loop.cpu import Machine
+from nano_loop.errors import NanoConfigError, problem
+from nano_loop.exports import EXPORTS, Exports, read_exports
+from nano_loop.glibc import SETTINGS_AS_VARIABLES, USERS_OWN, is_glibc
+
+#: What to preload, by its name as an option: the library, and the package that has it.
+PRELOADS = {
+    "jemalloc": ("libjemalloc", "Debian: libjemalloc2, conda: jemalloc"),
+    "tcmalloc": ("libtcmalloc", "Debian: libtcmalloc-minimal4, conda: gperftools"),
+    "intel-openmp": ("libiomp5", "pip install intel-openmp"),
+}
+_OTHER_STEMS = {"libtcmalloc": ("libtcmalloc", "libtcmalloc_minimal")}
+# That of torch's tuning guide: freed memory is kept.
+_MALLOC_CONF = (
+    "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:9000000000,muzzy_decay_ms:9000000000"
+)
+# Milliseconds that Intel's threads spin after a parallel region. 200 by default, which keeps them from other work.
+_BLOCKTIME = "1"
+
+
+@dataclass
+class TrainingEnvironment:
+    """The variables to set.
+
+    Attributes
+    ----------
+    values : dict
+        The value of each variable.
+    kept : list of str
+        The names of variables that the user has set, and that stay.
+    """
+
+    values: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+
+    def set(self, name: str, value: str, environ: Mapping[str, str]) -> None:
+        """Set a variable, unless the user has set it."""
+        if name not in environ:
+            self.values[name] = value
+        elif environ[name] != value:
+            self.kept.append(name)
+
+
+def training_environment(
+    machine: Machine, environ: Mapping[str, str], preload: tuple[str, ...] = (), root: Path | str = "/"
+) -> TrainingEnvironment:
+    """Return the variables for training on a machine. A variable that is set already stays as it is.
+
+    Parameters
+    ----------
+    machine : Machine
+        The machine, and the part of it that this process may use.
+    environ : mapping
+        The environment before `nano-loop env` has exported anything.
+    preload : tuple of str
+        Names in `PRELOADS`. Their libraries come before those that ``LD_PRELOAD`` has.
+    root : str or pathlib.Path
+        The folder of the system's libraries.
+
+    Raises
+    ------
+    NanoConfigError
+        If a library was not found, or another allocator is preloaded.
+    """
+    made = TrainingEnvironment()
+    made.set("OMP_NUM_THREADS", str(machine.num_threads), environ)
+    libraries = [_library(name, environ, root) for name in preload]
+    present = preloaded(environ)
+    _refuse_two_allocators([*libraries, *present], environ)
+    if new := [library for library in libraries if library not in present]:
+        others = environ.get("LD_PRELOAD", "")
+        made.values["LD_PRELOAD"] = ":".join([*new, *([others] if others.strip(": ") else [])])
+    if "jemalloc" in preload:
+        made.set("MALLOC_CONF", _MALLOC_CONF, environ)
+    if "intel-openmp" in preload:
+        made.set("KMP_BLOCKTIME", _BLOCKTIME, environ)
+    if not allocators_of([*libraries, *present]) and is_glibc():
+        _set_glibc(made, environ)
+    return made
+
+
+def exported(environ: Mapping[str, str], made: TrainingEnvironment) -> dict[str, str]:
+    """Return an environment with these variables, and with the one that notes what was there before."""
+    before: dict[str, str | None] = {name: environ.get(name) for name in made.values}
+    return {**environ, **made.values, EXPORTS: Exports(before, made.values).encoded()}
+
+
+def before_exports(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment as it was before `exported`.
+
+    Raises
+    ------
+    NanoConfigError
+        If the note is damaged.
+    """
+    found = {name: value for name, value in environ.items() if name != EXPORTS}
+    for name, value in read_exports(environ).before.items():
+        if value is None:
+            found.pop(name, None)
+        else:
+            found[name] = value
+    return found
+
+
+def changes_between(now: Mapping[str, str], then: Mapping[str, str]) -> dict[str, str | None]:
+    """Return what has to be set, or unset (None), to turn one environment into another."""
+    names = sorted({name for name in {*now, *then} if now.get(name) != then.get(name)})
+    return {name: then.get(name) for name in names}
+
+
+def _set_glibc(made: TrainingEnvironment, environ: Mapping[str, str]) -> None:
+    users = [name for name in USERS_OWN if name in environ]
+    if users and any(environ.get(name) != value for name, value in SETTINGS_AS_VARIABLES.items()):
+        made.kept += users
+        return
+    for name, value in SETTINGS_AS_VARIABLES.items():
+        made.set(name, value, environ)
+
+
+def _library(name: str, environ: Mapping[str, str], root: Path | str) -> str:
+    stem, package = PRELOADS[name]
+    if not sys.platform.startswith("linux"):
+        raise NanoConfigError(problem(f"--{name}", "libraries are preloaded on Linux alone", "Leave it out"))
+    for each in _OTHER_STEMS.get(stem, (stem,)):
+        if found := find_library(each, environ, sys.prefix, root):
+            return found
+    raise NanoConfigError(
+        problem(f"--{name}", f"{stem}.so was not found", f"Install it ({package}), or leave --{name} out")
+    )
+
+
+def _refuse_two_allocators(libraries: list[str], environ: Mapping[str, str]) -> None:
+    found = allocators_of(libraries)
+    if len(found) > 1:
+        given = f"{' and '.join(found)} (LD_PRELOAD={environ.get('LD_PRELOAD', '')})"
+        raise NanoConfigError(problem(given, "a process has one allocator", "Leave one of them out"))

@@ -1,0 +1,41 @@
+"""The settings with which glibc keeps freed memory, for `mallopt(3)` and as environment variables.
+
+By default, glibc returns every large block to the kernel when it is freed, and the next training step faults it in
+again, page by page. With these three settings, a small CNN went from about 8,500 to 200 page faults per step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+# From malloc.h.
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
+#: The value of each parameter of mallopt.
+SETTINGS = {MMAP_THRESHOLD: 1 << 30, TRIM_THRESHOLD: -1, TOP_PAD: 1 << 26}  # -1: never trim
+#: The environment variable of each parameter.
+VARIABLES = {
+    MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_",
+    TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_",
+    TOP_PAD: "MALLOC_TOP_PAD_",
+}
+#: By variable, what has the effect of `SETTINGS` in a program that is started with it.
+SETTINGS_AS_VARIABLES = {VARIABLES[parameter]: str(value) for parameter, value in SETTINGS.items()}
+#: Variables by which a user sets these parameters.
+USERS_OWN = ("GLIBC_TUNABLES", *VARIABLES.values())
+
+
+def is_glibc() -> bool:
+    """Whether the C library of this process is glibc."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (ValueError, OSError):  # musl does not know the name
+        return False
+
+
+def keeps_freed_memory(environ: Mapping[str, str]) -> bool:
+    """Whether glibc was started with these settings."""
+    return all(environ.get(name) == value for name, value in SETTINGS_AS_VARIABLES.items())

@@ -1,0 +1,80 @@
+"""A recorded machine on which `doctor` finds nothing, to be changed by one thing at a time."""
+
+import dataclasses
+import functools
+import shutil
+from pathlib import Path
+
+import pytest
+from cpu.recording import unpack, write
+
+from nano_loop.cli.findings import findings_of
+from nano_loop.cli.inspected import inspect_system
+from nano_loop.cpu import Host
+
+PACKAGES = {"nano-loop": "0.1.0", "torch": "2.13.0+cpu", "lightning-fabric": "2.6.6"}
+MOUNTS = "25 24 0:23 / /dev/shm rw,nosuid,nodev - tmpfs tmpfs rw{size}\n"
+CGROUP = "26 25 0:29 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
+CLEAN = {
+    "/proc/meminfo": "MemTotal:       65859580 kB\nMemFree:        61000000 kB\nMemAvailable:   63000000 kB\n",
+    "/proc/self/mountinfo": CGROUP + MOUNTS.format(size=",inode64"),
+    "/proc/self/maps": "7f00-7f01 r-xp 00000000 08:01 1    /usr/lib/x86_64-linux-gnu/libc.so.6\n",
+    "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+}
+
+
+@pytest.fixture(scope="session")
+def machines(tmp_path_factory):
+    """Give a function that unpacks a recorded machine once, hundreds of files, and gives its root folder."""
+    return functools.cache(lambda name: unpack(f"{name}.txt", tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture
+def inspect(tmp_path, machines):
+    """Give a function that inspects the machine, with other files, another environment or other packages."""
+
+    def inspect(files=None, environ=None, machine="epyc_9v74_azure", affinity=None, **replaced):
+        recorded, root = machines(machine), tmp_path / "root"
+        shutil.copytree(recorded / "proc", root / "proc")
+        shutil.copytree(recorded / "sys", root / "sys", ignore=shutil.ignore_patterns("devices"))
+        (root / "sys/devices").symlink_to(recorded / "sys/devices")
+        for path, text in {**CLEAN, **(files or {})}.items():
+            write(root, path, text)
+        found = inspect_system(root, environ or {}, Host(affinity=affinity))
+        shutil.rmtree(root)
+        return dataclasses.replace(found, **{"packages": PACKAGES, "requirements": {}, **replaced})
+
+    return inspect
+
+
+@pytest.fixture
+def found(inspect):
+    """Give a function that returns what is found on the machine with one change."""
+    return lambda **change: findings_of(inspect(**change))
+
+
+@pytest.fixture
+def only(found):
+    """Give a function that returns the one thing that is found on the machine with one change."""
+
+    def only(**change):
+        (finding,) = found(**change)
+        assert all(finding.as_dict()[part] for part in ("id", "what", "why", "advice"))
+        for part in (finding.what, finding.why, finding.advice):
+            assert not part.endswith(".")
+        return finding
+
+    return only
+
+
+@pytest.fixture
+def library(tmp_path):
+    """Give a function that makes an empty file for a shared library below a folder."""
+
+    def make(path, folder=None):
+        file = Path(folder or tmp_path / "root") / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        return file
+
+    return make

@@ -1,0 +1,1 @@
+"""Tests of what `doctor` finds: each finding on a recorded machine that provokes it."""

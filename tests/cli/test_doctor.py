@@ -1,0 +1,116 @@
+"""`nano-loop doctor`: its facts, its findings, its exit code, and that it does not wait for torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from nano_loop.cli import doctor
+from nano_loop.cli.main import main
+from nano_loop.version import __version__
+
+
+@pytest.fixture
+def on(inspect, monkeypatch):
+    """Let `doctor` see the recorded machine with one change."""
+
+    def on(**change):
+        torch = change.pop("torch", {})
+        inspected = inspect(**change, torch=torch)
+        monkeypatch.setattr(doctor, "inspect_system", lambda torch=None: inspected)
+
+    return on
+
+
+def test_clean_machine_is_described(on, capsys):
+    on()
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"nano_loop {__version__} · Python ")
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "CPU AMD EPYC 9V74, x86_64",
+        "instructions avx2, avx512f, avx512_bf16",
+        "cores 1 socket, 1 NUMA node, 16 cores, 32 logical CPUs (SMT)",
+        "usable CPUs 0-31 of 32, 16 cores, no quota: 16 threads",
+        "memory 62.8 GiB, 60.1 GiB available, no limit",
+        "shared memory 31.4 GiB",
+        "huge pages madvise",
+        "allocator that of the C library",
+        "OpenMP none is loaded before torch (--torch shows torch's)",
+        "packages nano-loop 0.1.0, torch 2.13.0+cpu, lightning-fabric 2.6.6",
+        "",
+        "Nothing was found that slows training down.",
+    ]
+
+
+def test_other_machine_is_described_by_its_own_names(on, capsys):
+    on(machine="graviton3", files={"/proc/meminfo": "", "/proc/self/mountinfo": ""})
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for words in ("aarch64", "asimd, asimdhp, sve, bf16, i8mm", "no SMT", "memory         unknown"):
+        assert words in out
+
+
+def test_finding_that_hurts_is_printed_in_three_parts_and_sets_the_exit_code(on, capsys):
+    on(environ={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"})
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "hurts  omp-num-threads-low: OMP_NUM_THREADS=1 is set" in out
+    assert "       why: 15 cores stay idle" in out
+    assert "       do:  Unset OMP_NUM_THREADS, or set it to 16" in out
+    assert "note   malloc-arena-max" in out
+
+
+def test_note_alone_leaves_the_exit_code(on, capsys):
+    on(environ={"MALLOC_ARENA_MAX": "1"})
+    assert main(["doctor"]) == 0
+    assert "note   malloc-arena-max" in capsys.readouterr().out
+
+
+def test_json_has_the_shape_that_the_documentation_shows(on, capsys):
+    on(environ={"OMP_NUM_THREADS": "1"}, affinity=frozenset(range(32)))
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [found["version"], found["command"]] == [1, "doctor"]
+    assert [*found["findings"][0]] == ["id", "what", "why", "advice", "hurts"]
+    facts = found["facts"]
+    assert {name: [*each] for name, each in facts.items() if isinstance(each, dict)} == {
+        "cpu": [
+            *("name", "architecture", "instruction_sets", "fast_bf16", "fast_fp16", "sockets", "numa_nodes", "cores"),
+            "logical_cpus",
+        ],
+        "usable": ["logical_cpus", "cores", "affinity", "cpuset", "quota", "num_threads"],
+        "memory": ["total", "available", "limit", "shared", "huge_pages"],
+        "libraries": ["allocators", "openmp"],
+        "packages": ["nano-loop", "torch", "lightning-fabric"],
+    }
+    assert facts["usable"]["affinity"] == [*range(32)]
+    assert facts["memory"] == {
+        "total": 65859580 << 10,
+        "available": 63000000 << 10,
+        "limit": None,
+        "shared": 65859580 << 9,
+        "huge_pages": "madvise",
+    }
+    assert facts["torch"] is None
+
+
+def test_what_torch_says_is_shown_where_it_is_asked(on, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "inspect_torch", lambda: {"maps": ""})
+    said = {"version": "2.13.0", "onednn": "3.12.0", "cpu_capability": "AVX512", "num_threads": 16}
+    on(torch=said, libraries=("/site/torch/lib/libgomp-a34b.so.1",))
+    assert main(["doctor", "--torch"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "torch oneDNN 3.12.0, AVX512, 16 threads" in out
+    assert "OpenMP GNU packages" in out
+    main(["doctor", "--torch", "--json"])
+    assert json.loads(capsys.readouterr().out)["facts"]["torch"] == said
+
+
+def test_it_does_not_wait_for_torch():
+    program = "import sys; from nano_loop.cli.main import main; main(['doctor']); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("nano_loop ")

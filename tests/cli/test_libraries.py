@@ -1,0 +1,72 @@
+"""Shared libraries: by name in a process, in LD_PRELOAD, and on the disk."""
+
+import pytest
+
+from nano_loop.cli.libraries import allocators_of, find_library, libraries_in, openmp_of, preloaded
+
+
+def test_libraries_are_read_with_spaces_in_their_paths():
+    maps = """\
+7f00-7f01 r-xp 00000000 08:01 1                          /my lib/libgomp.so.1
+7f01-7f02 rw-p 00000000 08:01 1                          /my lib/libgomp.so.1
+7f02-7f03 rw-p 00000000 00:00 0                          [heap]
+7f03-7f04 r--p 00000000 08:01 1                          /usr/bin/python3
+"""
+    assert libraries_in(maps) == ("/my lib/libgomp.so.1",)
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        ("libgomp.so.1", ("GNU",)),
+        ("libgomp-a34b3233.so.1.0.0", ("GNU",)),
+        ("libiomp5.so", ("Intel",)),
+        ("libomp.so", ("LLVM",)),
+        ("libomp-5.so", ("LLVM",)),
+        ("libompi.so", ()),
+        ("libc.so.6", ()),
+    ],
+)
+def test_openmp_is_known_by_its_name(name, whose):
+    assert openmp_of([f"/usr/lib/{name}"]) == whose
+
+
+def test_allocators_are_known_by_their_names():
+    assert allocators_of(["/a/libtcmalloc_minimal.so.4", "/b/libjemalloc.so.2", "libc.so.6"]) == (
+        "jemalloc",
+        "tcmalloc",
+    )
+
+
+def test_entries_of_ld_preload_are_separated_by_colons_and_spaces():
+    assert preloaded({"LD_PRELOAD": " /a.so:b.so  /c.so:"}) == ("/a.so", "b.so", "/c.so")
+    assert preloaded({}) == ()
+
+
+def test_environment_of_python_is_searched_before_the_system(tmp_path, library):
+    prefix = library("lib/libiomp5.so", tmp_path / "prefix")
+    conda = library("lib/libjemalloc.so.2", tmp_path / "conda")
+    path = library("libtcmalloc.so.4", tmp_path / "path")
+    for name in ("libiomp5.so", "libjemalloc.so.2", "libtcmalloc.so.4", "libmimalloc.so.2"):
+        library(f"usr/lib/x86_64-linux-gnu/{name}")
+    environ = {"CONDA_PREFIX": str(tmp_path / "conda"), "LD_LIBRARY_PATH": f":{tmp_path / 'path'}"}
+
+    def found(stem):
+        return find_library(stem, environ, str(tmp_path / "prefix"), tmp_path / "root")
+
+    assert found("libiomp5") == str(prefix)
+    assert found("libjemalloc") == str(conda)
+    assert found("libtcmalloc") == str(path)
+    assert found("libmimalloc").endswith("root/usr/lib/x86_64-linux-gnu/libmimalloc.so.2")
+    assert found("libother") is None
+
+
+def test_link_without_a_version_is_preferred_and_other_names_are_left(tmp_path, library):
+    for name in ("libjemalloc.so.2", "libjemalloc.so", "libjemalloc_pic.so", "libjemalloc.so.bak", "libjemalloc.a"):
+        library(f"usr/lib/{name}")
+    assert find_library("libjemalloc", {}, str(tmp_path), tmp_path / "root").endswith("/libjemalloc.so")
+
+
+def test_path_that_ld_preload_cannot_hold_is_left(tmp_path, library):
+    library("lib/libjemalloc.so", tmp_path / "a prefix")
+    assert find_library("libjemalloc", {}, str(tmp_path / "a prefix"), tmp_path / "root") is None

@@ -1,0 +1,261 @@
+"""`nano-loop run`: the script runs as under python, with options and in the environment for training."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from option_values import TEXTS
+
+from nano_loop import option_checks as checks
+from nano_loop.cli import run as module
+from nano_loop.cli.main import main
+from nano_loop.cli.run import flag_of
+from nano_loop.exports import EXPORTS
+from nano_loop.glibc import is_glibc
+from nano_loop.options import CHECKS, OPTIONS, Options
+
+NANO_LOOP = [sys.executable, "-m", "nano_loop", "run"]
+SWITCHES = (checks.boolean, checks.auto_or_boolean)
+SHOW = """
+import json, os, sys
+print(json.dumps([sys.argv, sys.path[0], __name__, os.getpid(), dict(os.environ)]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Give a function that writes a script in a folder of its own."""
+
+    def write(text, name="train.py"):
+        path = tmp_path / "project" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def started(*arguments, by=NANO_LOOP, folder=None, **variables):
+    """Start the command in a process of its own."""
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*by, *map(str, arguments)], env=environ, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def ran(*arguments, given=b"", **settings):
+    """Return the exit code, the standard output and the standard error of the command."""
+    process = started(*arguments, **settings)
+    out, err = process.communicate(given, timeout=100)
+    return process.returncode, out.decode(), err.decode()
+
+
+# --- as under python ---
+
+
+@pytest.mark.parametrize("arguments", [[], ["a b", "", "--precision", "32", "-m", "--json", "--", "--help"]], ids=str)
+def test_script_gets_its_arguments_its_folder_and_the_process(script, arguments):
+    path = script(SHOW)
+    process = started("--precision", "bf16", path, *arguments)
+    out, err = process.communicate(timeout=100)
+    argv, folder, name, pid, environ = json.loads(out)
+    assert (argv, folder, name) == ([str(path), *arguments], str(path.parent), "__main__")
+    assert pid == process.pid
+    assert environ["NANO_LOOP_PRECISION"] == "bf16"
+    assert environ["OMP_NUM_THREADS"].isdigit()
+    assert (process.returncode, err) == (0, b"")
+
+
+def test_module_gets_its_arguments(script):
+    path = script(SHOW, "job.py")
+    _, out, err = ran("-m", "job", "-m", "--json", folder=path.parent)
+    argv, folder, name, _, environ = json.loads(out)
+    assert (argv, folder, name) == ([str(path), "-m", "--json"], str(path.parent), "__main__")
+    assert not [each for each in environ if each.startswith("NANO_LOOP_") and each != EXPORTS]
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import sys; sys.exit(7)", "raise ValueError('of the script')", "def (:", "import no_such_module", "'''"],
+)
+def test_script_ends_as_under_python(script, text):
+    path = script(text)
+    code, out, err = ran(path)
+    assert code != 0
+    assert (code, out, err) == ran(path, by=[sys.executable])
+
+
+def test_standard_streams_are_the_scripts(script):
+    text = "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1]); print('beside', file=sys.stderr)"
+    assert ran(script(text), given=b"a\nb\x01\x02") == (0, "\x02\x01b\na", "beside\n")
+
+
+def test_script_may_come_from_standard_input():
+    assert ran("-", "argument", given=b"import sys; print(sys.argv)") == (0, "['-', 'argument']\n", "")
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "last"),
+    [(signal.SIGTERM, -signal.SIGTERM, ""), (signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt")],
+)
+def test_signal_reaches_the_script(script, sent, code, last):
+    process = started(script("import time; print('begun', flush=True); time.sleep(60)"))
+    assert process.stdout.readline() == b"begun\n"
+    process.send_signal(sent)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == code
+    assert err.decode().strip().endswith(last)
+
+
+# --- options ---
+
+
+@pytest.fixture
+def shown(script, capsys, monkeypatch):
+    """Give a function that returns what would be run."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    path = str(script(""))
+
+    def shown(*arguments):
+        assert main(["run", "--json", *arguments, path, "argument"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["version"], found["command"]) == (1, "run")
+        assert found["arguments"] == [sys.executable, path, "argument"]
+        return found["changes"]
+
+    return shown
+
+
+def test_json_shows_what_would_be_run_and_runs_nothing(shown, monkeypatch):
+    monkeypatch.setattr(module.os, "execve", None)
+    changes = shown("--precision", "bf16")
+    assert changes["NANO_LOOP_PRECISION"] == "bf16"
+    assert {"OMP_NUM_THREADS", EXPORTS} <= {*changes}
+
+
+CASES = [(name, *case) for name, check in CHECKS.items() if check not in SWITCHES for case in TEXTS[check]]
+WITH_FLAGS = [each for each in CASES if CHECKS[each[0]] is not checks.worker_init]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), WITH_FLAGS, ids=str)
+def test_option_with_a_value_is_that_of_the_environment(shown, name, text, expected):
+    changes = {variable: value for variable, value in shown(flag_of(name), text).items() if variable != EXPORTS}
+    assert changes[f"NANO_LOOP_{name.upper()}"] == text
+    assert getattr(Options.from_call({}, changes), name) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if check in SWITCHES])
+@pytest.mark.parametrize("on", [True, False])
+def test_switch_is_on_or_off(shown, name, on):
+    flag = flag_of(name) if on else "--no-" + flag_of(name)[2:]
+    changes = {variable: value for variable, value in shown(flag).items() if variable != EXPORTS}
+    assert getattr(Options.from_call({}, changes), name) is on
+
+
+def test_no_option_sets_no_variable(shown):
+    assert [name for name in shown() if name.startswith("NANO_LOOP_")] == [EXPORTS]
+
+
+def test_every_option_that_is_no_function_has_a_flag_with_its_help():
+    flags = {each.name: each for each in module.run.params}
+    assert {*OPTIONS} - {*flags} == {"worker_init"}
+    assert "bf16 autocast around each call" in flags["precision"].help
+
+
+def test_command_line_overrides_the_environment(script):
+    path = script("import os; print(os.environ['NANO_LOOP_PRECISION'])")
+    assert ran("--precision", "bf16", path, NANO_LOOP_PRECISION="32") == (0, "bf16\n", "")
+    assert ran(path, NANO_LOOP_PRECISION="32") == (0, "32\n", "")
+
+
+def test_thread_count_of_the_user_stays(script):
+    path = script("import os; print(os.environ['OMP_NUM_THREADS'])")
+    assert ran(path, OMP_NUM_THREADS="5") == (0, "5\n", "")
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no_such_script.py"], ["no_such_script.py: there is no such file. Check the path of the script."]),
+        (["-m", "no_such_module.train"], ["-m no_such_module.train: there is no such module. Check its name"]),
+        (["-m", ""], ["-m : there is no such module"]),
+        (["--precison", "bf16", __file__], ["No such option '--precison'", "--precision", "`nano-loop run --help`"]),
+        (["--precision", "fp8", __file__], ['--precision fp8: it must be 32, 64, 16, "bf16"']),
+        (["--precision"], ["--precision", "requires an argument"]),
+        ([], ["Missing argument 'SCRIPT'"]),
+        (["-j", "-t", __file__], ["a process has one allocator"]),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_in_one_line(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr(module.os, "execve", None)
+    assert main(["run", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("nano-loop: ")
+    assert err.count("\n") == 1
+    for each in words:
+        assert each in err
+
+
+def test_each_bad_value_has_a_line(capsys):
+    assert main(["run", "--precision", "fp8", "--timeout", "-1", __file__]) == 2
+    first, second = sorted(capsys.readouterr().err.splitlines())
+    assert first.startswith("nano-loop: --precision fp8: ")
+    assert second.startswith("nano-loop: --timeout -1: ")
+
+
+def test_search_for_a_module_imports_nothing_and_leaves_the_path(script, monkeypatch):
+    monkeypatch.chdir(script("raise ValueError('imported')", "job.py").parent)
+    path = [*sys.path]
+    assert module._is_module("job")
+    assert sys.path == path
+    assert "job" not in sys.modules
+
+
+# --- a training ---
+
+TRAINING = """
+import sys
+import torch
+from nano_loop import nano
+
+@nano
+def train(model, optimizer, loader):
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return torch.get_num_threads()
+
+model = torch.nn.Linear(8, 1)
+threads = train(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(torch.rand(16, 8), 4))
+print(threads, train.report.options["precision"], train.report["allocator"].detail)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_glibc(), reason="it is about glibc")
+def test_plain_decorator_runs_in_another_precision_and_number_of_processes(script):
+    arguments = ("--precision", "64", "--num-processes", "2", "--allocator", "--no-verify")
+    code, out, err = ran(*arguments, script(TRAINING), OMP_WAIT_POLICY="passive")
+    assert code == 0, err
+    cores = max(len(os.sched_getaffinity(0)) // 2, 1)
+    threads, precision, *allocator = out.split()
+    assert (int(threads) <= cores, precision) == (True, "64-true")
+    assert " ".join(allocator) == "glibc keeps freed memory, by its environment variables"
+    assert err.startswith("nano_loop ")
+    assert " · 2 processes × " in err
+    assert "from the environment: NANO_LOOP_ALLOCATOR=True" in err
+
+
+def test_file_of_the_script_is_the_one_that_was_named(script):
+    path = script("print(__file__)")
+    assert ran(Path(path.name), folder=path.parent)[:2] == ran(path.name, by=[sys.executable], folder=path.parent)[:2]

@@ -1,0 +1,153 @@
+"""The variables for training on a machine, and the way back."""
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nano_loop.cli import training_environment as module
+from nano_loop.cli.training_environment import (
+    TrainingEnvironment,
+    before_exports,
+    changes_between,
+    exported,
+    training_environment,
+)
+from nano_loop.cpu import LogicalCpu, Machine
+from nano_loop.errors import NanoConfigError
+from nano_loop.exports import EXPORTS, is_exported
+from nano_loop.glibc import SETTINGS_AS_VARIABLES
+
+MACHINE = Machine("A CPU", "x86_64", tuple(LogicalCpu(each, each // 2 * 2) for each in range(8)), tuple(range(8)))
+
+
+@pytest.fixture(autouse=True)
+def linux_with_glibc(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(module, "is_glibc", lambda: True)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Give a function that returns the variables for an environment and for libraries to preload."""
+    return lambda environ=None, *preload: training_environment(MACHINE, environ or {}, preload, tmp_path / "root")
+
+
+def test_threads_are_the_cores_and_glibc_keeps_memory(made):
+    assert made().values == {"OMP_NUM_THREADS": "4", **SETTINGS_AS_VARIABLES}
+    assert made().kept == []
+
+
+def test_another_c_library_has_no_settings(made, monkeypatch):
+    monkeypatch.setattr(module, "is_glibc", lambda: False)
+    assert made().values == {"OMP_NUM_THREADS": "4"}
+
+
+@pytest.mark.parametrize("value", ["1", "", " 4"])
+def test_variable_that_is_set_stays(made, value):
+    found = made({"OMP_NUM_THREADS": value})
+    assert "OMP_NUM_THREADS" not in found.values
+    assert found.kept == ["OMP_NUM_THREADS"]
+
+
+def test_variable_that_has_the_value_already_is_not_said_to_stay(made):
+    found = made({"OMP_NUM_THREADS": "4", **SETTINGS_AS_VARIABLES})
+    assert (found.values, found.kept) == ({}, [])
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TOP_PAD_", "GLIBC_TUNABLES"])
+def test_settings_of_glibc_of_the_user_stay_alone(made, name):
+    found = made({name: "1"})
+    assert found.values == {"OMP_NUM_THREADS": "4"}
+    assert found.kept == [name]
+
+
+def test_jemalloc_takes_the_place_of_glibcs_settings(made, library):
+    path = str(library("usr/lib/x86_64-linux-gnu/libjemalloc.so.2"))
+    found = made({}, "jemalloc").values
+    assert found["LD_PRELOAD"] == path
+    assert "muzzy_decay_ms" in found["MALLOC_CONF"]
+    assert not {*found} & {*SETTINGS_AS_VARIABLES}
+
+
+@pytest.mark.parametrize("name", ["libtcmalloc.so.4", "libtcmalloc_minimal.so.4"])
+def test_tcmalloc_is_found_by_both_of_its_names(made, library, name):
+    path = str(library(f"usr/lib/{name}"))
+    assert made({}, "tcmalloc").values == {"OMP_NUM_THREADS": "4", "LD_PRELOAD": path}
+
+
+def test_intels_openmp_comes_with_its_variable_and_glibcs_settings(made, library, tmp_path):
+    path = str(library("lib/libiomp5.so", tmp_path / "prefix"))
+    found = made({}, "intel-openmp").values
+    assert found == {"OMP_NUM_THREADS": "4", "LD_PRELOAD": path, "KMP_BLOCKTIME": "1", **SETTINGS_AS_VARIABLES}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("/a.so", "{}:/a.so"), (" /a.so b.so", "{}: /a.so b.so"), ("", "{}"), (" : ", "{}")],
+)
+def test_what_is_preloaded_stays_behind(made, library, before, after):
+    path = str(library("usr/lib/libiomp5.so"))
+    assert made({"LD_PRELOAD": before}, "intel-openmp").values["LD_PRELOAD"] == after.format(path)
+
+
+def test_library_that_is_preloaded_already_is_not_preloaded_twice(made, library):
+    path = str(library("usr/lib/libjemalloc.so"))
+    assert "LD_PRELOAD" not in made({"LD_PRELOAD": f"/a.so:{path}"}, "jemalloc").values
+
+
+def test_allocator_that_is_preloaded_already_leaves_glibc_alone(made):
+    assert made({"LD_PRELOAD": "libmimalloc.so.2"}).values == {"OMP_NUM_THREADS": "4"}
+
+
+def test_second_allocator_is_refused(made, library):
+    library("usr/lib/libjemalloc.so")
+    with pytest.raises(
+        NanoConfigError, match=r"jemalloc and tcmalloc \(LD_PRELOAD=libtcmalloc.so.4\): .* one allocator"
+    ):
+        made({"LD_PRELOAD": "libtcmalloc.so.4"}, "jemalloc")
+
+
+@pytest.mark.parametrize("name", ["jemalloc", "tcmalloc", "intel-openmp"])
+def test_library_that_is_not_there_is_refused_with_its_package(made, name):
+    with pytest.raises(NanoConfigError, match=rf"--{name}: lib\w+\.so was not found\. Install it \(.+\), or leave"):
+        made({}, name)
+
+
+def test_other_systems_preload_nothing(made, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(NanoConfigError, match="--jemalloc: libraries are preloaded on Linux alone"):
+        made({}, "jemalloc")
+
+
+names = st.sampled_from(["OMP_NUM_THREADS", "LD_PRELOAD", "MALLOC_CONF", "OTHER"])
+values = st.text(st.characters(exclude_characters="\0", exclude_categories=()), max_size=8)
+
+
+@given(before=st.dictionaries(names, values), values=st.dictionaries(names, values))
+def test_way_back_leads_to_what_was_there(before, values):
+    after = exported(before, TrainingEnvironment(values))
+    assert {name: after[name] for name in values} == values
+    assert before_exports(after) == before
+    again = exported(before_exports(after), TrainingEnvironment({"OMP_NUM_THREADS": "2"}))
+    assert before_exports(again) == before
+
+
+def test_environment_without_exports_is_its_own_before():
+    assert before_exports({"A": "1"}) == {"A": "1"}
+
+
+def test_exported_values_are_known_as_such():
+    after = exported({"A": "0"}, TrainingEnvironment({"A": "1"}))
+    assert is_exported("A", after)
+    assert EXPORTS in after
+
+
+def test_changes_are_what_differs():
+    assert changes_between({"A": "1", "B": "2", "C": ""}, {"A": "1", "B": "3", "D": ""}) == {
+        "B": "3",
+        "C": None,
+        "D": "",
+    }
