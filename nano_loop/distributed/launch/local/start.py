@@ -47,8 +47,8 @@ tempfile.tempdir = None
 serve(control, origin["caller"], origin["idle"])
 """.replace("@UNFORKED@", str(UNFORKED))
 # What workers need, and what takes long to import. The caller has the first if its loop uses an optimizer, the second
-# if it has used nano_loop, and the third if its loop is that of a `TorchNano`.
-ALL_MODULES = ("torch._dynamo", "nano_loop.run", "nano_loop.torch_nano")
+# in any run, the third if it has decorated a function, and the last if its loop is that of a `TorchNano`.
+ALL_MODULES = ("torch._dynamo", "nano_loop.run", "nano_loop.decorator", "nano_loop.torch_nano")
 # They would put every process on the same CPUs, or stop a worker at a prompt.
 _NOT_FOR_WORKERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "PYTHONINSPECT")
 # They change from call to call, and nothing that Python or a library does when it starts depends on them.
