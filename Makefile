@@ -49,7 +49,7 @@ PYTEST := -m pytest -n 2 --dist worksteal
 BENCHMARKS := tests/benchmarks
 
 # The same with any torch, so that they need not run again with IPEX's. Nor need what is slow of some more.
-ANY_TORCH := tests/cpu tests/distributed/launch tests/faults tests/test_architecture.py \
+ANY_TORCH := tests/cli tests/cpu tests/distributed/launch tests/faults tests/test_architecture.py \
     tests/test_checks.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/test_options.py \
     tests/test_packaging.py tests/test_report.py tests/test_signatures.py \
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
