@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from nano_loop.steps import tune_operators
 from nano_loop.tuning import budget, choices
-from nano_loop.tuning.budget import SHARE, STEPS
+from nano_loop.tuning.budget import SHARE
 from nano_loop.tuning.choices import Choices
 
 LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -82,8 +82,8 @@ def nothing_is_measured(nothing_leaks, monkeypatch):
 
 @pytest.fixture
 def measuring(nothing_is_measured, monkeypatch, tmp_path):
-    """Let runs measure, as they do for a user, with an empty cache folder; return the folder."""
-    monkeypatch.setattr(budget, "STEPS", STEPS)
+    """Let runs measure, with time for all shapes and an empty cache folder; return the folder."""
+    monkeypatch.setattr(budget, "STEPS", 1e6)
     monkeypatch.setattr(budget, "SHARE", SHARE)
     monkeypatch.setattr(tune_operators, "choices_for", choices.choices_for)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

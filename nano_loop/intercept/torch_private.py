@@ -57,9 +57,9 @@ def forget_compiled(model: nn.Module) -> None:
 
 
 def calls_only_forward(module: nn.Module) -> bool:
-    """Whether a call of a module is one of its `forward`, without hooks. torch has no public check."""
+    """Whether a call of a module is one of its class's `forward`, without hooks. torch has no public check."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooks and module._compiled_call_impl is None
+    return not hooks and module._compiled_call_impl is None and "forward" not in vars(module)
 
 
 def in_backward() -> bool:
@@ -125,9 +125,9 @@ def in_functorch() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def in_dispatch_mode() -> bool:
-    """Whether a `TorchDispatchMode` sees the operators of this thread. torch has no public check."""
-    return bool(torch._C._len_torch_dispatch_stack())
+def in_mode() -> bool:
+    """Whether a mode of torch sees the functions or operators of this thread. torch has no public check."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -230,5 +230,9 @@ def _is_ours(layer: nn.Module, states: Sequence[Any]) -> bool:
     # A parametrization changes the class, and to read a weight computes it.
     if type(layer) not in RULES or not calls_only_forward(layer) or in_functorch() or is_exporting():
         return False
-    weights_are_fp32 = all(each.dtype is torch.float32 and each.is_cpu for each in layer.parameters())
+    weights_are_fp32 = all(_is_fp32(each) for each in layer.parameters())
     return weights_are_fp32 and all(state is None or _is_cast(state) for state in states)
+
+
+def _is_fp32(weight: Tensor) -> bool:
+    return weight.dtype is torch.float32 and weight.is_cpu and weight.layout is torch.strided

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.intercept.calls import Call
-from nano_loop.intercept.torch_private import current_node_number, in_backward, in_dispatch_mode, next_node_number
+from nano_loop.intercept.torch_private import current_node_number, in_backward, in_mode, next_node_number
 from nano_loop.precision.layers_in_fp32 import RULES, UnlessListed, computes_as_ours, in_fp32
-from nano_loop.tuning.sizes import bucket, layout
+from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket, layout
 from nano_loop.tuning.tuner import Tuner, Way, Ways
 
 _GUESS = {True: "fp32", False: "bf16"}
@@ -20,9 +21,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _SETTLED = -1
 
 #: Maximum number of shapes that are remembered for a layer: a loop may have a new one in each batch.
-_MOST_SHAPES = 4096
-#: Maximum size of an input that is measured, whose gradients and outputs take as much memory again.
-_MOST_ELEMENTS = 1 << 26
+_MOST_SHAPES = 256
 #: Maximum number of multiplications for each element that is read and written. Above it, bf16 is faster on every CPU
 #: that has bf16 instructions, and fp32 may take 16 times as long, which is long even to measure.
 _MOST_WORK = 256
@@ -51,16 +50,18 @@ class TunedLayers:
     def __init__(self, tuner: Tuner, listed: Iterable[str] = ()) -> None:
         self._tuner = tuner
         self._untuned = UnlessListed(listed)
+        # By the id of a layer, which the decisions keep alive: two models may have it in common.
+        self._decisions: dict[int, _Decisions] = {}
 
     def around(self, layer: nn.Module) -> Call | None:
         """Return a function around calls of a layer, or None for modules that are called as they are."""
         untuned = self._untuned(layer)
         if type(layer) not in _ATTRIBUTES or self._untuned.is_listed(layer):
             return untuned
-        chosen = _Chosen(self._tuner, layer)
+        decisions = self._decisions.setdefault(id(layer), _Decisions(self._tuner, layer))
 
         def call(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) != 1 or type(args[0]) not in _PLAIN or not chosen.is_fp32(args[0]):
+            if kwargs or len(args) != 1 or type(args[0]) not in _PLAIN or not decisions.is_fp32(args[0]):
                 return function(self, *args, **kwargs)
             return in_fp32(function, self, args)
 
@@ -77,32 +78,43 @@ class _Decision(NamedTuple):
     turn : int
         The tuner's turn until whose end that is only a guess, or `_SETTLED`.
     since : int
-        The first autograd node that was made after it was settled.
+        The first autograd node that was made after it was settled, if calls computed by the guess before.
+    thread : int
+        The thread whose node that is: each one has its numbers.
     """
 
     is_fp32: bool
     turn: int
     since: int = 0
+    thread: int = 0
 
 
-class _Chosen:
-    """Which calls of one layer compute in fp32."""
+class _Decisions:
+    """Which calls of one layer compute in fp32.
+
+    A decision is the same with and without gradients: a reentrant activation checkpoint computes without them first.
+    """
 
     def __init__(self, tuner: Tuner, layer: nn.Module) -> None:
         self._tuner = tuner
         self._layer = layer
+        self._parameters = layer._parameters
         self._guess: Callable[[Any, Tensor], bool] = RULES[type(layer)]
         self._known: dict[Any, _Decision] = {}  # by shape and so on
 
     def is_fp32(self, x: Tensor) -> bool:
         """Whether the call with input `x` computes in fp32."""
-        key = x.shape, x.stride(), x.dtype, x.requires_grad, torch.is_grad_enabled()
+        weight = self._parameters.get("weight")
+        try:
+            key = x.shape, x.stride(), x.dtype, self._layer.training, weight is not None and weight.requires_grad
+        except RuntimeError:  # a nested or a sparse tensor
+            return False
         found = self._known.get(key)
         # An activation checkpoint calls again in the backward, and compares the dtypes with those of the forward.
         if in_backward():
             return self._again(found, x)
         if found is None or found.turn not in (_SETTLED, self._tuner.turn):
-            found = self._decide(x)
+            found = self._decide(x, found)
             if len(self._known) >= _MOST_SHAPES:
                 self._known.clear()
             self._known[key] = found
@@ -111,22 +123,39 @@ class _Chosen:
     def _again(self, found: _Decision | None, x: Tensor) -> bool:
         """Whether the forward of what is computed again has computed in fp32."""
         if found is None:
-            stored = self._tuner.choices.get(_key(self._layer, x))
+            stored = self._tuner.choices.get(_key(self._layer, x)) if computes_as_ours(self._layer, (x,)) else None
             return self._guess(self._layer, x) if stored is None else stored.way == "fp32"
-        before = found.turn == _SETTLED and (current_node_number() or 0) < found.since
+        before = found.thread == threading.get_ident() and (current_node_number() or 0) < found.since
         return self._guess(self._layer, x) if before else found.is_fp32
 
-    def _decide(self, x: Tensor) -> _Decision:
+    def _decide(self, x: Tensor, before: _Decision | None) -> _Decision:
         guess, layer = self._guess(self._layer, x), self._layer
-        if not computes_as_ours(layer, (x,)) or in_dispatch_mode():
+        if not computes_as_ours(layer, (x,)) or in_mode() or torch.is_inference_mode_enabled():
             return _Decision(guess, self._tuner.turn)
         follows_input = isinstance(layer, nn.GroupNorm) and x.dtype is torch.float32  # autocast leaves it in fp32
-        if follows_input or not 0 < x.numel() <= _MOST_ELEMENTS or _work(layer, x) > _MOST_WORK:
+        if follows_input or not 0 < _largest(layer, x) <= MOST_ELEMENTS or _work(layer, x) > _MOST_WORK:
             return _Decision(guess, _SETTLED)
         way = self._tuner.choose(_key(layer, x), _GUESS[guess], lambda: _ways(layer, x))
         if way is None:
             return _Decision(guess, self._tuner.turn)
-        return _Decision(way == "fp32", _SETTLED, next_node_number())
+        since = 0 if before is None else next_node_number()
+        return _Decision(way == "fp32", _SETTLED, since, threading.get_ident())
+
+
+def _outputs(layer: Any, x: Tensor) -> int:
+    """Return about how many elements the output of a call has."""
+    if isinstance(layer, nn.GroupNorm):
+        return x.numel()
+    if isinstance(layer, nn.Linear):
+        return int(x.numel() // layer.in_features * layer.out_features)
+    steps = math.prod(layer.stride)
+    pixels = x.numel() // layer.in_channels
+    return int((pixels * steps if layer.transposed else pixels // steps) * layer.out_channels)
+
+
+def _largest(layer: nn.Module, x: Tensor) -> int:
+    """Return the number of elements of the input, the output or the weight, or 0 where there is nothing to compute."""
+    return max(x.numel(), _outputs(layer, x), *(each.numel() for each in layer.parameters()), 0) if x.numel() else 0
 
 
 def _work(layer: Any, x: Tensor) -> float:
@@ -134,14 +163,10 @@ def _work(layer: Any, x: Tensor) -> float:
     if isinstance(layer, nn.GroupNorm):
         return 1.0
     weights: int = layer.weight.numel()
-    if isinstance(layer, nn.Linear):
-        rows = x.numel() // layer.in_features
-        return float(rows * weights / (rows * (layer.in_features + layer.out_features) + weights))
-    pixels = x.numel() // layer.in_channels  # of the image to which the kernel is applied: the smaller one
-    outputs = pixels * layer.out_channels
-    if not layer.transposed:
-        pixels //= math.prod(layer.stride)
-    return float(pixels * weights / (x.numel() + outputs + weights))
+    outputs = _outputs(layer, x)
+    inputs = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+    times = x.numel() // inputs if isinstance(layer, nn.Linear) or layer.transposed else outputs // layer.out_channels
+    return float(times * weights / (x.numel() + outputs + weights))
 
 
 def _key(layer: nn.Module, x: Tensor) -> str:
@@ -152,9 +177,8 @@ def _key(layer: nn.Module, x: Tensor) -> str:
     else:
         sizes = [bucket(x.size(0)), *map(str, x.shape[1:])]
     weights = [layout(each) + ("g" if each.requires_grad else "") for each in layer.parameters()]
-    of_input = f"{str(x.dtype).removeprefix('torch.')} {layout(x)}{'g' if x.requires_grad else ''}"
-    backward = "with backward" if torch.is_grad_enabled() else "forward"
-    return " ".join([kind.__name__, *values, "of", *sizes, of_input, *weights, backward])
+    of_input = f"{str(x.dtype).removeprefix('torch.')} {layout(x)}"
+    return " ".join([kind.__name__, *values, "of", *sizes, of_input, *weights, "train" if layer.training else "eval"])
 
 
 def _ways(layer: nn.Module, x: Tensor) -> Ways:
@@ -167,20 +191,21 @@ def _forward_in_fp32(layer: nn.Module, x: Tensor) -> Any:
 
 
 def _way(layer: nn.Module, x: Tensor, forward: Call) -> Way:
-    """Return what computes a call and its backward, on tensors that share the memory of the real ones."""
+    """Return what computes a call on tensors that share the memory of the real ones, in training with its backward."""
     twin, leaves = _twin(layer, x)
     gradient: list[Tensor] = []
 
     def way() -> Sequence[Tensor]:
         # As in the loop: a weight is cast in each call, and the backward runs outside of autocast.
-        with _not_seen_by_the_loop(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        with _not_seen_by_the_loop(), autocast, torch.set_grad_enabled(layer.training):
             out = forward(twin, leaves[0])
-            wanted = [each for each in leaves if each.requires_grad]
-            if not (torch.is_grad_enabled() and wanted):
+            if not layer.training:
                 return [out]
             if not gradient:
                 gradient.append(_some_like(out))
             with torch.autocast("cpu", enabled=False):
+                wanted = [each for each in leaves if each.requires_grad]
                 return [out.detach(), *torch.autograd.grad(out, wanted, gradient[0])]
 
     return way
@@ -200,7 +225,9 @@ def _twin(layer: nn.Module, x: Tensor) -> tuple[nn.Module, list[Tensor]]:
         for name, each in layer._parameters.items()
     }
     twin.__dict__.update(vars(layer), _parameters=parameters)
-    leaves = [x.detach().requires_grad_(x.requires_grad)]
+    weights_are_trained = any(each is not None and each.requires_grad for each in parameters.values())
+    # A call without gradients may be the first one of an activation checkpoint, and then they come later.
+    leaves = [x.detach().requires_grad_(x.requires_grad or not (torch.is_grad_enabled() and weights_are_trained))]
     return twin, leaves + [each for each in parameters.values() if each is not None]
 
 

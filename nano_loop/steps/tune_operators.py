@@ -37,10 +37,21 @@ class TuneOperators(Step):
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._tuner: Tuner | None = None
-        self._known = 0
+        self._layers: TunedLayers | None = None
+        self._agreed_to: bool | None = None
+
+    def see(self, parts: Parts) -> None:
+        """Find out, once, whether the step applies on all ranks: hosts may differ in their CPUs. Collective."""
+        if self._agreed_to is None:
+            mine = self.asked and self._own_reason() is None
+            self._agreed_to = all(self.ranks.gather(mine)) if self.ranks.size > 1 else mine
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
+        reason = self._own_reason()
+        return "another rank computes in another precision" if reason is None and self._agreed_to is False else reason
+
+    def _own_reason(self) -> str | None:
         if not self.config.reduced_precision:
             return "it is for bf16: in fp32 no two ways give equal bits"
         if self.config.use_ipex:
@@ -55,16 +66,15 @@ class TuneOperators(Step):
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
-        if self._tuner is None:
+        if self._tuner is None or self._layers is None:
             self._tuner = self._open()
-        layers = TunedLayers(self._tuner, itertools.chain(*self.config.listed_operators.values()))
+            self._layers = TunedLayers(self._tuner, itertools.chain(*self.config.listed_operators.values()))
         for model in parts.models:
             entry = self.entries.meet(model)
             entry.rules = {**entry.rules, OPERATOR: chooser(self._tuner)}
             if self.config.kind.autocast is torch.bfloat16:
-                entry.around_modules(layers.around)
-        known = f"{self._known} choices of earlier runs, and " if self._known else ""
-        return f"{known}measurements from the third step on"
+                entry.around_modules(self._layers.around)
+        return "measurements from the third step on"  # the same in each run, so that it is printed once
 
     def closing(self) -> StepResult | None:
         """Return how many shapes were measured, and what that gave."""
@@ -80,11 +90,10 @@ class TuneOperators(Step):
     def undo(self) -> None:
         """See `Step.undo`."""
         super().undo()
-        self._tuner = None
+        self._tuner = self._layers = None
 
     def _open(self) -> Tuner:
         choices = self._agreed(choices_for(self.machine))
-        self._known = len(choices)
         if self.ranks.rank == 0:
             self.undoing.callback(choices.save)
             budget = Budget(measures=True, at_turn=choices.save)  # now and then, for a run that is killed

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-#: How long measurements may take: this many steps, and from then on this share of the time of the run. The last one may
-#: take a little longer, so that a hundred steps take less than 3% more.
+#: How long measurements may take: this many steps, and from then on this share of the time of the run. One that would
+#: take longer is given up when that is seen, so a hundred steps take less than 3% more.
 STEPS, SHARE = 1.8, 0.018
 
 
@@ -37,11 +37,11 @@ class Budget:
         self._step: float | None = None
         self._hook = register_optimizer_step_post_hook(self._note)
 
-    def allows(self, spent: float) -> bool:
-        """Whether there is time for a measurement, where `spent` seconds have been spent before."""
+    def left(self, spent: float) -> float:
+        """Return how many seconds measurements may still take, where `spent` have been spent before."""
         if self._step is None or not self._measures or threading.get_ident() != self._thread:
-            return False
-        return spent <= max(STEPS * self._step, SHARE * (time.perf_counter() - self._first))
+            return 0.0
+        return max(STEPS * self._step, SHARE * (time.perf_counter() - self._first)) - spent
 
     def close(self) -> None:
         """Remove the hook."""

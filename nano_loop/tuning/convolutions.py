@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from nano_loop.kernels.convolution import Arguments, ByPlan, Plan, plans
-from nano_loop.tuning.sizes import bucket, layout, most_elements
+from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket, layout, most_elements
 from nano_loop.tuning.tuner import Tuner, Way, Ways
 
 #: Maximum number of shapes that are remembered: a loop may have a new one in each batch.
-_MOST_SHAPES = 4096
+_MOST_SHAPES = 1024
 _NEVER, _SETTLED = -2, -1
 _TORCHS = "/".join(Plan())
 
@@ -38,7 +38,7 @@ def chooser(tuner: Tuner) -> Callable[[ByPlan, Arguments, Plan], Plan]:
 
 def _chosen(tuner: Tuner, by_plan: ByPlan, given: Arguments, guess: Plan) -> Plan | None:
     possible = plans(given)
-    if len(possible) == 1 or most_elements(given[:3]) == 0:
+    if len(possible) == 1 or not 0 < most_elements(given[:3]) <= MOST_ELEMENTS:
         return guess
     if guess not in possible:
         possible.append(guess)

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+#: Maximum number of elements of a tensor whose computation is measured: the ways take memory several times its size.
+MOST_ELEMENTS = 1 << 24
+
 
 def bucket(count: int) -> str:
     """Return a text that is equal for counts of about the same size: within a factor of two."""

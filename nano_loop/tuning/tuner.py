@@ -23,6 +23,10 @@ _NEARLY_ALWAYS = 0.75
 _LEAST, _MOST, _ENOUGH = 3, 12, 0.004
 #: A way may have this multiple of the error of torch's, both against the reference, and this error in any case.
 _AS_EXACT, _TINY = 1.2, 1e-3
+#: How many elements of a tensor are compared.
+_COMPARED = 1 << 16
+#: How much longer than later a way may take when it computes first.
+_FAR = 2.0
 #: What torch raises where it cannot compute something.
 _FAILURES = (RuntimeError, MemoryError)
 #: How far a way may be from torch's where that is the reference: both round to bf16, by up to 2^-9.
@@ -103,32 +107,51 @@ class Tuner:
             Returns the ways, by which they are measured if there is time for it.
         """
         found = self.choices.get(key)
-        if found is None and self._budget.allows(self.spent):
+        if found is None and self._budget.left(self.spent) > 0:
             found = self._measure(key, guess, ways())
         return None if found is None else found.way
 
-    def _measure(self, key: str, guess: str, ways: Ways) -> Choice:
+    def _measure(self, key: str, guess: str, ways: Ways) -> Choice | None:
         begun, outermost = self._clock(), not self._is_measuring
         self._is_measuring = True
         try:
-            choice = fastest(ways, guess, self._clock)
+            choice = fastest(ways, guess, self._budget.left(self.spent), self._clock)
+        except _FAILURES:  # there may be memory for it later
+            return None
         finally:
             self._is_measuring = not outermost
             if outermost:  # what is measured inside of another measurement is a part of it
                 self.spent += self._clock() - begun
-        self.choices.put(key, choice)
-        self.found.append(choice)
+        if choice is not None:
+            self.choices.put(key, choice)
+            self.found.append(choice)
         return choice
 
 
-def fastest(ways: Ways, guess: str, clock: Callable[[], float] = time.perf_counter) -> Choice:
-    """Time ways in turn, and return the choice.
+def fastest(ways: Ways, guess: str, seconds: float, clock: Callable[[], float] = time.perf_counter) -> Choice | None:
+    """Time ways in turn, and return the choice, or None if that would take longer than `seconds`.
 
     A way that is less exact than torch's is left out, and one that is far slower than another is timed no further. On a
     busy machine, any way may be disturbed, so a way replaces the guess only if it was faster nearly each time.
     """
-    in_time = _as_exact(ways)
-    guess = guess if guess in in_time else ways.torchs
+    begun = clock()
+    first = _as_exact(ways, clock, seconds)
+    if first is None:
+        return None
+    guess = guess if guess in first else ways.torchs
+    # The first time is not to be trusted, but by far.
+    in_time = [name for name, time_ in first.items() if name == guess or time_ <= _FAR * HOPELESS * first[guess]]
+    if len(in_time) > 1 and clock() - begun + _LEAST * sum(first[name] for name in in_time) > seconds:
+        return None
+    times = _timed(ways, guess, in_time, clock)
+    shortest = {name: min(times.get(name, [time_])) for name, time_ in first.items()}
+    faster = [name for name, each in times.items() if name != guess and _is_faster(each, times[guess])]
+    way = min(faster, key=lambda name: shortest[name], default=guess)
+    return Choice(way, guess, {name: each * 1e3 for name, each in shortest.items()})
+
+
+def _timed(ways: Ways, guess: str, in_time: list[str], clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Return the times of ways that have taken turns until the end; nothing where there is only one."""
     times: dict[str, list[float]] = {name: [] for name in in_time}
     begun = clock()
     for round_ in range(_MOST):
@@ -140,10 +163,7 @@ def fastest(ways: Ways, guess: str, clock: Callable[[], float] = time.perf_count
             times[name].append(clock() - start)
         best = min(min(times[name]) for name in in_time)
         in_time = [name for name in in_time if name == guess or min(times[name]) <= HOPELESS * best]
-    seconds = {name: min(each) for name, each in times.items() if each}
-    faster = [name for name in in_time if name != guess and _is_faster(times[name], times[guess])]
-    way = min(faster, key=lambda name: seconds[name], default=guess)
-    return Choice(way, guess, {name: each * 1e3 for name, each in seconds.items()})
+    return {name: times[name] for name in in_time if times[name]}
 
 
 def _is_faster(times: Sequence[float], of_guess: Sequence[float]) -> bool:
@@ -152,42 +172,63 @@ def _is_faster(times: Sequence[float], of_guess: Sequence[float]) -> bool:
     return PAYS * min(times) < min(of_guess) and wins >= _NEARLY_ALWAYS * len(times)
 
 
-def _as_exact(ways: Ways) -> list[str]:
-    """Return torch's way, and those that are as exact. Each has computed once then, which takes longer than later.
+def _as_exact(ways: Ways, clock: Callable[[], float], seconds: float) -> dict[str, float] | None:
+    """Return torch's way, and those that are as exact, each with the time that it took first.
 
-    A way that raises, as where there is no memory for it, is left out.
+    None if that would take longer than `seconds`. A way that raises, as where there is no memory for it, is left out.
     """
-    names, others = [ways.torchs], {name: way for name, way in ways.by_name.items() if name != ways.torchs}
-    try:
-        of_torch = ways.by_name[ways.torchs]()
-        reference = of_torch if ways.reference is None else ways.reference()
-    except _FAILURES:
-        return names
+    begun = clock()
+    of_torch = ways.by_name[ways.torchs]()
+    found = {ways.torchs: clock() - begun}
+    others = {name: way for name, way in ways.by_name.items() if name != ways.torchs}
+    if not others:
+        return found
+    if (1 + len(others)) * found[ways.torchs] > seconds:
+        return None
+    start = clock()
+    reference = of_torch if ways.reference is None else ways.reference()
+    of_reference = clock() - start
     if ways.reference is None:
         bounds = [_ROUNDING] * len(reference)
     else:
         bounds = [max(_AS_EXACT * each, _TINY) for each in _errors(of_torch, reference)]
     for name, way in others.items():
+        if clock() - begun > seconds:
+            return None
+        if way is ways.reference:
+            found[name] = of_reference
+            continue
+        start = clock()
         try:
-            errors = [0.0] * len(bounds) if way is ways.reference else _errors(way(), reference)
+            computed = way()
         except _FAILURES:
             continue
-        if all(error <= bound for error, bound in zip(errors, bounds, strict=True)):
-            names.append(name)
-    return names
+        took = clock() - start
+        if all(error <= bound for error, bound in zip(_errors(computed, reference), bounds, strict=True)):
+            found[name] = took
+    return found
 
 
 def _errors(found: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
     """Return the rms of the difference of each tensor to that of the reference, in units of the reference's rms."""
     with torch.no_grad():
-        return [_error(a.float(), b.float()) for a, b in zip(found, reference, strict=True)]
+        return [_error(a, b) for a, b in zip(found, reference, strict=True)]
 
 
 def _error(found: Tensor, reference: Tensor) -> float:
     if found.shape != reference.shape:
         return float("inf")
-    of = float(reference.square().mean()) if reference.numel() else 0.0
-    error = float((found - reference).square().mean()) if reference.numel() else 0.0
+    if not reference.numel():
+        return 0.0
+    a, b = (_sample(each).float() for each in (found, reference))
+    of, error = float(b.square().mean()), float((a - b).square().mean())
     if error != error:  # not a number: where the reference has none either, nothing can be said
         return 0.0 if of != of else float("inf")
     return (error / of) ** 0.5 if of > 0 else (0.0 if error == 0 else float("inf"))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return some elements of a large tensor, so that a comparison takes little memory."""
+    if tensor.numel() <= _COMPARED:
+        return tensor
+    return tensor.take(torch.randint(tensor.numel(), (_COMPARED,), generator=torch.Generator().manual_seed(0)))

@@ -1,6 +1,7 @@
 """Layers compute in fp32 where that was measured to be faster, and a measurement changes nothing that the loop sees."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -47,7 +48,10 @@ class Deciding(Tuner):
         return super().choose(key, guess, ways)
 
     def _measure(self, key, guess, ways):
-        choice = super()._measure(key, guess, ways)._replace(way=self.way)
+        choice = super()._measure(key, guess, ways)
+        if choice is None:
+            return None
+        choice = choice._replace(way=self.way)
         self.choices.put(key, choice)
         return choice
 
@@ -140,11 +144,26 @@ def test_layer_with_hooks_is_called_as_it_is(tuned):
     assert not tuner.measured
 
 
-def test_without_gradients_the_forward_alone_is_measured(tuned):
+def test_evaluation_is_measured_apart_and_without_gradients(tuned):
     layer, tuner = nn.Linear(24, 8), Deciding("fp32")
-    with torch.no_grad():
-        tuned(layer, tuner)(torch.randn(5, 24))
-    assert next(iter(tuner.choices.all())).endswith("forward")
+    tuned(layer, tuner)
+    for training in (True, False):
+        layer.train(training)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                layer(torch.randn(5, 24))
+    with torch.inference_mode():
+        layer(torch.randn(50, 24))
+    assert [key.split()[-1] for key in tuner.choices.all()] == ["train", "eval"]
+
+
+def test_frozen_layer_is_measured_apart(tuned):
+    layer, tuner = nn.Linear(24, 8), Deciding("fp32")
+    tuned(layer, tuner)
+    for _ in range(2):
+        layer(torch.randn(5, 24))
+        layer.requires_grad_(False)
+    assert tuner.measured == 2
 
 
 class Twice(nn.Module):
@@ -180,7 +199,7 @@ def test_checkpoint_recomputes_as_its_forward_did_whenever_a_choice_is_made(tune
     tuner.choose = choosing
     computed(net, torch.randn(5, 24))
     expected = {"measured": ["fp32"], "known": [], "not known": [None, "fp32"]}[first]
-    assert taken == expected + ["fp32"] * (reentrant and first == "measured")  # its forward is without gradients
+    assert taken == expected
 
 
 def test_shape_that_is_forgotten_until_the_recomputation_computes_as_before(tuned, monkeypatch):
@@ -234,11 +253,94 @@ def test_without_time_a_call_asks_once_a_turn(tuned):
 
 def test_lengths_of_a_batch_share_choices_and_a_layer_remembers_few(tuned, monkeypatch):
     monkeypatch.setattr(tuned_layers, "_MOST_SHAPES", 8)
-    chosen, around = [], tuned_layers._Chosen
-    monkeypatch.setattr(tuned_layers, "_Chosen", lambda *given: chosen.append(around(*given)) or chosen[-1])
+    chosen, around = [], tuned_layers._Decisions
+    monkeypatch.setattr(tuned_layers, "_Decisions", lambda *given: chosen.append(around(*given)) or chosen[-1])
     tuner, layer = Deciding("fp32"), nn.Linear(24, 8)
     tuned(layer, tuner)
     for rows in range(33, 65):
         computed(layer, torch.randn(rows, 24))
     assert tuner.measured == 1
     assert len(chosen[0]._known) <= 8
+
+
+# --- what is called as it is ---
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_nested_and_sparse_inputs_compute_as_without_nano_loop(tuned):
+    layer = nn.Linear(24, 8)
+    nested = torch.nested.nested_tensor([torch.randn(2, 24), torch.randn(3, 24)])
+    sparse = torch.randn(5, 24).relu().to_sparse_csr()
+    net = tuned(nn.Sequential(layer), Deciding("fp32"))
+    assert [each.shape for each in net(nested).unbind()] == [(2, 8), (3, 8)]
+    assert not tuned_layers._Decisions(Deciding("fp32"), layer).is_fp32(sparse)
+
+
+def test_layer_with_a_forward_of_its_own_is_called_as_it_is(tuned):
+    layer, tuner = nn.Linear(24, 8), Deciding("fp32")
+    layer.forward = lambda x: {"out": nn.functional.linear(x, layer.weight)}
+    out = tuned(layer, tuner)(torch.randn(5, 24))["out"]
+    assert out.dtype is torch.bfloat16
+    assert not tuner.measured
+
+
+def test_modes_of_the_loop_see_no_measurement(tuned):
+    class Counting(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen += 1
+            return function(*args, **(kwargs or {}))
+
+    layer, tuner = tuned(nn.Linear(24, 8), Deciding("fp32")), Deciding("fp32")
+    with Counting() as counting:
+        layer(torch.randn(5, 24))
+    assert not tuner.measured
+    assert counting.seen < 20
+
+
+def test_large_outputs_and_weights_are_not_measured(tuned, monkeypatch):
+    monkeypatch.setattr(tuned_layers, "MOST_ELEMENTS", 1000)
+    tuner = Deciding("fp32")
+    computed(tuned(nn.Linear(24, 300), tuner), torch.randn(5, 24))  # its output
+    computed(tuned(nn.Linear(60, 20), tuner), torch.randn(2, 60))  # its weight
+    computed(tuned(nn.ConvTranspose2d(2, 2, 2, stride=8), tuner), torch.randn(1, 2, 4, 4))
+    computed(tuned(nn.Linear(24, 8), tuner), torch.randn(60, 24))
+    assert not tuner.measured
+    computed(tuned(nn.Linear(24, 8), tuner), torch.randn(5, 24))
+    assert tuner.measured == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_thread_with_fewer_nodes_recomputes_as_its_forward_did(tuned, reentrant):
+    tuner = Deciding("fp32")
+    tuner.own_turn = 0
+    net = tuned(Twice(reentrant, tuner), tuner)
+    for _ in range(3):
+        computed(net, torch.randn(5, 24))
+    failed = []
+
+    def train():
+        try:
+            computed(net, torch.randn(5, 24))
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert not failed
+
+
+def test_layer_of_two_models_has_one_decision(tuned, entries):
+    tuner = Deciding("fp32")
+    layers = TunedLayers(tuner)
+    layer = nn.Linear(24, 8)
+    first, second = layers.around(layer), layers.around(layer)
+    assert first.__closure__ is not None
+    with cpu_autocast(torch.bfloat16):
+        for call in (first, second):
+            call(nn.Module.__call__, layer, torch.randn(5, 24))
+    assert len(layers._decisions) == 1
+    assert tuner.measured == 1

@@ -13,7 +13,7 @@ from nano_loop.kernels.convolution import OPERATOR
 from nano_loop.parts import Parts
 from nano_loop.steps import tune_operators as module
 from nano_loop.steps.tune_operators import TuneOperators
-from nano_loop.tuning import budget, choices, tuner
+from nano_loop.tuning import choices, tuner
 from nano_loop.tuning.choices import Choice, Choices
 from nano_loop.tuning.tuner import Tuner
 
@@ -46,17 +46,15 @@ def stored(folder):
 
 
 def test_report_says_what_was_measured_and_a_later_run_starts_with_it(measuring, monkeypatch):
-    monkeypatch.setattr(budget, "STEPS", 1e6)  # time for all shapes
     train = nano(**OPTIONS)(fit)
     train(*parts())
     assert "measurements from the third step on" in str(train.report)
     assert "shapes timed in" in train.report["tune_operators"].detail
-    found = stored(measuring)
-    assert {key.split()[0] for key in found} == {"Linear"}
+    assert {key.split()[0] for key in stored(measuring)} == {"Linear"}
     monkeypatch.setattr(choices, "_opened", {})  # as in another process
     monkeypatch.setattr(tuner, "fastest", lambda *_: pytest.fail("it was measured before"))
     train(*parts())
-    assert f"{len(found)} choices of earlier runs" in train.report["tune_operators"].detail
+    assert train.report["tune_operators"].detail == "measurements from the third step on"
 
 
 def test_run_computes_as_the_stored_choices_say(measuring):
@@ -141,6 +139,10 @@ class Others:
     def __init__(self, rank, sent):
         self.rank, self.size, self.sent = rank, 2, sent
         self.after_averaging = []
+        self.other_applies = True
+
+    def gather(self, value):
+        return [value, self.other_applies]
 
     def broadcast(self, value):
         if self.rank == 0:
@@ -156,11 +158,12 @@ def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
     for rank in range(2):
         each = step(TuneOperators, precision="bf16")
         each.ranks = Others(rank, sent)
+        each.see(Parts([nn.Linear(2, 2)]))
         each.apply(Parts([nn.Linear(2, 2)]))
         made.append(each)
     zero, one = (each._tuner for each in made)
     assert one.choices.all() == {"known": FP32}
-    assert not one._budget.allows(0.0)
+    assert one._budget.left(0.0) == 0
     zero.choices.put("new", FP32)
     for averagings, expected in ((3, 1), (4, 2), (5, 2)):
         for each in made:
@@ -171,6 +174,17 @@ def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
     for each in made:
         each.undo()
         assert not each.ranks.after_averaging
+
+
+@pytest.mark.parametrize(("precision", "other", "reason"), [("bf16", False, "another rank"), (32, True, "in fp32")])
+def test_hosts_whose_cpus_differ_share_nothing_and_wait_for_nobody(step, precision, other, reason):
+    made = step(TuneOperators, precision=precision)
+    made.ranks = Others(1, [])
+    made.ranks.other_applies = other
+    parts = Parts([nn.Linear(2, 2)])
+    made.see(parts)
+    assert reason in made.skip_reason(parts)
+    assert not made.ranks.after_averaging
 
 
 def test_rules_of_listed_operators_stay(measuring):

@@ -7,11 +7,14 @@ import torch
 
 from nano_loop.tuning import budget as module
 
+STEPS = module.STEPS
+
 
 @pytest.fixture
 def budget(monkeypatch, measuring):
     """A budget whose clock a test sets, and an optimizer that takes a step of so many seconds."""
     now = [100.0]
+    monkeypatch.setattr(module, "STEPS", STEPS)
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
     opened = module.Budget(measures=True)
@@ -27,17 +30,15 @@ def budget(monkeypatch, measuring):
 def test_measuring_begins_in_the_third_step_and_takes_less_than_three_percent_of_a_hundred(budget):
     opened, step = budget
     for _ in range(2):
-        assert not opened.allows(0.0)
+        assert opened.left(0.0) == 0
         step(1.0)
-    assert opened.allows(0.0)
-    assert opened.allows(1.7)
-    assert not opened.allows(1.9)
+    assert opened.left(0.0) == pytest.approx(1.8)
+    assert opened.left(1.9) < 0
     step(9.0)  # with measurements, so it is no step's time
-    assert not opened.allows(1.9)
+    assert opened.left(1.9) < 0
     for _ in range(300):
         step(1.0)
-    assert opened.allows(5.0)
-    assert not opened.allows(6.0)
+    assert opened.left(5.0) == pytest.approx(0.018 * 310 - 5.0)
 
 
 def test_steps_of_other_threads_do_not_count(budget):
@@ -46,7 +47,7 @@ def test_steps_of_other_threads_do_not_count(budget):
         thread = Thread(target=step, args=(1.0,))
         thread.start()
         thread.join()
-    assert not opened.allows(0.0)
+    assert opened.left(0.0) == 0
 
 
 def test_others_measure_nothing(budget):
@@ -56,7 +57,7 @@ def test_others_measure_nothing(budget):
         step(1.0)
     other.close()
     assert other.turn == 3
-    assert not other.allows(0.0)
+    assert other.left(0.0) == 0
 
 
 def test_turns_become_longer(budget):

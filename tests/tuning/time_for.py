@@ -9,9 +9,9 @@ class TimeFor:
         self.asked = [] if asked is None else asked
         self.turn = 0
 
-    def allows(self, spent):
+    def left(self, spent):
         self.asked.append(spent)
-        return spent < self.seconds
+        return self.seconds - spent
 
 
 ALWAYS, NEVER = TimeFor(float("inf")), TimeFor(0.0)
