@@ -127,7 +127,7 @@ sys.meta_path.insert(0, ImportsTqdm)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("when", "is_shown"), [("lightning_fabric.fabric", False), ("nano_loop.optim", True)])
+@pytest.mark.parametrize(("when", "is_shown"), [("lightning_fabric.fabric", False), ("nano_loop.torch_nano", True)])
 def test_tqdm_says_nothing_about_widgets_because_of_fabric_s_import(when, is_shown):
     program = NOTEBOOK.replace("WHEN", repr(when)) + "import nano_loop\nnano_loop.TorchNano\n"
     program += "print('tqdm.auto' in sys.modules)"

@@ -186,7 +186,7 @@ def test_gradient_that_is_off_is_named(monkeypatch, factor):
     monkeypatch.setattr(convolution, "WORTH_IT", 1)
     original = convolution._of_weight
     monkeypatch.setattr(convolution, "_of_weight", lambda *args: original(*args) * factor)
-    monkeypatch.setattr(convolution, "_product_is_faster", lambda gradient, inputs, weight, *_: weight.size(1) == 16)
+    monkeypatch.setattr(convolution, "_product_is_faster", lambda given: given.weight.size(1) == 16)
     model, batch = made(convolutional, {}, 0)
     found = verify(model, loss_of, batch, precision="bf16")
     assert found.fault == "the gradient of 3.weight"
