@@ -153,7 +153,7 @@ def run(folder, before, doing):
 
 
 @pytest.mark.parametrize(
-    "user", [pytest.param(each, marks=[pytest.mark.slow] * (each == "Fabric was imported")) for each in USERS]
+    "user", [pytest.param(each, marks=[pytest.mark.slow] * (each != "a fresh process")) for each in USERS]
 )
 def test_import_changes_nothing_and_says_nothing(tmp_path, user):
     doing = "import nano_loop; nano_loop.nano, nano_loop.verify, nano_loop.optim, nano_loop.is_global_zero"

@@ -814,7 +814,7 @@ SCRIPT = """
     ("end", "code", "last"),
     [
         pytest.param("return 1", 0, "", marks=pytest.mark.slow),
-        ("sys.exit(3)", 3, ""),
+        pytest.param("sys.exit(3)", 3, "", marks=pytest.mark.slow),
         ("raise LookupError('mine')", 1, "LookupError: mine"),
     ],
 )

@@ -1,8 +1,11 @@
 import re
 
+import pytest
+
 from .running import run
 
 
+@pytest.mark.slow
 def test_both_runs_are_compared_and_their_progress_is_shown():
     process = run("demo.py", "--width", 8, "--epochs", 1)
     assert process.returncode == 0, process.stderr

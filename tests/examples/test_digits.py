@@ -35,6 +35,7 @@ def test_two_processes_train_as_plain_does(plain, tmp_path):
     assert two["accuracy"] == pytest.approx(plain["accuracy"], abs=BAND)
 
 
+@pytest.mark.slow
 def test_a_bad_precision_is_named():
     process = run("digits.py", "--precision", "fp7")
     assert process.returncode == 1

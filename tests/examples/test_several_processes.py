@@ -17,6 +17,7 @@ TINY_GPT = (*GPT, "--precision", 32, "--steps", STEPS, "--eval-every", 20)
 ROWS = ("--epochs", 4)
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_refused():
     process = run("digits.py", *TWO, "--batch-size", 3)
     assert process.returncode == 2

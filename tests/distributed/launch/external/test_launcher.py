@@ -83,6 +83,7 @@ def expected():
     return pytest.approx(names["found"], abs=2e-6)
 
 
+@pytest.mark.slow
 def test_torchrun_on_one_host_trains_twice_on_lists_of_cpus_and_in_a_group_of_the_user_s(tmp_path, expected):
     cpus = read_machine().allowed
     lists = [[cpus[-1]], [cpus[0]]] if hasattr(os, "sched_setaffinity") else None

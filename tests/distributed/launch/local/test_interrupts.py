@@ -103,6 +103,7 @@ def test_handler_that_the_loop_installs_is_left_to_handle_interrupts():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_interrupt_that_processes_of_a_loader_get_too_is_one():
     def train(model, loader, heard):
         batches = iter(loader)

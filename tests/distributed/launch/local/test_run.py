@@ -187,6 +187,7 @@ def found_by_loop():
     return loop.train() | {"before": before, "after": (loop.world_size, loop.global_rank), "seen": loop.seen}
 
 
+@pytest.mark.slow
 def test_what_fabric_tells_is_the_run_s():
     found = found_by_loop()
     assert found["before"] == (2, 0)

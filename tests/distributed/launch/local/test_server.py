@@ -124,6 +124,7 @@ def test_killed_in_a_run_it_takes_its_workers_with_it_and_the_run_ends_with_an_e
     assert run(small.rank) == [0, 1]
 
 
+@pytest.mark.slow
 def test_forked_child_of_the_caller_starts_another(tmp_path):
     def child():
         (tmp_path / "found").write_text(str(parent_of_the_worker()))
@@ -220,6 +221,7 @@ def test_child_of_a_worker_that_left_its_group_does_not_hide_that_the_worker_has
             each.kill()
 
 
+@pytest.mark.slow
 def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -310,6 +312,7 @@ def test_interpreter_s_lock_can_be_held_by_a_call_into_c():
     assert ctypes.PyDLL(None).sleep(0) == 0  # what a test above relies on
 
 
+@pytest.mark.slow
 def test_limit_on_open_files_is_told_as_such_wherever_it_is_reached():
     used = len(os.listdir("/proc/self/fd"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -324,6 +327,7 @@ def test_limit_on_open_files_is_told_as_such_wherever_it_is_reached():
     assert run(small.rank) == [0, 1]
 
 
+@pytest.mark.slow
 def test_what_a_later_import_makes_in_the_temporary_folder_goes_with_the_run(tmp_path, monkeypatch):
     (tmp_path / "makes_a_folder.py").write_text("import tempfile\nplace = tempfile.mkdtemp()\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -259,6 +259,7 @@ def alone():
     return small.weights(model)
 
 
+@pytest.mark.slow
 def test_method_of_a_class_of_this_function_trains(alone):
     class Project:
         def __init__(self, rate):
@@ -305,6 +306,7 @@ PACKAGE = {
 }
 
 
+@pytest.mark.slow
 def test_decorated_function_of_a_module_is_imported_in_workers_wherever_they_stand(tmp_path, monkeypatch):
     folder = tmp_path / "packages" / "of_this_test"
     folder.mkdir(parents=True)
@@ -328,6 +330,7 @@ def test_decorated_function_of_a_module_is_imported_in_workers_wherever_they_sta
             sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_another_thread_runs_with_one_number_of_processes_after_the_other(alone):
     def sized(model, optimizer, loader):
         small.fit(model, optimizer, loader)
