@@ -134,7 +134,8 @@ LEVERS: dict[str, dict[str, bool]] = {
         name: {name: False}
         for name in (
             *("channels_last", "fused_optimizer", "allocator"),
-            *("fast_dropout", "fast_attention", "fast_convolution", "tune_operators", "fast_fetch"),
+            *("fast_dropout", "fast_attention", "fast_convolution", "fast_cross_entropy"),
+            *("tune_operators", "fast_fetch"),
         )
     },
 }

@@ -154,6 +154,12 @@ class Options:
         "Gradients of convolutions' weights by plain bf16 matrix products where oneDNN is slow, in reduced precision. "
         "Needs torch 2.9 or later.",
     )
+    fast_cross_entropy: bool | Literal["auto"] = option(
+        "auto",
+        checks.auto_or_boolean,
+        "Cross-entropy over many classes in two passes over the logits, in reduced precision: less time, and a third "
+        "of the memory. Needs a C compiler, at first use.",
+    )
     tune_operators: bool | Literal["auto"] = option(
         "auto",
         checks.auto_or_boolean,

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # its class has no public name
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
 _FUSED_CHECK = "_need_device_dtype_check_for_fused"
@@ -130,9 +131,22 @@ def in_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
+def in_mode_of_others() -> bool:
+    """Whether a mode that is not nano_loop's sees the operators of this thread, as one that traces does."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(not type(mode).__module__.startswith("nano_loop.") for mode in _get_current_dispatch_mode_stack())
+
+
 def version(tensor: torch.Tensor) -> int:
     """Return the version counter of a tensor, which in-place changes increment. Inference tensors have none: 0."""
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that another one is a view of, or the tensor itself. torch documents no public name."""
+    base: torch.Tensor | None = tensor._base
+    return tensor if base is None else base
 
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

@@ -16,14 +16,22 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from nano_loop.cache_folder import cache_folder
 
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-O3", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-fPIC")
+# The directives are compiled with it, and linked without: a second OpenMP runtime would have threads of its own beside
+# torch's. The functions that the directives call are found in the runtime that torch has loaded for all libraries.
+_PARALLEL = ("-fopenmp",)
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 _PATIENCE = 60.0  # timeout of the compiler, in seconds
+
+
+_Library = TypeVar("_Library", bound=ctypes.CDLL)
 
 
 class UnavailableError(Exception):
@@ -32,24 +40,41 @@ class UnavailableError(Exception):
 
 @functools.cache
 def compiled(name: str) -> ctypes.PyDLL:
-    """Return the library compiled from ``<name>.c``. Its functions hold the GIL.
+    """Return the library compiled from ``<name>.c``, whose functions take microseconds. They hold the GIL.
 
     Raises
     ------
     UnavailableError
         If no compiler is found, or the compiler fails.
     """
+    return _loaded(name, ctypes.PyDLL, ())
+
+
+@functools.cache
+def compiled_for_threads(name: str) -> ctypes.CDLL:
+    """Return the library compiled from ``<name>.c`` with OpenMP, for torch's threads. Its functions release the GIL.
+
+    Raises
+    ------
+    UnavailableError
+        If no compiler is found, the compiler fails, or torch's OpenMP runtime is not that of the compiler.
+    """
+    return _loaded(name, ctypes.CDLL, _PARALLEL)
+
+
+def _loaded(name: str, load: Callable[[str], _Library], flags: tuple[str, ...]) -> _Library:
     source = Path(__file__).with_name(f"{name}.c")
     command = _compiler()
     folder = cache_folder()
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="nano_loop-") as temporary:
-            return _made(command, source, Path(temporary) / f"{name}.so")  # once loaded, it may be deleted
-    library = folder / f"{name}-{_key(command, source)}.so"
+            # Once loaded, it may be deleted.
+            return _made(command, flags, source, Path(temporary) / f"{name}.so", load)
+    library = folder / f"{name}-{_key([*command, *flags], source)}.so"
     try:
-        return ctypes.PyDLL(str(library))
+        return load(str(library))
     except OSError:  # missing or damaged
-        return _made(command, source, library)
+        return _made(command, flags, source, library, load)
 
 
 def _compiler() -> list[str]:
@@ -61,16 +86,20 @@ def _compiler() -> list[str]:
     raise UnavailableError(f"no C compiler was found ({given[0] if given else ', '.join(_COMPILERS)})")
 
 
-def _made(command: list[str], source: Path, library: Path) -> ctypes.PyDLL:
+def _made(
+    command: list[str], flags: tuple[str, ...], source: Path, library: Path, load: Callable[[str], _Library]
+) -> _Library:
     """Compile into a temporary folder and move the library into place atomically, for concurrent processes."""
     try:
         with tempfile.TemporaryDirectory(prefix="making-", dir=library.parent) as folder:
-            made = Path(folder) / library.name
+            made, compiled = Path(folder) / library.name, Path(folder) / f"{source.stem}.o"
+            translate = [*command, *_FLAGS, *flags, "-c", "-o", str(compiled), str(source)]
             native = _NATIVE.get(platform.machine())
-            if not (native and _compiles([*command, *_FLAGS, native, "-o", str(made), str(source)])):
-                _compiles([*command, *_FLAGS, "-o", str(made), str(source)], must=True)
+            if not (native and _compiles([*translate, native])):
+                _compiles(translate, must=True)
+            _compiles([*command, "-shared", "-o", str(made), str(compiled), "-lm"], must=True)
             made.replace(library)
-        return ctypes.PyDLL(str(library))
+        return load(str(library))
     except OSError as error:
         raise UnavailableError(f"the compiled kernel could not be written or loaded ({error})") from error
 

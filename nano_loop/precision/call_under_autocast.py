@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nano_loop.intercept.upcasts import held
 from nano_loop.precision.dtype_errors import explain
 from nano_loop.precision.output_activations import Activations, noting
 
@@ -27,7 +28,7 @@ class CallUnderAutocast:
         See `cpu_autocast`.
     """
 
-    __slots__ = ("_before", "_dtype", "_keep_casts", "_outer", "activations")
+    __slots__ = ("_before", "_dtype", "_keep_casts", "_outer", "_outer_casts", "activations")
 
     def __init__(self, dtype: torch.dtype, keep_casts: bool) -> None:
         self._dtype, self._keep_casts = dtype, keep_casts
@@ -36,6 +37,7 @@ class CallUnderAutocast:
 
     def __enter__(self) -> CallUnderAutocast:
         self._outer, noting.activations = noting.activations, self.activations
+        self._outer_casts, held.casts = held.casts, self.activations.casts
         enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         self._before = enabled, dtype, torch.is_autocast_cache_enabled()
         torch.autocast_increment_nesting()
@@ -52,5 +54,6 @@ class CallUnderAutocast:
         torch.set_autocast_dtype("cpu", dtype)
         torch.set_autocast_cache_enabled(keeps_casts)
         noting.activations = self._outer
+        held.casts = self._outer_casts
         if error is not None:
             explain(error)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nano_loop.intercept.operators import overridden_together
 from nano_loop.intercept.torch_private import below_autocast, in_functorch, version
+from nano_loop.intercept.upcasts import copy_in
 from nano_loop.precision.autocast import LOW_DTYPES, to_fp32
 
 #: Operators whose results crowd near a bound or span many powers of two, where 8 bits are too few, and what is computed
@@ -55,13 +56,14 @@ class _Noted(NamedTuple):
 
 
 class Activations:
-    """The activations of one call into a model."""
+    """The activations of one call into a model, and its casts to fp32."""
 
-    __slots__ = ("_elements", "_noted")
+    __slots__ = ("_elements", "_noted", "casts")
 
     def __init__(self) -> None:
         self._noted: deque[_Noted] = deque()
         self._elements = 0
+        self.casts: list[Any] = []
 
     def note(self, operator: Any, input: Tensor, others: tuple[Any, ...], result: Tensor) -> None:
         """Note a call of an operator. It is made for each of them, so it is short."""
@@ -75,7 +77,8 @@ class Activations:
         """Return an output of the model in fp32: computed so if it is the result of an activation, else cast."""
         noted = self._call_that_computed(output) if self._noted else None
         if noted is None:
-            return to_fp32(output)
+            cast = copy_in(self.casts, output) if self.casts else None
+            return to_fp32(output) if cast is None else cast
         with torch.set_grad_enabled(output.requires_grad):
             whole = noted.operator(self.in_fp32(noted.input), *noted.others)
             return _same_view(output, noted.result, whole)

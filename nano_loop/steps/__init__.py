@@ -8,6 +8,7 @@ from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.compile import Compile
 from nano_loop.steps.fast_attention import FastAttention
 from nano_loop.steps.fast_convolution import FastConvolution
+from nano_loop.steps.fast_cross_entropy import FastCrossEntropy
 from nano_loop.steps.fast_dropout import FastDropout
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.fused_optimizer import FusedOptimizer
@@ -46,6 +47,7 @@ STEPS: tuple[type[Step], ...] = (
     FastDropout,  # in any place: it replaces an operator, not models
     FastAttention,  # likewise
     FastConvolution,  # likewise
+    FastCrossEntropy,  # likewise
     TuneOperators,  # after Precision and FastConvolution, whose choices by rules it replaces
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only

@@ -14,6 +14,7 @@ from nano_loop.intercept.torch_private import (
     TENSOR_HOOKS,
     TorchDispatchMode,
     as_without_autocast_kernel,
+    base_of,
     below_autocast,
     below_torch_functions,
     bytes_of,
@@ -36,6 +37,7 @@ from nano_loop.intercept.torch_private import (
     has_hooks,
     in_backward,
     in_functorch,
+    in_mode_of_others,
     is_compiled,
     is_loss,
     is_watched_by_scheduler,
@@ -361,3 +363,27 @@ def test_hooks_and_compiled_calls_of_a_module_are_seen():
         handle.remove()
     module.compile(backend="eager")
     assert not calls_only_forward(module)
+
+
+def test_base_of_a_view_is_the_whole_tensor():
+    tensor = torch.ones(2, 3)
+    assert base_of(tensor.view(-1)[1:]) is tensor
+    assert base_of(tensor) is tensor
+
+
+def test_modes_of_others_are_known():
+    class Theirs(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found.append(in_mode_of_others())  # while it runs, it does not see its own operators
+            return function(*args, **(kwargs or {}))
+
+    class Ours(Theirs):
+        __module__ = "nano_loop.of_this_test"
+
+    found = []
+    assert not in_mode_of_others()
+    with Ours():
+        assert not in_mode_of_others()
+        with Theirs():
+            assert in_mode_of_others()
+    assert not in_mode_of_others()

@@ -1,0 +1,165 @@
+"""Notes which fp32 tensor is the copy of which bf16 tensor, so that an operator can read and keep the smaller one.
+
+Models often cast their logits to fp32 before the loss. The values stay those of the bf16 tensor, and so does the
+gradient, which is cast back. An operator on the copy can compute the same from the bf16 tensor, and hand its gradient
+over in bf16: then neither the copy nor its gradient, each of twice the size, exists during the backward.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nano_loop.intercept.attributes import replaced
+from nano_loop.intercept.ownership import belongs_to_set_up_model
+from nano_loop.intercept.torch_private import base_of, graph_task, in_functorch, version
+
+#: Minimum number of elements of a cast that is noted. Below it, a cast takes less than the note.
+WORTH_NOTING = 1 << 20
+
+
+class Upcast:
+    """One cast, from bf16 to fp32."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._source, self._copy = weakref.ref(source), lambda: None  # type: Any, Any
+        self._versions = version(source), 0
+        self._gradient: tuple[int, Tensor] | None = None  # with the number of its backward
+
+    def note(self, copy: Tensor) -> None:
+        """Note the result of the cast."""
+        self._copy, self._versions = weakref.ref(copy), (self._versions[0], version(copy))
+        _noted[copy] = self
+
+    @property
+    def copy(self) -> Tensor | None:
+        """The fp32 tensor, or None if nothing holds it any more. Then nothing can see its gradient either."""
+        copy: Tensor | None = self._copy()
+        return copy
+
+    def source(self) -> Tensor | None:
+        """Return the bf16 tensor, or None if nothing else holds it, or one of the two was written to."""
+        source, copy = self._source(), self.copy
+        if source is None or copy is None or (version(source), version(copy)) != self._versions:
+            return None
+        return source  # type: ignore[no-any-return]
+
+    def hand_over(self, gradient: Tensor) -> Tensor:
+        """Hand over a gradient of the copy in bf16, and return the zeros that stand in its place in the graph.
+
+        Parameters
+        ----------
+        gradient : torch.Tensor
+            Of the copy's shape. It is changed by a second gradient of the same backward.
+
+        Returns
+        -------
+        torch.Tensor
+            fp32, of the same shape, and of no size in memory.
+        """
+        task, earlier = graph_task(), self._gradient
+        if earlier is not None and earlier[0] == task:
+            gradient = earlier[1].add_(gradient)
+        self._gradient = task, gradient
+        return _ZERO.expand(gradient.shape)
+
+    def take(self) -> Tensor | None:
+        """Return the gradient that this backward has handed over, once, or None."""
+        found, self._gradient = self._gradient, None
+        return found[1] if found is not None and found[0] == graph_task() else None
+
+
+class _Held(threading.local):
+    """The casts of the call that this thread is in, or None, and so that their copies live as long, the copies."""
+
+    casts: list[tuple[Upcast, Tensor]] | None = None
+
+
+held = _Held()
+_noted = WeakTensorKeyDictionary()  # by the copy
+_ZERO = torch.zeros(())
+
+
+def upcast_of(tensor: Tensor) -> Upcast | None:
+    """Return the cast that a tensor, or the whole tensor that it is a view of, is the result of, or None.
+
+    A view has another shape, but the same elements in the same order. There is none if something looks at the
+    gradient of the tensor.
+    """
+    base = base_of(tensor)
+    upcast: Upcast | None = _noted[base] if base in _noted else None  # noqa: SIM401  # its `get` has no types
+    whole = tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous()
+    watched = any(each.retains_grad or each._backward_hooks for each in (tensor, base))
+    return upcast if whole and not watched else None
+
+
+def copy_in(casts: list[tuple[Upcast, Tensor]], tensor: Tensor) -> Tensor | None:
+    """Return the copy that one of these casts has made of a bf16 tensor, or None."""
+    return next((copy for upcast, copy in casts if upcast.source() is tensor), None)
+
+
+@contextmanager
+def upcasts_noted() -> Iterator[None]:
+    """Note the casts by `torch.Tensor.float` and `torch.Tensor.to` in calls into set-up models."""
+    with replaced(Tensor, "float", _noting), replaced(Tensor, "to", _noting):
+        yield
+
+
+def _noting(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.dtype is torch.bfloat16 and _is_to_fp32(original, args, kwargs) and _is_noted(self):
+            upcast = Upcast(self)
+            copy: Tensor = _Upcast.apply(self, upcast)  # type: ignore[no-untyped-call]
+            upcast.note(copy)
+            if held.casts is not None:
+                held.casts.append((upcast, copy))
+            return copy
+        return original(self, *args, **kwargs)
+
+    method.__name__, method.__doc__ = original.__name__, original.__doc__
+    return method
+
+
+def _is_to_fp32(original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if original.__name__ == "float":
+        return not args and not kwargs
+    return (args == (torch.float32,) and not kwargs) or (not args and kwargs == {"dtype": torch.float32})
+
+
+def _is_noted(tensor: Tensor) -> bool:
+    return (
+        tensor.numel() >= WORTH_NOTING
+        and type(tensor) is Tensor
+        and tensor.requires_grad
+        and torch.is_grad_enabled()
+        and tensor.is_contiguous()
+        and not tensor.is_inference()
+        and not torch.compiler.is_compiling()
+        and not in_functorch()
+        and belongs_to_set_up_model()  # also where an activation checkpoint recomputes the cast in a backward
+    )
+
+
+class _Upcast(torch.autograd.Function):
+    """A cast from bf16 to fp32 whose gradient may be handed over in bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, upcast: Upcast) -> Tensor:
+        ctx.upcast = upcast
+        return source.to(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        own = ctx.upcast.take()
+        if own is None:
+            return gradient.to(torch.bfloat16), None
+        if gradient.untyped_storage().data_ptr() == _ZERO.untyped_storage().data_ptr():
+            return own.view(gradient.shape), None
+        return own.view(gradient.shape).add_(gradient), None  # of others that read the copy

@@ -1,0 +1,202 @@
+"""Cross-entropy in two passes is as exact as torch's, and leaves to torch what it does not compute."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_loop.kernels import compiled
+from nano_loop.kernels.compiled import UnavailableError
+from nano_loop.kernels.cross_entropy import cross_entropy, unavailable
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    assert unavailable() is None
+
+
+def logits_of(rows, width, dtype=torch.float32, scale=3.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, width, generator=generator) * scale).to(dtype).requires_grad_()
+    return logits, torch.randint(width, (rows,), generator=generator)
+
+
+def by_torch(logits, target, reduction="mean", dtype=torch.float32, **named):
+    return F.cross_entropy(logits.to(dtype), target, reduction=reduction, **named)
+
+
+def ours(logits, target, reduction="mean", **named):
+    return cross_entropy(logits, target, None, REDUCTIONS.index(reduction), **named)
+
+
+def with_gradient(function, logits, *args, **named):
+    logits = logits.detach().requires_grad_()
+    loss = function(logits, *args, **named)
+    (gradient,) = torch.autograd.grad(loss, logits, torch.linspace(0.5, 2, loss.numel()).view_as(loss).to(loss.dtype))
+    assert gradient.dtype is logits.dtype
+    return loss.double(), gradient.double()
+
+
+def rms(found, exact):
+    return (found - exact).square().mean().sqrt().item()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    width=st.one_of(st.integers(1, 70), st.integers(500, 1600)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.sampled_from([0.01, 1.0, 10.0, 80.0]),
+    reduction=st.sampled_from(REDUCTIONS),
+    smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_it_is_as_exact_as_torch_s(rows, width, dtype, scale, reduction, smoothing, seed):
+    logits, target = logits_of(rows, width, dtype, scale, seed)
+    target[seed % rows] = -100
+    target[0] = width - 1
+    named = {"reduction": reduction, "label_smoothing": smoothing}
+    exact = with_gradient(by_torch, logits, target, dtype=torch.float64, **named)
+    theirs, found = (with_gradient(each, logits, target, **named) for each in (by_torch, ours))
+    for mine, other, reference in zip(found, theirs, exact, strict=True):
+        # Both round at the end: a gradient once, to its dtype, and a loss in fp32, after a sum and a quotient. So much
+        # is allowed where torch happens to be exact.
+        digits = 2**-22 if mine.dim() < 2 else 2**-9 if dtype is torch.bfloat16 else 2**-24
+        assert rms(mine, reference) <= 1.2 * rms(other, reference) + digits * reference.abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("odd", [-math.inf, math.inf, math.nan, 3e38])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_odd_logits_give_what_they_give_in_torch(dtype, odd, everywhere):
+    logits, target = logits_of(8, 1000, dtype)
+    with torch.no_grad():
+        logits[3, slice(None) if everywhere else 17] = odd
+        logits[5, 999] = odd
+    found, theirs = (with_gradient(each, logits, target, reduction="none") for each in (ours, by_torch))
+    rtol = 2**-7 if dtype is torch.bfloat16 else 1e-6
+    for mine, other in zip(found, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=rtol, atol=1e-6, equal_nan=True)
+
+
+def test_masked_classes_get_no_gradient_at_all():
+    logits, target = logits_of(4, 100)
+    with torch.no_grad():
+        logits[:, 50:] = -math.inf
+    _, gradient = with_gradient(ours, logits, target % 50)
+    assert not gradient[:, 50:].any()
+    assert gradient[:, :50].all()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_ignored_targets_count_neither_in_the_loss_nor_in_the_mean(reduction):
+    logits, target = logits_of(6, 1000)
+    target[2:4] = 5
+    named = {"reduction": reduction, "ignore_index": 5}
+    for mine, other in zip(*(with_gradient(each, logits, target, **named) for each in (ours, by_torch)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+    _, gradient = with_gradient(ours, logits, target, **named)
+    assert not gradient[2:4].any()
+
+
+def test_mean_of_nothing_is_nan_as_in_torch():
+    logits, target = logits_of(3, 100)
+    assert ours(logits, torch.full_like(target, -100)).isnan()
+    assert by_torch(logits, torch.full_like(target, -100)).isnan()
+
+
+def test_result_does_not_depend_on_the_number_of_threads():
+    logits, target = logits_of(33, 5003, torch.bfloat16)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            found.append(with_gradient(ours, logits, target, reduction="none"))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_second_derivative_is_torch_s(smoothing):
+    def of_gradient(function):
+        logits, target = logits_of(5, 1200)
+        target[1] = -100
+        loss = function(logits, target, label_smoothing=smoothing)
+        (first,) = torch.autograd.grad(loss.square(), logits, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), logits)
+        return first.detach(), second
+
+    for mine, other in zip(of_gradient(ours), of_gradient(by_torch), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+
+
+def test_without_gradients_it_keeps_nothing():
+    logits, target = logits_of(5, 1200)
+    with torch.no_grad():
+        assert torch.equal(ours(logits, target), ours(logits, target).detach())
+    with torch.inference_mode():
+        assert not ours(logits.detach(), target).requires_grad
+
+
+def test_what_torch_has_to_compute_is_left_to_it():
+    logits, target = logits_of(6, 1000)
+    assert cross_entropy(logits, target, torch.ones(1000)) is None
+    assert cross_entropy(logits, F.one_hot(target, 1000).float()) is None
+    assert cross_entropy(logits.view(2, 1000, 3), target.view(2, 3)) is None
+    assert cross_entropy(logits.t().contiguous().t(), target) is None
+    assert cross_entropy(logits, target.int()) is None
+    assert cross_entropy(logits.double(), target) is None
+    assert cross_entropy(logits, target[:5]) is None
+    assert cross_entropy(logits[0], target[0]) is None
+    assert cross_entropy(logits, target, label_smoothing=1.5) is None
+    assert cross_entropy(torch.nn.Parameter(logits.detach()).to("meta"), target) is None
+
+
+@pytest.mark.parametrize("wrong", [1000, -1, 2**40])
+def test_target_that_is_no_class_is_left_to_torch_s_error(wrong):
+    logits, target = logits_of(6, 1000)
+    target[4] = wrong
+    assert cross_entropy(logits, target) is None
+
+
+def test_modes_that_trace_operators_see_torch_s():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    logits, target = logits_of(6, 1000)
+    with FlopCounterMode(display=False):
+        assert cross_entropy(logits, target) is None
+
+
+def test_under_a_transform_it_is_left_to_torch():
+    logits, target = logits_of(6, 1000)
+    seen = []
+
+    def loss(logits, target):
+        seen.append(cross_entropy(logits, target))
+        return logits.sum()
+
+    torch.func.grad(loss)(logits.detach(), target)
+    assert seen == [None]
+
+
+def test_library_needs_no_openmp_beside_torch_s(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.compiled_for_threads.cache_clear()
+    try:
+        assert unavailable() is None
+        (library,) = (tmp_path / "nano_loop").iterdir()
+        assert b"libgomp" not in library.read_bytes()
+        compiled.compiled_for_threads.cache_clear()
+        monkeypatch.setenv("CC", "no-such-cc")
+        assert unavailable() == "no C compiler was found (no-such-cc)"
+        with pytest.raises(UnavailableError):
+            compiled.compiled_for_threads("cross_entropy")
+    finally:
+        compiled.compiled_for_threads.cache_clear()

@@ -1,0 +1,285 @@
+"""The loss of language models by the kernel of `nano_loop.kernels.cross_entropy`, in runs."""
+
+import gc
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nano_loop import NanoConfigError, accelerated, nano
+from nano_loop.intercept import upcasts
+from nano_loop.kernels import cross_entropy as kernel
+
+WORDS, WIDTH = 5000, 16
+
+
+@pytest.fixture(autouse=True)
+def every_cast_is_noted(monkeypatch):
+    monkeypatch.setattr(upcasts, "WORTH_NOTING", 1)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The names of the C functions that were called."""
+    names, function = [], kernel._function
+    monkeypatch.setattr(kernel, "_function", lambda name: (names.append(name), function(name))[1])
+    return names
+
+
+IN_FP32, IN_BF16 = ["cross_entropy_float", "gradient_float_to_float"], ["cross_entropy_bf16", "gradient_bf16_to_bf16"]
+
+
+class Words(nn.Module):
+    """Predicts words; `loss` computes the loss from its logits."""
+
+    def __init__(self, loss=None):
+        super().__init__()
+        self.embedding, self.head, self.loss = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), loss
+
+    def forward(self, words, targets):
+        logits = self.head(self.embedding(words))
+        return logits if self.loss is None else self.loss(logits, targets)
+
+
+def of_cast(logits, targets):
+    """As Hugging Face's models compute it."""
+    return F.cross_entropy(logits.float().view(-1, WORDS), targets.view(-1))
+
+
+def of_cast_by_to(logits, targets):
+    return F.cross_entropy(logits.to(torch.float32).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+
+
+def of_bf16(logits, targets):
+    """As nanoGPT does."""
+    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1), ignore_index=7)
+
+
+def of_shifted(logits, targets):
+    """As older models of Hugging Face's do."""
+    logits = logits.float()
+    return F.cross_entropy(logits[:, :-1].contiguous().view(-1, WORDS), targets[:, 1:].reshape(-1))
+
+
+def of_changed(logits, targets):
+    """Writes to the cast."""
+    logits = logits.float()
+    logits[..., 9] = -1e4
+    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1))
+
+
+def of_two(logits, targets):
+    """Two losses of one cast."""
+    logits = logits.float().view(-1, WORDS)
+    return F.cross_entropy(logits, targets.view(-1)) + F.cross_entropy(logits, targets.view(-1).flip(0))
+
+
+def with_penalty(logits, targets):
+    """Another operator reads the cast, too."""
+    logits = logits.float()
+    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1)) + 1e-2 * logits[:, :3].square().mean()
+
+
+def recomputed(logits, targets):
+    return checkpoint(of_cast, logits, targets, use_reentrant=False)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(WORDS, (2, 4, 16), generator=generator)
+
+
+def trained(model, **options):
+    """Return two losses, and the parameters after two steps of SGD."""
+    losses = []
+
+    @nano(precision="bf16", tune_operators=False, verbose=False, **options)
+    def train(model, optimizer):
+        words, targets = data()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(words, targets)
+            loss = loss if model.loss else F.cross_entropy(loss.flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            assert loss.dtype is torch.float32
+
+    train(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    return [*losses, *(each.detach() for each in model.parameters())], train.report
+
+
+def model_of(loss):
+    torch.manual_seed(0)
+    return Words(loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "functions"),
+    [
+        (of_cast, IN_BF16),
+        (of_cast_by_to, IN_BF16),
+        (of_bf16, IN_BF16),
+        (of_two, IN_BF16),
+        (with_penalty, IN_BF16),
+        (of_shifted, IN_FP32),
+        (of_changed, IN_FP32),
+        (None, IN_FP32),
+        (recomputed, ["cross_entropy_bf16", "cross_entropy_bf16", "gradient_bf16_to_bf16"]),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_loop_trains_as_with_torch_s_kernels(called, loss, functions):
+    found, report = trained(model_of(loss))
+    assert report["fast_cross_entropy"].status == "applied"
+    assert set(called) == set(functions)
+    assert called[: len(functions)] == functions or loss is of_two
+    called.clear()
+    theirs, report = trained(model_of(loss), fast_cross_entropy=False)
+    assert not called
+    assert "fast_cross_entropy" not in report.applied
+    # Logits are bf16 in both, and sums in fp32 have another order. Where two operators read the cast, either the sum of
+    # their gradients is rounded to bf16 or each.
+    tolerance = 2**-11 if loss in (of_two, with_penalty) else 1e-6
+    for mine, other in zip(found, theirs, strict=True):
+        assert (mine - other).norm() <= tolerance * other.norm()
+
+
+def test_neither_the_copy_nor_its_gradient_is_kept_for_the_backward(called):
+    shapes = []
+
+    def noted(tensor):
+        shapes.append((tensor.dtype, tensor.numel()))
+        return tensor
+
+    model, (words, targets) = model_of(of_cast), data()
+    with accelerated(model, precision="bf16", verbose=False), torch.autograd.graph.saved_tensors_hooks(noted, noted):
+        loss = model(words, targets)
+        assert (torch.bfloat16, words.numel() * WORDS) in shapes
+        assert (torch.float32, words.numel() * WORDS) not in shapes
+        gc.collect()
+        alive = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype is torch.float32]
+        assert not [each for each in alive if each.numel() == words.numel() * WORDS]
+        loss.backward()
+    assert called == IN_BF16
+
+
+def test_who_holds_the_copy_sees_its_gradient(called):
+    seen = {}
+
+    def watched(logits, targets):
+        seen["copy"] = logits.float()
+        return F.cross_entropy(seen["copy"].view(-1, WORDS), targets.view(-1))
+
+    def hooked(logits, targets):
+        copy = logits.float()
+        copy.register_hook(lambda gradient: seen.update(hooked=gradient))
+        return F.cross_entropy(copy.view(-1, WORDS), targets.view(-1))
+
+    words, targets = data()
+    model = model_of(watched)
+    with accelerated(model, precision="bf16", verbose=False):
+        loss = model(words, targets)
+        (gradient,) = torch.autograd.grad(loss, seen["copy"], retain_graph=True)
+        assert gradient.dtype is torch.float32
+        assert gradient.abs().sum() == pytest.approx(2, rel=1e-3)  # softmax less the target
+        loss.backward()
+        model.loss = hooked
+        model(words, targets).backward()
+    torch.testing.assert_close(seen["hooked"], gradient, rtol=1e-5, atol=1e-9)
+    assert "gradient_bf16_to_float" in called
+
+
+def test_backward_can_be_repeated_and_can_have_been_interrupted():
+    model, (words, targets) = model_of(of_two), data()
+
+    def interrupt(gradient):
+        raise InterruptedError
+
+    with accelerated(model, precision="bf16", verbose=False):
+        loss = model(words, targets)
+        handle = model.head.weight.register_hook(interrupt)
+        with pytest.raises(InterruptedError):
+            loss.backward(retain_graph=True)
+        handle.remove()
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        once = model.head.weight.grad.clone()
+        loss.backward()
+    assert torch.equal(model.head.weight.grad, 2 * once)
+
+
+def test_output_that_was_cast_in_the_model_is_that_cast():
+    def both(logits, targets):
+        return of_cast(logits, targets), logits
+
+    model, (words, targets) = model_of(both), data()
+    casts = []
+    with accelerated(model, precision="bf16", verbose=False):
+        model.loss = lambda logits, targets: (casts.append(logits.float()), logits)[1]
+        output = model(words, targets)
+        assert output is casts[0]
+        model.loss = both
+        loss, output = model(words, targets)
+        assert output.dtype is torch.float32
+        (loss + 0 * output.sum()).backward()
+    assert upcasts.held.casts is None
+
+
+def test_code_that_was_not_set_up_keeps_torch_s_kernels(called):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(64, WORDS), torch.randint(WORDS, (64,))
+
+    def loss_and_gradient():
+        leaf = logits.clone().requires_grad_()
+        loss = F.cross_entropy(leaf * 2, targets)
+        loss.backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            under = F.cross_entropy(leaf.bfloat16(), targets)
+        cast = leaf.bfloat16().float()
+        assert type(cast.grad_fn).__name__ == "ToCopyBackward0"
+        return loss.detach(), leaf.grad, under.detach(), F.cross_entropy(cast, targets).detach()
+
+    plain, in_thread = loss_and_gradient(), []
+    with accelerated(model_of(of_cast), precision="bf16", verbose=False) as run:
+        assert "fast_cross_entropy" in run.report.applied
+        thread = threading.Thread(target=lambda: in_thread.extend(loss_and_gradient()))
+        thread.start()
+        thread.join()
+        for found in (loss_and_gradient(), in_thread):
+            assert all(map(torch.equal, found, plain))
+    assert not called
+    assert not vars(torch.Tensor).keys() & {"float", "to"}
+
+
+def test_target_that_is_no_class_raises_torch_s_error():
+    model, (words, targets) = model_of(of_cast), data()
+    targets[1, 3] = WORDS
+    with accelerated(model, precision="bf16", verbose=False), pytest.raises(IndexError, match=f"Target {WORDS}"):
+        model(words, targets)
+
+
+def test_models_with_few_outputs_are_skipped():
+    with accelerated(nn.Linear(4, 999), precision="bf16", verbose=False) as run:
+        assert run.report["fast_cross_entropy"].detail == "no layer has 1,000 outputs or more"
+
+
+def test_in_fp32_it_is_refused_and_not_reported():
+    with accelerated(model_of(of_cast), verbose=False) as run:
+        assert "fast_cross_entropy" not in run.report.skipped
+    with (
+        pytest.raises(NanoConfigError, match="rounded in another order than torch's"),
+        accelerated(model_of(of_cast), fast_cross_entropy=True, verbose=False),
+    ):
+        raise AssertionError
+
+
+def test_without_a_compiler_torch_computes(monkeypatch):
+    from nano_loop.steps import fast_cross_entropy
+
+    monkeypatch.setattr(fast_cross_entropy, "unavailable", lambda: "no C compiler was found (cc, gcc, clang)")
+    with accelerated(model_of(of_cast), precision="bf16", verbose=False) as run:
+        assert run.report["fast_cross_entropy"].detail == "no C compiler was found (cc, gcc, clang)"
