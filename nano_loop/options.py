@@ -163,6 +163,14 @@ class Options:
     fast_fetch: bool | Literal["auto"] = option(
         "auto", checks.auto_or_boolean, "Whole batches out of a `TensorDataset` or a tensor."
     )
+    num_threads: int | None = option(
+        None, checks.num_threads, "Compute threads of each process. `None`: one a physical core."
+    )
+    loader_workers: int | None = option(
+        None,
+        checks.loader_workers,
+        "Worker processes of each loader that is set up, of which `0` is none. `None`: as many as the loader has.",
+    )
     compile: bool | dict[str, Any] = option(  # noqa: RUF009
         False,
         checks.compile_arguments,
@@ -198,6 +206,12 @@ class Options:
         True, checks.verbosity, 'Report on standard error. `"all"`: also what every process prints.'
     )
 
+    tune: bool = option(
+        False,
+        checks.boolean,
+        "Measurement of the options that you leave out, in processes that are thrown away, before the first call. It "
+        "takes up to two minutes. The fastest are kept for later runs too.",
+    )
     step_time: bool = option(
         False, checks.boolean, "Last line of the report with the time of a step, to compare options by."
     )
@@ -260,7 +274,7 @@ class Options:
         """Return the options of a run inside this one, which has a copy of a model to itself."""
         options = copy.copy(self)
         options._remember(num_processes=1, cpu_for_each_process=None, verbose=False)
-        options._remember(verify=False, log_casts=False, step_time=False)
+        options._remember(verify=False, log_casts=False, step_time=False, tune=False)
         return options
 
     @property
