@@ -158,7 +158,9 @@ def for_trial(settings: Settings) -> Settings:
 
 def effective(changes: Changes, now: Options, fixed: Collection[str] = ()) -> Changes | None:
     """Return what really differs from the present options; None if it is nothing, or is fixed."""
-    differing = {name: value for name, value in changes.items() if _value(name, getattr(now, name)) != _value(name, value)}
+    differing = {
+        name: value for name, value in changes.items() if _value(name, getattr(now, name)) != _value(name, value)
+    }
     return differing if differing and not differing.keys() & {*fixed} else None
 
 

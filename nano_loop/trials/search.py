@@ -316,4 +316,3 @@ def _remarks(options: Any, best: Measured) -> Sequence[str]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-

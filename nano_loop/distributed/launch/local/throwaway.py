@@ -80,7 +80,10 @@ class Throwaway:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TrialFailedError(f"it took more than {timeout:.0f} s")
-            wait({*self._hearing, *(each for process in self._processes for each in process.sources)}, min(left, _INTERVAL))
+            wait(
+                {*self._hearing, *(each for process in self._processes for each in process.sources)},
+                min(left, _INTERVAL),
+            )
             self._hear()
             if not all(b"\n" in each for each in self._heard) and (failure := self._failure()):
                 raise TrialFailedError(_in_words(failure))
