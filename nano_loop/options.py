@@ -270,6 +270,19 @@ class Options:
         options._remember(precision="bf16-mixed" if machine.has_fast_bf16 else "32-true", auto_precision=True)
         return options
 
+    def changed(self, values: Mapping[str, Any], machine: Machine) -> Options:
+        """Return the options with other values of some of them, resolved for `machine`.
+
+        Raises
+        ------
+        NanoConfigError
+            If a value is not allowed, or contradicts another option.
+        """
+        present = self.as_dict() | ({"precision": "auto"} if self.auto_precision else {})
+        options = Options(**present | dict(values))
+        options._remember(from_environment=self.from_environment)
+        return options.resolved(machine)
+
     def of_a_copy(self) -> Options:
         """Return the options of a run inside this one, which has a copy of a model to itself."""
         options = copy.copy(self)

@@ -18,7 +18,7 @@ _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Threads(Step):
-    """Sets torch's thread count to ``num_threads``, or lowers it to what the affinity, the cpuset and the quota allow."""
+    """Sets torch's thread count to ``num_threads``, or lowers it to the cores that affinity, cpuset and quota allow."""
 
     name = "threads"
     needs = None

@@ -1,4 +1,4 @@
-"""The options that trials vary, and in which order: what changes most comes first, and later options are tried with it."""
+"""The options that trials vary, and in which order: first what changes most."""
 
 from __future__ import annotations
 
@@ -141,26 +141,18 @@ def _has_convolutions(parts: Parts) -> bool:
 
 def changed(settings: Settings, changes: Changes) -> Settings:
     """Return settings with other values of some options."""
-    if not changes:
-        return settings
-    options = Options(**settings.options.as_dict() | changes)
-    return replace(settings, options=options.resolved(settings.machine))
+    return replace(settings, options=settings.options.changed(changes, settings.machine))
 
 
 def for_trial(settings: Settings) -> Settings:
     """Return the settings of a trial, which prints and measures nothing besides."""
-    values = settings.options.as_dict() | _NOT_IN_TRIALS
-    options = Options(**values).resolved(settings.machine)
-    if settings.options.auto_precision:
-        options = Options(**values | {"precision": "auto"}).resolved(settings.machine)
-    return replace(settings, options=options)
+    return changed(settings, _NOT_IN_TRIALS)
 
 
 def effective(changes: Changes, now: Options, fixed: Collection[str] = ()) -> Changes | None:
     """Return what really differs from the present options; None if it is nothing, or is fixed."""
-    differing = {
-        name: value for name, value in changes.items() if _value(name, getattr(now, name)) != _value(name, value)
-    }
+    present = {name: getattr(now, name) for name in changes}
+    differing = {name: each for name, each in changes.items() if _value(name, present[name]) != _value(name, each)}
     return differing if differing and not differing.keys() & {*fixed} else None
 
 

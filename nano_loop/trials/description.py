@@ -35,7 +35,7 @@ def key_of(task: Task, settings: Settings, fixed: Collection[str]) -> str | None
         return None
     lines = _Lines()
     lines.add(["parts", task.parts.models, task.parts.optimizers, task.parts.loaders])
-    lines.add([name for name in sorted(task.names)])
+    lines.add(sorted(task.names))
     for value in task.names.values():
         lines.add(value)
     options = {name: value for name, value in settings.options.as_dict().items() if name != "tune"}

@@ -121,6 +121,6 @@ class LiveTrial:
 
 
 def _without_pauses(seconds: list[float]) -> float:
-    """Return the mean of the steps of a turn: a loader with workers brings batches in bursts, which a median leaves out."""
+    """Return the mean of the steps of a turn: with workers batches come in bursts, where a median would mislead."""
     most = _BETWEEN_EPOCHS * statistics.median(seconds)
     return statistics.fmean(each for each in seconds if each <= most)

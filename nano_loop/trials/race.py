@@ -113,7 +113,6 @@ class Race:
         for name in timed:
             if name in (best, keep):
                 continue
-            ratios = self._ratios(name, best)
             # By its best turn: what slows one turn down, such as a kernel that is compiled, is gone in the next.
             hopeless = number >= 3 and min(self.turns[name]) >= HOPELESS * self._median(best)
             if hopeless or (number >= LEAST and self.wins(best, name, SLOWER)):
