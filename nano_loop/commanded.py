@@ -16,6 +16,7 @@ from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
 from nano_loop.run import Task
 from nano_loop.settings import Settings
+from nano_loop.trials.candidates import changed
 
 #: Several processes train with larger batches, which nobody has asked for who asks for speed alone.
 _NOT_BEFORE_TRAINING = ("num_processes",)
@@ -45,8 +46,8 @@ def settings_for(task: Task, given: Collection[str]) -> Settings:
         If the loop cannot be copied, or fails in a trial.
     """
     settings = task.settings
-    if innermost() is not None:
-        return settings
+    if innermost() is not None:  # a run inside of one, also in a trial
+        return _without_search(settings)
     if is_commanded():
         command = commanded()
         assert command is not None
@@ -79,6 +80,10 @@ def _answer(command: Command, task: Task, settings: Settings) -> NoReturn:
             stream.flush()
     # At once: what follows the call in the script, such as saving the model, belongs to a training.
     os._exit(code)
+
+
+def _without_search(settings: Settings) -> Settings:
+    return changed(settings, {"tune": False}) if settings.options.tune else settings
 
 
 def _of_environment(options: Options) -> Iterator[str]:

@@ -48,9 +48,8 @@ def read_options(
     """
     variables = {variable_of(option): option for option in checks}
     found, unknown = {}, {}
-    for name in sorted(
-        each for each in environ if each.upper().startswith(_PREFIX) and each not in (SECRET, EXPORTS, COMMAND)
-    ):
+    ours = (each for each in environ if each.upper().startswith(_PREFIX))
+    for name in sorted(each for each in ours if each not in (SECRET, EXPORTS, COMMAND)):
         # A mistyped secret is in no message.
         text = f"{name}=..." if "SECRET" in name.upper() else f"{name}={environ[name]}"
         if name in variables:

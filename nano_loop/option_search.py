@@ -119,7 +119,7 @@ def _check(model: Any, seconds: Any, loss_fn: Any) -> None:
     if not callable(loss_fn):
         given = f"loss_fn is a {type(loss_fn).__name__}"
         problems.append(problem(given, "it takes a model and a batch, and returns the loss", "Pass a function"))
-    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds < math.inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
         problems.append(problem(shown("seconds", seconds), "it must be a positive number", "Leave it out for 90"))
     if problems:
         raise NanoConfigError("\n".join(problems))

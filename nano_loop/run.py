@@ -109,6 +109,10 @@ class Run:
         launcher: Launcher | None = None,
         printed: Printed | None = None,
     ) -> None:
+        if settings.options.tune:
+            needed = "a search repeats a function, and this run has none that it could call"
+            advice = "Call nano_loop.tune, or put @nano(tune=True) above the training function"
+            raise NanoConfigError(problem("tune=True", needed, advice))
         self.report: SetupReport | None = None
         self._options = settings.options
         self._task = task

@@ -46,7 +46,7 @@ def test_hopeless_runner_is_out_after_a_few_turns(race):
 
 def test_one_slow_turn_puts_nobody_out(race):
     unlucky = Runner(0.1, 0.1, 0.1, 9.0, 0.1, 0.1, 0.1, 0.1)
-    made, ranking, dropped = race(other=Runner(0.15), unlucky=unlucky)
+    made, ranking, _ = race(other=Runner(0.15), unlucky=unlucky)
     assert ranking[0] == "unlucky"
     assert made.ratio("unlucky", "other") == pytest.approx(1.5)
 

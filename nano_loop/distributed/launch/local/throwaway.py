@@ -56,6 +56,7 @@ class Throwaway:
     def __init__(self, server: Server, task: Task, options: Options, machine: Machine) -> None:
         self._ending = contextlib.ExitStack()
         self._processes: list[WorkerProcess] = []
+        self._heard: list[bytes] = []
         try:
             self._begin(server, task, options, machine)
         except BaseException:
@@ -80,10 +81,8 @@ class Throwaway:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TrialFailedError(f"it took more than {timeout:.0f} s")
-            wait(
-                {*self._hearing, *(each for process in self._processes for each in process.sources)},
-                min(left, _INTERVAL),
-            )
+            sources = {*self._hearing, *(each for process in self._processes for each in process.sources)}
+            wait(sources, min(left, _INTERVAL))
             self._hear()
             if not all(b"\n" in each for each in self._heard) and (failure := self._failure()):
                 raise TrialFailedError(_in_words(failure))
