@@ -33,7 +33,7 @@ class ScriptEndedError(Exception):
 
 
 def result_of(
-    command: str, arguments: Mapping[str, Any], script: Sequence[str], environ: Mapping[str, str], to_stderr: bool
+    command: str, arguments: Mapping[str, Any], script: Sequence[str], environ: Mapping[str, str], *, to_stderr: bool
 ) -> dict[str, Any]:
     """Run a script until nano_loop has done in it what a command asks for, and return the result.
 
@@ -44,7 +44,7 @@ def result_of(
     arguments : mapping
         The command's own.
     script : sequence of str
-        The arguments of Python.
+        The arguments of Python: the script and its own, or ``-m``, the module and its own.
     environ : mapping
         The environment of the script.
     to_stderr : bool
@@ -73,7 +73,9 @@ def result_of(
         raise ScriptEndedError(code if code > 0 else 128 - code)
     if result is None:
         needed = f"{command} measures the first call of a function under @nano, or of TorchNano.train"
-        raise NanoConfigError(problem(f"{script[-1]} never calls nano_loop", needed, "Decorate its training function"))
+        raise NanoConfigError(
+            problem(f"{script[script[0] == '-m']} never calls nano_loop", needed, "Decorate its training function")
+        )
     return result
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,12 @@ def _steps(run: Run | None) -> dict[str, list[str]]:
     return {} if report is None else {each.name: [each.status, each.detail] for each in report.results}
 
 
+def _largest(errors: Iterable[float]) -> float | None:
+    """Return the largest error; None if there is none, or one is not finite, which JSON does not know."""
+    known = [*errors]
+    return max(known) if known and all(map(math.isfinite, known)) else None
+
+
 def _comparison(run: Run) -> Mapping[str, Any] | None:
     """Return what `verify` has found: for each model the fault, and the largest errors."""
     try:
@@ -151,7 +158,7 @@ def _comparison(run: Run) -> Mapping[str, Any] | None:
     found = [*result.data.values()]
     return {
         "fault": next((each.fault for each in found if not each.ok), None),
-        "loss": max(each.loss.error for each in found),
-        "gradients": max((row.error for each in found for row in each.gradients), default=0.0),
+        "loss": _largest(each.loss.error for each in found),
+        "gradients": _largest(row.error for each in found for row in each.gradients),
         "remark": "",
     }

@@ -98,7 +98,7 @@ class WrongInBf16(nn.Linear):
     def forward(self, x):
         if torch.is_autocast_enabled("cpu"):
             return super().forward(x) * 1.5
-        return super().forward(torch.linalg.matrix_exp(torch.rand(200, 200))[:4, :1] * 0 + x)
+        return super().forward(torch.linalg.matrix_exp(torch.rand(200, 200) / 1000)[:1, :1] * 0 + x)
 
 
 def test_fastest_candidate_is_not_chosen_if_its_numbers_are_wrong(monkeypatch):
@@ -133,7 +133,7 @@ def test_loop_is_repeated_on_copies_and_then_trained_with_the_choice(tmp_path, m
     plain, plains_optimizer, _ = made()
     torch.manual_seed(1)
     assert train(model, optimizer, [batch] * 3) == 1
-    assert train.report.options["tune"] == "False"
+    assert train.report.options["tune"] is False
     torch.manual_seed(1)
     for _ in range(3):
         plains_optimizer.zero_grad()
