@@ -52,6 +52,12 @@ def settings_for(task: Task, given: Collection[str]) -> Settings:
         command = commanded()
         assert command is not None
         _answer(command, task, settings)
+    command = commanded()
+    if command is not None and command.name == "profile":
+        from nano_loop.profiling.recorder import record
+
+        record(command, settings.machine)
+        return _without_search(settings)
     if not settings.options.tune:
         return settings
     from nano_loop.trials.remembered import found_before_or_now

@@ -18,7 +18,7 @@ ROOMS = (
     ("option_search", "verification"),
     ("torch_nano", "decorator", "context_manager", "cli", "lightning", "pytorch_lightning"),
     ("commanded", "trainers"),
-    ("trials",),
+    ("profiling", "trials"),
     ("run",),
     ("settings", "report_start"),
     ("call_parts", "rewriting"),

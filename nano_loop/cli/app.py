@@ -8,6 +8,7 @@ import click
 
 from nano_loop.cli.doctor import doctor
 from nano_loop.cli.env import env
+from nano_loop.cli.profile import profile
 from nano_loop.cli.refusal import refused
 from nano_loop.cli.run import run
 from nano_loop.cli.tune import tune
@@ -22,6 +23,7 @@ def app() -> None:
 
 app.add_command(doctor)
 app.add_command(env)
+app.add_command(profile)
 app.add_command(run)
 app.add_command(tune)
 

@@ -72,10 +72,13 @@ def result_of(
     if code:
         raise ScriptEndedError(code if code > 0 else 128 - code)
     if result is None:
+        name = script[script[0] == "-m"]
         needed = f"{command} measures the first call of a function under @nano, or of TorchNano.train"
-        raise NanoConfigError(
-            problem(f"{script[script[0] == '-m']} never calls nano_loop", needed, "Decorate its training function")
-        )
+        given, advice = f"{name} never calls nano_loop", "Decorate its training function"
+        if command == "profile":
+            given += ", or never takes enough steps"
+            advice += ", and let it take 14 steps"
+        raise NanoConfigError(problem(given, needed, advice))
     return result
 
 
