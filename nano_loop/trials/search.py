@@ -41,6 +41,9 @@ from nano_loop.trials.tuning import Row, Tuning
 SECONDS = 90.0
 #: How many times as fast as the best so far a candidate has to be, in nearly all turns, to replace it.
 PAYS = 1.02
+#: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes something
+#: else under autocast does so by hand as well, and rounding is not what it is off by.
+TOLERANCE = 0.1
 #: Part of the memory that is free which the trials at one time may take.
 _MEMORY = 0.7
 #: Seconds that a stage needs at least, and the part of the time in which a comparison of numbers has to end.
@@ -235,9 +238,12 @@ class Search:
             if own and repr([getattr(own.options, name) for name in OF_NUMBERS]) == key:
                 each.comparison = self._numbers[key]
         fault = self._numbers[key].get("fault")
+        loss = self._numbers[key].get("loss") or 0.0
         if fault:
             measured.note = f"not exact: {fault} is off by more than rounding"
-        return not fault
+        elif loss > TOLERANCE:
+            measured.note = f"not exact: the loss is off by {loss:.0%}"
+        return not measured.note.startswith("not exact")
 
     def _compared(self, settings: Settings, measured: Measured) -> dict[str, Any]:
         self._progress.at(self._spent(), "comparison with fp32")
