@@ -41,8 +41,8 @@ from nano_loop.trials.tuning import Row, Tuning
 SECONDS = 90.0
 #: How many times as fast as the best so far a candidate has to be, in nearly all turns, to replace it.
 PAYS = 1.02
-#: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes something
-#: else under autocast does so by hand as well, and rounding is not what it is off by.
+#: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes
+#: something else under autocast does so by hand as well, so `verify` finds no fault there.
 TOLERANCE = 0.1
 #: Part of the memory that is free which the trials at one time may take.
 _MEMORY = 0.7

@@ -68,6 +68,7 @@ def test_bad_input_is_one_line(profile, text, options, name, words):
     assert words in line
 
 
+@pytest.mark.slow
 def test_script_with_too_few_steps_says_so(profile):
     done = profile(LOOP.replace("2048, 256", "128, 256"))
     assert done.returncode == 2

@@ -40,6 +40,7 @@ def tune(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_script_is_measured_and_not_trained(tune, tmp_path):
     text = LOOP.replace("{model}", "model")
     done = tune(text, *FIXED, "--no-fused-optimizer", "--seconds=20", "--plot=times.png", "--json")

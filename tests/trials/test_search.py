@@ -83,6 +83,7 @@ class FailsInBf16(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_candidate_that_is_killed_is_shown_and_the_rest_goes_on(monkeypatch):
     monkeypatch.setattr(search, "alternatives", _only_bf16)
     found = nano_loop.tune(*made(FailsInBf16), loss_of, seconds=15)
@@ -101,6 +102,7 @@ class WrongInBf16(nn.Linear):
         return super().forward(torch.linalg.matrix_exp(torch.rand(200, 200) / 1000)[:1, :1] * 0 + x)
 
 
+@pytest.mark.slow
 def test_fastest_candidate_is_not_chosen_if_its_numbers_are_wrong(monkeypatch):
     monkeypatch.setattr(search, "alternatives", _only_bf16)
     found = nano_loop.tune(*made(WrongInBf16), loss_of, seconds=20)
@@ -167,6 +169,7 @@ def test_model_that_cannot_be_copied_is_named():
         nano_loop.tune(model, optimizer, batch, loss_of)
 
 
+@pytest.mark.slow
 def test_loop_that_fails_says_how():
     model, optimizer, _ = made()
     with pytest.raises(NanoError, match=r"the loop fails in a trial: it raised RuntimeError: mat1"):
