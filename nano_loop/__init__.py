@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         local_rank,
         world_size,
     )
+    from nano_loop.option_search import Tuning, tune
     from nano_loop.precision.autocast import disable_casts
     from nano_loop.precision.default_ops import DefaultOps, default_ops
     from nano_loop.report import SetupReport, StepResult
@@ -39,6 +40,7 @@ __all__ = [
     "SetupReport",
     "StepResult",
     "TorchNano",
+    "Tuning",
     "Verification",
     "__version__",
     "accelerated",
@@ -53,6 +55,7 @@ __all__ = [
     "local_rank",
     "nano",
     "optim",
+    "tune",
     "verify",
     "world_size",
 ]
@@ -64,6 +67,7 @@ _HOMES = {
     "SetupReport": "report",
     "StepResult": "report",
     "TorchNano": "torch_nano",
+    "Tuning": "option_search",
     "Verification": "verification",
     "accelerated": "context_manager",
     "all_gather": "distributed.collectives",
@@ -76,6 +80,7 @@ _HOMES = {
     "is_global_zero": "distributed.collectives",
     "local_rank": "distributed.collectives",
     "nano": "decorator",
+    "tune": "option_search",
     "verify": "verification",
     "world_size": "distributed.collectives",
 }

@@ -10,6 +10,7 @@ from typing import Any, overload
 
 from nano_loop.call_parts import arguments_of, owner_of, parts_in, variables_around
 from nano_loop.checks import check_loop
+from nano_loop.commanded import is_commanded, settings_for
 from nano_loop.distributed.launch.external.environment import found_launch
 from nano_loop.distributed.payload.code_reductions import is_sent_by_name
 from nano_loop.distributed.ranks import Loop
@@ -91,9 +92,18 @@ class _Call(Task):
         self._function, self._args, self._kwargs = function, args, kwargs
         self._parts = parts  # sent together with the rest, so that on each rank they are those that the function uses
 
+    @property
+    def parts(self) -> Parts:
+        """See `Task.parts`."""
+        return self._parts
+
     def do(self, run: Run) -> Any:
         """See `Task.do`."""
         run.apply(self._parts)
+        return self.repeat(run)
+
+    def repeat(self, run: Run) -> Any:
+        """See `Task.repeat`."""
         return self._function(*self._args, **self._kwargs)
 
 
@@ -109,6 +119,7 @@ def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> An
     def accelerated(*args: Any, **kwargs: Any) -> Any:
         accelerated.report = None  # type: ignore[attr-defined]
         task = _Call(Settings.read(options), function, args, kwargs)
+        task.settings = settings_for(task, [name for name in options if options[name] is not None])
         run = Run(task.settings, task, printed=printed)
         try:
             return run.complete()
@@ -140,7 +151,7 @@ def _parts_and_names(
 
 
 def _starts_workers(options: Options) -> bool:
-    return (options.num_processes or 1) > 1 and found_launch(os.environ) is None
+    return options.tune or is_commanded() or ((options.num_processes or 1) > 1 and found_launch(os.environ) is None)
 
 
 def _without_model(

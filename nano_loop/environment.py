@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from nano_loop.command_note import COMMAND
 from nano_loop.exports import EXPORTS
 from nano_loop.option_checks import Check, RefusedValueError
 
@@ -19,6 +20,11 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 def variable_of(option: str) -> str:
     """Return the name of the environment variable of an option."""
     return _PREFIX + option.upper()
+
+
+def option_of(variable: str) -> str:
+    """Return the name of the option that an environment variable sets."""
+    return variable.removeprefix(_PREFIX).lower()
 
 
 def read_options(
@@ -42,7 +48,8 @@ def read_options(
     """
     variables = {variable_of(option): option for option in checks}
     found, unknown = {}, {}
-    for name in sorted(each for each in environ if each.upper().startswith(_PREFIX) and each not in (SECRET, EXPORTS)):
+    ours = (each for each in environ if each.upper().startswith(_PREFIX))
+    for name in sorted(each for each in ours if each not in (SECRET, EXPORTS, COMMAND)):
         # A mistyped secret is in no message.
         text = f"{name}=..." if "SECRET" in name.upper() else f"{name}={environ[name]}"
         if name in variables:

@@ -52,6 +52,28 @@ def num_processes(value: Any) -> int | None:
     )
 
 
+def num_threads(value: Any) -> int | None:
+    """Accept None and a number of threads."""
+    if value is None:
+        return None
+    if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
+        return int(value)
+    raise RefusedValueError(
+        f"it must be None or an int from 1 to {_TOO_MANY - 1}", "Leave it out for one thread a physical core"
+    )
+
+
+def loader_workers(value: Any) -> int | None:
+    """Accept None and a number of worker processes of a loader."""
+    if value is None:
+        return None
+    if _is_number(value, Integral) and 0 <= value < _TOO_MANY:
+        return int(value)
+    raise RefusedValueError(
+        f"it must be None or an int from 0 to {_TOO_MANY - 1}", "Leave it out for as many as each loader has"
+    )
+
+
 def distributed_backend(value: Any) -> str:
     """Accept the names of process launchers."""
     if isinstance(value, str) and value in ("subprocess", "spawn", "k8s", "ray"):

@@ -169,6 +169,14 @@ class Options:
     fast_fetch: bool | Literal["auto"] = option(
         "auto", checks.auto_or_boolean, "Whole batches out of a `TensorDataset` or a tensor."
     )
+    num_threads: int | None = option(
+        None, checks.num_threads, "Compute threads of each process. `None`: one a physical core."
+    )
+    loader_workers: int | None = option(
+        None,
+        checks.loader_workers,
+        "Worker processes of each loader that is set up, of which `0` is none. `None`: as many as the loader has.",
+    )
     compile: bool | dict[str, Any] = option(  # noqa: RUF009
         False,
         checks.compile_arguments,
@@ -204,6 +212,12 @@ class Options:
         True, checks.verbosity, 'Report on standard error. `"all"`: also what every process prints.'
     )
 
+    tune: bool = option(
+        False,
+        checks.boolean,
+        "Measurement of the options that you leave out, in processes that are thrown away, before the first call. It "
+        "takes up to two minutes. The fastest are kept for later runs too.",
+    )
     step_time: bool = option(
         False, checks.boolean, "Last line of the report with the time of a step, to compare options by."
     )
@@ -262,11 +276,24 @@ class Options:
         options._remember(precision="bf16-mixed" if machine.has_fast_bf16 else "32-true", auto_precision=True)
         return options
 
+    def changed(self, values: Mapping[str, Any], machine: Machine) -> Options:
+        """Return the options with other values of some of them, resolved for `machine`.
+
+        Raises
+        ------
+        NanoConfigError
+            If a value is not allowed, or contradicts another option.
+        """
+        present = self.as_dict() | ({"precision": "auto"} if self.auto_precision else {})
+        options = Options(**present | dict(values))
+        options._remember(from_environment=self.from_environment)
+        return options.resolved(machine)
+
     def of_a_copy(self) -> Options:
         """Return the options of a run inside this one, which has a copy of a model to itself."""
         options = copy.copy(self)
         options._remember(num_processes=1, cpu_for_each_process=None, verbose=False)
-        options._remember(verify=False, log_casts=False, step_time=False)
+        options._remember(verify=False, log_casts=False, step_time=False, tune=False)
         return options
 
     @property

@@ -48,15 +48,26 @@ class Task(ABC):
 
     #: The steps of its run, in order.
     steps: tuple[type[Step], ...] = STEPS
+    #: How the user writes the options, around them.
+    written: tuple[str, str] = ("@nano(", ")")
 
     def __init__(self, settings: Settings, names: Mapping[str, Any], loop: Loop) -> None:
         self.settings = settings
         self.names = names
         self.loop = loop
 
+    @property
+    def parts(self) -> Parts | None:
+        """What it trains, as far as that is known before it begins."""
+        return None
+
     @abstractmethod
     def do(self, run: Run) -> Any:
         """Execute the task in a started run."""
+
+    def repeat(self, run: Run) -> Any:
+        """Execute the task once more in the same run."""
+        return self.do(run)
 
     def run_in(self, seat: Seat) -> Any:
         """Execute the task in a process whose launcher has already joined the ranks."""
@@ -98,6 +109,10 @@ class Run:
         launcher: Launcher | None = None,
         printed: Printed | None = None,
     ) -> None:
+        if settings.options.tune:
+            needed = "a search repeats a function, and this run has none that it could call"
+            advice = "Call nano_loop.tune, or put @nano(tune=True) above the training function"
+            raise NanoConfigError(problem("tune=True", needed, advice))
         self.report: SetupReport | None = None
         self._options = settings.options
         self._task = task

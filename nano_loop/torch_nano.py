@@ -14,7 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from nano_loop.call_parts import parts_in
 from nano_loop.checks import check_kinds, check_loop
+from nano_loop.commanded import settings_for
 from nano_loop.distributed.ranks import Loop
 from nano_loop.distributed.strategy import RanksFabric
 from nano_loop.errors import NanoConfigError, NanoError, problem
@@ -87,7 +89,9 @@ class TorchNano(RanksFabric):
 
     @method_takes(Options)
     def __init__(self, *args: Any, **others: Any) -> None:
-        self._nano_settings = Settings.read(named("TorchNano", args, others))
+        given = named("TorchNano", args, others)
+        self._nano_settings = Settings.read(given)
+        self._nano_given = [name for name, value in given.items() if value is not None]
         self._nano_run: Run | None = None
         self._nano_report: SetupReport | None = None
         self._nano_printed = Printed()
@@ -303,6 +307,7 @@ class TorchNano(RanksFabric):
         if self._nano_run is not None:  # train calls super().train(), or a worker's run has begun
             return train(self, *args, **kwargs)
         task = _Training(self, train, args, kwargs)
+        self._nano_settings = task.settings = settings_for(task, self._nano_given)
         return Run(self._nano_settings, task, printed=self._nano_printed).complete()
 
     @contextmanager
@@ -333,6 +338,12 @@ class _Training(Task):
         super().__init__(loop._nano_settings, loop._names(train, args, kwargs), Loop())
         self._loop, self._args, self._kwargs = loop, args, kwargs
         self._train: Callable[..., Any] | None = train
+        self.written = f"{type(loop).__name__}(", ")"
+
+    @property
+    def parts(self) -> Parts | None:
+        """See `Task.parts`: what `train` gets, and what the object holds. The loop may make more."""
+        return parts_in(self.names)
 
     def do(self, run: Run) -> Any:
         """See `Task.do`."""

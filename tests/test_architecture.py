@@ -15,9 +15,10 @@ PACKAGE = Path(nano_loop.__file__).parent
 # from those below it, never from one above. A new room is written in here.
 ROOMS = (
     ("__init__", "__main__"),
-    ("verification",),
+    ("option_search", "verification"),
     ("torch_nano", "decorator", "context_manager", "cli", "lightning", "pytorch_lightning"),
-    ("trainers",),
+    ("commanded", "trainers"),
+    ("profiling", "trials"),
     ("run",),
     ("settings", "report_start"),
     ("call_parts", "rewriting"),
@@ -32,7 +33,7 @@ ROOMS = (
     ("options",),
     ("cpu", "environment"),
     ("option_checks",),
-    ("op_names", "exports"),
+    ("command_note", "op_names", "exports"),
     ("cache_folder", "errors", "glibc", "native_output", "precisions", "version"),
 )
 

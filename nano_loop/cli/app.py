@@ -8,8 +8,10 @@ import click
 
 from nano_loop.cli.doctor import doctor
 from nano_loop.cli.env import env
+from nano_loop.cli.profile import profile
 from nano_loop.cli.refusal import refused
 from nano_loop.cli.run import run
+from nano_loop.cli.tune import tune
 from nano_loop.version import __version__
 
 
@@ -21,7 +23,9 @@ def app() -> None:
 
 app.add_command(doctor)
 app.add_command(env)
+app.add_command(profile)
 app.add_command(run)
+app.add_command(tune)
 
 
 def run_app(arguments: Sequence[str]) -> int:

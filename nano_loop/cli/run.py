@@ -68,8 +68,8 @@ def run(
 
     The options override those in the code. Write them before the script; what follows it is passed to the script.
     """
-    _refuse_missing(script, is_module)
-    chosen = _variables(options)
+    refuse_missing(script, is_module)
+    chosen = variables_of(options)
     before = before_exports(os.environ)
     environ = {**exported(before, training_environment(read_machine(), before, preload)), **chosen}
     command = [sys.executable, *(["-m"] if is_module else []), script, *arguments]
@@ -81,7 +81,7 @@ def run(
     os.execve(sys.executable, command, environ)
 
 
-def _variables(options: Mapping[str, bool | str | None]) -> dict[str, str]:
+def variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:
     """Return the environment variables of the options that were given.
 
     Raises
@@ -102,7 +102,8 @@ def _variables(options: Mapping[str, bool | str | None]) -> dict[str, str]:
     return {variable_of(name): text for name, text in texts.items()}
 
 
-def _refuse_missing(script: str, is_module: bool) -> None:
+def refuse_missing(script: str, is_module: bool) -> None:
+    """Raise a `NanoConfigError` if there is no such script or module."""
     if is_module and not _is_module(script.partition(".")[0]):
         needed, advice = "there is no such module", "Check its name and the working folder"
         raise NanoConfigError(problem(f"-m {script}", needed, advice))

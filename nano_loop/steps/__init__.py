@@ -15,6 +15,7 @@ from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.ipex import Ipex
 from nano_loop.steps.learning_rate import LearningRate
+from nano_loop.steps.loader_workers import LoaderWorkers
 from nano_loop.steps.log_casts import LogCasts
 from nano_loop.steps.loss_scale import LossScaling
 from nano_loop.steps.op_lists import OperatorLists
@@ -51,7 +52,8 @@ STEPS: tuple[type[Step], ...] = (
     TuneOperators,  # after Precision and FastConvolution, whose choices by rules it replaces
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
-    Sharding,  # likewise
+    LoaderWorkers,  # after FastFetch, which asks for the number of the loader's own workers
+    Sharding,  # in any place: it affects loaders only
     LogCasts,  # after the steps with hooks at the end of an optimizer's step, so that it sees what they do
     StepTime,  # after all others: its result is the last line of the report
 )

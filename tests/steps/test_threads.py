@@ -49,3 +49,13 @@ def test_count_that_the_command_line_has_exported_is_lowered_to_a_ranks_share(st
     assert made.skip_reason(Parts()) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # by the user, afterwards
     assert "OMP_NUM_THREADS=3 is set" in made.skip_reason(Parts())
+
+
+def test_number_that_the_option_asks_for_is_set_above_all_others(step, machine, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    made = step(Threads, on=machine(cores=2), num_threads=3)
+    assert made.skip_reason(Parts()) is None
+    assert made.apply(Parts()) == "3, as asked for (torch had 4)"
+    assert torch.get_num_threads() == 3
+    made.undo()
+    assert torch.get_num_threads() == 4

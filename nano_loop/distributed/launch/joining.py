@@ -106,7 +106,8 @@ def run_task(assignment: Assignment, rank: int) -> None:
     warnings.filterwarnings("ignore", "Seems like `optimizer.step")
     assert seat.ranks.folder is not None
     whole = whole_process("this worker process", _of_ranks(seat.ranks.size))
-    group = local_group(seat.ranks, assignment.process_group_backend)
+    alone = seat.ranks.size == 1  # a run beside the caller, who is none of its ranks
+    group = nullcontext() if alone else local_group(seat.ranks, assignment.process_group_backend)
     with explaining_full_disk(seat.ranks.folder), whole, group, _running(seat, assignment.task):
         assignment.task.run_in(seat)
 

@@ -42,7 +42,7 @@ class Local(Launcher):
     def prepare(self, machine: Machine) -> None:
         """See `Launcher.prepare`: the process that workers are forked from imports torch while the caller goes on."""
         shares = shares_of(self.options, machine, range(self.options.num_processes or 1))
-        start_early(_seats(machine, shares, Path(), self.options.timeout)[1])
+        start_early(seats_of(machine, shares, Path(), self.options.timeout)[1])
 
     @contextmanager
     def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
@@ -55,7 +55,7 @@ class Local(Launcher):
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(workers_files(folder))
-                seats = _seats(machine, shares, folder, options.timeout)
+                seats = seats_of(machine, shares, folder, options.timeout)
                 server = stack.enter_context(_serving(seats[1], folder, Path(place_of(folder))))
                 with interrupts.heard():
                     state = State.of_this_process(machine.num_threads)
@@ -107,7 +107,8 @@ def _serving(seat: Seat, *folders: Path) -> Iterator[Server]:
         keep(server)
 
 
-def _seats(machine: Machine, shares: tuple[Share, ...], folder: Path, timeout: float) -> list[Seat]:
+def seats_of(machine: Machine, shares: tuple[Share, ...], folder: Path, timeout: float) -> list[Seat]:
+    """Return the seats of the ranks of this host that have these shares, and meet in this folder."""
     binds = hasattr(os, "sched_setaffinity")
     return [
         Seat(

@@ -34,10 +34,13 @@ class WorkerProcess:
         Forks it.
     start : Start
         What it gets.
+    quiet : bool
+        Whether what it writes to standard error is shown to nobody, and kept for messages alone.
     """
 
-    def __init__(self, server: Server, start: Start) -> None:
+    def __init__(self, server: Server, start: Start, quiet: bool = False) -> None:
         self.rank = start.rank
+        self._quiet = quiet
         self._folder = start.folder
         self.ready = self.finished = False
         self._server = server
@@ -106,8 +109,8 @@ class WorkerProcess:
 
             ends: list[int] = []
             self._reports = opened()
-            shown = sys.stdout if start.verbose else None
-            self._outputs = [Output(opened(), each, f"[rank {self.rank}] ") for each in (shown, sys.stderr)]
+            shown, errors = sys.stdout if start.verbose else None, None if self._quiet else sys.stderr
+            self._outputs = [Output(opened(), each, f"[rank {self.rank}] ") for each in (shown, errors)]
             return self._server.fork(start.write(), ends)
 
     def _silence(self) -> Failure | None:
@@ -155,13 +158,13 @@ class WorkerProcess:
             self._failed_at = 0.0  # complete
 
 
-def forked(server: Server, starts: Sequence[Start]) -> list[WorkerProcess]:
+def forked(server: Server, starts: Sequence[Start], quiet: bool = False) -> list[WorkerProcess]:
     """Return a new worker for each; if one cannot be started, end the others and raise a `NanoWorkerError`."""
     workers: list[WorkerProcess] = []
     with contextlib.ExitStack() as stack:
         for start in starts:
             try:
-                workers.append(WorkerProcess(server, start))
+                workers.append(WorkerProcess(server, start, quiet))
             except OSError as error:
                 words = limit_in_words(error, Path(start.folder))
                 given = f"rank {start.rank} could not be started ({error})"

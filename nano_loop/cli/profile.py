@@ -1,0 +1,56 @@
+"""`nano-loop profile`: where the time of a training step of a script goes."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from nano_loop.cli.output import print_json
+from nano_loop.cli.run import refuse_missing, run_options, variables_of
+from nano_loop.cli.script import ScriptEndedError, result_of
+from nano_loop.errors import NanoConfigError, problem
+from nano_loop.profiling.kinds import lines_of
+
+_EXAMPLES = """\b
+Examples:
+  nano-loop profile train.py
+  nano-loop profile --precision bf16 --trace trace.json train.py --epochs 3
+"""
+
+
+@click.command(context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
+@click.option("--module", "-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
+@click.option("--trace", type=click.Path(dir_okay=False, writable=True), help="Write a trace that Perfetto opens.")
+@run_options
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def profile(
+    script: str,
+    arguments: tuple[str, ...],
+    is_module: bool,
+    as_json: bool,
+    trace: str | None,
+    **options: bool | str | None,
+) -> int:
+    """Show where the time of a training step goes, and what could be changed.
+
+    The script runs until some steps of its first run are timed and profiled, and then ends. Options override those in
+    the code.
+    """
+    refuse_missing(script, is_module)
+    if trace is not None and not os.path.isdir(os.path.dirname(os.path.abspath(trace))):
+        raise NanoConfigError(problem(f"--trace {trace}", "its folder does not exist", "Name a file in one that does"))
+    environ = {**os.environ, **variables_of(options)}
+    command = [*(["-m"] if is_module else []), script, *arguments]
+    own = {"trace": None if trace is None else os.path.abspath(trace)}
+    try:
+        found = result_of("profile", own, command, environ, to_stderr=as_json)["profile"]
+    except ScriptEndedError as error:
+        return error.code
+    if as_json:
+        print_json("profile", **found)
+    else:
+        click.echo("\n".join(lines_of(found)))
+    return 0

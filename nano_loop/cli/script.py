@@ -1,0 +1,101 @@
+"""Starts a script for a command, waits for it, and returns what nano_loop has found in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from nano_loop.command_note import COMMAND, Command
+from nano_loop.errors import NanoConfigError, problem
+
+
+class ScriptEndedError(Exception):
+    """The script has ended by itself, with an exit code other than 0.
+
+    Parameters
+    ----------
+    code : int
+        The exit code, as a shell has it.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def result_of(
+    command: str, arguments: Mapping[str, Any], script: Sequence[str], environ: Mapping[str, str], *, to_stderr: bool
+) -> dict[str, Any]:
+    """Run a script until nano_loop has done in it what a command asks for, and return the result.
+
+    Parameters
+    ----------
+    command : str
+        The command.
+    arguments : mapping
+        The command's own.
+    script : sequence of str
+        The arguments of Python: the script and its own, or ``-m``, the module and its own.
+    environ : mapping
+        The environment of the script.
+    to_stderr : bool
+        Whether what the script prints goes to standard error.
+
+    Raises
+    ------
+    NanoConfigError
+        If the script never calls nano_loop, or nano_loop refuses what it does.
+    ScriptEndedError
+        If the script fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="nano_loop-") as folder:
+        path = Path(folder) / "result"
+        note = Command(command, str(path), dict(arguments)).encoded()
+        sys.stdout.flush()
+        process = subprocess.Popen(
+            [sys.executable, *script], env={**environ, COMMAND: note}, stdout=sys.stderr if to_stderr else None
+        )
+        with _signals_passed_to(process):
+            code = process.wait()
+        result: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    if result is not None and "error" in result:
+        raise NanoConfigError(result["error"])
+    if code:
+        raise ScriptEndedError(code if code > 0 else 128 - code)
+    if result is None:
+        name = script[script[0] == "-m"]
+        needed = f"{command} measures the first call of a function under @nano, or of TorchNano.train"
+        given, advice = f"{name} never calls nano_loop", "Decorate its training function"
+        if command == "profile":
+            given += ", or never takes enough steps"
+            advice += ", and let it take 14 steps"
+        raise NanoConfigError(problem(given, needed, advice))
+    return result
+
+
+@contextlib.contextmanager
+def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Let the script end by SIGTERM and by Ctrl-C, which a terminal sends to both processes."""
+
+    def passed(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, passed),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN if os.isatty(0) else passed),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,61 @@
+"""`nano-loop tune`: measures in a script which options of nano_loop are the fastest, without training."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from nano_loop.cli.output import print_json
+from nano_loop.cli.run import refuse_missing, run_options, variables_of
+from nano_loop.cli.script import ScriptEndedError, result_of
+
+_EXAMPLES = """\b
+Examples:
+  nano-loop tune train.py
+  nano-loop tune --num-processes 1 --plot tune.png train.py --epochs 3
+"""
+
+
+@click.command(context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
+@click.option("--module", "-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
+@click.option("--seconds", type=click.FloatRange(1), default=90, show_default=True, help="How long it may take, about.")
+@click.option("--again", is_flag=True, help="Search also if the result of an earlier search is kept.")
+@click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Draw the times into a picture.")
+@run_options
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def tune(
+    script: str,
+    arguments: tuple[str, ...],
+    is_module: bool,
+    as_json: bool,
+    seconds: float,
+    again: bool,
+    plot: str | None,
+    **options: bool | str | None,
+) -> int:
+    """Measure which options of nano_loop are the fastest for a script, without training.
+
+    The script runs until it first calls a function under @nano, or TorchNano.train. Copies of that call take steps
+    under each candidate, in processes that are thrown away. Options that you write here stay as they are.
+    """
+    refuse_missing(script, is_module)
+    environ = {**os.environ, **variables_of(options)}
+    command = [*(["-m"] if is_module else []), script, *arguments]
+    try:
+        found = result_of("tune", {"seconds": seconds, "again": again}, command, environ, to_stderr=as_json)["tuning"]
+    except ScriptEndedError as error:
+        return error.code
+    # Here, since it imports torch.
+    from nano_loop.trials.tuning import Tuning
+
+    tuning = Tuning.of_dict(found)
+    if as_json:
+        print_json("tune", **found)
+    else:
+        click.echo(str(tuning))
+    if plot is not None:
+        tuning.plot(plot)
+    return 0

@@ -1,0 +1,63 @@
+"""What a command of nano-loop asks of the script that it has started: one variable of the environment holds it.
+
+It does not import torch, so that the command line need not wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nano_loop.errors import NanoConfigError, problem
+
+#: The variable. It is no option.
+COMMAND = "NANO_LOOP_COMMAND"
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes
+    ----------
+    name : {"tune", "profile"}
+        Which one.
+    result : str
+        The path of the file that the script writes the result to.
+    arguments : dict
+        The command's own.
+    """
+
+    name: str
+    result: str
+    arguments: dict[str, Any]
+
+    def encoded(self) -> str:
+        """Return it as the value of the variable."""
+        return json.dumps(self._asdict())
+
+    def answer(self, **content: Any) -> None:
+        """Write the result, in one piece."""
+        made = Path(f"{self.result}.part")
+        made.write_text(json.dumps(content))
+        made.replace(self.result)
+
+
+_taken: list[Command] = []
+
+
+def commanded(environ: MutableMapping[str, str] = os.environ) -> Command | None:
+    """Return the command of this process; None if nano-loop has not started it.
+
+    The variable is removed at the first call, so that processes which the script starts are not commanded.
+    """
+    text = environ.pop(COMMAND, None)
+    if text is not None:
+        try:
+            _taken.append(Command(**json.loads(text)))
+        except (ValueError, TypeError) as error:
+            needed = "it holds what nano-loop tells a script that it starts"
+            raise NanoConfigError(problem(f"{COMMAND} is damaged", needed, f"Unset {COMMAND}")) from error
+    return _taken[-1] if _taken else None

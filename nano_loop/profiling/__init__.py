@@ -1,0 +1,1 @@
+"""Says where the time of a training step goes, by torch.profiler."""

@@ -1,0 +1,114 @@
+"""Divides the time of profiled steps among kinds of work, and says what could be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+#: The kinds of work, in the order of the table.
+PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products and convolutions", "attention", "norms and elementwise"
+OPTIMIZER, CASTS, LOADER, PYTHON = "optimizer", "casts and layouts", "loader", "Python and the rest"
+KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, OPTIMIZER, CASTS, LOADER, PYTHON)
+
+# Operators of ATen. A softmax outside of torch's attention is nearly always that of attention by hand.
+_ATTENTION = ("_softmax", "_softmax_backward_data")
+_CASTS = ("copy_", "_to_copy", "to", "contiguous", "clone")
+_PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "einsum")
+_IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
+#: A part of the step from which on a kind of work is worth a change, and what to change.
+_ADVICE = {
+    PRODUCTS: (0.4, 'try precision="bf16", and channels_last=True for images; nano-loop tune measures both'),
+    ATTENTION: (0.1, 'try precision="bf16", in which fast_attention applies'),
+    ELEMENTWISE: (0.2, "try compile=True, which fuses these operators"),
+    OPTIMIZER: (0.1, "use Adam, AdamW, SGD or Adagrad, which have fused kernels, or step less often"),
+    CASTS: (0.1, "see log_casts=True, and channels_last for images"),
+    LOADER: (0.1, "try loader_workers, or keep decoded samples in memory"),
+    PYTHON: (0.15, "use larger batches: this time does not grow with them"),
+}
+
+
+class Event(Protocol):
+    """An event of `torch.profiler`, as far as it is used here: times are in microseconds."""
+
+    name: str
+    thread: int
+    flops: int
+    cpu_parent: Any
+    self_cpu_time_total: float
+    cpu_time_total: float
+
+
+def times_of(events: Iterable[Event], wall: float) -> dict[str, float]:
+    """Return the time of each kind of work in some steps.
+
+    Parameters
+    ----------
+    events : iterable of Event
+        The events of the thread of the loop.
+    wall : float
+        The time of the steps. What no event covers is Python's.
+
+    Returns
+    -------
+    dict
+        By kind, in the unit of the events.
+    """
+    found = dict.fromkeys(KINDS, 0.0)
+    for event in events:
+        found[kind_of(event)] += event.self_cpu_time_total
+    found[PYTHON] += max(wall - sum(found.values()), 0.0)
+    return found
+
+
+def kind_of(event: Event) -> str:
+    """Return the kind of work of an event: that of the loader and the optimizer hold all that is inside."""
+    names = [event.name]
+    parent = event.cpu_parent
+    while parent is not None:
+        names.append(parent.name)
+        parent = parent.cpu_parent
+    for name in names:
+        if name.startswith("enumerate(DataLoader)"):
+            return LOADER
+        if name.startswith(("Optimizer.step", "Optimizer.zero_grad")):
+            return OPTIMIZER
+    inside = [name.removeprefix("aten::") for name in names if name.startswith("aten::")]
+    if any("attention" in name for name in inside):
+        return ATTENTION
+    return _kind_of_name(inside[0]) if inside and event.name.startswith("aten::") else PYTHON
+
+
+def _kind_of_name(name: str) -> str:
+    if name in _ATTENTION:
+        return ATTENTION
+    if name in _CASTS:
+        return CASTS
+    return PRODUCTS if name in _PRODUCTS or any(part in name for part in _IN_PRODUCTS) else ELEMENTWISE
+
+
+def product_rate(events: Iterable[Event]) -> float | None:
+    """Return the FLOPs per second of products whose FLOPs torch knows, or None."""
+    counted = [event for event in events if event.flops]
+    seconds = sum(event.cpu_time_total for event in counted) * 1e-6
+    return sum(event.flops for event in counted) / seconds if seconds else None
+
+
+def advice_for(times: Mapping[str, float]) -> list[str]:
+    """Return what could be changed, for the three largest kinds of work that are worth it."""
+    whole = sum(times.values()) or 1.0
+    largest = sorted(times, key=lambda kind: -times[kind])
+    worth = [kind for kind in largest if times[kind] / whole >= _ADVICE[kind][0]]
+    return [f"{kind}, {times[kind] / whole:.0%}: {_ADVICE[kind][1]}" for kind in worth[:3]]
+
+
+def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a profile as text."""
+    rows: Sequence[Mapping[str, Any]] = found["kinds"]
+    width = max(len(row["kind"]) for row in rows)
+    for row in rows:
+        note = f"  {row['share_of_rate']:.0%} of the machine's rate" if row.get("share_of_rate") else ""
+        yield f"  {row['kind']:<{width}}  {row['milliseconds']:9.3f} ms  {row['share']:4.0%}{note}"
+    yield f"  {'a step, profiled':<{width}}  {found['profiled_ms']:9.3f} ms"
+    yield f"  {'a step, not profiled':<{width}}  {found['step_ms']:9.3f} ms"
+    for number, text in enumerate(found["advice"], 1):
+        yield f"{number}. {text}"

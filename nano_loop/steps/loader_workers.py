@@ -1,0 +1,67 @@
+"""Fetches the batches of a loader in as many worker processes as the option says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from nano_loop.intercept.loaders import LoaderChange, changed
+from nano_loop.parts import Parts
+from nano_loop.steps.step import Step
+
+_PREFETCHED = 2  # batches a worker, as torch has it where the user does not say
+
+
+class LoaderWorkers(Step):
+    """Iterates over a private copy of each loader, with another ``num_workers``.
+
+    The order of the samples stays the same. What a dataset draws by itself, as for augmentation, is drawn in other
+    processes, from other random states. Workers pay where decoding takes a large part of a step, and there is a core
+    for them.
+    """
+
+    name = "loader_workers"
+    needs = "loaders"
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`."""
+        return self.config.loader_workers is not None
+
+    @property
+    def required(self) -> bool:
+        """See `Step.required`: a loader that cannot have other workers is no error."""
+        return False
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        if all(isinstance(loader.dataset, IterableDataset) for loader in parts.loaders):
+            return "workers of an iterable dataset would each read all of it, unless it divides itself"
+        return None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        count = self.config.loader_workers or 0
+        fitting = [loader for loader in parts.loaders if not isinstance(loader.dataset, IterableDataset)]
+        for loader in fitting:
+            self.undoing.enter_context(changed(loader, _Workers(count)))
+        return f"{count} for {len(fitting)} of {len(parts.loaders)} loaders"
+
+
+class _Workers(LoaderChange):
+    """Overrides the number of workers, and what torch allows with workers alone."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def attributes(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """See `LoaderChange.attributes`."""
+        if self._count == loader.num_workers:
+            return {}
+        found: dict[str, Any] = {"num_workers": self._count}
+        if not self._count:
+            return {**found, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+        if loader.prefetch_factor is None:
+            found["prefetch_factor"] = _PREFETCHED
+        return found

@@ -1,0 +1,324 @@
+"""Finds the fastest options: from the user's own on, stage by stage, the best of each stage goes on into the next.
+
+A product of all options would take hours. A later stage is measured with the best options of the stages before it, so
+what is missed is a pair of options that is faster together, and slower each by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import psutil  # type: ignore[import-untyped,unused-ignore]
+
+from nano_loop.cpu.cgroup import read_memory_limit
+from nano_loop.cpu.tree import Tree
+from nano_loop.distributed.launch.local.throwaway import TrialFailedError, server_of_trials
+from nano_loop.distributed.payload.payload import dump
+from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.run import Task
+from nano_loop.settings import Settings
+from nano_loop.trials.candidates import (
+    OF_NUMBERS,
+    STAGES,
+    Changes,
+    Stage,
+    alternatives,
+    as_text,
+    changed,
+    differing,
+    effective,
+    for_trial,
+)
+from nano_loop.trials.live import LiveTrial, Measured
+from nano_loop.trials.progress import Progress
+from nano_loop.trials.race import Race
+from nano_loop.trials.tuning import Row, Tuning
+
+#: Seconds of a search, by default.
+SECONDS = 90.0
+#: How many times as fast as the best so far a candidate has to be, in nearly all turns, to replace it.
+PAYS = 1.02
+#: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes
+#: something else under autocast does so by hand as well, so `verify` finds no fault there.
+TOLERANCE = 0.1
+#: Part of the memory that is free which the trials at one time may take.
+_MEMORY = 0.7
+#: Seconds that a stage needs at least, and the part of the time in which a comparison of numbers has to end.
+_LEAST, _COMPARISON = 3.0, 0.35
+_SLOWER, _NO_TIME = "slower", "not measured: no time was left"
+
+
+class Search:
+    """One search.
+
+    Parameters
+    ----------
+    task : Task
+        The user's loop.
+    settings : Settings
+        The options that it begins with.
+    fixed : collection of str
+        The names of options that stay as they are.
+    seconds : float
+        How long it may take, about.
+    """
+
+    def __init__(self, task: Task, settings: Settings, fixed: Collection[str], seconds: float = SECONDS) -> None:
+        self._task = task
+        self._start = settings
+        self._fixed = fixed
+        self._seconds = seconds
+        self._began = time.monotonic()
+        self._all: list[Measured] = []
+        self._changes: Changes = {}
+        self._numbers: dict[str, dict[str, Any]] = {}
+
+    def run(self) -> Tuning:
+        """Search, and return what was found. The user's objects and the files stay as they are.
+
+        Raises
+        ------
+        NanoError
+            If the loop cannot be copied, or fails also without a change of its options.
+        """
+        with ExitStack() as stack:
+            self._stack = stack
+            self._progress = Progress(self._seconds)
+            stack.callback(self._progress.close)
+            base = for_trial(self._start)
+            self._server, folder = stack.enter_context(server_of_trials(base.options, base.machine))
+            self._payload = folder / "loop"
+            self._payload.mkdir()
+            self._progress.at(0, "a copy of the loop")
+            dump(self._task, self._payload, self._task.names)
+            best = self._first()
+            for stage in STAGES:
+                best = self._stage(stage, best)
+            best.end()
+        return self._found(best.measured)
+
+    # --- stages ---
+
+    def _first(self) -> LiveTrial:
+        """Return the trial of the options as they are. The loop without nano_loop is timed in the first stage."""
+        own = self._started(Measured({}))
+        if own is None:
+            given = f"the loop fails in a trial: it {self._all[-1].note}"
+            needed = "a trial calls it on copies, in another process, and repeats it"
+            raise NanoError(problem(given, needed, "Run it without tune to see the error"))
+        return own
+
+    def _stage(self, stage: Stage, best: LiveTrial) -> LiveTrial:
+        """Return the fastest of the best trial so far and of what a stage varies."""
+        now = changed(self._start, self._changes).options
+        wanted = alternatives(stage.name, now, self._start.machine, best.measured.steps, self._task.parts)
+        others = [Measured({**self._changes, **each}) for each in wanted if effective(each, now, self._fixed)]
+        is_first = stage is STAGES[0]
+        if is_first:
+            others.insert(0, Measured({}, is_plain=True))
+        if not others:
+            return best
+        begins, left = time.monotonic(), self._left()
+        if left < max(_LEAST, self._least(stage, best)):
+            for each in others:
+                each.note = _NO_TIME
+            self._all += others
+            return best
+        until = begins + stage.share * left
+        fastest = self._raced(stage.name, best, others, until)
+        while fastest is not best and not self._is_exact(fastest):
+            fastest = self._second(fastest, best)
+        if fastest is not best:
+            best.end()
+            self._changes = fastest.measured.changes
+        return fastest
+
+    def _raced(self, name: str, best: LiveTrial, others: Sequence[Measured], until: float) -> LiveTrial:
+        """Let candidates run against the best one so far, as many at a time as the memory allows."""
+        waiting, first = list(others), best
+        while waiting:
+            count = self._fitting(waiting, best)
+            group, waiting = waiting[:count], waiting[count:]
+            self._progress.at(self._spent(), name)
+            trials = {id(each): trial for each in group if (trial := self._started(each, until)) is not None}
+            best = self._race(best, trials, until, keep=best is first)
+        return best
+
+    def _race(self, best: LiveTrial, trials: dict[int, LiveTrial], until: float, keep: bool) -> LiveTrial:
+        mine, live = id(best.measured), {**trials, id(best.measured): best}
+
+        def dropped(name: str, reason: str) -> None:
+            trial = live.pop(int(name))
+            trial.measured.note = reason or _SLOWER
+            trial.end()
+
+        def clock() -> float:
+            self._progress.at(self._spent())
+            return time.monotonic()
+
+        race = Race({str(key): each for key, each in live.items()}, until, dropped, (TrialFailedError,), clock)
+        measured = {str(key): each.measured for key, each in live.items()}
+        ranking = race.run(keep=str(mine))
+        self._note(race, measured, str(mine))
+        if not ranking:
+            raise NanoError(problem("all trials have ended", "the loop must take steps", "Run it without tune"))
+        winner = next((each for each in ranking if not measured[each].is_plain), ranking[0])
+        if str(mine) in ranking and winner != str(mine) and not race.wins(winner, str(mine), PAYS):
+            winner = str(mine)
+        for name in ranking:
+            if name not in (winner, str(mine)):
+                dropped(name, "")
+        return live[int(winner)]
+
+    def _note(self, race: Race, measured: dict[str, Measured], mine: str) -> None:
+        """Take the times and the speeds of a race into what is known of its candidates."""
+        plain = next((name for name, each in measured.items() if each.is_plain and race.turns[name]), None)
+        own = measured[mine]
+        if own.speed is None and race.turns[mine]:
+            own.speed = race.ratio(mine, plain) if plain else 1.0
+        for name, each in measured.items():
+            each.seconds += race.turns[name]
+            if name != mine and race.turns[name] and race.turns[mine] and own.speed is not None:
+                each.speed = 1.0 if each.is_plain else own.speed * race.ratio(name, mine)
+
+    # --- trials ---
+
+    def _started(self, measured: Measured, until: float | None = None) -> LiveTrial | None:
+        """Start a trial, and wait for its first steps; None if it fails, or if its options have no effect."""
+        self._all.append(measured)
+        try:
+            settings = changed(for_trial(self._start), measured.changes)
+            trial = LiveTrial(measured, settings, self._server, self._payload)
+        except (TrialFailedError, NanoConfigError) as error:
+            measured.note = _first_line(error)
+            return None
+        self._stack.callback(trial.end)
+        try:
+            trial.ready(max((until or self._until()) - time.monotonic(), 10.0 if until else 60.0))
+        except TrialFailedError as error:
+            measured.note = _first_line(error)
+        else:
+            measured.note = self._without_effect(measured)
+        if measured.note:
+            trial.end()
+            return None
+        return trial
+
+    def _without_effect(self, measured: Measured) -> str:
+        """Return why a change has no effect: its step was skipped."""
+        for name, value in measured.changes.items():
+            status, detail = measured.steps.get(name, ["", ""])
+            if status == "skipped" and value and value != self._changes.get(name):
+                return f"no effect: {detail}"
+        return ""
+
+    def _fitting(self, waiting: Sequence[Measured], best: LiveTrial) -> int:
+        """Return how many trials may live beside the best one."""
+        each = max((one.memory or 0 for one in self._all), default=0)
+        free = psutil.virtual_memory().available
+        limit = read_memory_limit(Tree("/"))
+        free = min(free, free if limit is None else max(limit - 2 * each, 0))
+        return max(1, min(len(waiting), int(_MEMORY * free / max(each, 1))))
+
+    # --- numbers ---
+
+    def _is_exact(self, trial: LiveTrial) -> bool:
+        """Whether the numbers of a trial differ from those of the plain model by rounding alone."""
+        measured = trial.measured
+        settings = changed(for_trial(self._start), measured.changes)
+        key = repr([getattr(settings.options, name) for name in OF_NUMBERS])
+        if key not in self._numbers:
+            self._numbers[key] = self._compared(settings, measured)
+        measured.comparison = self._numbers[key]
+        for each in self._all:
+            own = changed(for_trial(self._start), each.changes) if each.seconds and not each.is_plain else None
+            if own and repr([getattr(own.options, name) for name in OF_NUMBERS]) == key:
+                each.comparison = self._numbers[key]
+        fault = self._numbers[key].get("fault")
+        loss = self._numbers[key].get("loss") or 0.0
+        if fault:
+            measured.note = f"not exact: {fault} is off by more than rounding"
+        elif loss > TOLERANCE:
+            measured.note = f"not exact: the loss is off by {loss:.0%}"
+        return not measured.note.startswith("not exact")
+
+    def _compared(self, settings: Settings, measured: Measured) -> dict[str, Any]:
+        self._progress.at(self._spent(), "comparison with fp32")
+        one = changed(settings, {"verify": True, "num_processes": None})
+        try:
+            trial = LiveTrial(Measured(measured.changes), one, self._server, self._payload, verifies=True)
+        except (TrialFailedError, NanoConfigError) as error:
+            return {"remark": _first_line(error)}
+        try:
+            return trial.compared(max(_COMPARISON * self._seconds, 10.0))
+        except TrialFailedError as error:
+            return {"remark": _first_line(error)}
+        finally:
+            trial.end()
+
+    def _second(self, failed: LiveTrial, best: LiveTrial) -> LiveTrial:
+        """Return the trial of the next best candidate, whose processes have ended, or the best so far."""
+        failed.end()
+        faulty = [each for each in self._all if each.note.startswith("not exact")]
+        faulty_numbers = [self._numbers_of(each) for each in faulty]
+        rest = [each for each in self._all if each.speed and not each.is_plain]
+        rest = [each for each in rest if self._numbers_of(each) not in faulty_numbers]
+        fastest = max(rest, key=lambda each: each.speed or 0.0, default=best.measured)
+        if fastest is best.measured or (fastest.speed or 0.0) < PAYS * (best.measured.speed or 1.0):
+            return best
+        trial = self._started(Measured(fastest.changes, seconds=fastest.seconds, speed=fastest.speed))
+        self._all.remove(fastest)
+        return trial or best
+
+    def _numbers_of(self, measured: Measured) -> str:
+        options = changed(for_trial(self._start), measured.changes).options
+        return repr([getattr(options, name) for name in OF_NUMBERS])
+
+    # --- time ---
+
+    def _spent(self) -> float:
+        return time.monotonic() - self._began
+
+    def _until(self) -> float:
+        return self._began + self._seconds
+
+    def _left(self) -> float:
+        return self._until() - time.monotonic()
+
+    def _least(self, stage: Stage, best: LiveTrial) -> float:
+        """Return the seconds that a stage is worth beginning with: some steps of two trials."""
+        return 8.0 * (best.measured.median or 0.0)
+
+    # --- the result ---
+
+    def _found(self, best: Measured) -> Tuning:
+        options = changed(self._start, best.changes).options
+        before, after = self._task.written
+        values = differing(options)
+        remarks = [*_remarks(options, best)]
+        return Tuning(
+            options=values,
+            line=f"{before}{as_text(values)}{after}",
+            rows=[Row.of(each, self._start.options) for each in self._all],
+            chosen=self._all.index(best),
+            seconds=self._spent(),
+            changes=best.changes,
+            remarks=remarks,
+        )
+
+
+def _remarks(options: Any, best: Measured) -> Sequence[str]:
+    found = []
+    count = options.num_processes or 1
+    if count > 1:
+        found.append(f"With {count} processes a step takes {count} batches of the loader. Times are of one batch.")
+    if best.comparison and best.comparison.get("remark"):
+        found.append(f"The numbers were not compared with fp32: {best.comparison['remark']}.")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

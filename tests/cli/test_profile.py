@@ -1,0 +1,75 @@
+"""`nano-loop profile`: a script is profiled and ended; bad input is one line and exit code 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+LOOP = """
+import torch, nano_loop
+
+@nano_loop.nano(verbose=False)
+def train(model, optimizer, loader):
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
+loader = torch.utils.data.DataLoader(torch.rand(2048, 256), 64)
+train(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+print("never printed")
+"""
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """Give a function that runs the command on a script."""
+
+    def run(text, *options, name="train.py"):
+        (tmp_path / "train.py").write_text(text)
+        command = [sys.executable, "-m", "nano_loop", "profile", *options, name]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+
+    return run
+
+
+def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
+    done = profile(LOOP, "--json", "--trace=trace.json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["command"], found["version"]) == (0, "profile", 1)
+    assert sum(row["share"] for row in found["kinds"]) == pytest.approx(1.0)
+    assert sum(row["milliseconds"] for row in found["kinds"]) == pytest.approx(found["profiled_ms"], rel=0.05)
+    by_kind = {row["kind"]: row for row in found["kinds"]}
+    for kind in ("matrix products and convolutions", "optimizer", "loader", "norms and elementwise"):
+        assert by_kind[kind]["milliseconds"] > 0
+    assert 0 < by_kind["matrix products and convolutions"]["share_of_rate"] <= 1
+    assert found["step_ms"] > 0
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+    assert "never printed" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "name", "words"),
+    [
+        ("print(1)", [], "train.py", "train.py never calls nano_loop"),
+        ("print(1)", [], "missing.py", "missing.py: there is no such file"),
+        ("print(1)", ["--no-such-option"], "train.py", "No such option"),
+        ("print(1)", ["--trace=no/such/trace.json"], "train.py", "its folder does not exist"),
+    ],
+    ids=["never calls", "missing", "unknown option", "trace"],
+)
+def test_bad_input_is_one_line(profile, text, options, name, words):
+    done = profile(text, *options, name=name)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("nano-loop: ")
+    assert words in line
+
+
+@pytest.mark.slow
+def test_script_with_too_few_steps_says_so(profile):
+    done = profile(LOOP.replace("2048, 256", "128, 256"))
+    assert done.returncode == 2
+    assert "never takes enough steps" in done.stderr

@@ -1,0 +1,78 @@
+"""Each event counts for one kind of work, what no event covers is Python's, and the largest kinds get advice."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from nano_loop.profiling import kinds
+from nano_loop.profiling.kinds import KINDS, advice_for, kind_of, lines_of, product_rate, times_of
+
+
+@dataclass
+class Event:
+    name: str
+    self_cpu_time_total: float = 1.0
+    cpu_time_total: float = 1.0
+    flops: int = 0
+    cpu_parent: Any = None
+    thread: int = 1
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["aten::addmm"], kinds.PRODUCTS),
+        (["aten::convolution_backward"], kinds.PRODUCTS),
+        (["aten::copy_", "aten::to"], kinds.CASTS),
+        (["aten::native_layer_norm"], kinds.ELEMENTWISE),
+        (["aten::_log_softmax"], kinds.ELEMENTWISE),
+        (["aten::bmm", "aten::_scaled_dot_product_flash_attention_for_cpu"], kinds.ATTENTION),
+        (["aten::_fused_adam_", "Optimizer.step#Adam.step"], kinds.OPTIMIZER),
+        (["aten::stack", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"], kinds.LOADER),
+        (["autograd::engine::evaluate_function: AddmmBackward0"], kinds.PYTHON),
+    ],
+)
+def test_event_counts_for_one_kind(names, kind):
+    event = None
+    for name in reversed(names):
+        event = Event(name, cpu_parent=event)
+    assert kind_of(event) == kind
+
+
+def test_times_add_up_to_the_time_of_the_steps():
+    times = times_of([Event("aten::mm", 30.0), Event("aten::add", 10.0)], wall=100.0)
+    assert sum(times.values()) == 100.0
+    assert (times[kinds.PRODUCTS], times[kinds.ELEMENTWISE], times[kinds.PYTHON]) == (30.0, 10.0, 60.0)
+
+
+def test_rate_counts_products_whose_flops_are_known():
+    assert product_rate([Event("aten::mm", cpu_time_total=2e6, flops=10), Event("aten::add")]) == 5.0
+    assert product_rate([Event("aten::add")]) is None
+
+
+def test_no_more_than_three_kinds_get_advice_the_largest_first():
+    times = dict.fromkeys(KINDS, 1.0) | {kinds.PYTHON: 6.0, kinds.LOADER: 5.0, kinds.OPTIMIZER: 4.0, kinds.CASTS: 3.0}
+    found = advice_for(times)
+    assert [each.partition(",")[0] for each in found] == [kinds.PYTHON, kinds.LOADER, kinds.OPTIMIZER]
+    assert advice_for(dict.fromkeys(KINDS, 0.0)) == []
+
+
+def test_names_are_those_of_torch():
+    model, x = torch.nn.Linear(4, 4), torch.rand(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(x, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for each in loader:
+            model(each).sum().backward()
+            optimizer.step()
+    found = {kind_of(event) for event in profile.events()}
+    assert {kinds.PRODUCTS, kinds.ELEMENTWISE, kinds.OPTIMIZER, kinds.LOADER} <= found
+
+
+def test_lines_name_every_kind():
+    rows = [{"kind": kind, "milliseconds": 1.0, "share": 1 / 7} for kind in KINDS]
+    text = "\n".join(lines_of({"kinds": rows, "step_ms": 7.0, "profiled_ms": 8.0, "advice": ["do this"]}))
+    assert all(kind in text for kind in KINDS)
+    assert "1. do this" in text
