@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 
 VENV := .venv
-REQUIREMENTS := requirements/default.txt requirements/optimizers.txt
+REQUIREMENTS := requirements/default.txt requirements/optimizers.txt requirements/ray.txt
 RUN := $(VENV)/bin/python
 PIP_INSTALL := $(RUN) -m pip install -qq --progress-bar off
 
@@ -47,21 +47,24 @@ PEERS := $(if $(filter 3.10,$(VERSION)),,requirements/bench.txt)
 # what they have made, on one side.
 PYTEST := -m pytest -n 2 --dist worksteal
 BENCHMARKS := tests/benchmarks
+# A Ray cluster takes both cores, and is started once for its tests.
+CLUSTERS := tests/clusters
 
 # The same with any torch, so that they need not run again with IPEX's. Nor need what is slow of some more.
-ANY_TORCH := tests/cli tests/cpu tests/distributed/launch tests/faults tests/test_architecture.py \
+ANY_TORCH := $(CLUSTERS) tests/cli tests/cpu tests/distributed/launch tests/faults tests/test_architecture.py \
     tests/test_checks.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/test_options.py \
     tests/test_packaging.py tests/test_report.py tests/test_signatures.py \
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ipex lint docs-faults bench bench-overhead clean ready ready-ipex
+.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs-faults bench bench-overhead clean ready ready-ipex
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    run an example plain and accelerated, side by side"
 	@echo "make test    run the tests; arguments for pytest: make test ARGS='-k precision', one after another: ARGS='-n 0'"
 	@echo "make test-all    run these, those that take long or repeat much, and those of the benchmarks"
+	@echo "make test-ray    run the tests with a Ray cluster of two nodes on this host"
 	@echo "make test-benchmarks   run the tests of the benchmarks alone"
 	@echo "make test-ipex   the tests that depend on torch, with IPEX and its torch, in .venv-ipex: a download of several GB"
 	@echo "make lint    ruff, mypy, and that imports run downwards"
@@ -73,12 +76,14 @@ help:
 demo: ready
 	@$(RUN) examples/demo.py $(ARGS)
 
-test: TESTS := -m "not slow" --ignore=$(BENCHMARKS)
+test: TESTS := -m "not slow" --ignore=$(BENCHMARKS) --ignore=$(CLUSTERS)
 test-benchmarks: TESTS := $(BENCHMARKS)
-test-all: TESTS :=
+test-all: TESTS := --ignore=$(CLUSTERS)
+test-ray: TESTS := $(CLUSTERS)
+test-ray: PYTEST := -m pytest
 # Threads that wait for their turn on a busy machine should sleep: spinning, two suites at once take ten times as long.
-test test-all test-benchmarks: export OMP_WAIT_POLICY := passive
-test test-all test-benchmarks: ready
+test test-all test-benchmarks test-ray: export OMP_WAIT_POLICY := passive
+test test-all test-benchmarks test-ray: ready
 	@$(RUN) $(PYTEST) $(TESTS) $(ARGS)
 
 # In another environment, which has the benchmarks' peers too, so that tests and `make bench` find them.

@@ -117,14 +117,17 @@ def precision(value: Any) -> str:
     raise RefusedValueError(allowed, 'Pass "bf16" for speed, or leave it out for fp32')
 
 
-def cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Accept None and lists of CPU ids, and return tuples."""
+def cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | int | None:
+    """Accept None, a number of CPUs, and lists of CPU ids, which are returned as tuples."""
     if value is None:
         return None
+    if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
+        return int(value)
     if _is_list(value) and value and all(_is_list(ids) and ids and all(map(_is_cpu, ids)) for ids in value):
         return tuple(tuple(int(each) for each in ids) for ids in value)
     raise RefusedValueError(
-        "it must be a list with a list of CPU ids for each process", "Pass a list such as [[0, 1], [2, 3]] for two"
+        "it must be the number of CPUs of each process, or a list with a list of CPU ids for each process",
+        "Pass 2, or a list such as [[0, 1], [2, 3]] for two processes",
     )
 
 
@@ -255,7 +258,7 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     """Return a message for each contradiction between two options. `values` holds the valid options only."""
     problems = []
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
-    if shares is not None and "num_processes" in values and len(shares) != count:
+    if isinstance(shares, tuple) and "num_processes" in values and len(shares) != count:
         needed = f"it needs one for each process, and {shown('num_processes', values['num_processes'])}"
         problems.append(problem(f"cpu_for_each_process has {len(shares)} lists", needed, "Make the two agree"))
     return [*problems, *_contradicting_lists(values)]

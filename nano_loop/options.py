@@ -60,7 +60,7 @@ LEFTOVERS = {
     "strategy": Leftover(None, "nano_loop has only one strategy, so the argument has no effect", "Leave it out"),
     "accelerator": Leftover((None, "auto", "cpu"), "nano_loop trains on the CPU", "Leave it out"),
     "devices": Leftover((None, "auto", 1, "1"), "num_processes counts the processes", "Write num_processes instead"),
-    "num_nodes": Leftover((None, 1), "several hosts take torchrun, srun or mpirun", "Leave it out"),
+    "num_nodes": Leftover((None, 1), "several hosts take Ray, torchrun, srun or mpirun", "Leave it out"),
     "plugins": Leftover((None, [], ()), "nano_loop has no plugins", "Leave it out"),
 }
 
@@ -102,8 +102,8 @@ class Options:
     distributed_backend: str = option(
         "subprocess",
         checks.distributed_backend,
-        'Starter of the processes. `"spawn"` is another name for `"subprocess"`. `"k8s"`: they have been started from '
-        "outside, as by `torchrun`.",
+        'Starter of the processes. `"spawn"` is another name for `"subprocess"`. `"ray"`: Ray, on the nodes of its '
+        'cluster; needs `pip install "nano-loop[ray]"`. `"k8s"`: they have been started from outside, as by torchrun.',
     )
     process_group_backend: str | None = option(
         None,
@@ -119,8 +119,10 @@ class Options:
         '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
         "`16`: fp16 autocast, with loss scaling that the loop does not see.",
     )
-    cpu_for_each_process: Sequence[Sequence[int]] | None = option(
-        None, checks.cpu_for_each_process, "CPU ids of each process, such as `[[0, 1], [2, 3]]`. `None`: even shares."
+    cpu_for_each_process: Sequence[Sequence[int]] | int | None = option(
+        None,
+        checks.cpu_for_each_process,
+        "CPU ids of each process, such as `[[0, 1], [2, 3]]`, or how many CPUs each has. `None`: even shares.",
     )
     channels_last: bool = option(
         False, checks.boolean, "NHWC layout for 4-D and 5-D inputs of models and of convolutions."
@@ -294,6 +296,12 @@ class Options:
         options = copy.copy(self)
         options._remember(num_processes=1, cpu_for_each_process=None, verbose=False)
         options._remember(verify=False, log_casts=False, step_time=False, tune=False)
+        return options
+
+    def without_cpus(self) -> Options:
+        """Return the options without ``cpu_for_each_process``."""
+        options = copy.copy(self)
+        options._remember(cpu_for_each_process=None)
         return options
 
     @property

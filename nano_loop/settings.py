@@ -13,7 +13,6 @@ from nano_loop.distributed.launch.joining import expected_ranks, prepare
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.errors import NanoError, problem
 from nano_loop.options import Options
-from nano_loop.this_version import refuse_what_is_not_in_this_version
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,9 @@ class Settings:
         NanoConfigError
             If options are invalid. The message lists all of them.
         NanoError
-            If this version does not support an option.
+            If the options ask for processes that were not started.
         """
         options, machine = Options.from_call(arguments), read_machine()
-        refuse_what_is_not_in_this_version(options)
         _refuse_missing_launch(options)
         return cls(options.resolved(machine), machine)
 

@@ -55,7 +55,7 @@ class TorchNano(RanksFabric):
         The number of processes. Read-only, like all attributes below.
     use_ipex, channels_last, auto_lr : bool
         The options.
-    cpu_for_each_process : list of lists of int, or None
+    cpu_for_each_process : list of lists of int, int, or None
         The option.
     dtype : torch.dtype
         The dtype in which models compute matrix products: `torch.bfloat16` or `torch.float32`.
@@ -147,10 +147,10 @@ class TorchNano(RanksFabric):
         return self._nano_settings.options.auto_lr
 
     @property
-    def cpu_for_each_process(self) -> list[list[int]] | None:
-        """The CPU ids of each process, or None for even shares."""
+    def cpu_for_each_process(self) -> list[list[int]] | int | None:
+        """The CPU ids of each process, how many CPUs each has, or None for even shares."""
         shares = self._nano_settings.options.cpu_for_each_process
-        return None if shares is None else [list(each) for each in shares]
+        return shares if shares is None or isinstance(shares, int) else [list(each) for each in shares]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,7 +22,7 @@ ROOMS = (
     ("run",),
     ("settings", "report_start"),
     ("call_parts", "rewriting"),
-    ("this_version", "steps"),
+    ("steps",),
     ("distributed",),
     ("fabric", "rank_zero"),
     ("precision",),
@@ -40,6 +40,7 @@ ROOMS = (
 # How many files may import what is likely to change or to vanish.
 FILES_THAT_MAY_IMPORT = {
     "intel_extension_for_pytorch": 1,
+    "ray": 1,
     "lightning_fabric": 2,
     "lightning": 1,
     "pytorch_lightning": 1,

@@ -8,9 +8,11 @@ import pytest
 
 import nano_loop
 
-# Not the two that import Lightning, which changes the process.
+# Not those that import Lightning or Ray, which change the process.
+IMPORT_RAY = ("asking", "cluster", "placing", "sending", "starting")
+OF_RAY = {f"nano_loop.distributed.launch.ray.{each}" for each in IMPORT_RAY}
 NAMES = {each.name for each in pkgutil.walk_packages(nano_loop.__path__, "nano_loop.")}
-MODULES = sorted(NAMES - {"nano_loop.lightning", "nano_loop.pytorch_lightning"})
+MODULES = sorted(NAMES - {"nano_loop.lightning", "nano_loop.pytorch_lightning"} - OF_RAY)
 WITH_EXAMPLES = (
     *("nano_loop.context_manager", "nano_loop.decorator", "nano_loop.distributed.collectives", "nano_loop.optim"),
     *(

@@ -256,7 +256,7 @@ ODD = [
 VALID = {
     "num_processes": [None, 1, 2],
     "precision": [32, "bf16", "auto", "64-true", 16],
-    "cpu_for_each_process": [[[0, 1]], [[0], [1]], [range(2)]],
+    "cpu_for_each_process": [[[0, 1]], [[0], [1]], [range(2)], 1, 4],
     "compile": [True, {"mode": "max-autotune"}],
     "bf16_ops": [["softmax"], {"softmax"}],
     "fp32_ops": [("softmax",)],
@@ -479,20 +479,7 @@ def test_precision_asked_for_by_name_is_kept(precision):
     assert not asked.auto_precision
 
 
-# --- what is not in this version ---
-
-NOT_YET = [
-    ("distributed_backend", "ray"),
-]
-
-
-@pytest.mark.parametrize("call", [TorchNano, nano])
-@pytest.mark.parametrize(("name", "value"), NOT_YET)
-def test_what_is_not_in_this_version_is_told_as_it_was_typed(call, name, value):
-    with pytest.raises(NanoError, match=r"not in this version.*\. Leave it out\.$") as caught:
-        call(**{name: value})
-    assert f"{name}={value!r}" in str(caught.value).replace('"', "'")
-    assert not isinstance(caught.value, NanoConfigError)  # the argument is a good one
+# --- what is refused by what it is for ---
 
 
 @pytest.mark.parametrize("precision", ["transformer-engine", "transformer-engine-float16", "16-true"])

@@ -90,6 +90,14 @@ def test_pins_are_what_setup_cfg_admits(python):
         assert pins[name] in requirement.specifier
 
 
+def test_ray_s_pin_is_what_the_extra_admits():
+    (wanted,) = requirements_of(setup_cfg()["options.extras_require"]["ray"])
+    lines = (ROOT / "requirements/ray.txt").read_text().splitlines()
+    pins = {line.partition("==")[0]: line.partition("==")[2] for line in lines if not line.startswith("#")}
+    assert Version(pins[wanted.name]) in wanted.specifier
+    assert not pins.keys() & pins_for("3.11").keys()
+
+
 def needed_by(requirement, seen):
     """Add to `seen` all that is installed because of `requirement`, which is what pip would bring along."""
     for extra in ("", *requirement.extras):
@@ -244,7 +252,7 @@ class Checkout:
         self.python = folder / "fake python"
         (folder / "requirements").mkdir(parents=True)
         (folder / "nano_loop").mkdir()
-        pins = ("requirements/default.txt", "requirements/optimizers.txt")
+        pins = ("requirements/default.txt", "requirements/optimizers.txt", "requirements/ray.txt")
         inputs = ("Makefile", *pins, "nano_loop/version.py", *BUILD_INPUTS[:3])
         for name in inputs:
             shutil.copy(ROOT / name, folder / name)
@@ -291,10 +299,11 @@ def checkout(tmp_path):
 
 SET_UP = ["venv", "pins", "package"]
 PYTEST = "ran -m pytest -n 2 --dist worksteal"
-OF_TEST = f"{PYTEST} -m not slow --ignore=tests/benchmarks"
+OF_TEST = f"{PYTEST} -m not slow --ignore=tests/benchmarks --ignore=tests/clusters"
 GOALS = {
     "test": [OF_TEST],
-    "test-all": [PYTEST],
+    "test-all": [f"{PYTEST} --ignore=tests/clusters"],
+    "test-ray": ["ran -m pytest tests/clusters"],
     "test-benchmarks": [f"{PYTEST} tests/benchmarks"],
     "lint": [
         "ran -m ruff check .",

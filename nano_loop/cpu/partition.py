@@ -42,8 +42,8 @@ class Share:
     loader_cpus: tuple[int, ...]
 
 
-def partition(machine: Machine, num_processes: int) -> tuple[Share, ...]:
-    """Return equal shares, with as many cores as the affinity, the cpuset and the quota allow.
+def partition(machine: Machine, num_processes: int, cores_each: int | None = None) -> tuple[Share, ...]:
+    """Return equal shares, by default with as many cores as the affinity, the cpuset and the quota allow.
 
     Efficiency cores of a hybrid machine are used only if there are fewer performance cores than processes.
 
@@ -53,6 +53,8 @@ def partition(machine: Machine, num_processes: int) -> tuple[Share, ...]:
         The host, limited to the CPUs of the process that starts the others.
     num_processes : int
         The number of processes on this host, at least 1.
+    cores_each : int, optional
+        The number of physical cores of each share.
 
     Returns
     -------
@@ -62,12 +64,13 @@ def partition(machine: Machine, num_processes: int) -> tuple[Share, ...]:
     Raises
     ------
     NanoConfigError
-        If there are more processes than physical cores within the quota.
+        If the shares need more physical cores than there are within the quota.
     """
-    if num_processes > machine.num_threads:
-        raise NanoConfigError(_too_many(machine, num_processes))
-    cores = _cores_to_use(machine, num_processes)
-    size = min(len(cores), machine.num_threads) // num_processes
+    needed = num_processes * (cores_each or 1)
+    if needed > machine.num_threads:
+        raise NanoConfigError(_too_many(machine, num_processes, cores_each))
+    cores = _cores_to_use(machine, needed)
+    size = cores_each or min(len(cores), machine.num_threads) // num_processes
     return tuple(_share(piece) for piece in _pieces(machine, cores, size, num_processes))
 
 
@@ -130,11 +133,11 @@ def restricted(machine: Machine, share: Share, num_processes: int) -> Machine:
     return dataclasses.replace(machine, allowed=share.cpus, quota=quota)
 
 
-def _cores_to_use(machine: Machine, num_processes: int) -> Piece:
-    """Return the performance cores if there is one for each process, else all cores."""
+def _cores_to_use(machine: Machine, needed: int) -> Piece:
+    """Return the performance cores if there are as many as needed, else all cores."""
     slow = {cpu.id for cpu in machine.logical_cpus if cpu.core_kind == "efficiency"}
     fast = [core for core in machine.physical_cores if core[0] not in slow]
-    return fast if len(fast) >= num_processes else [*machine.physical_cores]
+    return fast if len(fast) >= needed else [*machine.physical_cores]
 
 
 def _pieces(machine: Machine, cores: Piece, size: int, count: int) -> list[Piece]:
@@ -205,7 +208,7 @@ def _in_several_lists(claimed: Counter[int]) -> Iterator[str]:
         yield problem(given, "a CPU computes for one process", "Take it out of the others")
 
 
-def _too_many(machine: Machine, num_processes: int) -> str:
+def _too_many(machine: Machine, num_processes: int, cores_each: int | None) -> str:
     quota = "" if machine.quota is None else f", quota {machine.quota:g}"
     limit = f"this process may use {machine.num_threads} ({_extent(machine)}{quota})"
     binding = [f"{name}={os.environ[name]}" for name in _BINDING if os.environ.get(name)]
@@ -213,7 +216,12 @@ def _too_many(machine: Machine, num_processes: int) -> str:
         advice = f"Unset {' and '.join(binding)}, by which OpenMP binds this process when it is loaded"
     else:
         advice = "Lower num_processes, or widen the CPU affinity" + (" or the quota" if quota else "")
-    return problem(f"num_processes={num_processes}", f"it needs {num_processes} physical cores, and {limit}", advice)
+    needed = num_processes * (cores_each or 1)
+    given = f"num_processes={num_processes}"
+    if cores_each:
+        given += f" with cpu_for_each_process={cores_each}"
+        advice = f"Lower cpu_for_each_process, or {advice[0].lower()}{advice[1:]}"
+    return problem(given, f"it needs {needed} physical cores, and {limit}", advice)
 
 
 def _extent(machine: Machine) -> str:

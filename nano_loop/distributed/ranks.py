@@ -15,6 +15,7 @@ import torch
 
 from nano_loop.distributed.channel import Channel
 from nano_loop.distributed.division import Division
+from nano_loop.distributed.hosts import Hosts
 from nano_loop.errors import NanoError, RankLateError, problem
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class Ranks:
         self.folder = folder
         #: What they execute.
         self.loop = Loop()
+        #: Where the ranks of several hosts are; None on one host.
+        self.hosts: Hosts | None = None
         self._channel: Channel | None = None
         #: Is called while this rank waits for another, as `check` is, and carries on what it has begun besides.
         self.meanwhile: Callable[[], None] = _nothing

@@ -43,10 +43,13 @@ def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple
     NanoConfigError
         If there are fewer cores than ranks, or the system cannot bind processes to the CPUs that were asked for.
     """
-    if options.cpu_for_each_process is not None:
-        _refuse_where_nothing_can_be_bound(options)
-        return given_shares(machine, [options.cpu_for_each_process[rank] for rank in ranks])
-    return partition(machine, len(ranks))
+    given = options.cpu_for_each_process
+    if given is None:
+        return partition(machine, len(ranks))
+    _refuse_where_nothing_can_be_bound(options)
+    if isinstance(given, int):
+        return partition(machine, len(ranks), given)
+    return given_shares(machine, [given[rank] for rank in ranks])
 
 
 def _refuse_where_nothing_can_be_bound(options: Options) -> None:

@@ -12,6 +12,7 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.averaging.averaging import Averaging
 from nano_loop.distributed.loaders.sharding import served_whole_by_mode
 from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.distributed.transport.hosts import HostsTransport
 from nano_loop.distributed.transport.process_group import ProcessGroupTransport
 from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
 from nano_loop.distributed.transport.transport import Transport
@@ -70,5 +71,11 @@ class GradientAveraging(RanksStep):
                 transport = SharedMemoryTransport(self.ranks, folder, compression=compression)
                 self._way = "through shared memory"
                 return transport
+        if self.ranks.hosts is not None and backend in (None, "gloo"):
+            with suppress(NanoError):  # raised on every rank, as above
+                transport_between = HostsTransport(self.ranks, self.ranks.hosts, compression=compression)
+                shares = any(len(each) > 1 for each in self.ranks.hosts.members)
+                self._way = "through shared memory, then between hosts by gloo" if shares else "by gloo"
+                return transport_between
         self._way = f"by {distributed.get_backend()}"
         return ProcessGroupTransport(self.ranks, compression=compression)

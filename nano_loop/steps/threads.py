@@ -51,9 +51,12 @@ class Threads(Step):
 
 
 def _is_users(variable: str) -> bool:
-    """Whether the user chose the thread count, and not torchrun or `nano-loop env`.
+    """Whether the user chose the thread count, and not torchrun, Ray or `nano-loop env`.
 
-    With several processes, torchrun sets it to 1. `nano-loop env` sets it to the cores of the whole host.
+    With several processes, torchrun sets it to 1. Ray sets it to the CPUs of an actor or a task, or to 1. `nano-loop
+    env` sets it to the cores of the whole host.
     """
+    if variable == "OMP_NUM_THREADS" and "RAY_RAYLET_PID" in os.environ:
+        return False
     torchruns = "TORCHELASTIC_RUN_ID" in os.environ and (variable, os.environ.get(variable)) == ("OMP_NUM_THREADS", "1")
     return not torchruns and not is_exported(variable, os.environ)

@@ -18,6 +18,13 @@ def test_without_lists_shares_are_even():
     assert cpus(Options(num_processes=2), range(2)) == [(0, 1), (2, 3)]
 
 
+def test_number_of_cpus_gives_each_rank_as_many():
+    assert cpus(Options(num_processes=2, cpu_for_each_process=1), range(2)) == [(0,), (1,)]
+    assert cpus(Options(num_processes=1, cpu_for_each_process=3), [0]) == [(0, 1, 2)]
+    with pytest.raises(NanoConfigError, match=r"num_processes=2 with cpu_for_each_process=3: it needs 6 .*may use 4"):
+        cpus(Options(num_processes=2, cpu_for_each_process=3), range(2))
+
+
 def test_ranks_of_a_second_host_get_their_own_lists_though_the_first_names_the_same_cpus():
     config = Options(num_processes=4, cpu_for_each_process=[[0], [1], [0], [1]])
     assert cpus(config, [2, 3]) == [(0,), (1,)]

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nano_loop.distributed.averaging import checksums
 from nano_loop.distributed.averaging.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
 from nano_loop.distributed.averaging.gradients import DenseGradients, average_sparse, kind_of
+from nano_loop.distributed.averaging.overlap import Overlap, Sweeping
 from nano_loop.distributed.averaging.parameters import Parameters
 from nano_loop.distributed.averaging.replicas import make_equal
 from nano_loop.distributed.averaging.sameness import Sameness
@@ -52,6 +53,8 @@ class Averaging:
         Returns whether the loop trains on batches that all ranks got because the models are in eval mode.
     compare : bool
         Whether the ranks compare their parameters from time to time; see `checksums`.
+    overlapped : bool
+        Whether averaging begins while the backward still computes; see `overlap`. The transport can sweep then.
     """
 
     def __init__(
@@ -61,11 +64,13 @@ class Averaging:
         served_whole: Callable[[], bool] = lambda: False,
         *,
         compare: bool = True,
+        overlapped: bool = False,
     ) -> None:
         self._ranks = ranks
         self._transport = transport
         self._served_whole = served_whole
         self._compare = compare
+        self._overlap = Overlap(cast(Sweeping, transport)) if overlapped else None
         self._warned: set[str] = set()
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
         self._parameters = Parameters(self._note)
@@ -131,9 +136,13 @@ class Averaging:
         self._warn_of_whole_batches()
         self._parameters.refresh()
         held = {id(parameter) for model in self._paused for parameter in model.parameters()}
-        arrived = self._agree("average", self._waiting - held)
-        with torch.no_grad():
-            self._average(arrived)
+        fingerprints = self._agree("average", self._waiting - held)
+        arrived = [each.arrived for each in fingerprints]
+        if self._overlap is None or not self._overlap.finish([each.overlap for each in fingerprints]):
+            with torch.no_grad():
+                self._average(arrived)
+        if self._overlap is not None:
+            self._overlap.expect(self._parameters.in_order if self._is_usual(arrived) else [])
         self._averagings += 1
         self._waiting &= held
         self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
@@ -150,7 +159,11 @@ class Averaging:
         self._noted = True
         if self._task != graph_task():
             self._task = graph_task()
+            if self._overlap is not None:
+                self._overlap.begin(allowed=not self._paused and not self._parameters.newcomers)
             at_end_of_backward(self._end_backward)
+        if self._overlap is not None:
+            self._overlap.take(parameter)
 
     def _end_backward(self) -> None:
         # Several may have been asked for in one backward, if others were run inside it.
@@ -163,8 +176,8 @@ class Averaging:
         paused = {id(model) for model in self._paused}
         return bool(paused) and all(id(model) in paused for model in self._parameters.models)
 
-    def _agree(self, purpose: Purpose, waiting: set[int]) -> list[bytes]:
-        """Compare this rank's state with the others'; return what of `waiting` arrived on each. Collective."""
+    def _agree(self, purpose: Purpose, waiting: set[int]) -> list[Fingerprint]:
+        """Compare this rank's state, of which `waiting` is a part, with the others'; return all. Collective."""
         groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
         in_order = self._parameters.in_order
         compared = self._compare and purpose == "average" and checksums.is_due(self._averagings)
@@ -177,6 +190,7 @@ class Averaging:
             arrived=bytes([kind_of(each.grad) if id(each) in waiting else NOTHING for each in in_order]),
             checksums=checksums.checksums(in_order) if compared else b"",
             evidence=self._sameness.evidence(in_order) if purpose == "average" else b"",
+            overlap=self._overlap.state if self._overlap is not None and purpose == "average" else 0,
         )
         fingerprints = [Fingerprint.unpack(each) for each in self._transport.exchange(mine.pack())]
         refuse_divergence(fingerprints)
@@ -184,7 +198,7 @@ class Averaging:
             checksums.refuse_unequal([each.checksums for each in fingerprints], self._parameters.named)
         if purpose == "average":
             self._sameness.compare([each.evidence for each in fingerprints])
-        return [each.arrived for each in fingerprints]
+        return fingerprints
 
     def _average(self, arrived: list[bytes]) -> None:
         """Average the parameters of which something arrived on any rank, all ranks in the same order."""
@@ -198,9 +212,7 @@ class Averaging:
     def _by_kind(self, arrived: list[bytes]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the parameters with a dense gradient on any rank, and those with sparse ones alone."""
         in_order = self._parameters.in_order
-        if all(
-            each.count(DENSE) == len(in_order) for each in arrived
-        ):  # the usual case, of thousands of parameters too
+        if self._is_usual(arrived):
             return in_order, []
         dense: list[torch.Tensor] = []
         sparse: list[torch.Tensor] = []
@@ -208,6 +220,10 @@ class Averaging:
             if any(kinds):
                 (dense if DENSE in kinds else sparse).append(parameter)
         return dense, sparse
+
+    def _is_usual(self, arrived: list[bytes]) -> bool:
+        """Whether all parameters, which may be thousands, have a dense gradient on all ranks."""
+        return all(each.count(DENSE) == len(self._parameters.in_order) for each in arrived)
 
     def _welcome(self) -> None:
         """Give what the loop has added rank 0's values. Collective where there is something."""

@@ -39,12 +39,10 @@ class DenseGradients:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is None or not _is_plain(gradient, parameter):
+            if gradient is None or not is_plain(gradient, parameter):
                 gradient = _copy(gradient, parameter)
                 self._copies.append((parameter, gradient))
-            if not parameter.is_contiguous():
-                gradient = gradient.as_strided((gradient.numel(),), (1,))
-            self.tensors.append(gradient)
+            self.tensors.append(in_memory_order(parameter, gradient))
         if not all(tensor.numel() for tensor in self.tensors):
             self.tensors = [tensor for tensor in self.tensors if tensor.numel()]
 
@@ -81,7 +79,7 @@ class _Mean(torch.autograd.Function):
         return gradient, None
 
 
-def _is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+def is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a gradient may be averaged where it lies: in the parameter's dtype and in the order of its memory."""
     if gradient.layout is not torch.strided or gradient.requires_grad or gradient.dtype is not parameter.dtype:
         return False
@@ -90,6 +88,11 @@ def _is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     if gradient.is_contiguous() and parameter.is_contiguous():
         return True
     return gradient.stride() == parameter.stride() and is_dense(parameter)
+
+
+def in_memory_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a plain gradient as it travels: of a parameter that is not contiguous, the elements as they lie."""
+    return gradient if parameter.is_contiguous() else gradient.as_strided((gradient.numel(),), (1,))
 
 
 def _copy(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:

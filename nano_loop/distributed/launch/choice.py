@@ -9,6 +9,7 @@ from nano_loop.distributed.launch.external.environment import found_launch
 from nano_loop.distributed.launch.external.launcher import External
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.local.launcher import Local
+from nano_loop.distributed.launch.ray.launcher import RayLauncher
 from nano_loop.options import Options
 
 
@@ -26,5 +27,5 @@ def choose(options: Options, *, nested: bool) -> Launcher:
     if launch is not None:
         return External(options, launch)
     if (options.num_processes or 1) > 1:
-        return Local(options)  # options.distributed_backend == "ray" goes here
+        return RayLauncher(options) if options.distributed_backend == "ray" else Local(options)
     return Alone(options)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 from nano_loop.distributed.launch.failure import Kind, kind_of
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.ranks import Loop, RankLeftError
 from nano_loop.errors import NanoWorkerError, RankLateError, problem
+
+Joined = TypeVar("Joined")
 
 _ECHO_WAITS = 3.0  # seconds that an error which another rank has caused waits for that rank's report
 
@@ -16,11 +19,11 @@ _ECHO_WAITS = 3.0  # seconds that an error which another rank has caused waits f
 @contextmanager
 def running_together(
     workers: Workers,
-    joining: AbstractContextManager[None],
+    joining: AbstractContextManager[Joined],
     timeout: float,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     loop: Loop = Loop(),  # noqa: B008 - it is frozen
-) -> Iterator[None]:
+) -> Iterator[Joined]:
     """Run the body as rank 0 beside `workers`, until all have finished or one has failed.
 
     Parameters
@@ -36,13 +39,18 @@ def running_together(
     loop : Loop
         What the ranks execute.
 
+    Yields
+    ------
+    object
+        What `joining` yields.
+
     Raises
     ------
     NanoWorkerError
         If another rank fails; the workers are killed then, as they are if the body raises.
     """
-    with ending_together(workers, timeout, loop), joining:
-        yield
+    with ending_together(workers, timeout, loop), joining as joined:
+        yield joined
     with ending_together(workers, timeout, loop, has_returned=True), waiting():
         workers.wait_until_finished(timeout)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -101,6 +101,34 @@ def process_group(store: Store, ranks: Ranks, backend: str | None, *, address: s
             distributed.destroy_process_group()  # a process that leaves with work in flight is aborted
         else:
             forget_group_count()  # else the next group has another name here than on ranks that have not failed
+
+
+@contextmanager
+def leaders_group(ranks: Ranks, members: Sequence[Sequence[int]], *, address: str | None = None) -> Iterator[Any]:
+    """Make a process group of the first ranks of all hosts; give None where the ranks are not connected by gloo.
+
+    Collective over all ranks of the default process group.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        All ranks.
+    members : sequence of sequences of int
+        The ranks of each host.
+    address : str or None
+        See `process_group`.
+    """
+    if distributed.get_backend() != "gloo":
+        yield None
+        return
+    timeout = timedelta(seconds=ranks.timeout)
+    with _through_interface_of(address), without_greeting():
+        group = distributed.new_group([each[0] for each in members], timeout=timeout, backend="gloo")
+    try:
+        yield group
+    finally:
+        if distributed.is_initialized() and any(each[0] == ranks.rank for each in members):
+            distributed.destroy_process_group(group)
 
 
 @contextmanager

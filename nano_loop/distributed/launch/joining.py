@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 
 import torch
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.files.folder import explaining_full_disk
-from nano_loop.distributed.launch.assignment import Assignment
+from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.choice import choose
 from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.launcher import Launcher, Task
@@ -101,15 +102,45 @@ def run_task(assignment: Assignment, rank: int) -> None:
         Which of the seats is this process's.
     """
     seat = assignment.seats[rank]
-    assignment.state.take_over(seat.machine.num_threads)
+    folder = seat.ranks.folder
+    assert folder is not None
+
+    @contextmanager
+    def connected() -> Iterator[Seat]:
+        alone = seat.ranks.size == 1  # a run beside the caller, who is none of its ranks
+        with nullcontext() if alone else local_group(seat.ranks, assignment.process_group_backend):
+            yield seat
+
+    state = assignment.state, seat.machine.num_threads
+    run_joined(assignment.task, *state, connected(), seat.ranks.size, folder)
+
+
+def run_joined(
+    task: Task, state: State, threads: int, connected: AbstractContextManager[Seat], size: int, folder: Path
+) -> None:
+    """Do a task in a worker process; see `run_task`.
+
+    Parameters
+    ----------
+    task : Task
+        What to do.
+    state : State
+        That of the caller's process.
+    threads : int
+        The most compute threads that this process may have.
+    connected : context manager
+        Connects this process with the other ranks, and gives its seat.
+    size : int
+        How many ranks there are.
+    folder : pathlib.Path
+        The run's folder on this host, for what this process writes (`nano_loop.distributed.files.folder`).
+    """
+    state.take_over(threads)
     # An optimizer that was pickled has lost the mark of its scheduler, not the scheduler.
     warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-    assert seat.ranks.folder is not None
-    whole = whole_process("this worker process", _of_ranks(seat.ranks.size))
-    alone = seat.ranks.size == 1  # a run beside the caller, who is none of its ranks
-    group = nullcontext() if alone else local_group(seat.ranks, assignment.process_group_backend)
-    with explaining_full_disk(seat.ranks.folder), whole, group, _running(seat, assignment.task):
-        assignment.task.run_in(seat)
+    whole = whole_process("this worker process", _of_ranks(size))
+    with explaining_full_disk(folder), whole, connected as seat, _running(seat, task):
+        task.run_in(seat)
 
 
 @contextmanager

@@ -116,3 +116,21 @@ def mapped_buffers(folder: Path) -> Iterator[Any]:
             continue
         size = path.stat().st_size
         yield torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu").numpy()
+
+
+def whole_buffer(path: Path) -> tuple[bool, np.ndarray[Any, Any]]:
+    """Return whether a file only says where the memory of a buffer is, and the bytes of the buffer, or of the file.
+
+    Parameters
+    ----------
+    path : Path
+        One of the files that `SharedFiles` has written.
+
+    Returns
+    -------
+    bool, numpy.ndarray
+        The array is uint8.
+    """
+    if path.suffix == _ELSEWHERE:
+        return True, Mapped(**json.loads(path.read_text())).load().numpy()
+    return False, np.fromfile(path, np.uint8)

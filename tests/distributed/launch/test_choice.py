@@ -6,6 +6,8 @@ from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.choice import choose
 from nano_loop.distributed.launch.external.launcher import External
 from nano_loop.distributed.launch.local.launcher import Local
+from nano_loop.distributed.launch.ray import launcher as of_ray
+from nano_loop.distributed.launch.ray.launcher import RayLauncher
 from nano_loop.options import Options
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -17,6 +19,8 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
         ({}, {}, False, Alone, (0, 1, 0, 1)),
         ({"num_processes": 1}, {}, False, Alone, (0, 1, 0, 1)),
         ({"num_processes": 3}, {}, False, Local, (0, 3, 0, 3)),
+        ({"num_processes": 3, "distributed_backend": "ray"}, {}, False, RayLauncher, (0, 3, 0, 3)),
+        ({"num_processes": 1, "distributed_backend": "ray"}, {}, False, Alone, (0, 1, 0, 1)),
         ({}, TORCHRUN, False, External, (3, 4, 1, 2)),
         ({"num_processes": 4}, TORCHRUN, False, External, (3, 4, 1, 2)),
         ({"num_processes": 1}, TORCHRUN, True, Alone, (0, 1, 0, 1)),
@@ -25,6 +29,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 def test_launcher_and_the_place_that_it_expects(monkeypatch, options, variables, nested, launcher, place):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(of_ray, "_refuse_missing_ray", lambda options: None)  # it is not in every environment
     chosen = choose(Options(**options), nested=nested)
     ranks = chosen.expected_ranks()
     assert type(chosen) is launcher

@@ -13,8 +13,9 @@ _LAUNCHERS = (
     ("mpirun", "PMI_RANK", "PMI_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+#: What variables of launchers begin with, and those that have other names.
+PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Launch(NamedTuple):
@@ -51,4 +52,4 @@ def local_size(launch: Launch, environ: Mapping[str, str]) -> int:
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables that launchers set for the processes that they start."""
-    return {name: value for name, value in environ.items() if not name.startswith(_PREFIXES) and name not in _NAMES}
+    return {name: value for name, value in environ.items() if not name.startswith(PREFIXES) and name not in NAMES}

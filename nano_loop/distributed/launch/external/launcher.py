@@ -9,12 +9,14 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import distributed
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine, Share, bound, restricted
+from nano_loop.distributed.hosts import Hosts, by_host
 from nano_loop.distributed.launch.external.connecting import (
     ByBackend,
     Connecting,
@@ -94,6 +96,10 @@ def joined_at(
     *,
     check: Callable[[], None] = lambda: None,
     address: str | None = None,
+    secret: bytes | None = None,
+    threads: int | None = None,
+    watched: bool = False,
+    parent: Path | None = None,
 ) -> Iterator[Seat]:
     """Join the other processes of a launch at a store, whoever has started them and on whichever hosts they are.
 
@@ -111,29 +117,49 @@ def joined_at(
         See `Ranks`.
     address : str or None
         See `process_group`.
+    secret : bytes or None
+        By which values are signed between hosts. None: that in the environment.
+    threads : int or None
+        Compute threads of this process, which is not bound then. None: the ranks of a host divide it.
+    watched : bool
+        Whether rank 0 sees how the other processes end. By default, the ranks of a host watch each other.
+    parent : Path or None
+        See `common_folder`.
     """
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
     connecting = ByBackend(PrefixStore("group", store), options.process_group_backend, address)
-    with _seated(options, machine, everyone, StoreMeeting(store, everyone), connecting) as seat:
+    meeting = StoreMeeting(store, everyone)
+    with _seated(options, machine, everyone, meeting, connecting, secret, threads, watched, parent) as seat:
         yield seat
 
 
 @contextmanager
 def _seated(
-    options: Options, machine: Machine, everyone: Ranks, meeting: Meeting, connecting: Connecting
+    options: Options,
+    machine: Machine,
+    everyone: Ranks,
+    meeting: Meeting,
+    connecting: Connecting,
+    secret: bytes | None = None,
+    threads: int | None = None,
+    watched: bool = False,
+    parent: Path | None = None,
 ) -> Iterator[Seat]:
     """Find out who is on which host, connect all, and divide this host. Collective."""
     with ExitStack() as stack:
-        secret = secret_of(os.environ)
+        secret = secret or secret_of(os.environ)
         mine = Presence.here(_this_host(), machine.allowed, signs=secret is not None)
         texts = meeting.gather(mine.as_text())
         found = [Presence.from_text(text, rank) for rank, text in enumerate(texts)]
         here = [rank for rank, each in enumerate(found) if each.host == mine.host]
         masks = [found[rank].cpus for rank in here]
         local_rank = here.index(everyone.rank)
-        shares = _shares(options, machine, here, masks)
+        shares = _shares(options, machine, here, masks) if threads is None else ()
         share = shares[local_rank] if shares else None
         on_one_host = len(here) == everyone.size
+        members = by_host([each.host for each in found])
+        shared = any(len(each) > 1 for each in members)
+        folder = stack.enter_context(common_folder(everyone, meeting, here, parent)) if shared else None
         ranks = Ranks(
             everyone.rank,
             everyone.size,
@@ -143,17 +169,20 @@ def _seated(
             timeout=everyone.timeout,
             shares=tuple(each.cpus for each in shares),
             loader_cpus=share.loader_cpus if share else (),
-            folder=stack.enter_context(common_folder(everyone, meeting)) if on_one_host else None,
+            folder=folder if on_one_host else None,
         )
         if ranks.folder is not None:
-            stack.enter_context(connected_on_one_host(ranks, ranks.folder, connecting))
+            local = connecting.on_one_host if watched else partial(connected_on_one_host, connecting)
+            stack.enter_context(local(ranks, ranks.folder))
         else:
-            stack.enter_context(connecting.between_hosts(ranks))
+            leaders = stack.enter_context(connecting.between_hosts(ranks, members))
             _refuse_different_secrets(found)
+            if leaders is not None:
+                ranks.hosts = Hosts(members, members.index(here), folder if len(here) > 1 else None, leaders)
             ranks.channel = ProcessGroupChannel(ranks, SignedCodec(ranks.rank, _run_of(found), secret))
         if share is not None:
             stack.enter_context(bound(share.cpus))
-        part = restricted(machine, share, len(here)) if share else _undivided(machine, masks)
+        part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, threads)
         stack.callback(note_rank, note_rank(everyone.rank))
         yield Seat(ranks, part, machine)
 
@@ -188,10 +217,12 @@ def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Ma
     return shares_of(options, machine, here)
 
 
-def _undivided(machine: Machine, masks: list[_Mask]) -> Machine:
+def _undivided(machine: Machine, masks: list[_Mask], threads: int | None) -> Machine:
     """Return the machine as one of the ranks with these masks may use it, if nano_loop binds none of them.
 
     A quota is common to all of them, and so are the cores where their masks are the same.
     """
+    if threads is not None:
+        return replace(machine, quota=float(min(threads, machine.num_threads)))
     shared = machine.num_threads if all(each == machine.allowed for each in masks) else machine.quota
     return machine if shared is None else replace(machine, quota=shared / len(masks))

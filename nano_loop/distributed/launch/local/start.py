@@ -49,8 +49,8 @@ serve(control, origin["caller"], origin["idle"])
 # What workers need, and what takes long to import. The caller has the first if its loop uses an optimizer, the second
 # in any run, the third if it has decorated a function, and the last if its loop is that of a `TorchNano`.
 ALL_MODULES = ("torch._dynamo", "nano_loop.run", "nano_loop.decorator", "nano_loop.torch_nano")
-# They would put every process on the same CPUs, or stop a worker at a prompt.
-_NOT_FOR_WORKERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "PYTHONINSPECT")
+#: Variables that would put every process on the same CPUs, or stop a worker at a prompt.
+NOT_FOR_WORKERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "PYTHONINSPECT")
 # They change from call to call, and nothing that Python or a library does when it starts depends on them.
 # torch._dynamo sets the last when it is imported, and reads it when it compiles.
 _VOLATILE = ("PYTEST_CURRENT_TEST", "OLDPWD", "PWD", "SHLVL", "_", "TORCHINDUCTOR_CACHE_DIR")
@@ -159,7 +159,7 @@ class Start:
             folder=str(seat.ranks.folder),
             argv=[*map(str, sys.argv)],
             environ=environment_of(seat, os.environ),
-            working_folder=_working_folder(),
+            working_folder=working_folder(),
             verbose=verbose,
         )
 
@@ -184,7 +184,7 @@ def modules_to_import() -> list[str]:
 
 def environment_of(seat: Seat, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a seat's worker, where the caller has `environ`."""
-    kept = {name: value for name, value in without_launch(environ).items() if name not in _NOT_FOR_WORKERS}
+    kept = {name: value for name, value in without_launch(environ).items() if name not in NOT_FOR_WORKERS}
     if is_exported(_THREADS, environ):  # by `nano-loop env`, for the cores of all ranks together
         del kept[_THREADS]
     defaults = {_THREADS: str(seat.machine.num_threads), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0"}
@@ -206,12 +206,13 @@ def cpus_of(seat: Seat) -> list[int]:
 def _path() -> tuple[str, ...]:
     # Python skips an entry that is no string, and one in a working folder that is gone.
     entries: list[object] = [*sys.path]
-    begins = _working_folder()
+    begins = working_folder()
     found = (each for each in entries if isinstance(each, str) and (begins is not None or os.path.isabs(each)))
     return tuple(map(os.path.abspath, found))
 
 
-def _working_folder() -> str | None:
+def working_folder() -> str | None:
+    """Return that of this process; None where it has been deleted."""
     try:
         return os.getcwd()
     except FileNotFoundError:

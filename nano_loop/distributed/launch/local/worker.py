@@ -52,7 +52,7 @@ def main(folder: Path, rank: int, reports: int, verbose: bool) -> NoReturn:
         sent(lambda warning: _send(reports, framed(warning)))
     where = ""
     try:
-        _keep_sockets_in(folder)
+        keep_sockets_in(folder)
         redirect_files(folder, rank)
         if (folder / WORKER_INIT).exists():
             where = " in worker_init"
@@ -73,7 +73,7 @@ def main(folder: Path, rank: int, reports: int, verbose: bool) -> NoReturn:
     os._exit(0)  # threads of the user's may be running; there is nothing to clean up that rank 0 does not
 
 
-def _keep_sockets_in(folder: Path) -> None:
+def keep_sockets_in(folder: Path) -> None:
     """Let multiprocessing, which loaders use, have its temporary folder where rank 0 deletes it.
 
     And where paths are short: that of a socket has 107 characters at the most, and this process's temporary folder lies

@@ -57,6 +57,24 @@ def ranks(folder, program, **variables):
 
 
 @pytest.mark.slow
+def test_ranks_of_a_host_average_before_the_hosts_do(tmp_path):
+    """Three ranks on two hosts: weights are those of one process, whatever the hosts."""
+    for variables in ({"HOST_OF": "PLACE"}, {"HOST_OF": None}):
+        placed = 'os.environ["PLACE"] = str(int(os.environ["RANK"]) // 2)'
+        (tmp_path / "ranks.py").write_text(f"import os\n{placed}\n{HOSTS}{LOOP}{TRAIN}tell(found())\n")
+        command = [*torchrun("--nproc-per-node", 3), "ranks.py"]
+        ((code, output),) = run_together([command], [environment(**variables)], tmp_path)
+        assert code == 0, output
+        found = [each[0] for each in told(tmp_path, 3)]
+        way = "through shared memory" + (", then between hosts by gloo" if variables["HOST_OF"] else "")
+        assert [each["way"] for each in found] == [f"at the end of each backward, {way}"] * 3
+        assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
+        if variables["HOST_OF"]:
+            by_hosts = found[0]["weights"]
+    assert by_hosts == pytest.approx(found[0]["weights"], abs=1e-6)
+
+
+@pytest.mark.slow
 def test_forged_pickle_of_a_peer_is_refused(tmp_path):
     (said,), _ = ranks(tmp_path, FORGES)
     assert not (tmp_path / "executed by a pickle").exists()

@@ -1,0 +1,1 @@
+"""Ranks that Ray starts, on the nodes of a cluster."""

@@ -1,0 +1,132 @@
+"""Starts a process for each rank but the first on the nodes of a Ray cluster; rank 0 is the caller's own process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from nano_loop.cpu import Machine
+from nano_loop.distributed.launch.assignment import State
+from nano_loop.distributed.launch.ending import running_together
+from nano_loop.distributed.launch.external.environment import Launch
+from nano_loop.distributed.launch.external.launcher import joined_at
+from nano_loop.distributed.launch.group import refuse_existing_group
+from nano_loop.distributed.launch.interrupts import Interrupts
+from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch.local.warned import noted
+from nano_loop.distributed.launch.ray.call import PAYLOAD, WORKER_INIT, Call, threads_for, without_number
+from nano_loop.distributed.launch.ray.undoing import changes_undone_by
+from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.workers import Workers
+from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
+from nano_loop.distributed.payload.payload import dump
+from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.signed import secret_of
+from nano_loop.errors import NanoError, NanoWorkerError, problem
+from nano_loop.options import Options
+
+if TYPE_CHECKING:
+    from nano_loop.distributed.launch.ray.starting import Started
+
+_OLDEST = (2, 51)  # it places by the labels of nodes
+
+
+class RayLauncher(Launcher):
+    """``num_processes`` ranks on the nodes of a Ray cluster: this process, and actors that are started for the run."""
+
+    def expected_ranks(self) -> Ranks:
+        """See `Launcher.expected_ranks`."""
+        _refuse_missing_ray(self.options)
+        count = self.options.num_processes or 1
+        return Ranks(size=count, local_size=count)
+
+    @contextmanager
+    def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
+        """See `Launcher.joined`."""
+        options = self.options
+        assert task is not None  # what has none is a run of one process
+        refuse_existing_group()
+        with Interrupts() as interrupts, ExitStack() as stack:
+            with changes_undone_by(stack):
+                from nano_loop.distributed.launch.ray import cluster, starting  # which import Ray
+            with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
+                folder = stack.enter_context(private_folder())
+                with interrupts.heard():
+                    copied = _dump(options, machine, task, folder)
+            with interrupts.heard():
+                stack.enter_context(cluster.connected())
+            secret = secret_of(os.environ) or secrets.token_hex(32).encode()
+            started = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
+            workers = Workers(started.workers)
+            stack.callback(workers.end)
+            stack.enter_context(noted())
+            stack.enter_context(interrupts.noticed(workers.interrupt))
+            stack.callback(interrupts.hold)
+            joining = _joined_first(options, machine, started, workers, interrupts, secret)
+            with running_together(workers, joining, options.timeout, interrupts.heard, task.loop) as seat:
+                seat.copied = copied
+                yield seat
+
+
+@contextmanager
+def _joined_first(
+    options: Options, machine: Machine, started: Started, workers: Workers, interrupts: Interrupts, secret: bytes
+) -> Iterator[Seat]:
+    """Connect rank 0 with the others; Ctrl-C ends its waits for them, and comes between no two lines besides."""
+    joined = False
+
+    def check() -> None:
+        if not joined:
+            interrupts.hear()
+        workers.check()
+
+    waiting = timedelta(seconds=options.timeout)
+    store = TCPStore(started.address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
+    started.run(started.address, store.port)
+    connecting = joined_at(
+        store,
+        without_number(options),
+        machine,
+        Launch("ray", 0, options.num_processes or 1),
+        check=check,
+        address=started.address,
+        secret=secret,
+        threads=threads_for(machine, started.share),
+        watched=True,
+    )
+    with connecting as seat, interrupts.heard():
+        joined = True
+        yield seat
+
+
+def _dump(options: Options, machine: Machine, task: Task, folder: Path) -> int:
+    """Write what the actors need, and return how many bytes of large arguments were copied."""
+    count = options.num_processes or 1
+    call = Call(task, without_number(options), State.of_this_process(machine.num_threads), count)
+    try:
+        if options.worker_init is not None:
+            (folder / WORKER_INIT).mkdir()
+            dump(options.worker_init, folder / WORKER_INIT, {"worker_init": options.worker_init})
+        (folder / PAYLOAD).mkdir()
+        return dump(call, folder / PAYLOAD, task.names)
+    except NanoError as error:
+        raise NanoWorkerError(str(error), rank=0) from error
+
+
+def _refuse_missing_ray(options: Options) -> None:
+    given, advice = options.given["distributed_backend"], 'pip install "nano-loop[ray]"'
+    if importlib.util.find_spec("ray") is None:
+        raise ImportError(problem(given, "Ray is not installed", f"Install it: {advice}"))
+    version = importlib.metadata.version("ray")
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ImportError(problem(f"{given} with Ray {version}", "it takes Ray 2.51 or later", f"Upgrade: {advice}"))

@@ -1,0 +1,42 @@
+"""What the tests of a Ray cluster share: how a loop is run on it, and how nodes become hosts."""
+
+import os
+import subprocess
+import sys
+
+import cloudpickle
+from distributed import small
+
+from nano_loop import nano
+
+OPTIONS = {"num_processes": 3, "distributed_backend": "ray", "auto_lr": False, "verbose": False, "timeout": 60}
+
+
+def on_ray(function, **options):
+    """Run a loop on the parts of `small`, and return what it returns, and the weights."""
+    model, optimizer, loader = small.parts()
+    returned = nano(**OPTIONS | options)(function)(model, optimizer, loader)
+    return returned, small.weights(model)
+
+
+def apart():
+    """Let this process, an actor, be on another host where it is not on the first node."""
+    import ray
+
+    from nano_loop.distributed.launch.external import launcher
+
+    context = ray.get_runtime_context()
+    first = next(each["NodeID"] for each in ray.nodes() if "node:__internal_head__" in each["Resources"])
+    if context.get_node_id() != first:
+        here = launcher._this_host()
+        launcher._this_host = lambda: here._replace(name=context.get_node_id())
+
+
+def processes_of(command, **variables):
+    """Run a program to its end, and return its exit code, its output and its errors."""
+    environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stdout, done.stderr
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -1,0 +1,257 @@
+"""Whatever ends a rank on a Ray cluster, an error names rank, node and cause, and nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import cloudpickle
+import pytest
+import torch
+from distributed import small
+
+import nano_loop
+from clusters.nodes import OPTIONS, apart, on_ray, processes_of
+from nano_loop import NanoConfigError, NanoError, NanoWorkerError, nano
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected", "nothing_left_on_the_cluster")]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SOON = 10.0  # seconds in which a failure is to be known
+
+
+def failing(fail, rank=1):
+    """Return a loop in which one rank fails after some steps, and the others go on."""
+
+    def loop(model, optimizer, loader):
+        small.fit(model, optimizer, loader, epochs=1)
+        if nano_loop.global_rank() == rank:
+            fail()
+        small.fit(model, optimizer, loader)
+
+    return loop
+
+
+def refused(loop, kind=NanoWorkerError, **options):
+    """Return the error of a run."""
+    with pytest.raises(kind) as caught:
+        on_ray(loop, **options)
+    return caught.value
+
+
+def raise_in_the_loop():
+    raise ValueError("bad batch")
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_exception_of_a_rank_is_the_cause_and_names_its_node(hosts):
+    error = refused(failing(raise_in_the_loop, rank=2), worker_init=apart if hosts == 2 else None)
+    assert str(error).startswith("rank 2 on node ")
+    assert ") raised ValueError: bad batch: a run needs all of its ranks. Fix the error in its traceback." in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    assert "raise_in_the_loop" in error.traceback
+    assert error.rank == 2
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSEGV, "exit"])
+def test_process_that_ends_is_known_at_once(end):
+    ended = time.time()
+
+    def fail():
+        os._exit(3) if end == "exit" else os.kill(os.getpid(), end)
+
+    error = refused(failing(fail), num_processes=2)
+    assert str(error).startswith("rank 1 on node ")
+    assert "ended its process: a run needs all of its ranks. See its standard error" in str(error)
+    assert "Ray says: The actor died unexpectedly" in str(error)
+    assert (error.rank, error.exitcode) == (1, None)
+    assert time.time() - ended < SOON + 20  # with the start of the run
+
+
+def test_sys_exit_of_a_rank_is_told():
+    error = refused(failing(lambda: sys.exit(3)), num_processes=2)
+    assert ") called sys.exit(3): a run needs all of its ranks. Return from the loop on every rank" in str(error)
+    assert error.exitcode == 3
+
+
+def test_lost_node_is_known_within_seconds(connected, tmp_path):
+    node = connected.add_node(num_cpus=1, object_store_memory=100 << 20)
+    connected.wait_for_nodes()
+    lost_at = []
+
+    def lose():
+        while not (tmp_path / "training").exists():
+            time.sleep(0.05)
+        lost_at.append(time.monotonic())
+        connected.remove_node(node, allow_graceful=False)
+
+    here = str(tmp_path / "training")
+
+    def loop(model, optimizer, loader):
+        small.fit(model, optimizer, loader, epochs=1)
+        if nano_loop.global_rank() == 0:
+            open(here, "w").close()
+        for _ in range(1000):
+            small.fit(model, optimizer, loader, epochs=1)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    error = refused(loop, num_processes=4, worker_init=apart)
+    known_at = time.monotonic()
+    thread.join()
+    assert f"rank 3 on node {node.node_ip_address}" in str(error) or f"rank 2 on node {node.node_ip_address}" in str(
+        error
+    )
+    assert "ended" in str(error)
+    assert known_at - lost_at[0] < SOON
+
+
+def test_exception_of_rank_0_is_raised_as_it_is():
+    def fail():
+        raise KeyError("mine")
+
+    assert refused(failing(fail, rank=0), KeyError).args == ("mine",)
+    assert ray.is_initialized()  # the caller's own
+
+
+def test_interrupt_ends_the_run():
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+    started = time.monotonic()
+    refused(failing(interrupt, rank=0), KeyboardInterrupt)
+    assert time.monotonic() - started < 30
+    assert on_ray(small.fit, num_processes=2)[0] == 8  # the cluster has not been interrupted
+
+
+KILLED = """
+import os, sys, time
+import ray
+from clusters.nodes import OPTIONS
+from distributed import small
+import nano_loop
+ray.init(sys.argv[1], log_to_driver=False)
+def loop(model, optimizer, loader):
+    small.fit(model, optimizer, loader)
+    processes = [nano_loop.broadcast(os.getpid(), rank) for rank in range(nano_loop.world_size())]
+    if nano_loop.global_rank() == 0:
+        print(*processes, flush=True)
+    while True:
+        small.fit(model, optimizer, loader)
+nano_loop.nano(**OPTIONS)(loop)(*small.parts())
+"""
+
+
+def test_actors_and_folders_go_with_a_caller_that_is_killed(connected):
+    command = [sys.executable, "-c", KILLED, connected.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
+        processes = [int(each) for each in caller.stdout.readline().split()]
+        caller.kill()
+    assert len(processes) == 3
+    deadline = time.monotonic() + SOON
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, processes))
+
+
+def is_alive(process):
+    return os.path.exists(f"/proc/{process}")
+
+
+def test_file_that_is_not_on_every_node_is_an_error_that_says_so():
+    error = refused(failing(lambda: torch.load("/nowhere/data.pt")), num_processes=2)
+    assert "raised FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/data.pt'" in str(error)
+    assert "Put files that all ranks read where all nodes see them under the same path, such as NFS" in str(error)
+
+
+def test_rank_that_is_late_is_named_with_the_line_that_it_is_in():
+    def sleep():
+        time.sleep(40)
+
+    error = refused(failing(sleep, rank=2), timeout=4, worker_init=apart)
+    assert "rank 0 has waited 4 seconds" in str(error)
+    assert "time.sleep(40)" in str(error)
+
+
+BROKEN = """
+import sys
+import ray
+from clusters.nodes import OPTIONS
+from distributed import small
+import nano_loop
+ray.init(sys.argv[1], runtime_env={"env_vars": {"PYTHONPATH": sys.argv[2]}})
+try:
+    nano_loop.nano(**OPTIONS)(small.fit)(*small.parts())
+except nano_loop.NanoError as error:
+    print(error)
+"""
+
+
+def test_node_without_nano_loop_is_an_error_that_names_runtime_env(connected, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nano_loop'] = None")
+    code, out, err = processes_of([sys.executable, "-c", BROKEN, connected.address, str(tmp_path)])
+    assert code == 0, err
+    assert "rank 1 on node " in out
+    assert "could not import nano_loop (" in out
+    assert "every node needs the same Python environment as the caller's. Install it there" in out
+    assert 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})' in out
+
+
+def test_other_versions_on_a_node_are_refused(monkeypatch):
+    from nano_loop.distributed.launch.ray import call
+
+    monkeypatch.setattr(call, "__version__", "0.0.1")
+    error = refused(small.fit, NanoError, num_processes=2)
+    assert f"has nano_loop {nano_loop.__version__}, and the caller's has 0.0.1: all ranks compute" in str(error)
+
+
+def test_cpus_in_use_are_an_error_that_lists_what_is_free():
+    @ray.remote(num_cpus=1)
+    class Taken:
+        def here(self):
+            return True
+
+    taken = [Taken.remote() for _ in range(3)]
+    ray.get([each.here.remote() for each in taken])
+    error = refused(small.fit, NanoError, num_processes=2, timeout=2)
+    for each in taken:
+        ray.kill(each)
+    assert str(error).startswith("2 × 1 CPUs were not free within 2 s: rank 0 is on this node, and free are 0 CPUs on")
+    assert "End other jobs, ask for less, or pass a longer timeout." in str(error)
+
+
+def test_what_cannot_be_pickled_is_named_before_anything_starts():
+    lock = threading.Lock()
+
+    def loop(model, optimizer, loader):
+        return lock
+
+    with pytest.raises(NanoWorkerError, match="cannot be pickled"):
+        on_ray(loop)
+
+
+def test_ray_client_is_refused(monkeypatch):
+    from nano_loop.distributed.launch.ray import cluster
+
+    monkeypatch.setattr(cluster.client.ray, "is_connected", lambda: True)
+    error = refused(small.fit, NanoConfigError)
+    assert "connected through Ray Client (ray://): the caller is rank 0, so it has to run on a node" in str(error)
+
+
+def test_missing_and_old_ray_are_import_errors(monkeypatch):
+    import importlib.metadata
+    import importlib.util
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.49.1")
+    with pytest.raises(
+        ImportError, match=r'with Ray 2.49.1: it takes Ray 2.51 or later. .* pip install "nano-loop\[ra'
+    ):
+        nano(**OPTIONS)(small.fit)(*small.parts())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"distributed_backend='ray': Ray is not installed. Install it: pip install"):
+        nano(**OPTIONS)(small.fit)(*small.parts())

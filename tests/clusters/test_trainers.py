@@ -1,0 +1,81 @@
+"""Lightning's Trainer trains on Ray's actors, and a loop in processes that Ray Train has started joins them."""
+
+import os
+import socket
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from distributed import small
+
+import nano_loop
+from nano_loop import nano
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected", "nothing_left_on_the_cluster")]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+TRAINER = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import ray, torch
+ray.init(sys.argv[1], log_to_driver=False)
+import pytorch_lightning as pl
+from torch.utils.data import DataLoader, TensorDataset
+from nano_loop.pytorch_lightning import Trainer
+class Lit(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 1)
+        torch.nn.init.constant_(self.linear.weight, 0.5)
+        torch.nn.init.zeros_(self.linear.bias)
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.mse_loss(self.linear(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05)
+x = torch.rand(32, 8, generator=torch.Generator().manual_seed(0))
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+for backend in ("ray", "subprocess"):
+    module = Lit()
+    trainer = Trainer(num_processes=2, distributed_backend=backend, auto_lr=False, verbose=False, max_epochs=2, **quiet)
+    trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4))
+    print(module.linear.weight.tolist())
+"""
+
+
+def test_trainer_trains_on_ray_as_in_subprocesses(connected):
+    from clusters.nodes import processes_of
+
+    code, out, err = processes_of([sys.executable, "-c", TRAINER, connected.address])
+    assert code == 0, err
+    on_ray, in_subprocesses = out.splitlines()[-2:]
+    assert on_ray == in_subprocesses
+
+
+def train_here(rank, size, address, port):
+    """Train as the function of a `TorchTrainer` does, with the variables that Ray Train sets."""
+    own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR=address, MASTER_PORT=str(port))
+
+    def loop(model, optimizer, loader):
+        small.fit(model, optimizer, loader)
+        return nano_loop.world_size()
+
+    model, optimizer, loader = small.parts()
+    train = nano(auto_lr=False, verbose=False, timeout=60)(loop)
+    count = train(model, optimizer, loader)
+    return count, small.weights(model), train.report["threads"].status
+
+
+def test_loop_inside_ray_train_joins_the_processes_that_are_there():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    task = ray.remote(num_cpus=1, max_calls=1)(train_here)
+    found = ray.get([task.remote(rank, 2, "127.0.0.1", port) for rank in range(2)])
+    model, optimizer, loader = small.parts(batch_size=8)
+    small.fit(model, optimizer, loader)
+    for count, weights, threads in found:
+        assert count == 2
+        torch.testing.assert_close(weights, small.weights(model), rtol=1e-6, atol=1e-6)
+        assert threads == "applied"  # Ray's OMP_NUM_THREADS is nobody's choice

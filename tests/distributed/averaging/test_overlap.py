@@ -1,0 +1,143 @@
+"""Averaging that overlaps with the backward computes, to the bit, what averaging after it does."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+from nano_loop.distributed.averaging.averaging import Averaging
+from nano_loop.distributed.averaging.overlap import Overlap
+from nano_loop.distributed.hosts import Hosts
+from nano_loop.distributed.transport.hosts import HostsTransport
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+STEPS = 6
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(5, 40), nn.Linear(40, 40), nn.Linear(40, 1)
+
+    def forward(self, x):
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+def usual(rank, step, model, x):
+    model(x).square().mean().backward()
+
+
+def two_backwards(rank, step, model, x):
+    model(x).square().mean().backward()
+    model(x + 1).square().mean().backward()
+
+
+def unused_in_some_steps(rank, step, model, x):
+    (model(x) if step % 3 else model.third(x.repeat(1, 8))).square().mean().backward()
+
+
+def unused_on_one_rank(rank, step, model, x):
+    (model(x) if rank or step % 2 == 0 else model.third(x.repeat(1, 8))).square().mean().backward()
+
+
+def again_in_one_backward(rank, step, model, x):
+    hidden = checkpoint(model.second, torch.relu(model.first(x)), use_reentrant=True)
+    again = checkpoint(model.second, torch.relu(hidden), use_reentrant=True)
+    model.third(again).square().mean().backward()
+
+
+def changed_after_arrival(rank, step, model, x):
+    handle = None
+    if step == 3 and rank == 1:
+        handle = model.first.weight.register_hook(lambda _: double(model.third.weight.grad))
+    model(x).square().mean().backward()
+    if handle:
+        handle.remove()
+
+
+def double(gradient):
+    gradient.mul_(2)
+
+
+def fails_once(rank, step, model, x):
+    if step == 2:
+        handle = model.first.weight.register_hook(stop)
+        with pytest.raises(ZeroDivisionError):
+            model(x).square().mean().backward()
+        handle.remove()
+        model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def stop(gradient):
+    raise ZeroDivisionError
+
+
+def strided(rank, step, model, x):
+    if step == 0:
+        model.second.weight.data = model.second.weight.data.t().contiguous().t()
+    model(x).square().mean().backward()
+
+
+# With how many averagings end by the overlapped one: the first of a run never does.
+LOOPS = {
+    usual: STEPS - 1,
+    two_backwards: 2 * STEPS - 1,
+    unused_in_some_steps: None,
+    unused_on_one_rank: None,
+    again_in_one_backward: None,
+    changed_after_arrival: STEPS - 2,
+    fails_once: STEPS - 2,
+    strided: STEPS - 1,
+}
+
+
+def trained(ranks, loop, members, folder, overlapped):
+    """Return the parameters and gradients after each step, and how many averagings were overlapped."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    leaders = distributed.new_group([each[0] for each in members], backend="gloo")
+    own = next(number for number, each in enumerate(members) if ranks.rank in each)
+    place = folder / f"{overlapped}-{own}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    hosts = Hosts(members, own, place if len(members[own]) > 1 else None, leaders)
+    transport = HostsTransport(ranks, hosts, chunk=1024)
+    averaging = Averaging(ranks, transport, compare=False, overlapped=overlapped)
+    averaging.add([model], [optimizer])
+    ended, finish = [], Overlap.finish
+    Overlap.finish = lambda self, states: ended.append(finish(self, states)) or ended[-1]
+    generator = torch.Generator().manual_seed(ranks.rank)
+    history = []
+    for step in range(STEPS):
+        loop(ranks.rank, step, model, torch.randn(8, 5, generator=generator))
+        history += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        history += [each.detach().clone() for each in model.parameters()]
+    Overlap.finish = finish
+    averaging.close()
+    transport.leave()
+    transport.close()
+    if hosts.here[0] == ranks.rank:
+        distributed.destroy_process_group(leaders)
+    return history, sum(ended)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("members", [((0,), (1,)), pytest.param(((0, 1), (2,)), marks=pytest.mark.slow)])
+def test_overlapped_averaging_gives_the_same_bits(team, tmp_path, loop, members):
+    def run(ranks):
+        return [trained(ranks, loop, members, tmp_path, overlapped) for overlapped in (True, False)]
+
+    results = team(sum(map(len, members)))(run)
+    for (overlapped, count), (after, none) in results:
+        assert none == 0
+        assert count == LOOPS[loop] if LOOPS[loop] is not None else count < STEPS - 1
+        assert all(one.equal(other) for one, other in zip(overlapped, after, strict=True))
+    weights = [history[-1] for (history, _), _ in results]
+    assert all(each.equal(weights[0]) for each in weights)
