@@ -22,6 +22,7 @@ ROOMS = (
     ("settings", "report_start"),
     ("call_parts", "rewriting"),
     ("this_version", "steps"),
+    ("vision",),
     ("distributed",),
     ("fabric", "rank_zero"),
     ("precision",),

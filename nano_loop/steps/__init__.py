@@ -10,6 +10,7 @@ from nano_loop.steps.fast_attention import FastAttention
 from nano_loop.steps.fast_convolution import FastConvolution
 from nano_loop.steps.fast_dropout import FastDropout
 from nano_loop.steps.fast_fetch import FastFetch
+from nano_loop.steps.fast_images import FastImages
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.ipex import Ipex
@@ -49,6 +50,7 @@ STEPS: tuple[type[Step], ...] = (
     TuneOperators,  # after Precision and FastConvolution, whose choices by rules it replaces
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
+    FastImages,  # likewise
     Sharding,  # likewise
     LogCasts,  # after the steps with hooks at the end of an optimizer's step, so that it sees what they do
     StepTime,  # after all others: its result is the last line of the report
