@@ -147,7 +147,7 @@ _POWERS = "kMGT"
 
 
 def image_cache(value: Any) -> int | str | None:
-    """Accept None, ``"auto"``, a number of bytes, also in words such as ``"8 GB"``, and a folder, as an absolute path."""
+    """Accept None, ``"auto"``, a number of bytes, also as ``"8 GB"``, and a folder, and return an absolute path."""
     if value is None or (isinstance(value, str) and value == "auto"):
         return None
     if _is_number(value, Real) and 1 <= value < 1 << 62:

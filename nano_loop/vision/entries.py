@@ -42,20 +42,15 @@ def read(header: Header, pixels: memoryview) -> Any:
         image = Image.frombytes(header["mode"], (width, height), pixels)
         image.info = _info(header["info"])
         return image
-    tensor = torch.frombuffer(pixels, dtype=torch.uint8).view(header["shape"])
-    if header["pixels_last"]:
-        tensor = tensor.permute(2, 0, 1)
+    tensor = torch.frombuffer(pixels, dtype=torch.uint8).as_strided(header["shape"], header["strides"])
     return typed_image()(tensor) if header["kind"] == "image" else tensor
 
 
 def shape_of(header: Header) -> tuple[int, int, int] | None:
-    """Return height, width and channels of an image whose pixels are bytes in this order, or None for another one."""
+    """Return height, width and channels of a Pillow image whose pixels are bytes in this order, or None."""
     if header["kind"] == "pil" and header["mode"] in ("L", "RGB"):
         width, height = header["size"]
         return height, width, 3 if header["mode"] == "RGB" else 1
-    if header["kind"] != "pil" and header["pixels_last"]:
-        height, width, channels = header["shape"]
-        return height, width, channels
     return None
 
 
@@ -64,12 +59,12 @@ def _written_tensor(value: torch.Tensor) -> tuple[Header, bytes | memoryview] | 
     if kind is None or value.dtype != torch.uint8 or value.dim() != 3 or value.requires_grad:
         return None
     plain = value.as_subclass(torch.Tensor)
-    pixels_last = not plain.is_contiguous()
-    laid_out = plain.permute(1, 2, 0) if pixels_last else plain
-    if not laid_out.is_contiguous():
+    # With the same strides, since what kernels compute may depend on them. A crop has gaps, which are kept.
+    span = 1 + sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True))
+    if not plain.numel() or span > 2 * plain.numel():
         return None
-    header = {"kind": kind, "shape": list(laid_out.shape), "pixels_last": pixels_last}
-    return header, laid_out.numpy().tobytes()
+    header = {"kind": kind, "shape": list(plain.shape), "strides": list(plain.stride())}
+    return header, plain.as_strided((span,), (1,)).numpy().tobytes()
 
 
 def typed_image() -> Any:

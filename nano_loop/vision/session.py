@@ -299,8 +299,7 @@ def _direct(plan: Plan, header: dict[str, Any], pixels: memoryview) -> Pending |
     shape = entries.shape_of(header)
     if shape is None or plan.conversion is None or plan.conversion.first != plan.prefix:
         return None
-    kind = entries.typed_image() if header["kind"] == "image" else None
-    return of_entry(np.frombuffer(pixels, np.uint8).reshape(shape), kind, header["kind"] == "pil", plan)
+    return of_entry(np.frombuffer(pixels, np.uint8).reshape(shape), None, True, plan)
 
 
 def _finished(plan: Plan, value: Any, deferring: bool) -> Any:
