@@ -19,7 +19,7 @@ def picture(seed, size=(96, 72), mode="RGB"):
 
 
 def write_pictures(folder):
-    """Write files of two classes: JPEG in colours, grey, CMYK and rotated by EXIF, PNG with a palette and with alpha."""
+    """Write files of two classes: JPEG (colours, grey, CMYK, rotated by EXIF), PNG (palette, alpha) and WebP."""
     turned = Image.Exif()
     turned[0x0112] = 6
     for label in ("cats", "dogs"):
