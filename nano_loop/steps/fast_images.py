@@ -98,4 +98,8 @@ def _kept(loaders: list[DataLoader[Any]]) -> str:
 
 
 def _in_words(limit: int | None) -> str:
-    return "in the folder of image_cache" if limit is None else f"up to {limit / 1e9:.1f} GB of memory"
+    return "in the folder of image_cache" if limit is None else f"up to {_size(limit)} of memory"
+
+
+def _size(limit: int) -> str:
+    return f"{limit / 1e9:.1f} GB" if limit >= 1e9 else f"{limit / 1e6:.1f} MB"

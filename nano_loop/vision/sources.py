@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 SETTLED = 2.0
 #: Formats whose images say whether they are loaded, by their list of tiles.
 _FORMATS = ("JPEG", "MPO", "PNG", "BMP", "PPM")
+#: The class of files. By its name, since ranks in processes that nano_loop starts have another object as `io.FileIO`.
+_FILES = ("_io", "FileIO")
 _ATTRIBUTE = "_nano_loop_source"
 
 
@@ -31,8 +33,8 @@ class FileState(NamedTuple):
 
 def file_state(file: Any) -> FileState | None:
     """Return the state of an open file; None for what is not a whole file with a path."""
-    whole = type(file) is io.FileIO or (type(file) is io.BufferedReader and type(file.raw) is io.FileIO)
-    if not whole or not isinstance(file.name, str) or file.closed:
+    raw = file.raw if type(file) is io.BufferedReader else file
+    if (type(raw).__module__, type(raw).__name__) != _FILES or not isinstance(file.name, str) or file.closed:
         return None
     return _state(os.path.abspath(file.name), os.fstat(file.fileno()))
 
