@@ -23,6 +23,7 @@ ROOMS = (
     ("call_parts", "rewriting"),
     ("this_version", "steps"),
     ("vision",),
+    ("cuda_calls",),
     ("distributed",),
     ("fabric", "rank_zero"),
     ("precision",),
