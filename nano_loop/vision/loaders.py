@@ -66,7 +66,7 @@ class Images(Dataset[Any]):
         from nano_loop.vision.session import Reading  # imports Pillow
 
         plans = [plan for each in pipelines_in(dataset) if (plan := plan_of(each)) is not None]
-        deferring = frozenset(map(id, direct_pipelines(dataset))) if batched else frozenset()
+        deferring = {id(each): each for each in direct_pipelines(dataset)} if batched else {}
         reading = Reading(store, exact, plans[:4], deferring)
         vars(self).update(_dataset=dataset, _reading=reading, _batched=batched)
 

@@ -29,7 +29,7 @@ from nano_loop.vision.batches import Pending, of_entry, pending
 from nano_loop.vision.deferred import DeferredImage, decoded, is_deferred
 from nano_loop.vision.drafts import Draft, drafted
 from nano_loop.vision.pipelines import Plan, compositions, plan_of, preset
-from nano_loop.vision.sources import FileState, file_state, is_in_state, remember, source_of
+from nano_loop.vision.sources import FileState, Source, file_state, is_in_state, remember, source_of
 from nano_loop.vision.store import Store
 
 _CONVERTED_TO = ("RGB", "L", "RGBA")
@@ -52,8 +52,8 @@ class Reading:
         Whether pixels have to be the same.
     plans : list of Plan
         The pipelines that were found, or used last.
-    deferring : frozenset of int
-        The ids of the pipelines whose results go straight into a batch.
+    deferring : dict
+        The pipelines whose results go straight into a batch, by their ids.
     has_met_new_files : bool
         Whether a file was too new to be kept.
     """
@@ -61,7 +61,7 @@ class Reading:
     store: Store
     exact: bool
     plans: list[Plan] = field(default_factory=list)
-    deferring: frozenset[int] = frozenset()
+    deferring: dict[int, Any] = field(default_factory=dict)
     has_met_new_files: bool = False
 
     def accepts(self, state: FileState) -> bool:
@@ -125,7 +125,7 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
         if _current.reading is None or not _is_at_start(fp):
             return original(fp, *args, **kwargs)
         image = original(fp, *args, **kwargs)
-        remember(image, file_state(getattr(image, "fp", None)))
+        remember(image, file_state(getattr(image, "fp", None)), is_own=not hasattr(fp, "read"))
         return image
 
     return open
@@ -150,16 +150,17 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
         source = source_of(self)
         if source is None or not reading.accepts(source.state):
             return original(self, *args, **kwargs)
-        return _converted(reading, self, source.state, args[0], original)
+        return _converted(reading, self, source, args[0], original)
 
     return convert
 
 
-def _converted(reading: Reading, image: Any, state: FileState, mode: str, original: Callable[..., Any]) -> Any:
+def _converted(reading: Reading, image: Any, source: Source, mode: str, original: Callable[..., Any]) -> Any:
     """Return the result of a conversion, undecoded if it was decoded before."""
+    state = source.state
     origin = _Origin(state, mode)
     if any(origin.key(plan, reading.exact) in reading.store for plan in reading.plans):
-        _close_later(image)
+        _close_later(image, source)
         result = DeferredImage(image.size, mode, functools.partial(_decode, image, state, mode, original))
     elif not reading.exact and (draft := drafted(image, mode, reading.plans, original)) is not None:
         origin.draft = draft
@@ -176,15 +177,16 @@ def _converted(reading: Reading, image: Any, state: FileState, mode: str, origin
 def _decode(image: Any, state: FileState, mode: str, original: Callable[..., Any]) -> Any:
     """Return the converted image in the plain way, from the opened file if it is still open."""
     with _paused():
-        if image is not None and not image.fp.closed:
+        if image is not None and image.fp is not None and not image.fp.closed:
             return original(image, mode)
         with Image.open(state.path) as again:
             return original(again, mode)
 
 
-def _close_later(image: Any) -> None:
+def _close_later(image: Any, source: Source) -> None:
     """Close the file that Pillow has opened once the image is gone, as decoding it would have done."""
-    weakref.finalize(image, image.fp.close).atexit = False
+    if source.is_own:
+        weakref.finalize(image, image.fp.close).atexit = False
 
 
 class _Origin:
@@ -256,7 +258,7 @@ def _origin_of(reading: Reading, image: Any, plan: Plan) -> _Origin | None:
     if source is not None:
         if not reading.accepts(source.state) or not plan.prefix:
             return None
-        _close_later(image)
+        _close_later(image, source)
         return _Origin(source.state, image.mode)
     if plan.resizes and type(image) is Image.Image and image.palette is None and _bytes_of(image) <= _SMALL:
         pixels = hashlib.blake2b(image.tobytes(), digest_size=20).hexdigest()

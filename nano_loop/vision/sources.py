@@ -60,10 +60,13 @@ class Source:
         The image.
     state : FileState
         The state of its file.
+    is_own : bool
+        Whether Pillow has opened the file, and not the program.
     """
 
-    def __init__(self, image: Any, state: FileState) -> None:
+    def __init__(self, image: Any, state: FileState, is_own: bool) -> None:
         self.state = state
+        self.is_own = is_own
         self._seen = _header(image)
 
     def is_untouched(self, image: Any) -> bool:
@@ -75,10 +78,10 @@ def _header(image: Any) -> tuple[Any, ...]:
     return image.mode, image.size, list(image.tile)
 
 
-def remember(image: Any, state: FileState | None) -> None:
-    """Note the file of an image that was just opened."""
+def remember(image: Any, state: FileState | None, is_own: bool) -> None:
+    """Note the file of an image that was just opened; see `Source`."""
     if state is not None and image.format in _FORMATS:
-        setattr(image, _ATTRIBUTE, Source(image, state))
+        setattr(image, _ATTRIBUTE, Source(image, state, is_own))
 
 
 def source_of(image: Any) -> Source | None:

@@ -379,6 +379,20 @@ class Peeking(Files):
         return self.pipeline(image) + float(seen[0])
 
 
+class Closing(Files):
+    """Closes the image before it looks at the pixels of the converted one, and reads the file again itself."""
+
+    def __getitem__(self, index):
+        path, _ = self.samples[index]
+        with Image.open(path) as image:
+            pixels = image.convert("RGB")
+        mean = np.asarray(pixels).mean()
+        with open(path, "rb") as file:
+            pixels = self.pipeline(Image.open(file).convert("RGB"))
+            file.seek(0)
+            return pixels + float(mean) + len(file.read())
+
+
 class Frames(Files):
     """Converts a part of the images, and passes others on as they were opened."""
 
@@ -387,7 +401,7 @@ class Frames(Files):
         return self.pipeline(image.convert("L").convert("RGB") if random.random() < 0.5 else image)
 
 
-@pytest.mark.parametrize("kind", [Marked, Drafted, Peeking, Frames])
+@pytest.mark.parametrize("kind", [Marked, Drafted, Peeking, Closing, Frames])
 def test_image_that_the_dataset_has_touched_is_not_taken_for_the_file(pictures, kind):
     def run(change):
         samples = datasets.ImageFolder(pictures).samples
