@@ -102,6 +102,7 @@ def validate(model, loader):
     precision=32 if args.precision == "32" else args.precision,
     use_ipex=args.use_ipex,
     channels_last=True,
+    fast_images=True,  # decoded and resized in the first epoch only; also the default where torchvision is imported
 )
 def finetune(model, optimizer, scheduler, train_loader, val_loader, epochs):
     """Train for some epochs, and return the accuracy on the validation images after each."""

@@ -13,6 +13,7 @@ from nano_loop.version import __version__
 if TYPE_CHECKING:
     from nano_loop import optim
     from nano_loop.context_manager import accelerated
+    from nano_loop.cuda_calls.patching import patch_cuda, unpatch_cuda
     from nano_loop.decorator import nano
     from nano_loop.distributed.collectives import (
         all_gather,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from nano_loop.report import SetupReport, StepResult
     from nano_loop.torch_nano import TorchNano
     from nano_loop.verification import Verification, verify
+    from nano_loop.vision.patching import patch_torch, unpatch_torch
 
 __all__ = [
     "DefaultOps",
@@ -55,7 +57,11 @@ __all__ = [
     "local_rank",
     "nano",
     "optim",
+    "patch_cuda",
+    "patch_torch",
     "tune",
+    "unpatch_cuda",
+    "unpatch_torch",
     "verify",
     "world_size",
 ]
@@ -80,7 +86,11 @@ _HOMES = {
     "is_global_zero": "distributed.collectives",
     "local_rank": "distributed.collectives",
     "nano": "decorator",
+    "patch_cuda": "cuda_calls.patching",
+    "patch_torch": "vision.patching",
     "tune": "option_search",
+    "unpatch_cuda": "cuda_calls.patching",
+    "unpatch_torch": "vision.patching",
     "verify": "verification",
     "world_size": "distributed.collectives",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -164,6 +165,39 @@ def _may_be_written(path: Path) -> bool:
         )
     except OSError:  # a name that is too long
         return False
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", re.ASCII)
+_POWERS = "kMGT"
+
+
+def image_cache(value: Any) -> int | str | None:
+    """Accept None, ``"auto"``, a number of bytes, also as ``"8 GB"``, and a folder, and return an absolute path."""
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return None
+    if _is_number(value, Real) and 1 <= value < 1 << 62:
+        return int(value)
+    if isinstance(value, str) and (size := _SIZE.fullmatch(value.strip())):
+        return _bytes_of(*size.groups())
+    if isinstance(value, (str, os.PathLike)) and _may_be_a_folder(os.fsdecode(value)):
+        return str(Path(os.fsdecode(value)).expanduser().absolute())
+    allowed = 'it must be None, a number of bytes, a size such as "8 GB", or a folder in one that exists'
+    raise RefusedValueError(allowed, "Leave it out for a quarter of the memory")
+
+
+def _may_be_a_folder(text: str) -> bool:
+    if not text or "\0" in text or (text[0].isdigit() and os.sep not in text):  # a size with a typing error
+        return False
+    path = Path(text).expanduser().absolute()
+    try:
+        return path.is_dir() or (path.parent.is_dir() and not path.exists())
+    except OSError:  # a name that is too long
+        return False
+
+
+def _bytes_of(number: str, prefix: str, binary: str) -> int:
+    power = _POWERS.index(prefix.replace("K", "k")) + 1 if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 _OPERATORS = "it must be a list of names of operators, or the path of a file with one a line"

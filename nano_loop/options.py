@@ -179,6 +179,22 @@ class Options:
         checks.loader_workers,
         "Worker processes of each loader that is set up, of which `0` is none. `None`: as many as the loader has.",
     )
+    fast_images: bool | Literal["auto"] = option(
+        "auto",
+        checks.auto_or_boolean,
+        "Cache of decoded and resized images for loaders with torchvision's transforms, exact to the bit.",
+    )
+    image_cache: int | str | os.PathLike[str] | None = option(  # noqa: RUF009
+        None,
+        checks.image_cache,
+        'Place of these: bytes of memory such as `8e9` or `"8 GB"`, or a folder that stays. `None`: a quarter of the '
+        "memory.",
+    )
+    exact_images: bool = option(
+        True,
+        checks.boolean,
+        "Same pixels as without nano_loop. `False`: large JPEG files are decoded at a smaller size.",
+    )
     compile: bool | dict[str, Any] = option(  # noqa: RUF009
         False,
         checks.compile_arguments,

@@ -10,6 +10,7 @@ import torch
 from nano_loop import option_checks as checks
 from nano_loop.op_names import SAFE
 
+IMAGES = str(Path("images").absolute())
 CASTS = str(Path("casts.json").absolute())
 
 
@@ -52,6 +53,10 @@ SPELLINGS = {
     ],
     checks.compile_arguments: [(True, True), (False, False), ({"mode": "max-autotune"}, {"mode": "max-autotune"})],
     checks.boolean_or_path: [(True, True), ("casts.json", CASTS), (Path("casts.json"), CASTS), (CASTS, CASTS)],
+    checks.image_cache: [
+        *((None, None), ("auto", None), (8_000_000_000, 8_000_000_000), (2e6, 2_000_000), ("8 GB", 8 * 10**9)),
+        *(("1.5GiB", 3 << 29), ("500kB", 500_000), ("64B", 64), ("images", IMAGES), (Path("images"), IMAGES)),
+    ],
     checks.operators: [
         ([], ()),
         (["layer_norm", "softmax"], ("layer_norm", "softmax")),
@@ -95,6 +100,7 @@ REFUSED = {
     ],
     checks.compile_arguments: ["inductor", None, {}, {1: "max-autotune"}],
     checks.boolean_or_path: ["", None, 3, "no/such/folder/casts.json", ".", "a\0b"],
+    checks.image_cache: ["", "8 GBs", "8", 0, -1, True, 0.5, float("nan"), float("inf"), "no/such/folder", "a\0b", [1]],
     checks.operators: ["layer_nrm", "safe", "no/such/file", [torch.nn.functional.layer_norm], None, [""], ["a\0b"], 3],
     checks.operators_or_safe: ["unsafe", ["safe"], None, 3, "no_such.txt", "a\0/b"],
     checks.gradient_compression: ["fp16", True],
@@ -119,6 +125,7 @@ ALLOWED = {
     checks.cpu_for_each_process: ("list", "CPU ids", "each process"),
     checks.compile_arguments: ("True", "False", "dict", "torch.compile"),
     checks.boolean_or_path: ("path",),
+    checks.image_cache: ("bytes", "folder"),
     checks.operators: (),  # a path has other faults than a list
     checks.operators_or_safe: (),
     checks.gradient_compression: ("None", '"bf16"'),
@@ -144,6 +151,7 @@ TEXTS = {
     checks.cpu_for_each_process: [("[[0, 1]]", ((0, 1),))],
     checks.compile_arguments: [("{'mode': 'max-autotune'}", {"mode": "max-autotune"}), ("1", True)],
     checks.boolean_or_path: [("yes", True), ("0", False), ("casts.json", CASTS)],
+    checks.image_cache: [("8 GB", 8 * 10**9), ("8000000000", 8 * 10**9), ("images", IMAGES), ("none", None)],
     checks.operators: [
         ("['layer_norm', 'softmax']", ("layer_norm", "softmax")),
         ("layer_norm, softmax", ("layer_norm", "softmax")),

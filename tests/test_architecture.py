@@ -23,6 +23,8 @@ ROOMS = (
     ("settings", "report_start"),
     ("call_parts", "rewriting"),
     ("steps",),
+    ("vision",),
+    ("cuda_calls",),
     ("distributed",),
     ("fabric", "rank_zero"),
     ("precision",),

@@ -271,6 +271,14 @@ def uncompiled(function: FunctionType) -> Any:
     return vars(function)[_ORIGINAL_FUNCTION]
 
 
+def shared_storage(size: int) -> torch.UntypedStorage:
+    """Return that many bytes of memory that processes share, as a loader's worker collates its batches into.
+
+    The public `share_memory_` copies what is there, and there is nothing yet.
+    """
+    return torch.UntypedStorage._new_shared(size)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each of `sources` into its target. As `Tensor.copy_` in a loop, without Python's 1 µs for each."""
     if _are_refused(targets):

@@ -11,6 +11,7 @@ from nano_loop.steps.fast_convolution import FastConvolution
 from nano_loop.steps.fast_cross_entropy import FastCrossEntropy
 from nano_loop.steps.fast_dropout import FastDropout
 from nano_loop.steps.fast_fetch import FastFetch
+from nano_loop.steps.fast_images import FastImages
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.ipex import Ipex
@@ -53,7 +54,8 @@ STEPS: tuple[type[Step], ...] = (
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
     LoaderWorkers,  # after FastFetch, which asks for the number of the loader's own workers
-    Sharding,  # in any place: it affects loaders only
+    FastImages,  # in any place: it affects loaders only
+    Sharding,  # likewise
     LogCasts,  # after the steps with hooks at the end of an optimizer's step, so that it sees what they do
     StepTime,  # after all others: its result is the last line of the report
 )

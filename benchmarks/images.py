@@ -1,0 +1,226 @@
+"""Measures training on folders of photographs, epoch by epoch: torchvision's pipelines and fast_images.
+
+.venv-ipex/bin/python -m benchmarks.images
+.venv-ipex/bin/python -m benchmarks.images --sizes 500x375 --workers 0 --rounds 3 --output images
+
+Each case is a fresh process, and the systems take turns. All train ResNet-18 by nano_loop in bf16, so that they differ
+in their pipelines alone. It needs torchvision, which `make test-ipex` installs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from benchmarks.names import at_least_one
+from benchmarks.surroundings import surroundings
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS, OURS = ("torchvision", "torchvision_v2"), ("exact", "scaled")
+#: Photographs of each size, and what a round trains on: fewer of those that take longer.
+SIZES = {"500x375": 128, "1024x768": 96, "3000x2000": 48}
+EPOCHS, BATCH, SIDE = 4, 16, 160
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+#: Different photographs; the others are shifted and mirrored copies, with noise.
+_BASES = 4
+
+
+def photograph(size: tuple[int, int], number: int, base: np.ndarray[Any, Any]) -> Any:
+    """Return a picture that compresses like a photograph: a spectrum of 1/f, and the noise of a sensor."""
+    from PIL import Image
+
+    draws = np.random.default_rng(number)
+    shifted = np.roll(base, draws.integers(0, size[0], 2), axis=(0, 1))[:: draws.choice([-1, 1])]
+    noisy = shifted + draws.normal(0, 2.5, (*shifted.shape[:2], 1))
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def smooth_field(size: tuple[int, int], seed: int) -> np.ndarray[Any, Any]:
+    """Return pixels of shape (H, W, 3), of random phases and amplitudes that fall with the frequency."""
+    width, height = size
+    draws = np.random.default_rng(seed)
+    rows, columns = np.fft.fftfreq(height)[:, None] * height, np.fft.rfftfreq(width)[None] * width
+    amplitudes = 1 / np.maximum(np.hypot(rows, columns), 1) ** 1.2
+    fields = []
+    for _ in range(3):
+        phases = np.exp(2j * np.pi * draws.random((height, columns.shape[1])))
+        field = np.fft.irfft2(amplitudes * phases, (height, width))
+        fields.append((field - field.mean()) / field.std())
+    grey, *colours = fields
+    channels = [grey * 48 + 12 * colours[0], grey * 48 - 6 * colours[0] + 9 * colours[1], grey * 48 - 12 * colours[1]]
+    return np.asarray(np.stack(channels, axis=-1) + 118)
+
+
+def write_photographs(folder: Path, size: tuple[int, int], count: int) -> float:
+    """Write JPEG files of two classes, and return their mean size in kB."""
+    bases = [smooth_field(size, seed) for seed in range(_BASES)]
+    sizes = []
+    for number in range(count):
+        place = folder / str(number % 2)
+        place.mkdir(parents=True, exist_ok=True)
+        file = place / f"{number:04}.jpg"
+        photograph(size, number, bases[number % _BASES]).save(file, quality=90)
+        sizes.append(file.stat().st_size)
+    time.sleep(2.1)  # what was just written is not kept
+    return statistics.mean(sizes) / 1e3
+
+
+def loader_of(system: str, folder: str, workers: int) -> Any:
+    """Return the loader of a system."""
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+    from torchvision.io import read_image
+    from torchvision.transforms import v2
+
+    if system == "torchvision_v2":
+        steps: list[Any] = [v2.Resize(182, antialias=True), v2.RandomCrop(SIDE), v2.RandomHorizontalFlip()]
+        steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+        dataset = ImageFolder(folder, v2.Compose(steps), loader=read_image)
+    else:
+        steps = [transforms.Resize(182), transforms.RandomCrop(SIDE), transforms.RandomHorizontalFlip()]
+        steps += [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+        dataset = ImageFolder(folder, transforms.Compose(steps))
+    return torch.utils.data.DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True)
+
+
+def case(system: str, folder: str, workers: int) -> dict[str, Any]:
+    """Train, and return the seconds of each epoch and the peak of memory in MB."""
+    from torchvision.models import resnet18
+
+    from nano_loop import nano
+
+    torch.manual_seed(0)
+    model = resnet18(num_classes=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    batch = torch.randn(BATCH, 3, SIDE, SIDE), torch.zeros(BATCH, dtype=torch.long)
+
+    def step(model: Any, optimizer: Any, images: Any, labels: Any) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    @nano(
+        precision="bf16",
+        channels_last=True,
+        fast_images=system in OURS,
+        exact_images=system != "scaled",
+        tune_operators=False,
+        verbose=False,
+    )
+    def train(model: Any, optimizer: Any, loader: Any) -> list[float]:
+        for _ in range(4):  # warms up
+            step(model, optimizer, *batch)
+        seconds = []
+        for _ in range(EPOCHS):
+            start = time.perf_counter()
+            for images, labels in loader:
+                step(model, optimizer, images, labels)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    seconds = train(model, optimizer, loader_of(system, folder, workers))
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    report = train.report.as_dict() if hasattr(train, "report") else {}
+    return {"seconds": seconds, "peak_mb": peak / 1e3, "cache": _cache(report)}
+
+
+def _cache(report: dict[str, Any]) -> str:
+    steps = report.get("steps", [])
+    return next((each["detail"] for each in steps if each["name"] == "image_cache"), "")
+
+
+def fresh(system: str, folder: Path, workers: int) -> dict[str, Any]:
+    """Run a case in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.images", "--case", system, str(folder), str(workers)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{system} failed:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(size: str, workers: int, rounds: int) -> dict[str, Any]:
+    """Return the rounds of all systems on photographs of one size, the systems in turn."""
+    width, height = map(int, size.split("x"))
+    systems = [*PEERS, *OURS]
+    found: dict[str, Any] = {system: [] for system in systems}
+    with tempfile.TemporaryDirectory(prefix="nano_loop-photographs-") as folder:
+        kilobytes = write_photographs(Path(folder), (width, height), SIZES[size])
+        for number in range(rounds):
+            order = systems[number % 4 :] + systems[: number % 4]
+            for system in order[:: -1 if number % 2 else 1]:
+                found[system].append(fresh(system, Path(folder), workers))
+    return {"size": size, "workers": workers, "images": SIZES[size], "kB": kilobytes, "rounds": found}
+
+
+def summary(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each system: ms per image, and the speed relative to the best peer in the same round."""
+    rounds = measured["rounds"]
+    count = measured["images"] // BATCH * BATCH
+    for system, each in rounds.items():
+        firsts = [_ratio(rounds, number, system, slice(0, 1)) for number in range(len(each))]
+        laters = [_ratio(rounds, number, system, slice(1, None)) for number in range(len(each))]
+        yield {
+            "system": system,
+            "first_ms": statistics.median(run["seconds"][0] for run in each) / count * 1e3,
+            "later_ms": statistics.median(min(run["seconds"][1:]) for run in each) / count * 1e3,
+            "first_ratio": statistics.median(firsts),
+            "later_ratio": statistics.median(laters),
+            "later_range": [min(laters), max(laters)],
+            "peak_mb": statistics.median(run["peak_mb"] for run in each),
+        }
+
+
+def _ratio(rounds: dict[str, Any], number: int, system: str, epochs: slice) -> float:
+    # The fastest epoch: other programs only ever make one slower.
+    times = {name: min(each[number]["seconds"][epochs]) for name, each in rounds.items()}
+    return min(times[peer] for peer in PEERS) / times[system]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.images", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="of the photographs")
+    parser.add_argument("--workers", nargs="+", type=int, default=[0, 2], help="of the loaders (default: 0 2)")
+    parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument("--output", metavar="NAME", help="store the results in benchmarks/results/NAME.json")
+    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(case(options.case[0], options.case[1], int(options.case[2]))))
+        return
+    results: dict[str, Any] = {**surroundings(), "images": []}
+    for size in options.sizes:
+        for workers in options.workers:
+            measured = measure(size, workers, options.rounds)
+            measured["summary"] = [*summary(measured)]
+            results["images"].append(measured)
+            print(f"\n{size}, {measured['kB']:.0f} kB, {workers} workers", flush=True)
+            for row in measured["summary"]:
+                print(
+                    f"{row['system']:16} first epoch {row['first_ms']:6.1f} ms an image ({row['first_ratio']:.2f}×), "
+                    f"later {row['later_ms']:6.1f} ms ({row['later_ratio']:.2f}×, {row['later_range'][0]:.2f} to "
+                    f"{row['later_range'][1]:.2f}), {row['peak_mb']:.0f} MB",
+                    flush=True,
+                )
+            if options.output:
+                target = ROOT / "benchmarks/results" / f"{options.output}.json"
+                target.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Runs programs that were written for a GPU on the CPU, unchanged."""

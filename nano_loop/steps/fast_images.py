@@ -1,0 +1,105 @@
+"""Keeps decoded and resized images, so that only the first epoch decodes them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from nano_loop.cpu import Machine
+from nano_loop.distributed.ranks import ALONE, Ranks
+from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.loaders import changed
+from nano_loop.options import Options
+from nano_loop.parts import Parts
+from nano_loop.report import StepResult
+from nano_loop.steps.step import Step
+from nano_loop.vision.lifetime import store_for
+from nano_loop.vision.loaders import CachedImages, datasets_in, plans_in, refusal
+from nano_loop.vision.store import Store
+
+
+class FastImages(Step):
+    """Iterates over a private copy of each loader of images, which fetches through a cache.
+
+    The cache has the results of the deterministic transforms at the beginning of torchvision's pipelines. Random
+    transforms run as they always do, so pixels and random draws are the same. It gains nothing where no image is read
+    a second time.
+    """
+
+    name = "fast_images"
+    needs = "loaders"
+
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._stores: dict[str, Store] = {}
+        self._changed: dict[int, DataLoader[Any]] = {}
+
+    @property
+    def asked(self) -> bool:
+        """See `Step.asked`. Without torchvision, the report does not mention the step."""
+        return super().asked and (self.required or "torchvision.transforms" in sys.modules)
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        reasons = [refusal(loader) for loader in parts.loaders]
+        return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        fitting = [loader for loader in parts.loaders if not refusal(loader)]
+        problems = [problem for loader in fitting if (problem := self._cache(loader))]
+        if problems:
+            return f"left alone: {problems[0]}"
+        limits = {store.limit for store in self._stores.values()}
+        room = ", ".join(sorted(_in_words(limit) for limit in limits))
+        return f"{len(fitting)} of {len(parts.loaders)} loaders, {_kept(fitting)}; {room}"
+
+    def closing(self) -> StepResult | None:
+        """See `Step.closing`."""
+        if not self._stores or self.ranks.rank:
+            return None
+        lines = []
+        for store in self._stores.values():
+            usage = store.usage()
+            lines.append(f"{usage.entries:,} images in the cache, {usage.size / 1e6:,.0f} MB")
+            lines += [f"left alone: {note}" for note in store.notes()]
+        return StepResult("image_cache", "measured", "; ".join(lines))
+
+    def undo(self) -> None:
+        """See `Step.undo`."""
+        super().undo()
+        self._stores.clear()
+        self._changed.clear()
+
+    @property
+    def _place(self) -> int | str | None:
+        return self.config.image_cache  # type: ignore[return-value]  # a path is a str after the check
+
+    def _cache(self, loader: DataLoader[Any]) -> str | None:
+        """Change a loader, and return None, or why there is no cache for it."""
+        if id(loader) in self._changed:
+            return None
+        try:
+            store = store_for(datasets_in(loader.dataset), self._place, self.ranks)
+        except OSError as error:
+            return f"the folder of the cache cannot be made ({error.strerror})"
+        self._changed[id(loader)] = loader
+        self._stores[str(store.folder)] = store
+        self.undoing.enter_context(changed(loader, CachedImages(store, self.config.exact_images)))
+        return None
+
+
+def _kept(loaders: list[DataLoader[Any]]) -> str:
+    prefixes = [plan.names for loader in loaders for plan in plans_in(loader.dataset)]
+    texts = [f"kept after {names[-1]}" if names else "kept as decoded" for names in prefixes]
+    return ", ".join(dict.fromkeys(texts)) or "nothing to keep"
+
+
+def _in_words(limit: int | None) -> str:
+    return "in the folder of image_cache" if limit is None else f"up to {_size(limit)} of memory"
+
+
+def _size(limit: int) -> str:
+    return f"{limit / 1e9:.1f} GB" if limit >= 1e9 else f"{limit / 1e6:.1f} MB"

@@ -1,0 +1,250 @@
+"""Reads torchvision's pipelines: which transforms come first and are deterministic, and which only convert at the end.
+
+Only classes in the tables below are understood, by their exact types and with exactly the attributes that are listed.
+A subclass, a `Lambda`, a module with hooks and a class of another version with one more attribute are not.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nano_loop.intercept.torch_private import calls_only_forward
+
+V1, V2 = "torchvision.transforms", "torchvision.transforms.v2"
+_PRESETS = "torchvision.transforms._presets"  # the classes of `weights.transforms()` have no public name
+
+_RESIZE = ("antialias", "interpolation", "max_size", "size")
+_PAD = ("fill", "padding", "padding_mode")
+_NORMALIZE = ("inplace", "mean", "std")
+
+#: Deterministic transforms of pixels, with their attributes, by the module that has them.
+_PIXELS = {
+    V1: {
+        "Resize": _RESIZE,
+        "CenterCrop": ("size",),
+        "Pad": _PAD,
+        "Grayscale": ("num_output_channels",),
+        "PILToTensor": (),
+    },
+    V2: {
+        "Resize": _RESIZE,
+        "CenterCrop": ("size",),
+        "Pad": ("_fill", *_PAD),
+        "Grayscale": ("num_output_channels",),
+        "RGB": (),
+        "PILToTensor": (),
+        "ToImage": (),
+        "Identity": (),
+    },
+}
+#: Transforms to floating-point numbers and of these, which can be applied to whole batches.
+_FLOATS = {
+    V1: {"ToTensor": (), "ConvertImageDtype": ("dtype",), "Normalize": _NORMALIZE},
+    V2: {
+        "ToTensor": (),
+        "ConvertImageDtype": ("dtype",),
+        "ToDtype": ("dtype", "scale"),
+        "Normalize": _NORMALIZE,
+        "ToPureTensor": (),
+    },
+}
+_OF_A_MODULE = {"training"}
+
+
+class Known(NamedTuple):
+    """A class of transforms that is understood."""
+
+    module: str
+    name: str
+    attributes: frozenset[str]
+    of_pixels: bool
+
+
+class Conversion(NamedTuple):
+    """The end of a pipeline, from bytes to normalized numbers.
+
+    Attributes
+    ----------
+    first : int
+        The position of its first transform.
+    from_pil : bool
+        Whether that takes a Pillow image.
+    divides : bool
+        Whether bytes are divided by 255, and else multiplied by 1/255: the results differ in the last bit.
+    normalizations : tuple of (tuple, tuple)
+        Means and standard deviations, in order.
+    typed : bool
+        Whether an image is a `torchvision.tv_tensors.Image` on the way.
+    """
+
+    first: int
+    from_pil: bool
+    divides: bool
+    normalizations: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]
+    typed: bool
+
+
+class Plan(NamedTuple):
+    """How a pipeline is run.
+
+    Attributes
+    ----------
+    transforms : tuple
+        All of its transforms.
+    prefix : int
+        How many of them, from the first on, are deterministic and give pixels.
+    key : str
+        What the result of these depends on, besides the image.
+    resizes : bool
+        Whether one of these resizes.
+    conversion : Conversion or None
+        What can be applied to whole batches.
+    """
+
+    transforms: tuple[Any, ...]
+    prefix: int
+    key: str
+    resizes: bool
+    conversion: Conversion | None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the deterministic transforms."""
+        return [type(each).__name__ for each in self.transforms[: self.prefix]]
+
+
+def plan_of(pipeline: Any) -> Plan | None:
+    """Return how to run a pipeline with its present attributes, which a loop may change; None if it is not one."""
+    transforms = transforms_of(pipeline)
+    if transforms is None:
+        return None
+    descriptions = [described(each) for each in transforms]
+    prefix = 0
+    while prefix < len(transforms) and (found := descriptions[prefix]) is not None and found[0].of_pixels:
+        prefix += 1
+    key = ";".join(found[1] for found in descriptions[:prefix] if found)
+    known = [found[0] if found else None for found in descriptions]
+    resizes = any(each is not None and each.name == "Resize" for each in known[:prefix])
+    return Plan(transforms, prefix, key, resizes, _conversion(transforms, known, prefix))
+
+
+def transforms_of(pipeline: Any) -> tuple[Any, ...] | None:
+    """Return the transforms of a `Compose` or of a preset of torchvision's weights, or None for other objects."""
+    if type(pipeline) in compositions():
+        transforms = pipeline.transforms
+        return tuple(transforms) if isinstance(transforms, Sequence) else None
+    if type(pipeline) is preset() and _is_as_its_class(pipeline):
+        return _of_preset(
+            *(_frozen(getattr(pipeline, name)) for name in ("resize_size", "crop_size", "mean", "std")),
+            pipeline.interpolation,
+            pipeline.antialias,
+        )
+    return None
+
+
+def compositions() -> tuple[type, ...]:
+    """Return torchvision's classes `Compose`, as far as they are imported."""
+    return tuple(sys.modules[name].Compose for name in (V1, V2) if name in sys.modules)
+
+
+def preset() -> Any:
+    """Return the class of `weights.transforms()` for classification, or None without it."""
+    return getattr(sys.modules.get(_PRESETS), "ImageClassification", None)
+
+
+def described(transform: Any) -> tuple[Known, str] | None:
+    """Return the class of a transform and what its result depends on, or None if it is not understood."""
+    known = _known_classes(V2 in sys.modules).get(type(transform))
+    if known is None or not _is_as_its_class(transform):
+        return None
+    own = vars(transform)
+    names = {name for name in own if not name.startswith("_")} - _OF_A_MODULE
+    if names | {name for name in known.attributes if name in own} != known.attributes:
+        return None
+    values = [(name, own[name]) for name in sorted(known.attributes)]
+    if not all(_is_plain(value) for _, value in values):
+        return None
+    return known, f"{known.module}.{known.name}{values!r}"
+
+
+@functools.cache
+def _known_classes(with_v2: bool) -> dict[type, Known]:
+    found = {}
+    for of_pixels, table in ((True, _PIXELS), (False, _FLOATS)):
+        for module, classes in table.items():
+            if module == V1 or with_v2:
+                for name, attributes in classes.items():
+                    kind = getattr(sys.modules[module], name, None)
+                    if kind is not None:
+                        found[kind] = Known(module, name, frozenset(attributes), of_pixels)
+    return found
+
+
+def _is_as_its_class(transform: Any) -> bool:
+    """Whether calling a transform runs its class's code and nothing else."""
+    return calls_only_forward(transform) if isinstance(transform, nn.Module) else "__call__" not in vars(transform)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the `repr` of a value says all of it."""
+    if value is None or type(value) in (bool, int, float, str) or isinstance(value, (enum.Enum, torch.dtype, type)):
+        return True
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) is dict and all(_is_plain(each) for item in value.items() for each in item)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@functools.lru_cache(maxsize=16)
+def _of_preset(size: Any, crop: Any, mean: Any, std: Any, interpolation: Any, antialias: Any) -> tuple[Any, ...]:
+    v1: Any = sys.modules[V1]
+    return (
+        v1.Resize(list(size), interpolation=interpolation, antialias=antialias),
+        v1.CenterCrop(list(crop)),
+        v1.PILToTensor(),
+        v1.ConvertImageDtype(torch.float),
+        v1.Normalize(list(mean), list(std)),
+    )
+
+
+def _conversion(transforms: Sequence[Any], known: Sequence[Known | None], prefix: int) -> Conversion | None:
+    """Read a pipeline from its end: normalizations, before them a conversion to floats, before it one to a tensor."""
+    names = [each.name if each else "" for each in known]
+    first = len(names)
+    while first > prefix and names[first - 1] in ("Normalize", "ToPureTensor"):
+        first -= 1
+    normalizations = tuple(_normalizations(transforms[first:]))
+    if first <= prefix or any(len(mean) != len(std) for mean, std in normalizations):
+        return None
+    first -= 1
+    scaling, kind = transforms[first], known[first]
+    if kind is None:
+        return None
+    typed = V2 in {each.module for each in known if each}
+    if kind.name == "ToTensor":
+        return Conversion(first, True, True, normalizations, typed)
+    to_float = kind.name in ("ConvertImageDtype", "ToDtype") and scaling.dtype is torch.float32
+    if not to_float or not getattr(scaling, "scale", True):
+        return None
+    from_pil = first > prefix and names[first - 1] in ("PILToTensor", "ToImage")
+    return Conversion(first - from_pil, from_pil, kind.module == V1, normalizations, typed)
+
+
+def _normalizations(transforms: Sequence[Any]) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
+    for each in transforms:
+        if hasattr(each, "mean"):
+            yield _numbers(each.mean), _numbers(each.std)
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

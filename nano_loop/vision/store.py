@@ -1,0 +1,212 @@
+"""A folder of entries that several processes write and read: one file for each, which appears when it is whole.
+
+An entry is written to a file of another name, which is then renamed. So a process that is killed in between leaves no
+half of an entry. A sum over the bytes finds what a disk has lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_MAGIC = b"nano_loop image 1"
+_HEAD = struct.Struct(f"<{len(_MAGIC)}sIQI")  # the magic, the bytes of the header and of the pixels, the sum
+_USED = struct.Struct("<QQ")  # bytes and entries
+_UNFINISHED = "unfinished-"
+_ABANDONED = 3600.0  # seconds after which nobody is writing an unfinished entry
+_PAGE = 4096
+
+
+class Usage(NamedTuple):
+    """What a cache holds.
+
+    Attributes
+    ----------
+    size : int
+        Bytes on the disk or in memory.
+    entries : int
+        The number of images.
+    """
+
+    size: int
+    entries: int
+
+
+class Store:
+    """The entries of a folder.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        An existing folder, to which this process may write or not.
+    limit : int or None
+        The bytes that the entries of all processes may take; None: as many as the disk has room for.
+    sums : bool
+        Whether to check the sum of an entry when it is read.
+    """
+
+    def __init__(self, folder: Path, limit: int | None, sums: bool) -> None:
+        self.folder = folder
+        self.limit = limit
+        self.sums = sums
+        self._is_closed = False  # for writing, by this process
+        self._notes: set[str] = set()
+        self._numbers = itertools.count()
+
+    def allow(self, limit: int) -> None:
+        """Set the limit anew."""
+        self.limit = limit
+        self._is_closed = False
+
+    def __contains__(self, key: str) -> bool:
+        return os.path.exists(self._path(key))
+
+    def get(self, key: str) -> tuple[dict[str, Any], memoryview] | None:
+        """Return the header and the pixels of an entry, in memory of the caller's; None if it is missing or damaged."""
+        path = self._path(key)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                data = bytearray(os.fstat(file.fileno()).st_size)
+                length = file.readinto(data)
+        except OSError:
+            return None
+        found = _parsed(memoryview(data), key, self.sums) if length == len(data) else None
+        if found is None:
+            self.note("damaged entries of the cache were made anew")
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        return found
+
+    def put(self, key: str, header: dict[str, Any], pixels: bytes | memoryview) -> None:
+        """Write an entry, unless the limit is reached or the folder cannot be written."""
+        text = json.dumps({**header, "key": key}).encode()
+        size = _HEAD.size + len(text) + len(pixels)
+        if self._is_closed or key in self or not self._reserve(-(-size // _PAGE) * _PAGE):
+            return
+        total = zlib.crc32(pixels, zlib.crc32(text)) if self.sums else 0
+        try:
+            self._write(key, [_HEAD.pack(_MAGIC, len(text), len(pixels), total), text, pixels])
+        except OSError as error:
+            self._close(error)
+
+    def note(self, text: str) -> None:
+        """Keep a line for the report. The same line is kept once."""
+        if text in self._notes:
+            return
+        self._notes.add(text)
+        with contextlib.suppress(OSError):
+            name = f"note-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+            (self.folder / name).write_text(text, encoding="utf-8")
+
+    def notes(self) -> list[str]:
+        """Return the lines that all processes have kept, and forget them."""
+        found = set(self._notes)
+        for path in self.folder.glob("note-*"):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                found.add(path.read_text(encoding="utf-8"))
+                path.unlink()
+        self._notes.clear()
+        return sorted(found)
+
+    def usage(self) -> Usage:
+        """Return what all processes have written."""
+        try:
+            data = (self.folder / "used").read_bytes()
+            return Usage(*_USED.unpack(data))
+        except (OSError, struct.error):
+            return Usage(0, 0)
+
+    def tidy(self) -> None:
+        """Delete what processes that were killed while they wrote have left."""
+        for path in self.folder.glob(f"??/{_UNFINISHED}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink()
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self.folder, key[:2], key[2:])
+
+    def _write(self, key: str, pieces: list[bytes | memoryview]) -> None:
+        path = self._path(key)
+        unfinished = os.path.join(os.path.dirname(path), f"{_UNFINISHED}{os.getpid()}-{next(self._numbers)}")
+        try:
+            descriptor = _opened(unfinished)
+            try:
+                for piece in pieces:
+                    _write_all(descriptor, piece)
+            finally:
+                os.close(descriptor)
+            os.rename(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
+
+    def _reserve(self, size: int) -> bool:
+        """Count an entry against the limit."""
+        try:
+            with self._count() as descriptor:
+                data = os.pread(descriptor, _USED.size, 0)
+                used = Usage(*_USED.unpack(data)) if len(data) == _USED.size else Usage(0, 0)
+                if self.limit is not None and used.size + size > self.limit:
+                    self._is_closed = True
+                    return False
+                os.pwrite(descriptor, _USED.pack(used.size + size, used.entries + 1), 0)
+        except OSError as error:
+            self._close(error)
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _count(self) -> Iterator[int]:
+        descriptor = os.open(self.folder / "used", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _close(self, error: OSError) -> None:
+        self._is_closed = True
+        name = errno.errorcode.get(error.errno or 0, "")
+        self.note(f"the cache cannot be written any further: {error.strerror or error} {name}".strip())
+
+
+def _opened(path: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        return os.open(path, flags, 0o600)
+
+
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _parsed(data: memoryview, key: str, sums: bool) -> tuple[dict[str, Any], memoryview] | None:
+    if len(data) < _HEAD.size:
+        return None
+    magic, length, size, total = _HEAD.unpack(data[: _HEAD.size])
+    text, pixels = data[_HEAD.size : _HEAD.size + length], data[_HEAD.size + length :]
+    if magic != _MAGIC or len(pixels) != size or (sums and zlib.crc32(pixels, zlib.crc32(text)) != total):
+        return None
+    try:
+        header: dict[str, Any] = json.loads(bytes(text))
+    except ValueError:
+        return None
+    return (header, pixels) if header.get("key") == key else None

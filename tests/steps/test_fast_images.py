@@ -1,0 +1,145 @@
+"""The step, as a loop sees it: what the report says, what stays between runs, and several ranks."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader
+
+import nano_loop
+from nano_loop import NanoConfigError, nano
+from nano_loop.vision import sources
+
+datasets = pytest.importorskip("torchvision.datasets")
+from torchvision import transforms  # noqa: E402
+
+REAL_SETTLED = sources.SETTLED + 0.5
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SETTLED", -1e9)
+    draws = np.random.default_rng(0)
+    for number in range(12):
+        place = tmp_path / "images" / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        small = Image.fromarray(draws.integers(0, 255, (6, 8, 3), dtype=np.uint8))
+        small.resize((320, 240), Image.Resampling.BICUBIC).save(place / f"{number}.jpg")
+    return tmp_path / "images"
+
+
+def pipeline(size=24):
+    return transforms.Compose(
+        [transforms.Resize(size), transforms.RandomCrop(20), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    )
+
+
+def loader_of(folder, transform=None, workers=0):
+    return DataLoader(datasets.ImageFolder(folder, transform or pipeline()), 4, shuffle=True, num_workers=workers)
+
+
+def train(model, loader):
+    random.seed(3)
+    torch.manual_seed(3)
+    return [images for _ in range(2) for images, _ in loader]
+
+
+def run(loader, **options):
+    decorated = nano(verbose=False, **options)(train)
+    return decorated(nn.Conv2d(3, 2, 1), loader), decorated.report
+
+
+def test_report_says_what_is_kept_and_where(folder):
+    batches, report = run(loader_of(folder), image_cache="1 MB")
+    assert report["fast_images"].detail == "1 of 1 loaders, kept after Resize; up to 1.0 MB of memory"
+    assert report["image_cache"].detail == "12 images in the cache, 0 MB"
+    assert all(map(torch.equal, batches, run(loader_of(folder), fast_images=False)[0]))
+
+
+def test_report_names_what_was_left_alone(folder):
+    Image.open(folder / "a/0.jpg").save(folder / "a/0.webp")
+    os.unlink(folder / "a/0.jpg")
+    _, report = run(loader_of(folder))
+    assert report["image_cache"].detail.startswith("11 images")
+    assert "left alone: images that were changed, or are not from files" in report["image_cache"].detail
+
+
+def test_pipeline_that_cannot_be_read_is_left_alone(folder):
+    loader = loader_of(folder, transforms.ToTensor())
+    _, report = run(DataLoader(loader.dataset, 1))
+    assert report["fast_images"].status == "skipped"
+    assert "no pipeline of torchvision's" in report["fast_images"].detail
+    with pytest.raises(NanoConfigError, match="fast_images=True"):
+        run(loader, fast_images=True)
+
+
+def test_images_are_kept_for_the_next_call(folder, monkeypatch):
+    loader = loader_of(folder)
+    first, _ = run(loader)
+    monkeypatch.setattr(transforms.Resize, "forward", None)
+    second, _ = run(loader)
+    assert all(map(torch.equal, first, second))
+
+
+def test_images_are_kept_in_a_folder_for_the_next_process(folder, tmp_path, monkeypatch):
+    place = tmp_path / "cache"
+    first, report = run(loader_of(folder), image_cache=place)
+    assert report["fast_images"].detail.endswith("in the folder of image_cache")
+    assert oct(place.stat().st_mode)[-3:] == "700"
+    monkeypatch.setattr(transforms.Resize, "forward", None)
+    assert all(map(torch.equal, run(loader_of(folder), image_cache=place)[0], first))
+
+
+def test_folder_that_cannot_be_made_leaves_the_loader_alone(folder):
+    batches, report = run(loader_of(folder), image_cache="/proc/self/images")
+    assert report["fast_images"].detail.startswith("left alone: the folder of the cache cannot be made")
+    assert all(map(torch.equal, batches, run(loader_of(folder), fast_images=False)[0]))
+
+
+def test_folder_that_cannot_be_written_is_reported(folder):
+    batches, report = run(loader_of(folder), image_cache="/sys/kernel")
+    assert "the cache cannot be written any further" in report["image_cache"].detail
+    assert all(map(torch.equal, batches, run(loader_of(folder), fast_images=False)[0]))
+
+
+def test_scaled_decoding_differs_little_and_keeps_the_size(folder):
+    sizes = transforms.Compose([transforms.Resize(33), transforms.ToTensor()])
+    exact = run(DataLoader(datasets.ImageFolder(folder, sizes), 4))[0]
+    loader = DataLoader(datasets.ImageFolder(folder, sizes), 4)
+    scaled, report = run(loader, exact_images=False)
+    again = run(loader, exact_images=False)[0]
+    assert report["image_cache"].detail.startswith("12 images")
+    assert [each.shape for each in scaled] == [each.shape for each in exact]
+    assert all(map(torch.equal, scaled, again))
+    difference = (torch.cat(scaled) - torch.cat(exact)).abs().mean() / torch.cat(exact).std()
+    assert 0 < difference < 0.05
+    assert all(map(torch.equal, run(loader)[0], exact)), "an exact run takes no approximation"
+
+
+def seen_by_all_ranks(model, loader):
+    random.seed(3)
+    torch.manual_seed(3)
+    batches = [images for _ in range(3) for images, _ in loader]
+    caches = len([*Path("/dev/shm").glob("nano_loop-images-*")])
+    return nano_loop.all_gather(torch.stack(batches)), caches
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*worker")
+def test_ranks_share_a_cache(folder, workers):
+    options = {"num_processes": 2, "verbose": False}
+    before = len([*Path("/dev/shm").glob("nano_loop-images-*")])
+    plain, _ = nano(fast_images=False, **options)(seen_by_all_ranks)(
+        nn.Conv2d(3, 2, 1), loader_of(folder, None, workers)
+    )
+    decorated = nano(**options)(seen_by_all_ranks)
+    ours, caches = decorated(nn.Conv2d(3, 2, 1), loader_of(folder, None, workers))
+    assert torch.equal(ours, plain)
+    assert caches == before + 1
+    assert decorated.report["fast_images"].status == "applied"
+    assert decorated.report["image_cache"].detail.startswith("12 images")
