@@ -12,6 +12,7 @@ fixes for its life, such as where its memory lies, shows between restarts.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -36,7 +37,7 @@ FOREVER = 1 << 40
 
 
 class Live:
-    """A process that trains a workload under a system, and takes steps when it is asked to."""
+    """A process that trains a workload under a system, or with options in JSON, and takes steps when it is asked to."""
 
     def __init__(self, workload: str, system: str, small: bool, checkout: Path) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--live", workload, system, *["small"] * small]
@@ -87,7 +88,10 @@ def live(workload: str, system: str, small: bool) -> None:
         return original(model, batch)
 
     work.loss = loss
-    find(system, systems.SYSTEMS)(work, FOREVER)
+    if system.startswith("{"):
+        systems.nano_with(work, FOREVER, **json.loads(system))
+    else:
+        find(system, systems.SYSTEMS)(work, FOREVER)
 
 
 def compare(first: Live, second: Live, seconds: float) -> tuple[list[float], list[float]]:

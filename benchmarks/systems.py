@@ -78,17 +78,17 @@ def ipex(work: Workload, count: int) -> list[float]:
 
 def nano(work: Workload, count: int) -> list[float]:
     """nano_loop in bf16, and with channels_last where there are images."""
-    return _nano(work, count, precision="bf16", channels_last=work.images)
+    return nano_with(work, count, precision="bf16", channels_last=work.images)
 
 
 def nano_fp32(work: Workload, count: int) -> list[float]:
     """nano_loop's defaults, in fp32."""
-    return _nano(work, count)
+    return nano_with(work, count)
 
 
 def nano_ipex(work: Workload, count: int) -> list[float]:
     """nano_loop as in `nano`, with ``use_ipex=True``."""
-    return _nano(work, count, precision="bf16", channels_last=work.images, use_ipex=True)
+    return nano_with(work, count, precision="bf16", channels_last=work.images, use_ipex=True)
 
 
 def nano_without(lever: str, work: Workload, count: int) -> tuple[list[float], tuple[str, ...]]:
@@ -102,10 +102,11 @@ def nano_without(lever: str, work: Workload, count: int) -> tuple[list[float], t
 def nano_ranks(work: Workload, count: int, cpus: Sequence[int]) -> list[float]:
     """nano_loop as in `nano`, in one process for each of these CPUs; each trains on whole batches."""
     options: dict[str, Any] = {"num_processes": len(cpus), "cpu_for_each_process": [[cpu] for cpu in cpus]}
-    return _nano(work, count, precision="bf16", channels_last=work.images, **options)
+    return nano_with(work, count, precision="bf16", channels_last=work.images, **options)
 
 
-def _nano(work: Workload, count: int, **options: Any) -> list[float]:
+def nano_with(work: Workload, count: int, **options: Any) -> list[float]:
+    """nano_loop with these options."""
     seconds: list[float] = _train(**options)(work.model, work.optimizer, work.batches, work.loss, count)
     return seconds
 
