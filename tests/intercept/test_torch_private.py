@@ -45,6 +45,7 @@ from nano_loop.intercept.torch_private import (
     next_node_number,
     own_iterator,
     queue_callback,
+    shared_storage,
     softmax_backward,
     stop_kept_workers,
     uncompiled,
@@ -387,3 +388,9 @@ def test_modes_of_others_are_known():
         with Theirs():
             assert in_mode_of_others()
     assert not in_mode_of_others()
+
+
+def test_shared_storage_is_of_processes():
+    storage = shared_storage(64)
+    assert storage.is_shared()
+    assert storage.nbytes() == 64
