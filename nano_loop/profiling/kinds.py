@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 #: The kinds of work, in the order of the table.
 PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products and convolutions", "attention", "norms and elementwise"
 OPTIMIZER, CASTS, LOADER, PYTHON = "optimizer", "casts and layouts", "loader", "Python and the rest"
-KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, OPTIMIZER, CASTS, LOADER, PYTHON)
+AVERAGING = "averaging and waiting for ranks"
+KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, OPTIMIZER, CASTS, LOADER, AVERAGING, PYTHON)
+#: The names of what the recorder puts around the averaging of gradients.
+AVERAGING_EVENT = "nano_loop: averaging"
 
 # Operators of ATen. A softmax outside of torch's attention is nearly always that of attention by hand.
 _ATTENTION = ("_softmax", "_softmax_backward_data")
 _CASTS = ("copy_", "_to_copy", "to", "contiguous", "clone")
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "einsum")
+_LOSSES = ("_Losses", "_LossesBackward")  # of fast_cross_entropy
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 #: A part of the step from which on a kind of work is worth a change, and what to change.
 _ADVICE = {
@@ -23,6 +28,7 @@ _ADVICE = {
     OPTIMIZER: (0.1, "use Adam, AdamW, SGD or Adagrad, which have fused kernels, or step less often"),
     CASTS: (0.1, "see log_casts=True, and channels_last for images"),
     LOADER: (0.1, "try loader_workers, or keep decoded samples in memory"),
+    AVERAGING: (0.1, 'try gradient_compression="bf16", larger batches, or fewer processes'),
     PYTHON: (0.15, "use larger batches: this time does not grow with them"),
 }
 
@@ -34,6 +40,7 @@ class Event(Protocol):
     thread: int
     flops: int
     cpu_parent: Any
+    input_shapes: list[list[int]]
     self_cpu_time_total: float
     cpu_time_total: float
 
@@ -72,9 +79,13 @@ def kind_of(event: Event) -> str:
             return LOADER
         if name.startswith(("Optimizer.step", "Optimizer.zero_grad")):
             return OPTIMIZER
+        if name == AVERAGING_EVENT:
+            return AVERAGING
     inside = [name.removeprefix("aten::") for name in names if name.startswith("aten::")]
-    if any("attention" in name for name in inside):
+    if any("attention" in name.lower() for name in names):  # torch's operators, and the function of fast_attention
         return ATTENTION
+    if event.name in _LOSSES:
+        return ELEMENTWISE
     return _kind_of_name(inside[0]) if inside and event.name.startswith("aten::") else PYTHON
 
 
@@ -87,10 +98,58 @@ def _kind_of_name(name: str) -> str:
 
 
 def product_rate(events: Iterable[Event]) -> float | None:
-    """Return the FLOPs per second of products whose FLOPs torch knows, or None."""
-    counted = [event for event in events if event.flops]
-    seconds = sum(event.cpu_time_total for event in counted) * 1e-6
-    return sum(event.flops for event in counted) / seconds if seconds else None
+    """Return the FLOPs per second of products whose FLOPs are known, or None."""
+    counted = [(event, flops) for event in events if (flops := flops_of(event)) and not _is_in_counted(event)]
+    seconds = sum(event.cpu_time_total for event, _ in counted) * 1e-6
+    return sum(flops for _, flops in counted) / seconds if seconds else None
+
+
+def flops_of(event: Event) -> int:
+    """Return the FLOPs of an event: torch's count, and those of the gradients of convolutions, which torch omits."""
+    shapes = event.input_shapes
+    if event.name != "aten::convolution_backward" or len(shapes) < 3 or not all(shapes[:3]):
+        return event.flops or 0
+    gradient, given, weight = shapes[:3]
+    # A transposed convolution has its inputs' channels first in the weight.
+    places = gradient if weight[0] == gradient[1] else given
+    return 4 * math.prod(places) * math.prod(weight[1:])  # of the inputs, and of the weights
+
+
+def _is_in_counted(event: Event) -> bool:
+    parent = event.cpu_parent
+    while parent is not None:
+        if flops_of(parent):
+            return True
+        parent = parent.cpu_parent
+    return False
+
+
+def memory_rate(events: Iterable[Event]) -> float | None:
+    """Return the bytes per second of elementwise operators and norms, at the least: inputs read, one of them written.
+
+    None with a torch that does not note the dtypes of inputs.
+    """
+    moved = seconds = 0.0
+    for event in events:
+        if kind_of(event) == ELEMENTWISE and (sizes := _bytes_of(event)):
+            moved += sum(sizes) + max(sizes)
+            seconds += event.self_cpu_time_total * 1e-6
+    return moved / seconds if seconds else None
+
+
+def _bytes_of(event: Event) -> list[int]:
+    dtypes = getattr(event, "input_dtypes", None) or []
+    pairs = zip(event.input_shapes, dtypes, strict=False)
+    return [math.prod(shape) * _SIZES[dtype] for shape, dtype in pairs if shape and dtype in _SIZES]
+
+
+# By the names that the profiler gives dtypes.
+_SIZES = {
+    **dict.fromkeys(("double", "long int"), 8),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("c10::BFloat16", "c10::Half"), 2),
+    **dict.fromkeys(("bool", "unsigned char", "signed char"), 1),
+}
 
 
 def advice_for(times: Mapping[str, float]) -> list[str]:
@@ -107,6 +166,7 @@ def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
     width = max(len(row["kind"]) for row in rows)
     for row in rows:
         note = f"  {row['share_of_rate']:.0%} of the machine's rate" if row.get("share_of_rate") else ""
+        note += f"  {row['share_of_memory_rate']:.0%} of its memory's rate" if row.get("share_of_memory_rate") else ""
         yield f"  {row['kind']:<{width}}  {row['milliseconds']:9.3f} ms  {row['share']:4.0%}{note}"
     yield f"  {'a step, profiled':<{width}}  {found['profiled_ms']:9.3f} ms"
     yield f"  {'a step, not profiled':<{width}}  {found['step_ms']:9.3f} ms"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -15,14 +16,26 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from nano_loop.command_note import Command
 from nano_loop.cpu import Machine
-from nano_loop.profiling.kinds import KINDS, PRODUCTS, advice_for, product_rate, times_of
+from nano_loop.distributed.averaging.averaging import Averaging
+from nano_loop.intercept.attributes import replaced
+from nano_loop.profiling.kinds import (
+    AVERAGING_EVENT,
+    ELEMENTWISE,
+    KINDS,
+    PRODUCTS,
+    advice_for,
+    memory_rate,
+    product_rate,
+    times_of,
+)
 
 #: Steps that are not timed, that are timed without the profiler, and that are profiled.
 WARMUP, TIMED, PROFILED = 4, 5, 5
+_COPIED = 256 << 20  # bytes by whose copy the rate of the machine's memory is measured
 _SIDE = 1024  # of the square products by which the machine's rate is measured
 
 
@@ -40,6 +53,7 @@ class _Recorder:
         self._ends: list[float] = []
         self._profile: Any = None
         register_optimizer_step_post_hook(self._note)
+        replaced(Averaging, "average", _named).__enter__()  # until the process ends
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
         self._optimizer = self._optimizer or optimizer
@@ -79,10 +93,35 @@ class _Recorder:
         ]
         if rate is not None:
             rows[KINDS.index(PRODUCTS)]["share_of_rate"] = min(rate / _machine_rate(dtype), 1.0)
+        moved = memory_rate(own)
+        if moved is not None:
+            rows[KINDS.index(ELEMENTWISE)]["share_of_memory_rate"] = min(moved / _memory_rate(), 1.0)
         if trace := self._command.arguments.get("trace"):
             self._profile.export_chrome_trace(trace)
         advice = advice_for(times)
         return {"kinds": rows, "step_ms": plain * 1e3, "profiled_ms": wall * 1e3, "advice": advice}
+
+
+def _named(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the profiler see a method as averaging."""
+
+    @functools.wraps(method)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(AVERAGING_EVENT):
+            return method(*args, **kwargs)
+
+    return named
+
+
+def _memory_rate() -> float:
+    """Return the bytes per second that this machine reads and writes, by copies that no cache holds."""
+    source = torch.ones(_COPIED, dtype=torch.uint8)
+    target, best = torch.ones_like(source), 0.0
+    for _ in range(4):
+        began = time.perf_counter()
+        target.copy_(source)
+        best = max(best, 2 * _COPIED / (time.perf_counter() - began))
+    return best
 
 
 def _machine_rate(dtype: torch.dtype | None) -> float:

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from nano_loop.profiling import kinds
-from nano_loop.profiling.kinds import KINDS, advice_for, kind_of, lines_of, product_rate, times_of
+from nano_loop.profiling.kinds import (
+    KINDS,
+    advice_for,
+    flops_of,
+    kind_of,
+    lines_of,
+    memory_rate,
+    product_rate,
+    times_of,
+)
 
 
 @dataclass
@@ -18,6 +27,8 @@ class Event:
     flops: int = 0
     cpu_parent: Any = None
     thread: int = 1
+    input_shapes: Any = ()
+    input_dtypes: Any = ()
 
 
 @pytest.mark.parametrize(
@@ -30,6 +41,9 @@ class Event:
         (["aten::_log_softmax"], kinds.ELEMENTWISE),
         (["aten::bmm", "aten::_scaled_dot_product_flash_attention_for_cpu"], kinds.ATTENTION),
         (["aten::_fused_adam_", "Optimizer.step#Adam.step"], kinds.OPTIMIZER),
+        (["aten::bmm", "_AttentionBackward"], kinds.ATTENTION),
+        (["_LossesBackward"], kinds.ELEMENTWISE),
+        (["aten::copy_", kinds.AVERAGING_EVENT, "autograd::engine"], kinds.AVERAGING),
         (["aten::stack", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"], kinds.LOADER),
         (["autograd::engine::evaluate_function: AddmmBackward0"], kinds.PYTHON),
     ],
@@ -50,6 +64,38 @@ def test_times_add_up_to_the_time_of_the_steps():
 def test_rate_counts_products_whose_flops_are_known():
     assert product_rate([Event("aten::mm", cpu_time_total=2e6, flops=10), Event("aten::add")]) == 5.0
     assert product_rate([Event("aten::add")]) is None
+
+
+def test_gradients_of_convolutions_are_counted_once_with_what_is_inside():
+    shapes = [[2, 8, 5, 5], [2, 3, 7, 7], [8, 3, 3, 3]]
+    backward = Event("aten::convolution_backward", cpu_time_total=4e6, input_shapes=shapes)
+    inside = Event("aten::mm", cpu_time_total=1e6, flops=1000, cpu_parent=Event("python", cpu_parent=backward))
+    flops = 4 * (2 * 8 * 5 * 5) * (3 * 3 * 3)
+    assert product_rate([backward, inside]) == flops / 4
+    transposed = [[2, 3, 9, 9], [2, 8, 5, 5], [8, 3, 3, 3]]
+    assert flops_of(Event("aten::convolution_backward", input_shapes=transposed)) == flops
+
+
+def test_memory_rate_counts_what_elementwise_operators_read_and_write():
+    added = Event(
+        "aten::add",
+        self_cpu_time_total=2e6,
+        input_shapes=[[10, 10], [10], []],
+        input_dtypes=["float", "c10::BFloat16", "Scalar"],
+    )
+    copied = Event("aten::copy_", input_shapes=[[10]], input_dtypes=["float"])
+    assert memory_rate([added, copied]) == (400 + 20 + 400) / 2
+    assert memory_rate([copied, Event("aten::mul")]) is None
+
+
+def test_shares_of_the_machine_s_rates_are_in_the_table():
+    found = {
+        "kinds": [{"kind": "a", "milliseconds": 1.0, "share": 0.5, "share_of_rate": 0.25, "share_of_memory_rate": 0.5}],
+        "profiled_ms": 2.0,
+        "step_ms": 2.0,
+        "advice": [],
+    }
+    assert next(lines_of(found)).endswith("25% of the machine's rate  50% of its memory's rate")
 
 
 def test_no_more_than_three_kinds_get_advice_the_largest_first():
