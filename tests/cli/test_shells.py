@@ -13,7 +13,7 @@ HERE = [name for name in ("bash", "dash", "zsh", "fish") if shutil.which(name)]
 NASTY = {
     "EMPTY": "",
     "SPACES": "  two  words\t ",
-    "LINES": "first\n\nthird\n",
+    "NEWLINES": "first\n\nthird\n",
     "QUOTES": "it's \"quoted\", '' and `ticked`",
     "ENDS": "'",
     "CODE": "$HOME $(id) `id` ${X} !! ~ * ; & | > # %",
