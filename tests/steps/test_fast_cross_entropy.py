@@ -283,3 +283,13 @@ def test_without_a_compiler_torch_computes(monkeypatch):
     monkeypatch.setattr(fast_cross_entropy, "unavailable", lambda: "no C compiler was found (cc, gcc, clang)")
     with accelerated(model_of(of_cast), precision="bf16", verbose=False) as run:
         assert run.report["fast_cross_entropy"].detail == "no C compiler was found (cc, gcc, clang)"
+
+
+@pytest.mark.slow
+def test_compiled_model_computes_its_loss_by_torch(called):
+    found, report = trained(model_of(of_cast), compile={"backend": "aot_eager"})
+    assert {"fast_cross_entropy", "compile"} <= set(report.applied)
+    assert not called
+    theirs, _ = trained(model_of(of_cast), fast_cross_entropy=False)
+    for mine, other in zip(found, theirs, strict=True):
+        assert (mine - other).norm() <= 2**-8 * other.norm()
