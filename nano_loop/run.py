@@ -251,7 +251,7 @@ class Run:
     def _concerns(self, step: Step, parts: Parts) -> bool:
         if not step.asked or (step.once and self.report is not None):
             return False
-        return step.needs is None or bool(getattr(parts, step.needs))
+        return step.concerns(parts)
 
     def _apply(self, step: Step, parts: Parts) -> StepResult:
         reason = step.skip_reason(parts)

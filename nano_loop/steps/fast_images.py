@@ -16,7 +16,7 @@ from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
 from nano_loop.vision.lifetime import store_for
-from nano_loop.vision.loaders import CachedImages, datasets_in, plans_in, refusal
+from nano_loop.vision.loaders import CachedImages, datasets_in, has_images, plans_in, refusal
 from nano_loop.vision.store import Store
 
 
@@ -40,6 +40,10 @@ class FastImages(Step):
     def asked(self) -> bool:
         """See `Step.asked`. Without torchvision, the report does not mention the step."""
         return super().asked and (self.required or "torchvision.transforms" in sys.modules)
+
+    def concerns(self, parts: Parts) -> bool:
+        """See `Step.concerns`. Most loaders have no images, also where torchvision is imported."""
+        return super().concerns(parts) and (self.required or any(has_images(each.dataset) for each in parts.loaders))
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""

@@ -67,6 +67,10 @@ class Step(ABC):
         """Whether the user requested the step explicitly, so that skipping it is an error."""
         return getattr(self.config, self.name) is True
 
+    def concerns(self, parts: Parts) -> bool:
+        """Return whether the step is in the report for `parts`."""
+        return self.needs is None or bool(getattr(parts, self.needs))
+
     def see(self, parts: Parts) -> None:  # noqa: B027
         """Inspect the parts of a ``setup`` call, including calls to which the step does not apply."""
 

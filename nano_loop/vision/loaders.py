@@ -147,6 +147,12 @@ def refusal(loader: DataLoader[Any]) -> str | None:
     return None
 
 
+def has_images(dataset: Any) -> bool:
+    """Whether there is a dataset or a pipeline of torchvision's in a dataset."""
+    own = any(type(each).__module__.startswith("torchvision.") for each in datasets_in(dataset))
+    return own or bool(pipelines_in(dataset))
+
+
 def pipelines_in(dataset: Any) -> list[Any]:
     """Return the pipelines in a dataset, in the datasets that it is made of, and in attributes of these."""
     kinds = tuple(kind for kind in (*compositions(), preset()) if kind is not None)

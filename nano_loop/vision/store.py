@@ -1,6 +1,6 @@
 """A folder of entries that several processes write and read: one file for each, which appears when it is whole.
 
-An entry is written to a file of another name, which is then renamed. So a process that is killed in between leaves no
+An entry is written to a file of another name, which then gets its own. So a process that is killed in between leaves no
 half of an entry. A sum over the bytes finds what a disk has lost.
 """
 
@@ -92,11 +92,14 @@ class Store:
         """Write an entry, unless the limit is reached or the folder cannot be written."""
         text = json.dumps({**header, "key": key}).encode()
         size = _HEAD.size + len(text) + len(pixels)
-        if self._is_closed or key in self or not self._reserve(-(-size // _PAGE) * _PAGE):
+        size = -(-size // _PAGE) * _PAGE
+        if self._is_closed or key in self or not self._count(size, 1):
             return
         total = zlib.crc32(pixels, zlib.crc32(text)) if self.sums else 0
         try:
             self._write(key, [_HEAD.pack(_MAGIC, len(text), len(pixels), total), text, pixels])
+        except FileExistsError:  # another process has made the same entry meanwhile
+            self._count(-size, -1)
         except OSError as error:
             self._close(error)
 
@@ -147,29 +150,29 @@ class Store:
                     _write_all(descriptor, piece)
             finally:
                 os.close(descriptor)
-            os.rename(unfinished, path)
-        except BaseException:
+            _appear(unfinished, path)
+        finally:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
-            raise
 
-    def _reserve(self, size: int) -> bool:
-        """Count an entry against the limit."""
+    def _count(self, size: int, entries: int) -> bool:
+        """Count bytes and entries against the limit, and return whether there is room."""
         try:
-            with self._count() as descriptor:
+            with self._counter() as descriptor:
                 data = os.pread(descriptor, _USED.size, 0)
                 used = Usage(*_USED.unpack(data)) if len(data) == _USED.size else Usage(0, 0)
                 if self.limit is not None and used.size + size > self.limit:
                     self._is_closed = True
                     return False
-                os.pwrite(descriptor, _USED.pack(used.size + size, used.entries + 1), 0)
+                left = max(used.size + size, 0), max(used.entries + entries, 0)
+                os.pwrite(descriptor, _USED.pack(*left), 0)
         except OSError as error:
             self._close(error)
             return False
         return True
 
     @contextlib.contextmanager
-    def _count(self) -> Iterator[int]:
+    def _counter(self) -> Iterator[int]:
         descriptor = os.open(self.folder / "used", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -181,6 +184,16 @@ class Store:
         self._is_closed = True
         name = errno.errorcode.get(error.errno or 0, "")
         self.note(f"the cache cannot be written any further: {error.strerror or error} {name}".strip())
+
+
+def _appear(unfinished: str, path: str) -> None:
+    """Give a finished entry its name; raise `FileExistsError` if another one has it."""
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        os.rename(unfinished, path)
 
 
 def _opened(path: str) -> int:

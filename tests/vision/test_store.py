@@ -113,7 +113,7 @@ def test_process_that_is_killed_while_it_writes_leaves_no_entry(tmp_path):
         import os, sys
         from pathlib import Path
         from nano_loop.vision.store import Store
-        os.rename = lambda *paths: os.kill(os.getpid(), 9)
+        os.link = lambda *paths: os.kill(os.getpid(), 9)
         Store(Path(sys.argv[1]), None, sums=True).put(sys.argv[2], {}, bytes(100))
     """
     killed = subprocess.run([sys.executable, "-c", program, tmp_path, KEYS[0]], check=False)
@@ -268,3 +268,26 @@ def test_tensors_come_back_with_their_strides(tensor):
     found = entries.read(header, memoryview(bytearray(data)))
     assert torch.equal(found, tensor)
     assert found.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_entry_that_two_processes_make_at_once_counts_once(tmp_path, monkeypatch, links):
+    first, second = (Store(tmp_path, None, sums=True) for _ in range(2))
+    opened = os.open
+
+    def meanwhile(path, *args, **kwargs):
+        if "unfinished-" in str(path) and not second.usage().entries > 1:
+            monkeypatch.setattr(os, "open", opened)
+            second.put(KEYS[0], *entry(0))
+        return opened(path, *args, **kwargs)
+
+    def refuse(*paths):
+        raise PermissionError
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "open", meanwhile)
+    first.put(KEYS[0], *entry(0))
+    assert first.usage() == ((4096, 1) if links else (2 * 4096, 2))
+    assert_right(first, 1)
+    assert not [*tmp_path.glob("??/unfinished-*")]
