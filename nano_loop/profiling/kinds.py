@@ -22,8 +22,8 @@ _LOSSES = ("_Losses", "_LossesBackward")  # of fast_cross_entropy
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 #: A part of the step from which on a kind of work is worth a change, and what to change.
 _ADVICE = {
-    PRODUCTS: (0.4, 'try precision="bf16", and channels_last=True for images; nano-loop tune measures both'),
-    ATTENTION: (0.1, 'try precision="bf16", in which fast_attention applies'),
+    PRODUCTS: (0.4, 'use precision="bf16", and channels_last=True for images, if they are off: nano-loop tune says'),
+    ATTENTION: (0.1, 'use precision="bf16", in which fast_attention applies, if it is off'),
     ELEMENTWISE: (0.2, "try compile=True, which fuses these operators"),
     OPTIMIZER: (0.1, "use Adam, AdamW, SGD or Adagrad, which have fused kernels, or step less often"),
     CASTS: (0.1, "see log_casts=True, and channels_last for images"),
