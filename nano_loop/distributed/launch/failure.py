@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import pickle
 import signal
+import sys
 import threading
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from types import TracebackType
 from typing import Any
 
+import cloudpickle
+
 from nano_loop.distributed.ranks import RankLeftError
 from nano_loop.errors import NanoWorkerError, RankLateError, problem
 
 _RUNS_TOGETHER = "a run needs all of its ranks"
+_LARGEST = 16 << 20  # bytes of an exception that is sent; of a larger one only the words are
 _LONGEST_WORDS = 10_000  # characters of an exception's message
 _LONGEST_TRACEBACK = 100_000
 # What the system sends to a process for what that has done itself.
@@ -125,6 +130,23 @@ def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> 
     text = f"{type(error).__name__}: {words}" if words else type(error).__name__
     what = "raised " + text.rstrip(".").partition("\n")[0] + where
     return Failure(rank, kind_of(error), what, "Fix the error in its traceback", traceback=_shortened(traceback))
+
+
+def pickled(error: BaseException) -> bytes:
+    """Return an exception pickled; empty where it cannot be, or is too large to send."""
+    try:
+        content = cloudpickle.dumps(error)
+        pickle.loads(content)  # exceptions of the user's may pickle and not come back
+    except Exception:  # nothing is known of what a user's exception does when it is pickled
+        return b""
+    return content if len(content) <= _LARGEST else b""
+
+
+def flush_output() -> None:
+    """Write out what standard output and standard error hold back."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the loop may have closed or replaced it
+            stream.flush()
 
 
 def _words_of(error: BaseException) -> str:

@@ -9,19 +9,15 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
-import sys
 import threading
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import cloudpickle
-
 from nano_loop.distributed.files.folder import redirect_files
 from nano_loop.distributed.launch.assignment import Assignment
-from nano_loop.distributed.launch.failure import Failure, raised
+from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
 from nano_loop.distributed.launch.joining import run_task
 from nano_loop.distributed.launch.local.frames import framed
 from nano_loop.distributed.launch.local.launcher import PAYLOAD, WORKER_INIT
@@ -30,7 +26,6 @@ from nano_loop.distributed.payload.payload import load
 from nano_loop.rank_zero import note_rank
 
 _sending = threading.Lock()  # threads of the loop may warn
-_LARGEST = 16 << 20  # bytes of an exception that is sent; of a larger one only the words are
 
 
 def main(folder: Path, rank: int, reports: int, verbose: bool) -> NoReturn:
@@ -68,7 +63,7 @@ def main(folder: Path, rank: int, reports: int, verbose: bool) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _report(reports, raised(rank, error, traceback.format_exc(), where), error)
     else:
-        _flush()
+        flush_output()
         _send(reports, framed({"kind": "finished"}))
     os._exit(0)  # threads of the user's may be running; there is nothing to clean up that rank 0 does not
 
@@ -88,22 +83,11 @@ def keep_sockets_in(folder: Path) -> None:
 def _report(reports: int, failure: Failure, error: BaseException) -> None:
     """Report a failure: its words at once, for pickling an exception may fail or take long, and then the exception."""
     _send(reports, framed({"kind": "failed", "failure": failure.in_words()}))
-    _flush()
-    try:
-        content = cloudpickle.dumps(error)
-        pickle.loads(content)  # exceptions of the user's may pickle and not come back
-    except Exception:  # nothing is known of what a user's exception does when it is pickled
-        content = b""
-    _send(reports, framed({"kind": "exception"}, content if len(content) <= _LARGEST else b""))
+    flush_output()
+    _send(reports, framed({"kind": "exception"}, pickled(error)))
 
 
 def _send(reports: int, message: bytes) -> None:
     with _sending, contextlib.suppress(OSError):  # rank 0 is gone, or the loop has closed what it did not open
         while message:
             message = message[os.write(reports, message) :]
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # the loop may have closed or replaced it
-            stream.flush()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -18,14 +17,13 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.files.folder import redirect_files
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import joined_at
-from nano_loop.distributed.launch.failure import raised
+from nano_loop.distributed.launch.failure import flush_output, pickled, raised
 from nano_loop.distributed.launch.joining import run_joined
 from nano_loop.distributed.launch.local.warned import sent
 from nano_loop.distributed.launch.ray.call import PAYLOAD, WORKER_INIT, Call, threads_for, versions
@@ -34,8 +32,6 @@ from nano_loop.distributed.launch.ray.lifeline import Lifeline
 from nano_loop.distributed.payload.payload import load
 from nano_loop.distributed.seat import Seat
 from nano_loop.rank_zero import note_rank
-
-_LARGEST = 16 << 20  # bytes of an exception that is sent; of a larger one only the words are
 
 
 class RankWorker:
@@ -136,7 +132,7 @@ class RankWorker:
             run_joined(call.task, call.state, threads or machine.num_threads, noting, call.size, self._folder.path)
         except BaseException as error:
             return self._failed(error, "")
-        _flush()
+        flush_output()
         return None
 
     @contextmanager
@@ -157,13 +153,8 @@ class RankWorker:
         failure = raised(self._rank, error, traceback.format_exc(), where)
         if isinstance(error, FileNotFoundError):
             failure.advice = _SHARED
-        _flush()
-        try:
-            content = cloudpickle.dumps(error)
-            pickle.loads(content)  # exceptions of the user's may pickle and not come back
-        except Exception:  # nothing is known of what a user's exception does when it is pickled
-            content = b""
-        return {"failure": failure.in_words(), "exception": content if len(content) <= _LARGEST else b""}
+        flush_output()
+        return {"failure": failure.in_words(), "exception": pickled(error)}
 
 
 _SHARED = (
@@ -181,11 +172,3 @@ def _become(setting: dict[str, Any]) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.close(nowhere)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):  # the loop may have closed or replaced it
-            continue
