@@ -30,8 +30,6 @@ class Measured:
         Whether it is the loop without nano_loop.
     seconds : list of float
         The time of a step for one batch, turn by turn.
-    ratios : list of float
-        In the same turns, the time of the candidate in force over this one's.
     speed : float or None
         How many times as fast as the first candidate of the search.
     memory : int or None
@@ -47,7 +45,6 @@ class Measured:
     changes: dict[str, Any]
     is_plain: bool = False
     seconds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
     speed: float | None = None
     memory: int | None = None
     note: str = ""

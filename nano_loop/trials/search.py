@@ -229,13 +229,12 @@ class Search:
         """Whether the numbers of a trial differ from those of the plain model by rounding alone."""
         measured = trial.measured
         settings = changed(for_trial(self._start), measured.changes)
-        key = repr([getattr(settings.options, name) for name in OF_NUMBERS])
+        key = self._numbers_of(measured)
         if key not in self._numbers:
             self._numbers[key] = self._compared(settings, measured)
         measured.comparison = self._numbers[key]
         for each in self._all:
-            own = changed(for_trial(self._start), each.changes) if each.seconds and not each.is_plain else None
-            if own and repr([getattr(own.options, name) for name in OF_NUMBERS]) == key:
+            if each.seconds and not each.is_plain and self._numbers_of(each) == key:
                 each.comparison = self._numbers[key]
         fault = self._numbers[key].get("fault")
         loss = self._numbers[key].get("loss") or 0.0
@@ -274,6 +273,7 @@ class Search:
         return trial or best
 
     def _numbers_of(self, measured: Measured) -> str:
+        """Return what the numbers of a candidate depend on."""
         options = changed(for_trial(self._start), measured.changes).options
         return repr([getattr(options, name) for name in OF_NUMBERS])
 
