@@ -10,13 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import resource
 import statistics
 import sys
 import warnings
 from collections.abc import Callable, Sequence, Sized
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from benchmarks import systems
 from benchmarks.limits import matmul_gflops, step_flops
 from benchmarks.names import find
 from benchmarks.workloads import WORKLOADS, Workload
+from nano_loop.cpu import peak_memory
 
 Train = Callable[[Workload, int], list[float]]
 
@@ -81,7 +79,7 @@ def _measured(workload: str, train: Train, small: bool) -> dict[str, float]:
     return {
         "median_ms": statistics.median(_epoch_means(seconds[warmup:], work)) * 1e3,
         "first_step_ms": seconds[0] * 1e3,
-        "peak_rss_mb": _peak_rss_mb(),
+        "peak_rss_mb": peak_memory() / 2**20,
     }
 
 
@@ -104,16 +102,6 @@ def _build(workload: str, small: bool) -> Workload:
     work: Workload = find(workload, WORKLOADS)(small)
     work.model.train()
     return work
-
-
-def _peak_rss_mb() -> float:
-    """Return the most memory that this process has had; Linux lets `ru_maxrss` begin at what the parent had."""
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    if found:
-        return int(found[1]) / 1024
-    unit = 1024**2 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Compares the options that `nano_loop.tune` chooses with the fastest of a full measurement.
+"""Compares the options that `nano-loop tune` chooses with the fastest of a full measurement.
 
 python -m benchmarks.choices
 python -m benchmarks.choices --only bert,mlp --small --seconds 10
@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 
+from benchmarks import systems
 from benchmarks.fresh import ROOT, environment
-from benchmarks.lockstep import Live, compare
+from benchmarks.lockstep import FOREVER, Live, compare
 from benchmarks.names import find, names
-from benchmarks.workloads import WORKLOADS
-
-#: Where the result of a search begins in what the process of a search prints.
-RESULT = "found: "
+from benchmarks.workloads import WORKLOADS, Workload
+from nano_loop.trials.tuning import Tuning
 
 
 def grid(images: bool, threads: int) -> Iterator[dict[str, Any]]:
@@ -37,28 +36,24 @@ def grid(images: bool, threads: int) -> Iterator[dict[str, Any]]:
         yield {"precision": precision, "channels_last": channels_last, "num_threads": count}
 
 
-def search(workload: str, small: bool) -> None:
-    """Search in this process, and print what was found."""
-    import nano_loop
-
+def built(workload: str, small: bool) -> Workload:
+    """Return a workload as the processes that are compared build it."""
     torch.manual_seed(0)
-    work = find(workload, WORKLOADS)(small)
+    work: Workload = find(workload, WORKLOADS)(small)
     work.model.train()
-    batch = next(iter(work.batches))
-    found = nano_loop.tune(work.model, work.optimizer, batch, work.loss, num_processes=None, again=True)
-    print(found, file=sys.stderr)
-    result = {"options": found.options, "seconds": found.seconds, "images": work.images}
-    print(f"{RESULT}{json.dumps({**result, 'threads': torch.get_num_threads()})}")
+    return work
 
 
 def searched(workload: str, small: bool) -> dict[str, Any]:
-    """Search in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.choices", "--search", workload, *["--small"] * small]
+    """Return the result of `nano-loop tune` for the loop that is compared; its table goes to standard error."""
+    script = ["-m", "benchmarks.choices", "--loop", workload, *["--small"] * small]
+    command = [sys.executable, "-m", "nano_loop", "tune", "--json", "--again", "--num-processes", "1", *script]
     done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if done.returncode or not lines:
+    if done.returncode:
         sys.exit(f"the search for {workload} failed")
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix(RESULT))
+    result: dict[str, Any] = json.loads(done.stdout)
+    content = {key: value for key, value in result.items() if key not in ("version", "command")}
+    print(Tuning.of_dict(content), file=sys.stderr)
     return result
 
 
@@ -67,7 +62,7 @@ def row(workload: str, small: bool, seconds: float) -> str:
     found = searched(workload, small)
     chosen = found["options"]
     ratios = {}
-    for options in grid(found["images"], found["threads"]):
+    for options in grid(built(workload, small).images, torch.get_num_threads()):
         with ExitStack() as stack:
             pair = []
             for each in (options, chosen):
@@ -86,10 +81,10 @@ def main(given: list[str] | None = None) -> None:
     add("--only", type=names(WORKLOADS), default=["resnet18", "bert", "mlp"], metavar="WORKLOADS")
     add("--small", action="store_true", help="small workloads")
     add("--seconds", type=float, default=10, help="of a comparison (default: 10)")
-    add("--search", metavar="WORKLOAD", help=argparse.SUPPRESS)
+    add("--loop", metavar="WORKLOAD", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
-    if options.search:
-        search(options.search, options.small)
+    if options.loop:
+        systems.nano_with(built(options.loop, options.small), FOREVER)
         return
     print("| workload | chosen | search, s | fastest of the grid | speed of the choice over that |")
     print("| --- | --- | --- | --- | --- |", flush=True)

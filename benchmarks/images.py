@@ -4,7 +4,8 @@
 .venv-ipex/bin/python -m benchmarks.images --sizes 500x375 --workers 0 --rounds 3 --output images
 
 Each case is a fresh process, and the systems take turns. All train ResNet-18 by nano_loop in bf16, so that they differ
-in their pipelines alone. It needs torchvision, which `make test-ipex` installs.
+in their pipelines alone. What a pipeline takes without a step, and a step without a pipeline, is measured beside it: no
+pipeline can be faster than by their sum over the step. It needs torchvision, which `make test-ipex` installs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from benchmarks.names import at_least_one
 from benchmarks.surroundings import surroundings
+from nano_loop.cpu import peak_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS, OURS = ("torchvision", "torchvision_v2"), ("exact", "scaled")
@@ -97,8 +98,8 @@ def loader_of(system: str, folder: str, workers: int) -> Any:
     return torch.utils.data.DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True)
 
 
-def case(system: str, folder: str, workers: int) -> dict[str, Any]:
-    """Train, and return the seconds of each epoch and the peak of memory in MB."""
+def case(system: str, folder: str, workers: int, trains: int) -> dict[str, Any]:
+    """Train, or only iterate; return the seconds of each epoch and of a step alone, and this process's peak memory."""
     from torchvision.models import resnet18
 
     from nano_loop import nano
@@ -121,21 +122,24 @@ def case(system: str, folder: str, workers: int) -> dict[str, Any]:
         tune_operators=False,
         verbose=False,
     )
-    def train(model: Any, optimizer: Any, loader: Any) -> list[float]:
-        for _ in range(4):  # warms up
+    def train(model: Any, optimizer: Any, loader: Any) -> tuple[list[float], float]:
+        for _ in range(4 * trains):  # warms up
             step(model, optimizer, *batch)
         seconds = []
         for _ in range(EPOCHS):
             start = time.perf_counter()
             for images, labels in loader:
-                step(model, optimizer, images, labels)
+                if trains:
+                    step(model, optimizer, images, labels)
             seconds.append(time.perf_counter() - start)
-        return seconds
+        start = time.perf_counter()
+        for _ in range(8 * trains):
+            step(model, optimizer, *batch)
+        return seconds, (time.perf_counter() - start) / 8
 
-    seconds = train(model, optimizer, loader_of(system, folder, workers))
-    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    seconds, alone = train(model, optimizer, loader_of(system, folder, workers))
     report = train.report.as_dict() if hasattr(train, "report") else {}
-    return {"seconds": seconds, "peak_mb": peak / 1e3, "cache": _cache(report)}
+    return {"seconds": seconds, "step": alone, "peak_mb": peak_memory() / 1e6, "cache": _cache(report)}
 
 
 def _cache(report: dict[str, Any]) -> str:
@@ -143,9 +147,9 @@ def _cache(report: dict[str, Any]) -> str:
     return next((each["detail"] for each in steps if each["name"] == "image_cache"), "")
 
 
-def fresh(system: str, folder: Path, workers: int) -> dict[str, Any]:
+def fresh(system: str, folder: Path, workers: int, trains: int) -> dict[str, Any]:
     """Run a case in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.images", "--case", system, str(folder), str(workers)]
+    command = [sys.executable, "-m", "benchmarks.images", "--case", system, str(folder), str(workers), str(int(trains))]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -164,7 +168,9 @@ def measure(size: str, workers: int, rounds: int) -> dict[str, Any]:
         for number in range(rounds):
             order = systems[number % 4 :] + systems[: number % 4]
             for system in order[:: -1 if number % 2 else 1]:
-                found[system].append(fresh(system, Path(folder), workers))
+                run = fresh(system, Path(folder), workers, trains=True)
+                run["pipeline"] = fresh(system, Path(folder), workers, trains=False)["seconds"]
+                found[system].append(run)
     return {"size": size, "workers": workers, "images": SIZES[size], "kB": kilobytes, "rounds": found}
 
 
@@ -182,6 +188,9 @@ def summary(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "first_ratio": statistics.median(firsts),
             "later_ratio": statistics.median(laters),
             "later_range": [min(laters), max(laters)],
+            "step_ms": statistics.median(run["step"] for run in each) / BATCH * 1e3,
+            "first_pipeline_ms": statistics.median(run["pipeline"][0] for run in each) / count * 1e3,
+            "later_pipeline_ms": statistics.median(min(run["pipeline"][1:]) for run in each) / count * 1e3,
             "peak_mb": statistics.median(run["peak_mb"] for run in each),
         }
 
@@ -198,10 +207,10 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[0, 2], help="of the loaders (default: 0 2)")
     parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--output", metavar="NAME", help="store the results in benchmarks/results/NAME.json")
-    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        print(json.dumps(case(options.case[0], options.case[1], int(options.case[2]))))
+        print(json.dumps(case(*options.case[:2], *map(int, options.case[2:]))))
         return
     results: dict[str, Any] = {**surroundings(), "images": []}
     for size in options.sizes:
@@ -214,7 +223,8 @@ def main() -> None:
                 print(
                     f"{row['system']:16} first epoch {row['first_ms']:6.1f} ms an image ({row['first_ratio']:.2f}×), "
                     f"later {row['later_ms']:6.1f} ms ({row['later_ratio']:.2f}×, {row['later_range'][0]:.2f} to "
-                    f"{row['later_range'][1]:.2f}), {row['peak_mb']:.0f} MB",
+                    f"{row['later_range'][1]:.2f}); pipeline alone {row['first_pipeline_ms']:.1f} and "
+                    f"{row['later_pipeline_ms']:.1f} ms, step alone {row['step_ms']:.1f} ms; {row['peak_mb']:.0f} MB",
                     flush=True,
                 )
             if options.output:

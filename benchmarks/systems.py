@@ -114,7 +114,7 @@ def nano_with(work: Workload, count: int, **options: Any) -> list[float]:
 def _train(**options: Any) -> Any:
     import nano_loop
 
-    return nano_loop.nano(**options, verbose=False)(steps)
+    return nano_loop.nano(**{"verbose": False, **options})(steps)
 
 
 #: By name, in the order of the tables. Each takes a workload and a number of steps, and returns their seconds.

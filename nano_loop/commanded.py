@@ -21,6 +21,8 @@ from nano_loop.trials.candidates import changed
 #: Several processes train with larger batches, which nobody has asked for who asks for speed alone.
 _NOT_BEFORE_TRAINING = ("num_processes",)
 
+_INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
+
 
 def is_commanded() -> bool:
     """Whether nano-loop has started this script for a search, and no run has begun yet."""
@@ -81,6 +83,8 @@ def _answer(command: Command, task: Task, settings: Settings) -> NoReturn:
     except NanoError as error:
         command.answer(error=str(error))
         code = 2
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the script may have closed or replaced it
             stream.flush()

@@ -36,7 +36,7 @@ ROOMS = (
     ("cpu", "environment"),
     ("option_checks",),
     ("command_note", "op_names", "exports"),
-    ("cache_folder", "errors", "glibc", "native_output", "precisions", "version"),
+    ("cache_folder", "errors", "glibc", "native_output", "parent_process", "precisions", "version"),
 )
 
 # How many files may import what is likely to change or to vanish.

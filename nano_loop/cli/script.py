@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from nano_loop.command_note import COMMAND, Command
 from nano_loop.errors import NanoConfigError, problem
+from nano_loop.parent_process import end_with
 
 
 class ScriptEndedError(Exception):
@@ -62,7 +64,10 @@ def result_of(
         note = Command(command, str(path), dict(arguments)).encoded()
         sys.stdout.flush()
         process = subprocess.Popen(
-            [sys.executable, *script], env={**environ, COMMAND: note}, stdout=sys.stderr if to_stderr else None
+            [sys.executable, *script],
+            env={**environ, COMMAND: note},
+            stdout=sys.stderr if to_stderr else None,
+            preexec_fn=partial(end_with, os.getpid()) if os.name == "posix" else None,  # no thread runs here
         )
         with _signals_passed_to(process):
             code = process.wait()

@@ -5,6 +5,7 @@ from nano_loop.cpu.cpu_list import format_cpu_list, parse_cpu_list
 from nano_loop.cpu.host import Host
 from nano_loop.cpu.machine import LogicalCpu, Machine
 from nano_loop.cpu.partition import Share, given_shares, partition, restricted
+from nano_loop.cpu.process_memory import peak_memory
 from nano_loop.cpu.reading import read_machine
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "given_shares",
     "parse_cpu_list",
     "partition",
+    "peak_memory",
     "read_machine",
     "restricted",
 ]

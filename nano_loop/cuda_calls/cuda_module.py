@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from nano_loop.cpu import read_machine
+from nano_loop.cpu import peak_memory, read_machine
 from nano_loop.cuda_calls.streams import Event, Stream
 from nano_loop.errors import NanoError, problem
 
@@ -40,7 +39,7 @@ def _memory(*_: Any, **__: Any) -> int:
 
 
 def _peak(*_: Any, **__: Any) -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_memory()
 
 
 def _free_and_total(*_: Any, **__: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Averages gradients over the ranks at the end of each backward."""
+"""Averages gradients over the ranks at the end of each backward, between hosts during it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 
+_AT_END = "at the end of each backward"
+
 
 class GradientAveraging(RanksStep):
-    """Averages the gradients over all ranks at the end of each backward; see `nano_loop.distributed.averaging`."""
+    """Averages the gradients over all ranks in each backward; see `nano_loop.distributed.averaging`."""
 
     name = "gradient_averaging"
     needs = "trained"  # an optimizer may be set up without a model, with separate parameters
@@ -42,7 +44,7 @@ class GradientAveraging(RanksStep):
         for model in parts.models:
             self.entries.add(model, self.name, self._averaging.around_call)
         narrowed = f", as {self.config.gradient_compression}" if self.config.gradient_compression else ""
-        return f"at the end of each backward, {self._way}{narrowed}"
+        return f"{self._way}{narrowed}"
 
     def paused(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Return a context in which the gradients of `models` are not averaged; see `Averaging.paused`."""
@@ -57,7 +59,13 @@ class GradientAveraging(RanksStep):
         transport = self._make_transport()
         self.undoing.callback(transport.close)
         self.undoing.callback(transport.leave)
-        averaging = Averaging(self.ranks, transport, served_whole_by_mode, compare=self.config.compare_parameters)
+        averaging = Averaging(
+            self.ranks,
+            transport,
+            served_whole_by_mode,
+            compare=self.config.compare_parameters,
+            overlapped=isinstance(transport, HostsTransport),
+        )
         self.undoing.callback(averaging.close)
         return averaging
 
@@ -69,13 +77,14 @@ class GradientAveraging(RanksStep):
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers
                 transport = SharedMemoryTransport(self.ranks, folder, compression=compression)
-                self._way = "through shared memory"
+                self._way = f"{_AT_END}, through shared memory"
                 return transport
         if self.ranks.hosts is not None and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank, as above
                 transport_between = HostsTransport(self.ranks, self.ranks.hosts, compression=compression)
                 shares = any(len(each) > 1 for each in self.ranks.hosts.members)
-                self._way = "through shared memory, then between hosts by gloo" if shares else "by gloo"
+                way = "through shared memory, then between hosts by gloo" if shares else "by gloo"
+                self._way = f"during each backward, {way}"
                 return transport_between
-        self._way = f"by {distributed.get_backend()}"
+        self._way = f"{_AT_END}, by {distributed.get_backend()}"
         return ProcessGroupTransport(self.ranks, compression=compression)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -15,6 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from nano_loop.cpu import peak_memory
 from nano_loop.distributed.launch.local.throwaway import Line
 from nano_loop.distributed.payload.payload import load
 from nano_loop.distributed.ranks import Loop
@@ -124,15 +123,9 @@ class _Gate:
         self._last = time.perf_counter()
 
     def _answer(self) -> None:
-        self._line.say(seconds=self._seconds, peak=_peak(), steps=_steps(self._run))
+        self._line.say(seconds=self._seconds, peak=peak_memory(), steps=_steps(self._run))
         self._seconds = []
         self._left = self._line.wait()
-
-
-def _peak() -> int:
-    """Return the most memory that this process has had, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _steps(run: Run | None) -> dict[str, list[str]]:

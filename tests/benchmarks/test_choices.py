@@ -13,16 +13,10 @@ def test_grid_has_each_combination_once():
     assert len([*choices.grid(images=True, threads=4)]) == 8
 
 
-def test_choice_takes_turns_with_the_grid(monkeypatch, capsys):
-    found = {"options": {"precision": "bf16"}, "seconds": 12.3, "images": False, "threads": 1}
-    monkeypatch.setattr(choices, "searched", lambda workload, small: found)
-    choices.main(["--only", f"{OWN}linear", "--small", "--seconds", "0.3"])
-    row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith(f'| {OWN}linear | `{{"precision": "bf16"}}` | 12 | `{{"precision": ')
-    assert 0.05 < float(re.search(r"([\d.]+) \|$", row)[1]) < 20
-
-
-def test_search_prints_its_result(monkeypatch):
-    done = run("benchmarks.choices", "--search", f"{OWN}linear", "--small")
+def test_choice_of_a_search_takes_turns_with_the_grid():
+    done = run("benchmarks.choices", "--only", f"{OWN}linear", "--small", "--seconds", "0.3")
     assert done.returncode == 0, done.stderr
-    assert f'{choices.RESULT}{{"options": {{' in done.stdout
+    row = done.stdout.splitlines()[-1]
+    assert re.match(rf"\| {re.escape(OWN)}linear \| `{{.*}}` \| \d+ \| `{{\"precision\": ", row)
+    assert 0.05 < float(re.search(r"([\d.]+) \|$", row)[1]) < 20
+    assert "ms a step" in done.stderr  # the table of the search

@@ -1,4 +1,4 @@
-"""Averages gradients over the ranks at the end of each backward, with no wrapper around the model.
+"""Averages gradients over the ranks in each backward, with no wrapper around the model.
 
 A hook on each parameter notes what arrived. The first one in a backward asks for a callback at its end, so the
 gradients are averaged when `backward()` returns, and what the loop does with them next, such as clipping, sees the

@@ -3,7 +3,8 @@
 When all parameters of a run have had a gradient in one backward, on all ranks, those of the next are taken as they
 arrive, last ones first, and their means lie in separate memory until the backward ends. The ranks then agree on whether
 the means are of use: not where a gradient was missing, came twice, or was changed after it had come. They are dropped
-then, and the gradients, which nothing has changed, are averaged as usual.
+then, and the gradients, which nothing has changed, are averaged as usual. Where that is more than a rare exception, the
+rest of the run is not overlapped.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from nano_loop.intercept.torch_private import foreach_copy
 
 #: What a rank says of its sweep: it has begun none, a whole one, or one of no use.
 NONE, WHOLE, SPOILED = range(3)
+#: How many sweeps may be of no use, and one more for each so many that are.
+_FEW, _RARE = 2, 10
 
 
 class Sweeping(Protocol):
@@ -53,14 +56,16 @@ class Overlap:
         self._sweep: Sweep | None = None
         self._taken: dict[int, _Taken] = {}
         self._spoiled = False
+        self._useful = self._useless = 0
 
     def expect(self, parameters: Sequence[torch.Tensor]) -> None:
         """Note which parameters will probably have a gradient in the next backward; none: do not overlap it.
 
         Called with the same ones on all ranks.
         """
-        if not parameters or any(is_summed_wider(each.dtype) for each in parameters):
-            self._parameters, self._places = [], {}
+        pays = self._useless <= _FEW + self._useful // _RARE
+        if not pays or not parameters or any(is_summed_wider(each.dtype) for each in parameters):
+            self._parameters, self._places, self._means = [], {}, []
             return
         expected = [each for each in reversed(parameters) if each.numel()]
         if len(expected) == len(self._parameters) and all(map(_is, expected, self._parameters)):
@@ -120,6 +125,7 @@ class Overlap:
                 pairs = zip(self._parameters, gradients, strict=True)
                 foreach_copy([in_memory_order(each, gradient) for each, gradient in pairs], self._means)
         self._sweep, self._taken, self._spoiled = None, {}, False
+        self._useful, self._useless = self._useful + is_mean, self._useless + (not is_mean)
         return is_mean
 
     def _start(self) -> None:

@@ -10,7 +10,6 @@ the caller's own children are not disturbed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -34,9 +33,9 @@ from nano_loop.distributed.launch.local.frames import Frames, framed
 from nano_loop.distributed.launch.local.handle import handle_of
 from nano_loop.distributed.launch.local.start import Start
 from nano_loop.distributed.launch.local.worker import main
+from nano_loop.parent_process import end_with
 
 _STREAMS = 3  # descriptors that come with each request for a worker: reports, standard output, standard error
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def serve(control: socket.socket, caller: int, idle: float) -> NoReturn:
@@ -180,7 +179,7 @@ class ForkServer:
             for each in (self._woken, self._waking, *([] if self._caller is None else [self._caller])):
                 os.close(each)
             self._control.close()
-            _end_with(server)
+            end_with(server)
             _take_streams(*streams[1:])
             start = Start.read(path)
             _take_over(start)
@@ -235,11 +234,3 @@ def _kill_group(leader: int) -> None:
     for kill in (os.killpg, os.kill):  # between its fork and its setsid it has no group
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)
-
-
-def _end_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends, whatever it is doing then."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
-        os._exit(1)

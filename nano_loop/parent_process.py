@@ -1,0 +1,24 @@
+"""Lets a process end with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def end_with(parent: int) -> None:
+    """Let the system kill this process when its parent ends, whatever it is doing then. Only Linux can.
+
+    Parameters
+    ----------
+    parent : int
+        The process ID of the parent. If it has ended already, this process ends at once.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,93 @@
+"""What a signal to `nano-loop tune` or `profile` leaves: no process, and no file."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+LOOP = """
+import time, torch, nano_loop
+
+@nano_loop.nano(num_threads=1, verbose=False)
+def train(model, optimizer, batches):
+    while True:
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.2)
+
+model = torch.nn.Linear(8, 1)
+train(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.rand(4, 8)] * 3)
+"""
+#: Processes of a command: its own, the script, the server that forks the trials, and two trials at least.
+EXPECTED = {"profile": 2, "tune": 5}
+
+
+def processes_with(mark):
+    """Return the processes with a variable of this value; those of a trial are no descendants of the command's."""
+    return [each for each in psutil.process_iter() if _mark_of(each) == mark]
+
+
+def _mark_of(process):
+    try:
+        return process.environ().get("MARK")
+    except psutil.Error:
+        return None
+
+
+def wait_until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Give a function that starts a command on a script, and returns it and its processes when they are at work."""
+    (tmp_path / "train.py").write_text(LOOP)
+    (tmp_path / "tmp").mkdir()
+
+    def start(command):
+        own = {"MARK": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nano_loop", command, "train.py"],
+            env={**os.environ, **own},
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        enough = EXPECTED[command]
+        assert wait_until(lambda: len(processes_with(str(tmp_path))) >= enough, 60), "it never came to work"
+        time.sleep(1.0 if command == "tune" else 6.0)  # until the script has imported torch
+        return process, processes_with(str(tmp_path))
+
+    yield start
+    for each in processes_with(str(tmp_path)):
+        each.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
+@pytest.mark.parametrize("command", ["tune", "profile"])
+def test_signal_ends_everything(started, tmp_path, command, number):
+    process, all_of_it = started(command)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=15)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    assert wait_until(lambda: not processes_with(str(tmp_path)), 10), processes_with(str(tmp_path))
+    assert not out
+    traceback = "Traceback" in err
+    assert traceback == (command == "profile" and number == signal.SIGINT), err  # the loop's, as under Python
+    assert not [path for each in all_of_it for path in Path("/dev/shm").glob(f"nano_loop-{each.pid}-*")]
+    if number != signal.SIGKILL:  # of a command that is killed the file for the result stays
+        assert not [*(tmp_path / "tmp").glob("nano_loop*")]
+    assert not [*tmp_path.glob("cache/**/*.json")]  # of a search that has not ended nothing is kept
