@@ -18,6 +18,7 @@ from typing import Any
 from nano_loop.command_note import COMMAND, Command
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.parent_process import end_with
+from nano_loop.profiling import STEPS
 
 
 class ScriptEndedError(Exception):
@@ -82,7 +83,7 @@ def result_of(
         given, advice = f"{name} never calls nano_loop", "Decorate its training function"
         if command == "profile":
             given += ", or never takes enough steps"
-            advice += ", and let it take 14 steps"
+            advice += f", and let it take {STEPS} steps"
         raise NanoConfigError(problem(given, needed, advice))
     return result
 

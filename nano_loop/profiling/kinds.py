@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,8 +10,8 @@ PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products and convolutions", "attentio
 OPTIMIZER, CASTS, LOADER, PYTHON = "optimizer", "casts and layouts", "loader", "Python and the rest"
 AVERAGING = "averaging and waiting for ranks"
 KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, OPTIMIZER, CASTS, LOADER, AVERAGING, PYTHON)
-#: The names of what the recorder puts around the averaging of gradients.
-AVERAGING_EVENT = "nano_loop: averaging"
+#: The names of what the recorder puts around the averaging of gradients, and around the steps of optimizers.
+AVERAGING_EVENT, OPTIMIZER_EVENT = "nano_loop: averaging", "nano_loop: optimizer"
 
 # Operators of ATen. A softmax outside of torch's attention is nearly always that of attention by hand.
 _ATTENTION = ("_softmax", "_softmax_backward_data")
@@ -38,9 +37,7 @@ class Event(Protocol):
 
     name: str
     thread: int
-    flops: int
     cpu_parent: Any
-    input_shapes: list[list[int]]
     self_cpu_time_total: float
     cpu_time_total: float
 
@@ -77,7 +74,7 @@ def kind_of(event: Event) -> str:
     for name in names:
         if name.startswith("enumerate(DataLoader)"):
             return LOADER
-        if name.startswith(("Optimizer.step", "Optimizer.zero_grad")):
+        if name.startswith((OPTIMIZER_EVENT, "Optimizer.step", "Optimizer.zero_grad")):
             return OPTIMIZER
         if name == AVERAGING_EVENT:
             return AVERAGING
@@ -95,61 +92,6 @@ def _kind_of_name(name: str) -> str:
     if name in _CASTS:
         return CASTS
     return PRODUCTS if name in _PRODUCTS or any(part in name for part in _IN_PRODUCTS) else ELEMENTWISE
-
-
-def product_rate(events: Iterable[Event]) -> float | None:
-    """Return the FLOPs per second of products whose FLOPs are known, or None."""
-    counted = [(event, flops) for event in events if (flops := flops_of(event)) and not _is_in_counted(event)]
-    seconds = sum(event.cpu_time_total for event, _ in counted) * 1e-6
-    return sum(flops for _, flops in counted) / seconds if seconds else None
-
-
-def flops_of(event: Event) -> int:
-    """Return the FLOPs of an event: torch's count, and those of the gradients of convolutions, which torch omits."""
-    shapes = event.input_shapes
-    if event.name != "aten::convolution_backward" or len(shapes) < 3 or not all(shapes[:3]):
-        return event.flops or 0
-    gradient, given, weight = shapes[:3]
-    # A transposed convolution has its inputs' channels first in the weight.
-    places = gradient if weight[0] == gradient[1] else given
-    return 4 * math.prod(places) * math.prod(weight[1:])  # of the inputs, and of the weights
-
-
-def _is_in_counted(event: Event) -> bool:
-    parent = event.cpu_parent
-    while parent is not None:
-        if flops_of(parent):
-            return True
-        parent = parent.cpu_parent
-    return False
-
-
-def memory_rate(events: Iterable[Event]) -> float | None:
-    """Return the bytes per second of elementwise operators and norms, at the least: inputs read, one of them written.
-
-    None with a torch that does not note the dtypes of inputs.
-    """
-    moved = seconds = 0.0
-    for event in events:
-        if kind_of(event) == ELEMENTWISE and (sizes := _bytes_of(event)):
-            moved += sum(sizes) + max(sizes)
-            seconds += event.self_cpu_time_total * 1e-6
-    return moved / seconds if seconds else None
-
-
-def _bytes_of(event: Event) -> list[int]:
-    dtypes = getattr(event, "input_dtypes", None) or []
-    pairs = zip(event.input_shapes, dtypes, strict=False)
-    return [math.prod(shape) * _SIZES[dtype] for shape, dtype in pairs if shape and dtype in _SIZES]
-
-
-# By the names that the profiler gives dtypes.
-_SIZES = {
-    **dict.fromkeys(("double", "long int"), 8),
-    **dict.fromkeys(("float", "int"), 4),
-    **dict.fromkeys(("c10::BFloat16", "c10::Half"), 2),
-    **dict.fromkeys(("bool", "unsigned char", "signed char"), 1),
-}
 
 
 def advice_for(times: Mapping[str, float]) -> list[str]:

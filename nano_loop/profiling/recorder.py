@@ -1,4 +1,4 @@
-"""Times some steps of a loop, profiles some more, leaves the result to the command, and ends the process."""
+"""Times and profiles steps of a loop in turn, leaves the result to the command, and ends the process."""
 
 from __future__ import annotations
 
@@ -8,40 +8,48 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nano_loop.command_note import Command
 from nano_loop.cpu import Machine
 from nano_loop.distributed.averaging.averaging import Averaging
 from nano_loop.intercept.attributes import replaced
+from nano_loop.native_output import without_lines
+from nano_loop.profiling import PROFILED, STEPS, TIMED, UNCOUNTED, WARMUP
 from nano_loop.profiling.kinds import (
     AVERAGING_EVENT,
     ELEMENTWISE,
     KINDS,
+    OPTIMIZER_EVENT,
     PRODUCTS,
     advice_for,
-    memory_rate,
-    product_rate,
     times_of,
 )
+from nano_loop.profiling.rates import moves_in, products_in, rate_of
 
-#: Steps that are not timed, that are timed without the profiler, and that are profiled.
-WARMUP, TIMED, PROFILED = 4, 5, 5
 _COPIED = 256 << 20  # bytes by whose copy the rate of the machine's memory is measured
-_SIDE = 1024  # of the square products by which the machine's rate is measured
+_SIDE = 2048  # of the square products by which the machine's rate is measured
+_MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
 
 
 def record(command: Command, machine: Machine) -> None:
     """Profile the steps of the first optimizer that steps in this thread from now on, and then end the process."""
     _Recorder(command, machine)
+
+
+class _Profiled(NamedTuple):
+    """A step under the profiler: its seconds, and the events of the thread of the loop."""
+
+    seconds: float
+    events: list[Any]
 
 
 class _Recorder:
@@ -50,56 +58,105 @@ class _Recorder:
         self._machine = machine
         self._place = os.getpid(), threading.get_ident()
         self._optimizer: Optimizer | None = None
-        self._ends: list[float] = []
+        self._taken = 0
+        self._began = 0.0
         self._profile: Any = None
+        self._plain: list[float] = []
+        self._profiled: list[_Profiled] = []
+        self._open: list[Any] = []  # a mark for each optimizer that steps
+        register_optimizer_step_pre_hook(self._mark)
         register_optimizer_step_post_hook(self._note)
         replaced(Averaging, "average", _named).__enter__()  # until the process ends
 
+    def _is_here(self) -> bool:
+        return (os.getpid(), threading.get_ident()) == self._place
+
+    def _mark(self, *_: Any) -> None:
+        """Let the profiler see a step of an optimizer: torch's own event ends after the hooks, when we have stopped."""
+        if self._is_here():
+            mark: Any = record_function(OPTIMIZER_EVENT)
+            self._open.append(mark)
+            mark.__enter__()
+
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
-        self._optimizer = self._optimizer or optimizer
-        if optimizer is not self._optimizer or (os.getpid(), threading.get_ident()) != self._place:
+        if not self._is_here():
             return
-        self._ends.append(time.perf_counter())
-        if len(self._ends) == WARMUP + TIMED:
-            self._profile = profile(activities=[ProfilerActivity.CPU], with_flops=True, record_shapes=True)
-            self._profile.start()
-            self._ends[-1] = time.perf_counter()
-        elif len(self._ends) == WARMUP + TIMED + PROFILED:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is not self._optimizer:
+            return
+        seconds = time.perf_counter() - self._began
+        self._taken += 1
+        if self._taken > WARMUP:
+            self._take(seconds)
+        if self._taken == STEPS:
             self._end()
+        self._began = time.perf_counter()
+
+    def _take(self, seconds: float) -> None:
+        """Take a step that has ended, and begin the profile of the next: of every second one, and of the last."""
+        is_last, is_profiled = self._taken == STEPS, self._profile is not None
+        if is_profiled:
+            with without_lines(2, _MARK):
+                self._profile.stop()
+            self._profiled.append(_Profiled(seconds, _events_of_loop(self._profile)))
+            if self._taken == STEPS - 1 and (trace := self._command.arguments.get("trace")):
+                self._write(trace)
+            self._profile = None
+        else:
+            self._plain.append(seconds)
+        if not is_last and self._taken >= WARMUP + TIMED and (not is_profiled or self._taken == STEPS - 1):
+            shapes = self._taken == STEPS - 1
+            self._profile = profile(activities=[ProfilerActivity.CPU], with_flops=shapes, record_shapes=shapes)
+            with without_lines(2, _MARK):
+                self._profile.start()
+
+    def _write(self, trace: str) -> None:
+        try:
+            self._profile.export_chrome_trace(trace)
+        except (OSError, RuntimeError) as error:
+            self._command.answer(error=str(error))
+            _exit()
 
     def _end(self) -> NoReturn:
-        self._profile.stop()
-        try:
-            self._command.answer(profile=self._found())
-        except (OSError, RuntimeError) as error:  # the file of the trace cannot be written
-            self._command.answer(error=str(error))
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # the script may have closed or replaced it
-                stream.flush()
-        os._exit(0)  # what follows in the script belongs to a training
+        self._command.answer(profile=self._found())
+        _exit()
 
     def _found(self) -> dict[str, Any]:
-        steps = [later - sooner for sooner, later in pairwise(self._ends)]
-        plain = statistics.median(steps[WARMUP - 1 : WARMUP + TIMED - 2])
-        wall = (self._ends[-1] - self._ends[WARMUP + TIMED - 1]) / PROFILED
-        events = self._profile.events()
-        main = max({each.thread for each in events}, key=lambda one: sum(each.thread == one for each in events))
-        own = [each for each in events if each.thread == main]
-        times = times_of(own, wall * PROFILED * 1e6)
-        rate, dtype = product_rate(own), torch.bfloat16 if self._machine.has_fast_bf16 else None
+        *profiled, shaped = self._profiled[UNCOUNTED:]
+        wall = sum(each.seconds for each in profiled)
+        steps = [each.events for each in profiled]
+        times = times_of((event for events in steps for event in events), wall * 1e6)
         whole = sum(times.values())
         rows: list[dict[str, Any]] = [
             {"kind": kind, "milliseconds": times[kind] / PROFILED / 1e3, "share": times[kind] / whole} for kind in KINDS
         ]
-        if rate is not None:
+        dtype = torch.bfloat16 if self._machine.has_fast_bf16 else None
+        if (rate := rate_of(products_in(shaped.events), PRODUCTS, steps)) is not None:
             rows[KINDS.index(PRODUCTS)]["share_of_rate"] = min(rate / _machine_rate(dtype), 1.0)
-        moved = memory_rate(own)
-        if moved is not None:
+        if (moved := rate_of(moves_in(shaped.events), ELEMENTWISE, steps)) is not None:
             rows[KINDS.index(ELEMENTWISE)]["share_of_memory_rate"] = min(moved / _memory_rate(), 1.0)
-        if trace := self._command.arguments.get("trace"):
-            self._profile.export_chrome_trace(trace)
-        advice = advice_for(times)
-        return {"kinds": rows, "step_ms": plain * 1e3, "profiled_ms": wall * 1e3, "advice": advice}
+        return {
+            "kinds": rows,
+            "step_ms": statistics.median(self._plain[:TIMED]) * 1e3,
+            "profiled_ms": wall / PROFILED * 1e3,
+            "advice": advice_for(times),
+        }
+
+
+def _events_of_loop(profiled: Any) -> list[Any]:
+    """Return the events of the thread that has most of them."""
+    events = profiled.events()
+    threads = Counter(each.thread for each in events)
+    return [each for each in events if each.thread == max(threads, key=lambda thread: threads[thread])]
+
+
+def _exit() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the script may have closed or replaced it
+            stream.flush()
+    os._exit(0)  # what follows in the script belongs to a training
 
 
 def _named(method: Callable[..., Any]) -> Callable[..., Any]:

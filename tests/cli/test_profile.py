@@ -48,6 +48,7 @@ def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
     assert found["step_ms"] > 0
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
     assert "never printed" not in done.stdout + done.stderr
+    assert done.stderr == ""  # also not torch's lines for each profile
 
 
 @pytest.mark.parametrize(

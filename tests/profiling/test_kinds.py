@@ -1,8 +1,5 @@
 """Each event counts for one kind of work, what no event covers is Python's, and the largest kinds get advice."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,25 +7,11 @@ from nano_loop.profiling import kinds
 from nano_loop.profiling.kinds import (
     KINDS,
     advice_for,
-    flops_of,
     kind_of,
     lines_of,
-    memory_rate,
-    product_rate,
     times_of,
 )
-
-
-@dataclass
-class Event:
-    name: str
-    self_cpu_time_total: float = 1.0
-    cpu_time_total: float = 1.0
-    flops: int = 0
-    cpu_parent: Any = None
-    thread: int = 1
-    input_shapes: Any = ()
-    input_dtypes: Any = ()
+from profiling.events import Event
 
 
 @pytest.mark.parametrize(
@@ -59,33 +42,6 @@ def test_times_add_up_to_the_time_of_the_steps():
     times = times_of([Event("aten::mm", 30.0), Event("aten::add", 10.0)], wall=100.0)
     assert sum(times.values()) == 100.0
     assert (times[kinds.PRODUCTS], times[kinds.ELEMENTWISE], times[kinds.PYTHON]) == (30.0, 10.0, 60.0)
-
-
-def test_rate_counts_products_whose_flops_are_known():
-    assert product_rate([Event("aten::mm", cpu_time_total=2e6, flops=10), Event("aten::add")]) == 5.0
-    assert product_rate([Event("aten::add")]) is None
-
-
-def test_gradients_of_convolutions_are_counted_once_with_what_is_inside():
-    shapes = [[2, 8, 5, 5], [2, 3, 7, 7], [8, 3, 3, 3]]
-    backward = Event("aten::convolution_backward", cpu_time_total=4e6, input_shapes=shapes)
-    inside = Event("aten::mm", cpu_time_total=1e6, flops=1000, cpu_parent=Event("python", cpu_parent=backward))
-    flops = 4 * (2 * 8 * 5 * 5) * (3 * 3 * 3)
-    assert product_rate([backward, inside]) == flops / 4
-    transposed = [[2, 3, 9, 9], [2, 8, 5, 5], [8, 3, 3, 3]]
-    assert flops_of(Event("aten::convolution_backward", input_shapes=transposed)) == flops
-
-
-def test_memory_rate_counts_what_elementwise_operators_read_and_write():
-    added = Event(
-        "aten::add",
-        self_cpu_time_total=2e6,
-        input_shapes=[[10, 10], [10], []],
-        input_dtypes=["float", "c10::BFloat16", "Scalar"],
-    )
-    copied = Event("aten::copy_", input_shapes=[[10]], input_dtypes=["float"])
-    assert memory_rate([added, copied]) == (400 + 20 + 400) / 2
-    assert memory_rate([copied, Event("aten::mul")]) is None
 
 
 def test_shares_of_the_machine_s_rates_are_in_the_table():

@@ -1,0 +1,16 @@
+"""Events as those of torch.profiler, as far as nano_loop reads them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Event:
+    name: str
+    self_cpu_time_total: float = 1.0
+    cpu_time_total: float = 1.0
+    flops: int = 0
+    cpu_parent: Any = None
+    thread: int = 1
+    input_shapes: Any = ()
+    input_dtypes: Any = ()
