@@ -95,18 +95,21 @@ class _Recorder:
         self._began = time.perf_counter()
 
     def _take(self, seconds: float) -> None:
-        """Take a step that has ended, and begin the profile of the next: of every second one, and of the last."""
-        is_last, is_profiled = self._taken == STEPS, self._profile is not None
-        if is_profiled:
+        """Take a step that has ended, and begin the profile of the next, if this one was not profiled.
+
+        torch's own event of the optimizer's step is still open here. When it ends, torch writes to the profile that it
+        began in if there is any, which has been freed. So no profile begins where another one ends.
+        """
+        if self._profile is not None:
             with without_lines(2, _MARK):
                 self._profile.stop()
             self._profiled.append(_Profiled(seconds, _events_of_loop(self._profile)))
-            if self._taken == STEPS - 1 and (trace := self._command.arguments.get("trace")):
+            if self._taken == STEPS - 2 and (trace := self._command.arguments.get("trace")):
                 self._write(trace)
             self._profile = None
-        else:
-            self._plain.append(seconds)
-        if not is_last and self._taken >= WARMUP + TIMED and (not is_profiled or self._taken == STEPS - 1):
+            return
+        self._plain.append(seconds)
+        if self._taken >= WARMUP + TIMED:
             shapes = self._taken == STEPS - 1
             self._profile = profile(activities=[ProfilerActivity.CPU], with_flops=shapes, record_shapes=shapes)
             with without_lines(2, _MARK):
