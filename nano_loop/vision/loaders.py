@@ -63,7 +63,7 @@ class Images(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, store: Store, exact: bool, batched: bool) -> None:
-        from nano_loop.vision.session import Reading  # imports Pillow
+        from nano_loop.vision.reading import Reading  # imports Pillow
 
         plans = [plan for each in pipelines_in(dataset) if (plan := plan_of(each)) is not None]
         deferring = {id(each): each for each in direct_pipelines(dataset)} if batched else {}

@@ -10,77 +10,25 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageFile, features
-from PIL import __version__ as pillow_version
+from PIL import Image, ImageFile
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.vision import entries
 from nano_loop.vision.batches import Pending, of_entry, pending
-from nano_loop.vision.deferred import DeferredImage, decoded, is_deferred
-from nano_loop.vision.drafts import Draft, drafted
+from nano_loop.vision.deferred import decoded, is_deferred
+from nano_loop.vision.opening import converting, opening
 from nano_loop.vision.pipelines import Plan, compositions, plan_of, preset
-from nano_loop.vision.sources import FileState, Source, file_state, is_in_state, remember, source_of
-from nano_loop.vision.store import Store
+from nano_loop.vision.reading import ORIGIN, Origin, Reading, close_later, current, paused
+from nano_loop.vision.sources import FileState, is_in_state, source_of
 
-_CONVERTED_TO = ("RGB", "L", "RGBA")
 #: Bytes. Up to this size, an image that is not from a file is recognized by its pixels.
 _SMALL = 1 << 16
-#: The number of pipelines that a loader may use in turn.
-_SEVERAL = 4
-_ORIGIN = "_nano_loop_origin"
-
-
-@dataclass
-class Reading:
-    """What the fetches of a loader in one process have in common.
-
-    Parameters
-    ----------
-    store : Store
-        The cache.
-    exact : bool
-        Whether pixels have to be the same.
-    plans : list of Plan
-        The pipelines that were found, or used last.
-    deferring : dict
-        The pipelines whose results go straight into a batch, by their ids.
-    has_met_new_files : bool
-        Whether a file was too new to be kept.
-    """
-
-    store: Store
-    exact: bool
-    plans: list[Plan] = field(default_factory=list)
-    deferring: dict[int, Any] = field(default_factory=dict)
-    has_met_new_files: bool = False
-
-    def accepts(self, state: FileState) -> bool:
-        """Whether a change of the file from now on would be noticed."""
-        self.has_met_new_files |= not state.is_settled
-        return state.is_settled
-
-    def used(self, plan: Plan) -> None:
-        """Note a pipeline."""
-        if not any(each.key == plan.key for each in self.plans):
-            self.plans = [plan, *self.plans[: _SEVERAL - 1]]
-
-
-class _Current(threading.local):
-    reading: Reading | None = None
-    deferring = False
-
-
-_current = _Current()
 
 
 @contextmanager
@@ -94,129 +42,29 @@ def fetching(reading: Reading, deferring: bool = False) -> Iterator[None]:
     deferring : bool
         Whether results may be `Pending`.
     """
-    before = _current.reading, _current.deferring
+    before = current.reading, current.deferring
     with ExitStack() as stack:
-        stack.enter_context(replaced(Image, "open", _opening))
-        stack.enter_context(replaced(Image.Image, "convert", _converting))
+        stack.enter_context(replaced(Image, "open", opening))
+        stack.enter_context(replaced(Image.Image, "convert", converting))
         for kind in (*compositions(), preset()):
             if kind is not None:
                 name = "forward" if issubclass(kind, torch.nn.Module) else "__call__"
                 stack.enter_context(replaced(kind, name, _transforming))
-        _current.reading, _current.deferring = reading, deferring
+        current.reading, current.deferring = reading, deferring
         try:
             yield
         finally:
-            _current.reading, _current.deferring = before
-
-
-@contextmanager
-def _paused() -> Iterator[None]:
-    before = _current.reading
-    _current.reading = None
-    try:
-        yield
-    finally:
-        _current.reading = before
-
-
-def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def open(fp: Any, *args: Any, **kwargs: Any) -> Any:
-        if _current.reading is None or not _is_at_start(fp):
-            return original(fp, *args, **kwargs)
-        image = original(fp, *args, **kwargs)
-        remember(image, file_state(getattr(image, "fp", None)), is_own=not hasattr(fp, "read"))
-        return image
-
-    return open
-
-
-def _is_at_start(fp: Any) -> bool:
-    """Whether an image that is opened from a path or a file begins where the file begins."""
-    if not hasattr(fp, "read"):
-        return True
-    try:
-        return bool(fp.tell() == 0)
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reading = _current.reading
-        if reading is None or kwargs or len(args) != 1 or args[0] not in _CONVERTED_TO or is_deferred(self):
-            return original(self, *args, **kwargs)
-        source = source_of(self)
-        if source is None or not reading.accepts(source.state):
-            return original(self, *args, **kwargs)
-        return _converted(reading, self, source, args[0], original)
-
-    return convert
-
-
-def _converted(reading: Reading, image: Any, source: Source, mode: str, original: Callable[..., Any]) -> Any:
-    """Return the result of a conversion, undecoded if it was decoded before."""
-    state = source.state
-    origin = _Origin(state, mode)
-    if any(origin.key(plan, reading.exact) in reading.store for plan in reading.plans):
-        _close_later(image, source)
-        result = DeferredImage(image.size, mode, functools.partial(_decode, image, state, mode, original))
-    elif not reading.exact and (draft := drafted(image, mode, reading.plans, original)) is not None:
-        origin.draft = draft
-        result = DeferredImage(draft.size, mode, functools.partial(_decode, None, state, mode, original))
-    else:
-        real = original(image, mode)
-        if not is_in_state(state):  # it was changed while it was read
-            return real
-        result = DeferredImage(real.size, mode, lambda: real)
-    vars(result)[_ORIGIN] = origin
-    return result
-
-
-def _decode(image: Any, state: FileState, mode: str, original: Callable[..., Any]) -> Any:
-    """Return the converted image in the plain way, from the opened file if it is still open."""
-    with _paused():
-        if image is not None and image.fp is not None and not image.fp.closed:
-            return original(image, mode)
-        with Image.open(state.path) as again:
-            return original(again, mode)
-
-
-def _close_later(image: Any, source: Source) -> None:
-    """Close the file that Pillow has opened once the image is gone, as decoding it would have done."""
-    if source.is_own:
-        weakref.finalize(image, image.fp.close).atexit = False
-
-
-class _Origin:
-    """Where the pixels of an image are from, as a part of keys."""
-
-    def __init__(self, state: Any, mode: str) -> None:
-        self.state = state
-        self.mode = mode
-        self.draft: Draft | None = None
-
-    def key(self, plan: Plan, exact: bool) -> str:
-        parts = (self.state, self.mode, plan.key, exact, ImageFile.LOAD_TRUNCATED_IMAGES, _versions())
-        return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()
-
-
-@functools.cache
-def _versions() -> tuple[Any, ...]:
-    torchvision = sys.modules.get("torchvision")
-    codecs = tuple(features.version(name) for name in ("jpg", "zlib", "libjpeg_turbo"))
-    return pillow_version, codecs, getattr(torchvision, "__version__", ""), torch.__version__
+            current.reading, current.deferring = before
 
 
 def _transforming(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def transform(self: Any, *inputs: Any) -> Any:
-        reading = _current.reading
+        reading = current.reading
         if reading is None:
             return original(self, *inputs)
-        deferring = _current.deferring and id(self) in reading.deferring
-        with _paused():
+        deferring = current.deferring and id(self) in reading.deferring
+        with paused():
             if len(inputs) != 1:
                 return original(self, *inputs)
             return _transformed(reading, self, inputs[0], deferring, original)
@@ -246,10 +94,10 @@ def _transformed(reading: Reading, pipeline: Any, image: Any, deferring: bool, o
     return _finished(plan, entries.read(header, pixels), deferring)
 
 
-def _origin_of(reading: Reading, image: Any, plan: Plan) -> _Origin | None:
+def _origin_of(reading: Reading, image: Any, plan: Plan) -> Origin | None:
     """Return where an image is from, or None if that is not known or the image is not worth a place in the cache."""
     if is_deferred(image):
-        found: _Origin = vars(image)[_ORIGIN]
+        found: Origin = vars(image)[ORIGIN]
         return found
     if not isinstance(image, Image.Image):
         reading.store.note(f"pipelines got a {type(image).__name__}, not a Pillow image")
@@ -258,11 +106,11 @@ def _origin_of(reading: Reading, image: Any, plan: Plan) -> _Origin | None:
     if source is not None:
         if not reading.accepts(source.state) or not plan.prefix:
             return None
-        _close_later(image, source)
-        return _Origin(source.state, image.mode)
+        close_later(image, source)
+        return Origin(source.state, image.mode)
     if plan.resizes and type(image) is Image.Image and image.palette is None and _bytes_of(image) <= _SMALL:
         pixels = hashlib.blake2b(image.tobytes(), digest_size=20).hexdigest()
-        return _Origin((pixels, image.size, repr(image.info)), image.mode)
+        return Origin((pixels, image.size, repr(image.info)), image.mode)
     if not reading.has_met_new_files and (plan.prefix or isinstance(image, ImageFile.ImageFile)):
         reading.store.note(_unknown(image))
     return None
@@ -278,7 +126,7 @@ def _unknown(image: Any) -> str:
     return "images that were changed, or are not from files, before the pipeline"
 
 
-def _first(reading: Reading, plan: Plan, image: Any, origin: _Origin, key: str) -> Any:
+def _first(reading: Reading, plan: Plan, image: Any, origin: Origin, key: str) -> Any:
     """Apply the deterministic transforms, and keep their result."""
     if origin.draft is not None:
         value, rest = origin.draft.resized(), plan.transforms[1 : plan.prefix]

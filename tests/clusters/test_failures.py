@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -21,6 +23,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected", "nothing_le
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SOON = 10.0  # seconds in which a failure is to be known
+FAILED = os.path.join(tempfile.gettempdir(), f"nano_loop-test-failed-{os.getpid()}")
+
+
+@pytest.fixture(autouse=True)
+def no_failure_yet():
+    """Take away the mark of an earlier failure."""
+    yield
+    Path(FAILED).unlink(missing_ok=True)
 
 
 def failing(fail, rank=1):
@@ -29,6 +39,8 @@ def failing(fail, rank=1):
     def loop(model, optimizer, loader):
         small.fit(model, optimizer, loader, epochs=1)
         if nano_loop.global_rank() == rank:
+            # What a rank writes by itself is private to it.
+            subprocess.run(["touch", FAILED], check=True)
             fail()
         small.fit(model, optimizer, loader)
 
@@ -36,9 +48,11 @@ def failing(fail, rank=1):
 
 
 def refused(loop, kind=NanoWorkerError, **options):
-    """Return the error of a run."""
+    """Return the error of a run, which is raised soon after the failure."""
     with pytest.raises(kind) as caught:
         on_ray(loop, **options)
+    if os.path.exists(FAILED):
+        assert time.time() - os.stat(FAILED).st_mtime < SOON + options.get("timeout", 0)
     return caught.value
 
 
@@ -58,8 +72,6 @@ def test_exception_of_a_rank_is_the_cause_and_names_its_node(hosts):
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSEGV, "exit"])
 def test_process_that_ends_is_known_at_once(end):
-    ended = time.time()
-
     def fail():
         os._exit(3) if end == "exit" else os.kill(os.getpid(), end)
 
@@ -68,7 +80,7 @@ def test_process_that_ends_is_known_at_once(end):
     assert "ended its process: a run needs all of its ranks. See its standard error" in str(error)
     assert "Ray says: The actor died unexpectedly" in str(error)
     assert (error.rank, error.exitcode) == (1, None)
-    assert time.time() - ended < SOON + 20  # with the start of the run
+    assert os.path.exists(FAILED)
 
 
 def test_sys_exit_of_a_rank_is_told():
@@ -123,9 +135,7 @@ def test_interrupt_ends_the_run():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
 
-    started = time.monotonic()
     refused(failing(interrupt, rank=0), KeyboardInterrupt)
-    assert time.monotonic() - started < 30
     assert on_ray(small.fit, num_processes=2)[0] == 8  # the cluster has not been interrupted
 
 

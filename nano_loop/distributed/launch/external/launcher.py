@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,34 @@ from nano_loop.options import Options
 from nano_loop.rank_zero import note_rank
 
 _Mask = tuple[int, ...]  # the CPUs that a rank may use
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a launcher gives a process besides its place.
+
+    Attributes
+    ----------
+    check : callable
+        See `Ranks`.
+    address : str or None
+        See `process_group`.
+    secret : bytes or None
+        By which values are signed between hosts. None: that in the environment.
+    threads : int or None
+        Compute threads of this process, which is not bound then. None: the ranks of a host divide it.
+    watched : bool
+        Whether rank 0 sees how the other processes end. By default, the ranks of a host watch each other.
+    parent : Path or None
+        See `common_folder`.
+    """
+
+    check: Callable[[], None] = lambda: None
+    address: str | None = None
+    secret: bytes | None = None
+    threads: int | None = None
+    watched: bool = False
+    parent: Path | None = None
 
 
 class External(Launcher):
@@ -83,7 +111,7 @@ class External(Launcher):
             needed = f"{launch.launcher} has started {launch.size} processes"
             raise NanoError(problem(given, needed, "Call torch.distributed.destroy_process_group() before"))
         meeting = GroupMeeting(ProcessGroupChannel(everyone, SignedCodec(launch.rank, b"", None)))
-        with _seated(self.options, machine, everyone, meeting, InGroupOfUser()) as seat:
+        with _seated(self.options, machine, everyone, meeting, InGroupOfUser(), Terms()) as seat:
             yield seat
 
 
@@ -93,13 +121,7 @@ def joined_at(
     options: Options,
     machine: Machine,
     launch: Launch,
-    *,
-    check: Callable[[], None] = lambda: None,
-    address: str | None = None,
-    secret: bytes | None = None,
-    threads: int | None = None,
-    watched: bool = False,
-    parent: Path | None = None,
+    terms: Terms | None = None,
 ) -> Iterator[Seat]:
     """Join the other processes of a launch at a store, whoever has started them and on whichever hosts they are.
 
@@ -113,23 +135,13 @@ def joined_at(
         What this process may use, which the launcher may have restricted already.
     launch : Launch
         The place of this process.
-    check : callable
-        See `Ranks`.
-    address : str or None
-        See `process_group`.
-    secret : bytes or None
-        By which values are signed between hosts. None: that in the environment.
-    threads : int or None
-        Compute threads of this process, which is not bound then. None: the ranks of a host divide it.
-    watched : bool
-        Whether rank 0 sees how the other processes end. By default, the ranks of a host watch each other.
-    parent : Path or None
-        See `common_folder`.
+    terms : Terms or None
+        What the launcher gives besides; None: nothing.
     """
-    everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=check)
-    connecting = ByBackend(PrefixStore("group", store), options.process_group_backend, address)
-    meeting = StoreMeeting(store, everyone)
-    with _seated(options, machine, everyone, meeting, connecting, secret, threads, watched, parent) as seat:
+    terms = terms or Terms()
+    everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=terms.check)
+    connecting = ByBackend(PrefixStore("group", store), options.process_group_backend, terms.address)
+    with _seated(options, machine, everyone, StoreMeeting(store, everyone), connecting, terms) as seat:
         yield seat
 
 
@@ -140,14 +152,12 @@ def _seated(
     everyone: Ranks,
     meeting: Meeting,
     connecting: Connecting,
-    secret: bytes | None = None,
-    threads: int | None = None,
-    watched: bool = False,
-    parent: Path | None = None,
+    terms: Terms,
 ) -> Iterator[Seat]:
     """Find out who is on which host, connect all, and divide this host. Collective."""
+    threads = terms.threads
     with ExitStack() as stack:
-        secret = secret or secret_of(os.environ)
+        secret = terms.secret or secret_of(os.environ)
         mine = Presence.here(_this_host(), machine.allowed, signs=secret is not None)
         texts = meeting.gather(mine.as_text())
         found = [Presence.from_text(text, rank) for rank, text in enumerate(texts)]
@@ -159,7 +169,7 @@ def _seated(
         on_one_host = len(here) == everyone.size
         members = by_host([each.host for each in found])
         shared = any(len(each) > 1 for each in members)
-        folder = stack.enter_context(common_folder(everyone, meeting, here, parent)) if shared else None
+        folder = stack.enter_context(common_folder(everyone, meeting, here, terms.parent)) if shared else None
         ranks = Ranks(
             everyone.rank,
             everyone.size,
@@ -172,7 +182,7 @@ def _seated(
             folder=folder if on_one_host else None,
         )
         if ranks.folder is not None:
-            local = connecting.on_one_host if watched else partial(connected_on_one_host, connecting)
+            local = connecting.on_one_host if terms.watched else partial(connected_on_one_host, connecting)
             stack.enter_context(local(ranks, ranks.folder))
         else:
             leaders = stack.enter_context(connecting.between_hosts(ranks, members))

@@ -18,7 +18,7 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.launch.assignment import State
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.external.environment import Launch
-from nano_loop.distributed.launch.external.launcher import joined_at
+from nano_loop.distributed.launch.external.launcher import Terms, joined_at
 from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher, Task
@@ -93,17 +93,15 @@ def _joined_first(
     waiting = timedelta(seconds=options.timeout)
     store = TCPStore(started.address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
     started.run(started.address, store.port)
-    connecting = joined_at(
-        store,
-        without_number(options),
-        machine,
-        Launch("ray", 0, options.num_processes or 1),
+    terms = Terms(
         check=check,
         address=started.address,
         secret=secret,
         threads=threads_for(machine, started.share),
         watched=True,
     )
+    launch = Launch("ray", 0, options.num_processes or 1)
+    connecting = joined_at(store, without_number(options), machine, launch, terms)
     with connecting as seat, interrupts.heard():
         joined = True
         yield seat
