@@ -7,14 +7,23 @@ wait for each other most of the time (xgboost#7653 measured 28 s instead of 0.3 
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 
+from nano_loop.cpu import Machine
+from nano_loop.cpu.waits import Waits
+from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.exports import is_exported
+from nano_loop.intercept.calls import Entries
+from nano_loop.options import Options
 from nano_loop.parts import Parts
+from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
 
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+#: Seconds that a run takes at least of which the waits are judged, and the part of the time in which threads may wait.
+_LONG, _MUCH = 10.0, 0.2
 
 
 class Threads(Step):
@@ -25,6 +34,10 @@ class Threads(Step):
     once = True
     asked = True
     required = False
+
+    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, machine, entries, ranks)
+        self._began, self._waits = time.monotonic(), Waits()
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
@@ -48,6 +61,18 @@ class Threads(Step):
         self.undoing.callback(torch.set_num_threads, count)
         torch.set_num_threads(wanted)
         return f"{words} (torch had {count})"
+
+    def closing(self) -> StepResult | None:
+        """See `Step.closing`."""
+        share = self._waits.share() if time.monotonic() - self._began >= _LONG else None
+        if share is None or share < _MUCH:
+            return None
+        found = f"threads waited {share:.0%} of their time for CPUs that others used{_advice(torch.get_num_threads())}"
+        return StepResult("cpu_waits", "measured", found)
+
+
+def _advice(threads: int) -> str:
+    return f"; num_threads={threads - 1} or OMP_WAIT_POLICY=passive may be faster" if threads > 1 else ""
 
 
 def _is_users(variable: str) -> bool:

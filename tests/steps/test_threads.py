@@ -1,10 +1,13 @@
 """torch computes on as many threads as the process has physical cores."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nano_loop.exports import EXPORTS, Exports
 from nano_loop.parts import Parts
+from nano_loop.steps import threads as threads_module
 from nano_loop.steps.threads import Threads
 
 
@@ -59,3 +62,28 @@ def test_number_that_the_option_asks_for_is_set_above_all_others(step, machine, 
     assert torch.get_num_threads() == 3
     made.undo()
     assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize(
+    ("share", "seconds", "threads", "words"),
+    [
+        (0.46, 60, 4, "threads waited 46% of their time for CPUs that others used; num_threads=3 or OMP_WAIT_POLICY="),
+        (0.46, 60, 1, "threads waited 46% of their time for CPUs that others used"),
+        (0.1, 60, 4, None),
+        (0.46, 3, 4, None),
+        (None, 60, 4, None),
+    ],
+    ids=["busy", "one thread", "a little", "short", "not counted"],
+)
+def test_report_says_when_other_programs_had_the_cpus(step, monkeypatch, share, seconds, threads, words):
+    clock = iter([0.0, float(seconds)])
+    monkeypatch.setattr(threads_module, "Waits", lambda: SimpleNamespace(share=lambda: share))
+    monkeypatch.setattr(threads_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    torch.set_num_threads(threads)
+    found = step(Threads).closing()
+    if words is None:
+        assert found is None
+    else:
+        assert (found.name, found.status) == ("cpu_waits", "measured")
+        assert found.detail.startswith(words)
+        assert ("num_threads" in found.detail) == (threads > 1)

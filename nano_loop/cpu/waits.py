@@ -1,0 +1,51 @@
+"""How long threads of this process have waited for CPUs, as Linux's scheduler counts it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_TASKS = Path("/proc/self/task")
+
+
+class _Counted(NamedTuple):
+    """Nanoseconds of a thread."""
+
+    running: int
+    waiting: int
+
+
+class Waits:
+    """The waits from now on.
+
+    A thread waits if it could run and other programs, or other threads, have the CPUs. One that sleeps, or waits for a
+    file, does not count.
+
+    Parameters
+    ----------
+    tasks : pathlib.Path
+        The folder with the threads of this process.
+    """
+
+    def __init__(self, tasks: Path = _TASKS) -> None:
+        self._tasks = tasks
+        self._before = _counted(tasks)
+
+    def share(self) -> float | None:
+        """Return the waiting part of the time in which threads could run; None where the system does not count it."""
+        running = waiting = 0
+        for thread, now in _counted(self._tasks).items():
+            before = self._before.get(thread, _Counted(0, 0))
+            running += now.running - before.running
+            waiting += now.waiting - before.waiting
+        return waiting / (running + waiting) if running + waiting > 0 else None
+
+
+def _counted(tasks: Path) -> dict[str, _Counted]:
+    found = {}
+    for path in tasks.glob("*/schedstat"):
+        with suppress(OSError, ValueError):  # the thread has ended, or a kernel writes something else
+            running, waiting, _ = map(int, path.read_text().split())
+            found[path.parent.name] = _Counted(running, waiting)
+    return found
