@@ -147,8 +147,8 @@ class Options:
     fast_attention: bool | Literal["auto"] = option(
         "auto",
         checks.auto_or_boolean,
-        "Attention by plain bf16 matrix products, in reduced precision: about twice as fast as torch's kernel with the "
-        "allocator step.",
+        "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
+        "Needs a C compiler, at first use, and AVX-512; else by plain products, about twice as fast.",
     )
     fast_convolution: bool | Literal["auto"] = option(
         "auto",

@@ -1,27 +1,31 @@
-"""Attention by plain matrix products, for bf16 on the CPU.
+"""Attention for bf16 on the CPU, computed in other ways than torch's.
 
-torch's CPU kernel ("flash") works in blocks and never materializes all probabilities, but its small bf16 products run
-at a fifth of the speed of oneDNN's large ones. Here, scores are computed and normalized in fp32, and the probabilities
-are kept in bf16 for the backward. The error against fp64 is close to that of torch's kernel (docs/performance.md has
-both errors and the times).
+torch's CPU kernel ("flash") works in blocks, but its small bf16 products run at a fifth of the speed of oneDNN's large
+ones, and with a dropout it is not used. There are two faster ways: blocks in C (`blocked_attention`), for CPUs with the
+bf16 instructions of AVX-512, and plain products (`plain_attention`). The error against fp64 is not larger than that of
+torch's kernel (docs/performance.md has errors and times).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from nano_loop.intercept.ownership import belongs_to_set_up_model
-from nano_loop.intercept.torch_private import in_functorch, softmax_backward
+from nano_loop.intercept.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.intercept.torch_private import in_functorch
+from nano_loop.kernels import blocked_attention, plain_attention
 
-#: Maximum size of the probabilities of one call, in bytes. Above it, torch's kernel runs, which does not store them.
-MEMORY_BOUND = 256 * 2**20
+#: Under this name, a call into a set-up model may have a rule that chooses the way (see `Choose`).
+WAY = "the way of an attention"
+#: The ways: blocks in C, plain products, and torch's kernel.
+BLOCKS, PRODUCTS, TORCH = "blocks", "products", "torch"
+#: Takes the arguments of a way, the ways that fit, and a guess, and returns one of the ways.
+Choose = Callable[["Arguments", "list[str]", str], str]
 #: Minimum number of scores. Below it, the Python overhead exceeds the gain.
 WORTH_IT = 1 << 14
 #: Minimum head size. With smaller heads there is no gain, and torch's kernel is more accurate.
@@ -42,7 +46,7 @@ def for_set_up_models(original: Callable[..., Tensor] | None) -> Callable[..., T
     def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor:
         ours = belongs_to_set_up_model()
         if ours or original is None:
-            return attention(*args, **kwargs, plain_products=ours)
+            return attention(*args, **kwargs, ours=ours)
         return original(keys, *args, **kwargs)
 
     return dispatched
@@ -58,7 +62,7 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    plain_products: bool = True,
+    ours: bool = True,
 ) -> Tensor:
     """Compute what `torch.nn.functional.scaled_dot_product_attention` does under bf16 autocast.
 
@@ -70,7 +74,7 @@ def attention(
         Of shapes (..., heads, S, E) and (..., heads, S, Ev).
     attn_mask, dropout_p, is_causal, scale, enable_gqa
         As in torch.
-    plain_products : bool
+    ours : bool
         If False, torch's kernel computes the result.
 
     Returns
@@ -81,19 +85,59 @@ def attention(
     dtype = torch.get_autocast_dtype("cpu")
     query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
     mask = None if attn_mask is None else _cast(attn_mask, dtype)
+    given = Arguments(query, key, value, mask, dropout_p, is_causal, _scale(query, scale))
     # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
-        if not plain_products or not _fits(query, key, value, mask, is_causal, enable_gqa):
-            return scaled_dot_product_attention(
-                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        if enable_gqa:
-            key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
-        if is_causal:
-            mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
-        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        out: Tensor = _Attention.apply(query, key, value, mask, dropout_p, scale)  # type: ignore[no-untyped-call]
-        return out
+        way = _way(given) if ours and _fits(query, key, value, mask, is_causal, enable_gqa) else TORCH
+        if way != TORCH:
+            return WAYS[way](*given)
+        return scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+class Arguments(NamedTuple):
+    """The arguments of a way. They are described at `nano_loop.kernels.blocked_attention.blocked_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float
+
+
+def by_torch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> Tensor:
+    """Compute by torch's kernel what the other ways do."""
+    grouped = query.shape[:-2] != key.shape[:-2]
+    return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+
+
+#: The functions of the ways.
+WAYS: dict[str, Callable[..., Tensor]] = {
+    BLOCKS: blocked_attention.blocked_attention,
+    PRODUCTS: plain_attention.plain_attention,
+    TORCH: by_torch,
+}
+
+
+def _way(given: Arguments) -> str:
+    """Return how a call is computed that at least one of the ways fits."""
+    possible = []
+    if blocked_attention.fits(given.query, given.key, given.value):
+        possible.append(BLOCKS)
+    if plain_attention.fits(given.query, given.key):
+        possible.append(PRODUCTS)
+    possible.append(TORCH)
+    rule: Choose | None = rule_for(WAY)
+    return possible[0] if rule is None else rule(given, possible, possible[0])
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,7 +146,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
-    """Whether plain products support the call and are faster. torch handles all other calls, and all errors."""
+    """Whether the other ways support the call, and it is large enough. torch computes the rest, and raises errors."""
     tensors = (query, key, value)
     # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
     if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
@@ -118,62 +162,5 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
         return False
     if query.size(-1) != key.size(-1) or (enable_gqa and query.size(-3) % key.size(-3)):
         return False
-    scores = math.prod(query.shape[:-1]) * key.size(-2)
     wide = min(query.size(-1), value.size(-1)) >= _WIDTH_WORTH_IT
-    return wide and WORTH_IT <= scores <= MEMORY_BOUND // query.element_size()
-
-
-def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
-    return tensor.repeat_interleave(query.size(-3) // tensor.size(-3), dim=-3)
-
-
-class _Attention(torch.autograd.Function):
-    """softmax(query keyᵀ · scale + mask) value, with dropout on the softmax."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float
-    ) -> Tensor:
-        flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value)]
-        q, k, v = flat
-        nothing = q.new_empty((1, 1, 1), dtype=torch.float32)
-        scores = torch.baddbmm(nothing, q.float(), k.float().transpose(1, 2), beta=0, alpha=scale)
-        probabilities = _softmax(scores.view(*query.shape[:-1], key.size(-2)), mask).to(q.dtype).view_as(scores)
-        kept = torch.empty_like(probabilities, dtype=torch.uint8).bernoulli_(1 - dropout_p) if dropout_p else None
-        out = torch.bmm(_dropped(probabilities, kept, dropout_p), v)
-        ctx.save_for_backward(q, k, v, probabilities, kept)
-        ctx.shapes, ctx.dropout_p, ctx.scale = (query.shape, key.shape, value.shape), dropout_p, scale
-        return out.view(*query.shape[:-1], value.size(-1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, probabilities, kept = ctx.saved_tensors
-        gradient = gradient.reshape(q.size(0), q.size(1), v.size(2))
-        of_value = torch.bmm(_dropped(probabilities, kept, ctx.dropout_p).transpose(1, 2), gradient)
-        of_probabilities = _dropped(torch.bmm(gradient, v.transpose(1, 2)), kept, ctx.dropout_p)
-        of_scores = softmax_backward(of_probabilities, probabilities)
-        of_query = torch.bmm(of_scores, k).mul_(ctx.scale)
-        of_key = torch.bmm(of_scores.transpose(1, 2), q).mul_(ctx.scale)
-        found = zip((of_query, of_key, of_value), ctx.shapes, strict=True)
-        return *(each.view(shape) for each, shape in found), None, None, None
-
-
-def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the softmax over the last dimension, and overwrite `scores`. A fully masked row becomes zero."""
-    if mask is None:
-        return scores.softmax(-1)
-    if mask.dtype is torch.bool:
-        scores.masked_fill_(~mask, -math.inf)
-    else:
-        scores.add_(mask)
-    probabilities = scores.softmax(-1)
-    masked_out = scores.amax(-1, keepdim=True) == -math.inf
-    return probabilities.masked_fill_(masked_out, 0.0)
-
-
-def _dropped(tensor: Tensor, kept: Tensor | None, dropout_p: float) -> Tensor:
-    """Apply the dropout mask, and rescale the kept elements."""
-    if kept is None:
-        return tensor
-    return kept.to(tensor.dtype).mul_(tensor).div_(1 - dropout_p) if dropout_p < 1 else torch.zeros_like(tensor)
+    return wide and math.prod(query.shape[:-1]) * key.size(-2) >= WORTH_IT

@@ -1,4 +1,4 @@
-"""Computes bf16 attention by plain matrix products where they are faster than torch's CPU kernel."""
+"""Computes bf16 attention in blocks in C, or by plain matrix products, in place of torch's CPU kernel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from nano_loop.intercept.operators import overridden
 from nano_loop.kernels.attention import for_set_up_models
+from nano_loop.kernels.blocked_attention import unavailable
 from nano_loop.parts import Parts, class_name
 from nano_loop.steps.step import Step
 
@@ -36,7 +37,8 @@ class FastAttention(Step):
         if not self._overridden:
             self.undoing.enter_context(overridden(_OPERATOR, for_set_up_models, "AutocastCPU"))
             self._overridden = True
-        return "plain bf16 products in place of torch's CPU kernel"
+        reason = unavailable()
+        return "in blocks, by a kernel in C" if reason is None else f"by plain bf16 products: {reason}"
 
     _overridden = False
 

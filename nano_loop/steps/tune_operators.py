@@ -1,4 +1,4 @@
-"""Times the ways to compute layers and gradients of convolutions within the first steps, and keeps the fastest."""
+"""Times the ways to compute layers, attention and gradients of convolutions within the first steps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.ownership import Rule
+from nano_loop.kernels.attention import WAY
 from nano_loop.kernels.convolution import OPERATOR
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.precision.tuned_layers import TunedLayers
 from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
+from nano_loop.tuning import attention, convolutions
 from nano_loop.tuning.budget import Budget
 from nano_loop.tuning.choices import Choice, Choices, choices_for
-from nano_loop.tuning.convolutions import chooser
 from nano_loop.tuning.tuner import Tuner
 
 #: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
@@ -25,7 +27,7 @@ _FIRST_SHARING = 4
 
 
 class TuneOperators(Step):
-    """Chooses by measurement where layers compute in fp32, and how gradients of convolutions are computed.
+    """Chooses by measurement which layers compute in fp32, and ways of attention and of convolutions' gradients.
 
     The bounds in `nano_loop.precision.layers_in_fp32` and `nano_loop.kernels.convolution`, which are right for the CPUs
     on which they were found, are first guesses then. Rank 0 measures, and all ranks compute as it does.
@@ -71,7 +73,8 @@ class TuneOperators(Step):
             self._layers = TunedLayers(self._tuner, itertools.chain(*self.config.listed_operators.values()))
         for model in parts.models:
             entry = self.entries.meet(model)
-            entry.rules = {**entry.rules, OPERATOR: chooser(self._tuner)}
+            of_gradients: Rule = convolutions.chooser(self._tuner)
+            entry.rules = {**entry.rules, OPERATOR: of_gradients, WAY: attention.chooser(self._tuner)}
             if self.config.kind.autocast is torch.bfloat16:
                 entry.around_modules(self._layers.around)
         return "measurements from the third step on"  # the same in each run, so that it is printed once

@@ -21,8 +21,8 @@ PAYS, HOPELESS = 1.05, 1.3
 _NEARLY_ALWAYS = 0.75
 #: How often a way is timed: at least, and at most while all timings together take less than `_ENOUGH`, in seconds.
 _LEAST, _MOST, _ENOUGH = 3, 12, 0.004
-#: A way may have this multiple of the error of torch's, both against the reference, and this error in any case.
-_AS_EXACT, _TINY = 1.2, 1e-3
+#: The error that a way may have in any case.
+_TINY = 1e-3
 #: How many elements of a tensor are compared.
 _COMPARED = 1 << 16
 #: How much longer than later a way may take when it computes first.
@@ -44,11 +44,14 @@ class Ways(NamedTuple):
         The name of torch's own way, which the others have to be as exact as.
     reference : callable or None
         Computes it with small errors only. None: what torch's way computes is the reference.
+    as_exact : float
+        How many times as large as that of torch's way the error of another may be, both against the reference.
     """
 
     by_name: Mapping[str, Way]
     torchs: str
     reference: Way | None
+    as_exact: float = 1.2
 
 
 class Tuner:
@@ -191,7 +194,7 @@ def _as_exact(ways: Ways, clock: Callable[[], float], seconds: float) -> dict[st
     if ways.reference is None:
         bounds = [_ROUNDING] * len(reference)
     else:
-        bounds = [max(_AS_EXACT * each, _TINY) for each in _errors(of_torch, reference)]
+        bounds = [max(ways.as_exact * each, _TINY) for each in _errors(of_torch, reference)]
     for name, way in others.items():
         if clock() - begun > seconds:
             return None

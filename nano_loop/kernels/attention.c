@@ -1,0 +1,471 @@
+/* Attention in blocks, by the bf16 instructions of AVX-512: softmax(query keyᵀ · scale + mask) value, and its gradients.
+
+   For one head, the scores of a block of rows are computed, normalized and multiplied while they are in the cache. The
+   backward computes them again from the logarithms of the sums that the forward has kept, as Dao et al. do
+   ("FlashAttention", 2022), so nothing of the size of the scores is stored but the mask of a dropout. Products are of
+   bf16 numbers with sums in fp32; all else is in fp32.
+
+   A head is computed by one thread, so a result does not depend on the number of threads. */
+#include <stdint.h>
+#include <string.h>
+
+/* Offsets are numbers of elements; of a tensor (batch, head, row, column) in this order, with columns side by side. */
+typedef struct {
+    int64_t batch, heads, group;      /* heads of the keys, and how many of the queries share one */
+    int64_t length, keys, width, value_width;
+    int64_t query[3], key[3], value[3], out[3]; /* offsets of a batch, a head and a row */
+    int64_t of_query[3], of_key[3], of_value[3], of_out[3]; /* the same of the gradients */
+    int64_t mask[4], mask_kind; /* 0: none, 1: bool, 2: bf16 to be added */
+    int64_t causal;
+    double scale, kept;               /* the second is the probability of being kept by the dropout, 1 without one */
+} Call;
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+    defined(__AVX512BF16__)
+#include <immintrin.h>
+
+#define TILE 64 /* columns of a packed tile: four vectors */
+#define ROWS 64 /* rows of a block, an even number */
+#define INLINE static inline __attribute__((always_inline))
+
+extern int omp_get_thread_num(void);
+
+int attention_is_supported(void) { return 1; }
+
+INLINE int64_t up_to(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
+
+/* ------------------------------------------------------------------------------------------------ products */
+
+/* C (mr × 16·nv, fp32) = or += A B. `a` has pairs of bf16 numbers at a row and at a pair of positions apart, in bytes;
+   `b` has for each pair of positions a row of TILE such pairs. */
+INLINE void product_of_tile(const int mr, const int nv, int64_t pairs, const char *a, int64_t a_row, int64_t a_pair,
+                            const uint32_t *b, float *c, int64_t c_row, int added) {
+    __m512 sums[6][4];
+#pragma GCC unroll 6
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++) sums[i][j] = added ? _mm512_loadu_ps(c + i * c_row + 16 * j) : _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k++) {
+        __m512bh columns[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++) columns[j] = (__m512bh)_mm512_loadu_si512(b + k * TILE + 16 * j);
+#pragma GCC unroll 6
+        for (int i = 0; i < mr; i++) {
+            int pair;
+            memcpy(&pair, a + i * a_row + k * a_pair, sizeof pair);
+            __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+            for (int j = 0; j < nv; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], of_row, columns[j]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++) _mm512_storeu_ps(c + i * c_row + 16 * j, sums[i][j]);
+}
+
+#define OF_ROWS(NV)                                                                                                    \
+    static void product_##NV(int64_t rows, int64_t pairs, const char *a, int64_t a_row, int64_t a_pair,                \
+                             const uint32_t *b, float *c, int64_t c_row, int added) {                                  \
+        int64_t i = 0;                                                                                                 \
+        for (; i + 6 <= rows; i += 6)                                                                                  \
+            product_of_tile(6, NV, pairs, a + i * a_row, a_row, a_pair, b, c + i * c_row, c_row, added);               \
+        a += i * a_row, c += i * c_row;                                                                                \
+        switch (rows - i) {                                                                                            \
+            case 1: product_of_tile(1, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
+            case 2: product_of_tile(2, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
+            case 3: product_of_tile(3, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
+            case 4: product_of_tile(4, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
+            case 5: product_of_tile(5, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
+        }                                                                                                              \
+    }
+OF_ROWS(1)
+OF_ROWS(2)
+OF_ROWS(3)
+OF_ROWS(4)
+
+/* C (rows × columns) = or += A B, with B in tiles of `b_pairs` rows. Columns are filled up to a multiple of 16. */
+static void product(int64_t rows, int64_t columns, int64_t pairs, const void *a, int64_t a_row, int64_t a_pair,
+                    const uint32_t *b, int64_t b_pairs, float *c, int64_t c_row, int added) {
+    for (int64_t at = 0; at < columns; at += TILE, b += b_pairs * TILE, c += TILE) {
+        switch ((least(columns - at, TILE) + 15) / 16) {
+            case 1: product_1(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
+            case 2: product_2(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
+            case 3: product_3(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
+            default: product_4(rows, pairs, a, a_row, a_pair, b, c, c_row, added);
+        }
+    }
+}
+
+/* Transposes 16 × 16 words in registers. */
+INLINE void transpose(__m512i *r) {
+    __m512i t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+/* Packs a matrix of rows, whose transpose is the second factor: tiles of 64 rows, in which each pair of columns has a
+   row of words. Rows that are not there are zero. */
+static void pack_transposed(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+    int64_t pairs = width / 2;
+    for (int64_t tile = 0; tile < rows; tile += TILE, to += pairs * TILE)
+        for (int64_t group = 0; group < TILE; group += 16)
+            for (int64_t pair = 0; pair < pairs; pair += 16) {
+                __m512i r[16];
+#pragma GCC unroll 16
+                for (int i = 0; i < 16; i++) {
+                    int64_t at = tile + group + i;
+                    r[i] = at < rows ? _mm512_maskz_loadu_epi32(first(pairs - pair), from + at * row + 2 * pair)
+                                     : _mm512_setzero_si512();
+                }
+                transpose(r);
+                int64_t count = least(16, pairs - pair);
+                for (int64_t i = 0; i < count; i++)
+                    _mm512_storeu_si512(to + (pair + i) * TILE + group, r[i]);
+            }
+}
+
+INLINE __m512i paired(__m256i low, __m256i high) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+}
+
+/* Packs a matrix that is the second factor itself: tiles of 64 columns, in which each pair of rows has a row of words. */
+static void pack_pairs(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+    int64_t pairs = (rows + 1) / 2;
+    for (int64_t tile = 0; tile < width; tile += TILE, to += pairs * TILE)
+        for (int64_t pair = 0; pair < pairs; pair++)
+            for (int64_t at = tile; at < least(tile + TILE, up_to(width, 16)); at += 16) {
+                const uint16_t *low = from + 2 * pair * row + at;
+                __mmask16 here = first(width - at);
+                __m256i high = _mm256_setzero_si256();
+                if (2 * pair + 1 < rows) high = _mm256_maskz_loadu_epi16(here, low + row);
+                _mm512_storeu_si512(to + pair * TILE + at - tile, paired(_mm256_maskz_loadu_epi16(here, low), high));
+            }
+}
+
+/* ------------------------------------------------------------------------------------------------- softmax */
+
+/* exp of numbers that are not much larger than 0, by the scheme of Cephes' expf. Below -87 it is 0. A NaN stays one. */
+INLINE __m512 exponential(__m512 x) {
+    const __m512 lowest = _mm512_set1_ps(-87.0f);
+    __mmask16 is_zero = _mm512_cmp_ps_mask(x, lowest, _CMP_LT_OQ);
+    x = _mm512_max_ps(lowest, x);
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+    return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), is_zero, _mm512_setzero_ps());
+}
+
+/* Of one row: what is read along with its scores. */
+typedef struct {
+    const Call *call;
+    const void *mask;    /* of this row, or NULL */
+    const uint8_t *kept; /* by the dropout, or NULL */
+    int64_t columns;     /* those that are not masked by being causal */
+} Row;
+
+INLINE __m512 with_mask(const Row *row, __m512 scores, int64_t at) {
+    const Call *call = row->call;
+    __mmask16 here = first(row->columns - at);
+    __m512 found = _mm512_mul_ps(scores, _mm512_set1_ps((float)call->scale));
+    const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
+    if (row->mask) {
+        int64_t step = call->mask[3];
+        if (call->mask_kind == 1) {
+            const uint8_t *bytes = (const uint8_t *)row->mask + at * step;
+            __mmask16 open = step ? _mm_test_epi8_mask(_mm_maskz_loadu_epi8(here, bytes), _mm_set1_epi8(-1))
+                                  : (*bytes ? 0xffff : 0);
+            found = _mm512_mask_mov_ps(nothing, open, found);
+        } else {
+            const uint16_t *numbers = (const uint16_t *)row->mask + at * step;
+            __m512i bits = step ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, numbers))
+                                : _mm512_set1_epi32(*numbers);
+            found = _mm512_add_ps(found, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+        }
+    }
+    return _mm512_mask_mov_ps(nothing, here, found);
+}
+
+/* 1 / the probability where the dropout has kept an element, else 0. */
+INLINE __m512 factor(const Row *row, int64_t at, __m512 by_kept) {
+    __m128i bytes = _mm_maskz_loadu_epi8(first(row->columns - at), row->kept + at);
+    return _mm512_maskz_mov_ps(_mm_test_epi8_mask(bytes, bytes), by_kept);
+}
+
+INLINE __m256i rounded(__m512 numbers) { return (__m256i)_mm512_cvtneps_pbh(numbers); }
+
+/* Makes a row of scores exponentials in bf16, and returns the logarithm of their sum. They are not divided by the sum, so
+   the largest is 1, without a rounding error; `by_sum` is the factor that is left. Exponentials are 0 from the last column
+   up to a multiple of 16. */
+static float normalize(const Row *row, float *scores, uint16_t *exponentials, float *by_sum) {
+    int64_t end = up_to(row->columns, 16);
+    __m512 most = _mm512_set1_ps(-__builtin_inff()), total = _mm512_setzero_ps();
+    for (int64_t at = 0; at < end; at += 16) {
+        __m512 found = with_mask(row, _mm512_loadu_ps(scores + at), at);
+        _mm512_storeu_ps(scores + at, found);
+        most = _mm512_max_ps(most, found);
+    }
+    float maximum = _mm512_reduce_max_ps(most);
+    if (maximum == -__builtin_inff()) maximum = 0; /* all are masked: the sum will be 0 */
+    for (int64_t at = 0; at < end; at += 16) {
+        __m512 found = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + at), _mm512_set1_ps(maximum)));
+        total = _mm512_add_ps(total, found);
+        if (row->kept) found = _mm512_mul_ps(found, factor(row, at, _mm512_set1_ps(1.0f)));
+        _mm256_storeu_si256((__m256i *)(exponentials + at), rounded(found));
+    }
+    float sum = _mm512_reduce_add_ps(total), kept = (float)row->call->kept;
+    *by_sum = sum == 0 || kept == 0 ? 0.0f : 1.0f / (sum * kept);
+    return sum == 0 ? __builtin_inff() : maximum + (float)__builtin_log(sum);
+}
+
+/* The gradients of the scores, from the scores and from the gradients of what multiplies the values. Overwrites the
+   scores by the probabilities after the dropout, and the second by the gradients. */
+static void differentiate(const Row *row, float log_sum, float *scores, float *gradients) {
+    int64_t end = up_to(row->columns, 16);
+    __m512 by_kept = _mm512_set1_ps((float)(row->call->kept > 0 ? 1 / row->call->kept : 0));
+    __m512 total = _mm512_setzero_ps();
+    for (int64_t at = 0; at < end; at += 16) {
+        __m512 shifted = _mm512_sub_ps(with_mask(row, _mm512_loadu_ps(scores + at), at), _mm512_set1_ps(log_sum));
+        __m512 found = exponential(shifted), of_found = _mm512_loadu_ps(gradients + at);
+        if (row->kept) of_found = _mm512_mul_ps(of_found, factor(row, at, by_kept));
+        of_found = _mm512_maskz_mov_ps(first(row->columns - at), of_found);
+        total = _mm512_fmadd_ps(found, of_found, total);
+        _mm512_storeu_ps(scores + at, found);
+        _mm512_storeu_ps(gradients + at, of_found);
+    }
+    __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(total));
+    for (int64_t at = 0; at < end; at += 16) {
+        __m512 found = _mm512_loadu_ps(scores + at);
+        __m512 of_score = _mm512_mul_ps(found, _mm512_sub_ps(_mm512_loadu_ps(gradients + at), mean));
+        _mm512_storeu_ps(gradients + at, of_score);
+        if (row->kept) _mm512_storeu_ps(scores + at, _mm512_mul_ps(found, factor(row, at, by_kept)));
+    }
+}
+
+/* ---------------------------------------------------------------------------------------------- whole heads */
+
+/* Writes rows in bf16, multiplied by a number, or each by the number that `of_rows` has for it. */
+INLINE void store(const float *from, int64_t from_row, int64_t rows, int64_t width, float scale, const float *of_rows,
+                  uint16_t *to, int64_t row) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t at = 0; at < width; at += 16) {
+            __m512 by = _mm512_set1_ps(of_rows ? of_rows[i] : scale);
+            __m512 found = _mm512_mul_ps(_mm512_loadu_ps(from + i * from_row + at), by);
+            _mm256_mask_storeu_epi16(to + i * row + at, first(width - at), rounded(found));
+        }
+}
+
+/* The parts of a thread's memory, all of them multiples of 64 bytes. */
+typedef struct {
+    uint32_t *keys_transposed, *values_transposed, *keys_paired, *values_paired, *queries_paired, *outs_paired;
+    uint32_t *probabilities_paired, *gradients_paired;
+    uint16_t *probabilities; /* row by row, before they are divided by their sum; of the backward, the gradients of the scores */
+    float *scores, *gradients, *result, *of_keys, *of_values;
+    int64_t bytes;
+} Memory;
+
+static Memory memory_of(const Call *call, char *at, int backward) {
+    Memory found;
+    memset(&found, 0, sizeof found);
+    char *start = at;
+    int64_t keys = up_to(call->keys, TILE), pairs = (call->keys + 1) / 2;
+    int64_t width = up_to(call->width, TILE), value_width = up_to(call->value_width, TILE);
+#define PART(NAME, TYPE, COUNT) found.NAME = (TYPE *)at, at += up_to((COUNT) * (int64_t)sizeof(TYPE), 64)
+    PART(keys_transposed, uint32_t, call->width / 2 * keys);
+    PART(scores, float, ROWS * keys);
+    PART(probabilities, uint16_t, ROWS * keys);
+    PART(result, float, ROWS * (width > value_width ? width : value_width));
+    if (!backward) {
+        PART(values_paired, uint32_t, pairs * value_width);
+    } else {
+        PART(values_transposed, uint32_t, call->value_width / 2 * keys);
+        PART(keys_paired, uint32_t, pairs * width);
+        PART(queries_paired, uint32_t, ROWS / 2 * width);
+        PART(outs_paired, uint32_t, ROWS / 2 * value_width);
+        PART(probabilities_paired, uint32_t, ROWS / 2 * keys);
+        PART(gradients_paired, uint32_t, ROWS / 2 * keys);
+        PART(gradients, float, ROWS * keys);
+        PART(of_keys, float, keys * width);
+        PART(of_values, float, keys * value_width);
+    }
+#undef PART
+    found.bytes = at - start;
+    return found;
+}
+
+INLINE Row row_of(const Call *call, const void *mask, const uint8_t *kept, int64_t batch, int64_t head, int64_t at,
+                  int64_t columns) {
+    Row row = {call, 0, 0, call->causal ? least(columns, at + 1) : columns};
+    int64_t place = batch * call->mask[0] + head * call->mask[1] + at * call->mask[2];
+    if (call->mask_kind) row.mask = (const char *)mask + place * (call->mask_kind == 1 ? 1 : 2);
+    if (kept) row.kept = kept + ((batch * call->heads * call->group + head) * call->length + at) * call->keys;
+    return row;
+}
+
+/* Sets what a causal row has not computed, up to the last column of its block. */
+INLINE void clear(uint16_t *row, int64_t from, int64_t to) {
+    if (to > from) memset(row + from, 0, (to - from) * sizeof *row);
+}
+
+static void forward_of_head(const Call *call, const uint16_t *query, const uint16_t *key, const uint16_t *value,
+                            const void *mask, const uint8_t *kept, uint16_t *out, float *log_sums, char *scratch,
+                            int64_t batch, int64_t key_head) {
+    Memory memory = memory_of(call, scratch, 0);
+    int64_t keys = up_to(call->keys, TILE), pairs = (call->keys + 1) / 2, wide = up_to(call->value_width, TILE);
+    pack_transposed(key + batch * call->key[0] + key_head * call->key[1], call->key[2], call->keys, call->width,
+                    memory.keys_transposed);
+    pack_pairs(value + batch * call->value[0] + key_head * call->value[1], call->value[2], call->keys,
+               call->value_width, memory.values_paired);
+    for (int64_t head = key_head * call->group; head < (key_head + 1) * call->group; head++)
+        for (int64_t at = 0; at < call->length; at += ROWS) {
+            int64_t rows = least(ROWS, call->length - at);
+            int64_t columns = call->causal ? least(call->keys, at + rows) : call->keys, end = up_to(columns, 16);
+            float by_sums[ROWS];
+            product(rows, columns, call->width / 2,
+                    query + batch * call->query[0] + head * call->query[1] + at * call->query[2], 2 * call->query[2],
+                    4, memory.keys_transposed, call->width / 2, memory.scores, keys, 0);
+            for (int64_t i = 0; i < rows; i++) {
+                Row row = row_of(call, mask, kept, batch, head, at + i, columns);
+                uint16_t *probabilities = memory.probabilities + i * keys;
+                float log_sum = normalize(&row, memory.scores + i * keys, probabilities, by_sums + i);
+                log_sums[(batch * call->heads * call->group + head) * call->length + at + i] = log_sum;
+                clear(probabilities, up_to(row.columns, 16), end);
+            }
+            product(rows, call->value_width, (columns + 1) / 2, memory.probabilities, 2 * keys, 4,
+                    memory.values_paired, pairs, memory.result, wide, 0);
+            store(memory.result, wide, rows, call->value_width, 1.0f, by_sums,
+                  out + batch * call->out[0] + head * call->out[1] + at * call->out[2], call->out[2]);
+        }
+}
+
+static void backward_of_head(const Call *call, const uint16_t *query, const uint16_t *key, const uint16_t *value,
+                             const void *mask, const uint8_t *kept, const uint16_t *of_out, const float *log_sums,
+                             uint16_t *of_query, uint16_t *of_key, uint16_t *of_value, char *scratch, int64_t batch,
+                             int64_t key_head) {
+    Memory memory = memory_of(call, scratch, 1);
+    int64_t keys = up_to(call->keys, TILE), pairs = (call->keys + 1) / 2;
+    int64_t width = up_to(call->width, TILE), value_width = up_to(call->value_width, TILE);
+    const uint16_t *of_head = key + batch * call->key[0] + key_head * call->key[1];
+    pack_transposed(of_head, call->key[2], call->keys, call->width, memory.keys_transposed);
+    pack_pairs(of_head, call->key[2], call->keys, call->width, memory.keys_paired);
+    pack_transposed(value + batch * call->value[0] + key_head * call->value[1], call->value[2], call->keys,
+                    call->value_width, memory.values_transposed);
+    memset(memory.of_keys, 0, call->keys * width * sizeof(float));
+    memset(memory.of_values, 0, call->keys * value_width * sizeof(float));
+    for (int64_t head = key_head * call->group; head < (key_head + 1) * call->group; head++)
+        for (int64_t at = 0; at < call->length; at += ROWS) {
+            int64_t rows = least(ROWS, call->length - at), both = (rows + 1) / 2;
+            int64_t columns = call->causal ? least(call->keys, at + rows) : call->keys, end = up_to(columns, 16);
+            const uint16_t *q = query + batch * call->query[0] + head * call->query[1] + at * call->query[2];
+            const uint16_t *g = of_out + batch * call->of_out[0] + head * call->of_out[1] + at * call->of_out[2];
+            product(rows, columns, call->width / 2, q, 2 * call->query[2], 4, memory.keys_transposed, call->width / 2,
+                    memory.scores, keys, 0);
+            product(rows, columns, call->value_width / 2, g, 2 * call->of_out[2], 4, memory.values_transposed,
+                    call->value_width / 2, memory.gradients, keys, 0);
+            for (int64_t i = 0; i < rows; i++) {
+                Row row = row_of(call, mask, kept, batch, head, at + i, columns);
+                float *scores = memory.scores + i * keys, *gradients = memory.gradients + i * keys;
+                int64_t done = up_to(row.columns, 16);
+                float log_sum = log_sums[(batch * call->heads * call->group + head) * call->length + at + i];
+                differentiate(&row, log_sum, scores, gradients);
+                if (end > done) {
+                    memset(scores + done, 0, (end - done) * sizeof(float));
+                    memset(gradients + done, 0, (end - done) * sizeof(float));
+                }
+            }
+            if (rows % 2) { /* the second row of the last pair */
+                memset(memory.scores + rows * keys, 0, end * sizeof(float));
+                memset(memory.gradients + rows * keys, 0, end * sizeof(float));
+            }
+            for (int64_t pair = 0; pair < both; pair++)
+                for (int64_t column = 0; column < end; column += 16) {
+                    const float *scores = memory.scores + 2 * pair * keys + column;
+                    const float *gradients = memory.gradients + 2 * pair * keys + column;
+                    uint16_t *plain = memory.probabilities + 2 * pair * keys + column;
+                    __m256i low = rounded(_mm512_loadu_ps(gradients)), high = rounded(_mm512_loadu_ps(gradients + keys));
+                    _mm256_storeu_si256((__m256i *)plain, low);
+                    _mm256_storeu_si256((__m256i *)(plain + keys), high);
+                    _mm512_storeu_si512(memory.gradients_paired + pair * keys + column, paired(low, high));
+                    low = rounded(_mm512_loadu_ps(scores)), high = rounded(_mm512_loadu_ps(scores + keys));
+                    _mm512_storeu_si512(memory.probabilities_paired + pair * keys + column, paired(low, high));
+                }
+            pack_pairs(q, call->query[2], rows, call->width, memory.queries_paired);
+            pack_pairs(g, call->of_out[2], rows, call->value_width, memory.outs_paired);
+            product(columns, call->value_width, both, memory.probabilities_paired, 4, 4 * keys, memory.outs_paired,
+                    both, memory.of_values, value_width, 1);
+            product(columns, call->width, both, memory.gradients_paired, 4, 4 * keys, memory.queries_paired, both,
+                    memory.of_keys, width, 1);
+            product(rows, call->width, (columns + 1) / 2, memory.probabilities, 2 * keys, 4, memory.keys_paired, pairs,
+                    memory.result, width, 0);
+            store(memory.result, width, rows, call->width, (float)call->scale, 0,
+                  of_query + batch * call->of_query[0] + head * call->of_query[1] + at * call->of_query[2],
+                  call->of_query[2]);
+        }
+    store(memory.of_keys, width, call->keys, call->width, (float)call->scale, 0,
+          of_key + batch * call->of_key[0] + key_head * call->of_key[1], call->of_key[2]);
+    store(memory.of_values, value_width, call->keys, call->value_width, 1.0f, 0,
+          of_value + batch * call->of_value[0] + key_head * call->of_value[1], call->of_value[2]);
+}
+
+/* Bytes of memory that each thread needs. */
+int64_t attention_bytes(const Call *call, int backward) { return memory_of(call, 0, backward).bytes; }
+
+/* Writes `out`, and the logarithm of the sum of each row into `log_sums`, which is (batch, head, row). `kept` is (batch,
+   head, row, column). `scratch` has `attention_bytes` for each thread. */
+void attention_forward(const Call *call, const uint16_t *query, const uint16_t *key, const uint16_t *value,
+                       const void *mask, const uint8_t *kept, uint16_t *out, float *log_sums, char *scratch,
+                       int threads) {
+    int64_t bytes = attention_bytes(call, 0);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < call->batch * call->heads; i++)
+        forward_of_head(call, query, key, value, mask, kept, out, log_sums, scratch + omp_get_thread_num() * bytes,
+                        i / call->heads, i % call->heads);
+}
+
+/* Writes the gradients of query, key and value, from that of `out`. */
+void attention_backward(const Call *call, const uint16_t *query, const uint16_t *key, const uint16_t *value,
+                        const void *mask, const uint8_t *kept, const uint16_t *of_out, const float *log_sums,
+                        uint16_t *of_query, uint16_t *of_key, uint16_t *of_value, char *scratch, int threads) {
+    int64_t bytes = attention_bytes(call, 1);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < call->batch * call->heads; i++)
+        backward_of_head(call, query, key, value, mask, kept, of_out, log_sums, of_query, of_key, of_value,
+                         scratch + omp_get_thread_num() * bytes, i / call->heads, i % call->heads);
+}
+
+#else
+
+int attention_is_supported(void) { return 0; }
+
+#endif

@@ -1,0 +1,183 @@
+"""Attention in blocks of rows by a C function (``attention.c``), which stores nothing of the size of the scores.
+
+It takes the heads where they lie, also as views of one projection, and writes output and gradients in the same order.
+For the backward it keeps query, key and value, a number for each row, and a byte for each score if there is a dropout.
+It needs a CPU with AVX-512's bf16 instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
+
+#: Maximum number of bytes that all threads together need for their blocks, which grow with the number of keys.
+SCRATCH_BOUND = 256 * 2**20
+#: Head sizes are computed in pairs of columns.
+_PAIR = 2
+_DIMENSIONS = 4  # batch, heads, rows, columns
+
+_INT = ctypes.c_int64
+_NAMES = ("query", "key", "value", "out", "of_query", "of_key", "of_value", "of_out")
+
+
+class _Call(ctypes.Structure):
+    """`Call` of the C file."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("batch", "heads", "group", "length", "keys", "width", "value_width")),
+        *((name, _INT * 3) for name in _NAMES),
+        *(("mask", _INT * 4), ("mask_kind", _INT), ("causal", _INT)),
+        *(("scale", ctypes.c_double), ("kept", ctypes.c_double)),
+    )
+
+
+def unavailable() -> str | None:
+    """Return why this kernel cannot be used in this process, or None."""
+    try:
+        supported = compiled_for_threads("attention").attention_is_supported()
+    except UnavailableError as error:
+        return str(error)
+    return None if supported else "the CPU has no bf16 instructions of AVX-512"
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel supports these tensors, which fit `nano_loop.kernels.attention.attention`."""
+    if query.size(-1) % _PAIR or value.size(-1) % _PAIR or unavailable():
+        return False
+    call = _sizes(*(_as_heads(each) for each in (query, key, value)))
+    return _bytes(call, backward=True) * torch.get_num_threads() <= SCRATCH_BOUND
+
+
+def blocked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> Tensor:
+    """Compute softmax(query keyᵀ · scale + mask) value, with dropout on the softmax.
+
+    Parameters
+    ----------
+    query, key, value : torch.Tensor
+        bfloat16, of shapes (..., heads, L, E), (..., key heads, S, E) and (..., key heads, S, Ev), of which `fits` is
+        True.
+    mask : torch.Tensor or None
+        bool or bfloat16, broadcastable to (..., heads, L, S).
+    dropout_p : float
+        From 0 to 1. The mask is drawn as for a tensor of shape (..., heads, L, S).
+    is_causal : bool
+        Whether row i uses the keys 0 to i only.
+    scale : float
+        Factor of the scores.
+
+    Returns
+    -------
+    torch.Tensor
+        bfloat16, of shape (..., heads, L, Ev). With four dimensions, it is a view of (batch, L, heads, Ev), as torch's
+        kernel returns it. It can be differentiated once.
+    """
+    kept = None
+    if dropout_p:
+        kept = torch.empty((*query.shape[:-1], key.size(-2)), dtype=torch.uint8).bernoulli_(1 - dropout_p)
+    if mask is not None:
+        mask = _as_four_dimensions(mask.expand(*query.shape[:-1], key.size(-2)))
+        mask = mask if mask.stride(-1) in (0, 1) else mask.contiguous()
+    heads = [_as_heads(each) for each in (query, key, value)]
+    out: Tensor = _Attention.apply(*heads, mask, kept, dropout_p, is_causal, scale)  # type: ignore[no-untyped-call]
+    return out if query.dim() == _DIMENSIONS else out.reshape(*query.shape[:-1], value.size(-1))
+
+
+class _Attention(torch.autograd.Function):
+    """As `blocked_attention`, of four dimensions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        kept: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float,
+    ) -> Tensor:
+        out = _by_rows(query.size(0), query.size(1), query.size(2), value.size(3))
+        call = _sizes(query, key, value)
+        call.causal, call.scale, call.kept = is_causal, scale, 1 - dropout_p
+        if mask is not None:
+            call.mask, call.mask_kind = (_INT * 4)(*mask.stride()), 1 if mask.dtype is torch.bool else 2
+        _note(call, "out", out)
+        log_sums = torch.empty(query.shape[:3], dtype=torch.float32)
+        _run("forward", call, query, key, value, mask, kept, out, log_sums)
+        ctx.save_for_backward(query, key, value, mask, kept, log_sums)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, kept, log_sums = ctx.saved_tensors
+        call = _Call.from_buffer_copy(ctx.call)
+        gradient = _with_columns(gradient)
+        found = [_laid_out_as(each) for each in (query, key, value)]
+        for name, each in zip(("of_query", "of_key", "of_value", "of_out"), (*found, gradient), strict=True):
+            _note(call, name, each)
+        _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *found)
+        return *found, *[None] * 5
+
+
+def _as_heads(tensor: Tensor) -> Tensor:
+    """Return a tensor as (batch, heads, rows, columns), with columns side by side."""
+    return _with_columns(_as_four_dimensions(tensor))
+
+
+def _as_four_dimensions(tensor: Tensor) -> Tensor:
+    if tensor.dim() < _DIMENSIONS:
+        return tensor.unsqueeze(0)
+    return tensor if tensor.dim() == _DIMENSIONS else tensor.flatten(0, -_DIMENSIONS)
+
+
+def _with_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _by_rows(batch: int, heads: int, rows: int, columns: int) -> Tensor:
+    """Return an empty tensor in which the heads of a row lie side by side, as in the projection that follows."""
+    return torch.empty(batch, rows, heads, columns, dtype=torch.bfloat16).transpose(1, 2)
+
+
+def _laid_out_as(tensor: Tensor) -> Tensor:
+    """Return an empty tensor with heads and rows in the order of another tensor."""
+    if tensor.stride(1) < tensor.stride(2):
+        return _by_rows(*tensor.shape)
+    return torch.empty(tensor.shape, dtype=torch.bfloat16)
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor) -> _Call:
+    batch, heads, length, width = query.shape
+    call = _Call(batch, key.size(1), heads // key.size(1), length, key.size(2), width, value.size(3))
+    for name, each in (("query", query), ("key", key), ("value", value)):
+        _note(call, name, each)
+    return call
+
+
+def _note(call: _Call, name: str, tensor: Tensor) -> None:
+    setattr(call, name, (_INT * 3)(*tensor.stride()[:3]))
+
+
+def _run(direction: str, call: _Call, *tensors: Tensor | None) -> None:
+    threads = torch.get_num_threads()
+    scratch = torch.empty(threads * _bytes(call, direction == "backward"), dtype=torch.uint8)
+    pointers = [ctypes.c_void_p(None if each is None else each.data_ptr()) for each in (*tensors, scratch)]
+    function = getattr(compiled_for_threads("attention"), f"attention_{direction}")
+    function(ctypes.byref(call), *pointers, ctypes.c_int(threads))
+
+
+def _bytes(call: _Call, backward: bool) -> int:
+    function = compiled_for_threads("attention").attention_bytes
+    function.restype = _INT
+    return int(function(ctypes.byref(call), int(backward)))
