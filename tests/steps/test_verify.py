@@ -76,9 +76,9 @@ def test_a_fault_is_named_once_by_a_warning(monkeypatch):
     monkeypatch.setattr(attention, "WORTH_IT", 1)
     original = attention.attention
 
-    def planted(*args, plain_products=True, **kwargs):  # False where torch 2.8 calls it for models that are not set up
-        found = original(*args, plain_products=plain_products, **kwargs)
-        return found * 1.1 if plain_products else found
+    def planted(*args, ours=True, **kwargs):  # False where torch 2.8 calls it for models that are not set up
+        found = original(*args, ours=ours, **kwargs)
+        return found * 1.1 if ours else found
 
     monkeypatch.setattr(attention, "attention", planted)
     train = nano(precision="bf16", verify=True, verbose=False)(fit)
