@@ -32,6 +32,8 @@ from nano_loop.intercept.torch_private import constant_when_traced, in_backward,
 Call = Callable[..., Any]
 #: Takes the next inner call and returns a call around it, which may change the arguments and the outputs.
 Layer = Callable[[Call], Call]
+#: The name of functions around modules that decide in which dtypes these compute.
+DTYPES = "dtypes"
 
 
 # Modules of torch's classes are called through __call__. Replacing their methods too would affect every model.
@@ -64,7 +66,7 @@ class Entry:
         self._by_name: dict[str, Layer] = {}
         #: Calls a function inside all layers.
         self.layers: Call = _innermost
-        self._around: Callable[[nn.Module], Call | None] | None = None
+        self._arounds: dict[str, Callable[[nn.Module], Call | None]] = {}
         #: What is around the calls of modules, by the id of a module.
         self.inner: dict[int, Call] = {}
         #: What computes an operator in these calls, by the operator's name. Not changed, once there are calls.
@@ -80,24 +82,28 @@ class Entry:
             call = each(call)
         self.layers = call
 
-    def around_modules(self, around: Callable[[nn.Module], Call | None]) -> None:
+    def around_modules(self, around: Callable[[nn.Module], Call | None], name: str) -> None:
         """Put a function around each call of the model's modules, outermost or not.
 
         Parameters
         ----------
         around : callable
             Takes a module and returns such a function, called as ``function(call, module, *args, **kwargs)``, or None.
+        name : str
+            What it is for. A second one with this name replaces the first. Of several names, the first is the
+            outermost.
         """
         with _lock:
-            self._around = around
+            self._arounds[name] = around
             self.inner.clear()
             for module in self._modules.values():
                 self._note_inner(module)
 
     def _note_inner(self, module: nn.Module) -> None:
-        inner = None if self._around is None else self._around(module)
-        if inner is not None:
-            self.inner[id(module)] = inner
+        found = [around(module) for around in self._arounds.values()]
+        functions = [each for each in found if each is not None]
+        if functions:
+            self.inner[id(module)] = functools.reduce(_nested, functions)
 
     def cover(self, modules: Iterable[nn.Module]) -> None:
         """Route calls into these modules to this entry."""
@@ -198,6 +204,15 @@ class Entries:
         self._undoing.callback(entry.uncover)
         entry.cover(modules)
         return entry
+
+
+def _nested(outer: Call, inner: Call) -> Call:
+    """Return a function around calls of a module that consists of two."""
+
+    def around(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return outer(functools.partial(inner, function), module, *args, **kwargs)
+
+    return around
 
 
 def is_forward(function: Call) -> bool:

@@ -2,7 +2,7 @@
 
 Neither installing nor importing nano_loop needs a compiler: a kernel that cannot be compiled is not used. Compiled
 libraries are stored in the user's cache folder (see `nano_loop.cache_folder`). The file name contains a hash of the
-source, the compiler and the processor.
+source, the headers, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -122,5 +122,6 @@ def _key(command: list[str], source: Path) -> str:
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
         processor = platform.processor()
-    parts = [source.read_text(), *command, *_FLAGS, platform.machine(), platform.system(), processor]
+    headers = [each.read_text() for each in sorted(source.parent.glob("*.h"))]
+    parts = [source.read_text(), *headers, *command, *_FLAGS, platform.machine(), platform.system(), processor]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ from nano_loop.steps.allocator import Allocator
 from nano_loop.steps.broadcast import Broadcast
 from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.compile import Compile
+from nano_loop.steps.fast_activation import FastActivation
 from nano_loop.steps.fast_attention import FastAttention
 from nano_loop.steps.fast_convolution import FastConvolution
 from nano_loop.steps.fast_cross_entropy import FastCrossEntropy
@@ -48,6 +49,7 @@ STEPS: tuple[type[Step], ...] = (
     LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run
     FastDropout,  # in any place: it replaces an operator, not models
     FastAttention,  # likewise
+    FastActivation,  # likewise
     FastConvolution,  # likewise
     FastCrossEntropy,  # likewise
     TuneOperators,  # after Precision and FastConvolution, whose choices by rules it replaces

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Call, Entries, Layer
+from nano_loop.intercept.calls import DTYPES, Call, Entries, Layer
 from nano_loop.intercept.nested import map_tensors
 from nano_loop.options import Options
 from nano_loop.parts import Parts, class_name
@@ -49,7 +49,7 @@ class ParameterDtype(Step):
         for model in parts.models:
             self._conversion.convert(model)
             entry = self.entries.add(model, self.name, _casting_outputs(dtype))
-            entry.around_modules(lambda module: _casting_inputs(dtype))
+            entry.around_modules(lambda module: _casting_inputs(dtype), DTYPES)
         if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `Rounding`
             for optimizer in parts.optimizers:
                 self._conversion.convert_state(optimizer)

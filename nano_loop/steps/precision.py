@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.intercept.calls import Call, Entries, Entry, Layer, is_forward
+from nano_loop.intercept.calls import DTYPES, Call, Entries, Entry, Layer, is_forward
 from nano_loop.intercept.custom_functions import backwards_run_by
 from nano_loop.intercept.nested import map_tensors, shares_memory
 from nano_loop.intercept.ownership import Rule
@@ -89,7 +89,7 @@ class Precision(Step):
             counted = None if self.config.compile or dtype is torch.float16 else worth
             layer = _under_autocast(dtype, _low_state(model), counted, self.config.auto_precision)
             entry = self.entries.add(model, self.name, layer)
-            entry.around_modules(UnlessListed(itertools.chain(*self.config.listed_operators.values())))
+            entry.around_modules(UnlessListed(itertools.chain(*self.config.listed_operators.values())), DTYPES)
             self._entries_of[id(model)] = model, entry
             if dtype is torch.float16 and _has_lstm(model):
                 entry.rules = {**entry.rules, **self._rules_of_lstms()}

@@ -8,7 +8,7 @@ import torch
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.calls import DTYPES, Entries
 from nano_loop.intercept.ownership import Rule
 from nano_loop.kernels.attention import WAY
 from nano_loop.kernels.convolution import OPERATOR
@@ -76,7 +76,7 @@ class TuneOperators(Step):
             of_gradients: Rule = convolutions.chooser(self._tuner)
             entry.rules = {**entry.rules, OPERATOR: of_gradients, WAY: attention.chooser(self._tuner)}
             if self.config.kind.autocast is torch.bfloat16:
-                entry.around_modules(self._layers.around)
+                entry.around_modules(self._layers.around, DTYPES)
         return "measurements from the third step on"  # the same in each run, so that it is printed once
 
     def closing(self) -> StepResult | None:

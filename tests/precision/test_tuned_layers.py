@@ -75,7 +75,7 @@ def tuned(entries):
 
             return under_autocast
 
-        entries.add(model, "autocast", layer).around_modules(TunedLayers(tuner, listed).around)
+        entries.add(model, "autocast", layer).around_modules(TunedLayers(tuner, listed).around, "dtypes")
         return model
 
     return tune

@@ -1,0 +1,101 @@
+"""Computes tanh, and GELU by tanh, in C; and in one pass the GELU that transformers writes as eight operators."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nano_loop.intercept.calls import Call
+from nano_loop.intercept.exports import is_exporting
+from nano_loop.intercept.operators import gives_kernels, overridden
+from nano_loop.intercept.torch_private import calls_only_forward, in_functorch
+from nano_loop.kernels import activations
+from nano_loop.op_names import operators_of
+from nano_loop.parts import Parts
+from nano_loop.steps.step import Step
+
+#: Modules that compute GELU by tanh from several operators.
+_BY_OPERATORS = {
+    ("transformers.activations", "NewGELUActivation"),
+    ("transformers.activations", "FastGELUActivation"),
+    ("transformers.activations", "AccurateGELUActivation"),
+}
+#: The operators that they call. Those whose dtype was asked for have to be called.
+_CALLED = frozenset({"tanh", "pow", "mul", "add"})
+
+
+class FastActivation(Step):
+    """Replaces tanh, and GELU by tanh, of large bf16 tensors in the calls of set-up models.
+
+    torch's hyperbolic tangent is bound by its arithmetic, and takes three times as long. GPT-2's GELU, in transformers,
+    is eight operators, each of which reads and writes the whole tensor and rounds it to bf16.
+    """
+
+    name = "fast_activation"
+    auto_is_for_reduced_precision = True
+
+    def concerns(self, parts: Parts) -> bool:
+        """Return whether the step was asked for, or a model calls tanh: there is no line for each model without."""
+        return super().concerns(parts) and (self.required or any(map(_calls_tanh, parts.models)))
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        if not self.config.reduced_precision:
+            return "it is for bf16"
+        if not gives_kernels():
+            return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+        return activations.unavailable()
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        for model in parts.models:
+            self.entries.meet(model).around_modules(self._around, self.name)
+        if not self._overridden:
+            for operator, make in activations.REPLACEMENTS.items():
+                self.undoing.enter_context(overridden(operator, make, "CPU"))
+            self._overridden = True
+        return "tanh, and GELU by tanh, in C"
+
+    _overridden = False
+
+    def _around(self, module: nn.Module) -> Call | None:
+        listed = itertools.chain(*self.config.listed_operators.values())
+        names = {operator.partition(".")[0] for name in listed for operator in operators_of(name)}
+        return _in_one_pass if _kind(module) in _BY_OPERATORS and names.isdisjoint(_CALLED) else None
+
+
+def _in_one_pass(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Compute by one operator a module that is `_BY_OPERATORS`."""
+    if kwargs or len(args) != 1 or not _fits(self, args[0]):
+        return function(self, *args, **kwargs)
+    return F.gelu(args[0], approximate="tanh")
+
+
+def _fits(module: nn.Module, x: Any) -> bool:
+    large = type(x) is Tensor and x.dtype is torch.bfloat16 and x.numel() >= activations.WORTH_IT and x.is_cpu
+    return large and calls_only_forward(module) and not in_functorch() and not is_exporting()
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    return type(module).__module__, type(module).__qualname__
+
+
+def _calls_tanh(model: nn.Module) -> bool:
+    return any("tanh" in name.lower() or "gelu" in name.lower() for name in _names(model))
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    """Yield what may show that a module computes tanh: GELUs by the error function are few, and do not matter."""
+    for module in model.modules():
+        if isinstance(module, nn.GELU):
+            yield module.approximate
+            continue
+        yield from ("" if type(module).__qualname__ == "GELUActivation" else type(module).__qualname__,)
+        forward = inspect.getattr_static(module, "forward", None)  # not a function in a scripted class
+        yield from forward.__code__.co_names if inspect.isfunction(forward) else ()
