@@ -27,6 +27,12 @@ WORKLOADS = {
     "unet": "U-Net, 4 × 128², AdamW",
     "mlp": "MLP on tabular data through a `DataLoader`, AdamW",
     "resnet18_folder": "ResNet-18, JPEG files through a `DataLoader`, SGD",
+    "mobilenet": "MobileNetV2, 32 × 224², SGD",
+    "efficientnet": "EfficientNet-B0, 32 × 224², SGD",
+    "convnext": "ConvNeXt-T, 8 × 224², AdamW",
+    "distilbert": "DistilBERT with dropout, 8 × 128, AdamW",
+    "t5": "T5-small with dropout, 8 × 128, AdamW",
+    "group_norm_unet": "U-Net with group norm, 8 × 160², AdamW",
 }
 #: What the README's picture calls them.
 SHORT_NAMES = {
@@ -38,6 +44,12 @@ SHORT_NAMES = {
     "unet": "U-Net",
     "mlp": "MLP",
     "resnet18_folder": "ResNet-18, JPEGs",
+    "mobilenet": "MobileNetV2",
+    "efficientnet": "EfficientNet-B0",
+    "convnext": "ConvNeXt-T",
+    "distilbert": "DistilBERT",
+    "t5": "T5-small",
+    "group_norm_unet": "U-Net, group norm",
 }
 SYSTEMS = {
     "autocast": "autocast",
