@@ -21,6 +21,7 @@ import torch
 from benchmarks import systems
 from benchmarks.limits import matmul_gflops, step_flops
 from benchmarks.names import find
+from benchmarks.traffic import traffic
 from benchmarks.workloads import ALL, Workload
 from nano_loop.cpu import peak_memory
 
@@ -72,6 +73,13 @@ def flops(workload: str, small: bool) -> dict[str, float]:
     return {"flops": step_flops(build(workload, small))}
 
 
+def between(workload: str, small: bool, threads: int | None = None) -> dict[str, Any]:
+    """Return what the operators between the products of a step of nano_loop take and move (see `traffic`)."""
+    if threads:
+        torch.set_num_threads(threads)
+    return traffic(build(workload, small))
+
+
 def _measured(workload: str, train: Train, small: bool) -> dict[str, float]:
     work = build(workload, small)
     warmup, counted = _whole_epochs(max(2, work.steps // 10), work), _whole_epochs(work.steps, work)
@@ -110,6 +118,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "losses": losses,
     "ranks": ranks,
     "levers": levers,
+    "between": between,
     "flops": flops,
     "matmul": matmul_gflops,
 }

@@ -15,7 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.between import largest_savings, savings_of_models
 from benchmarks.chart import SpeedUps, draw_speed_ups
+from benchmarks.markdown import table
 from benchmarks.summary import set_matmul_shares
 
 WORKLOADS = {
@@ -63,16 +65,6 @@ SYSTEMS = {
     "ipex": "IPEX",
 }
 Results = dict[str, Any]
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a markdown table."""
-    cells = list(head)
-    return "\n".join(_line(each) for each in (cells, ["---"] * len(cells), *rows))
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
 
 
 def overview(results: Results) -> str:
@@ -210,7 +202,12 @@ def _over_plain(systems: Results, system: str) -> tuple[float, float, float]:
 
 
 #: By what results hold, the tables that are made of it.
-TABLES = {"workloads": (overview, times, ratios, memory), "levers": (levers,), "scaling": (scaling,)}
+TABLES = {
+    "workloads": (overview, times, ratios, memory),
+    "levers": (levers,),
+    "scaling": (scaling,),
+    "between": (savings_of_models, largest_savings),
+}
 
 
 def tables(results: Results) -> list[str]:
