@@ -38,7 +38,7 @@ _HEAD = (
     "could save, ms",
     "of the step",
 )
-_HEAD_OF_MODELS = ("model", "a step, ms", "between products, ms", "could save, ms", "of the step", "the most of it")
+_HEAD_OF_MODELS = ("model", "a step, ms", "between products, ms", "could save, ms", "of the step", "most of it")
 
 
 def rows_of(workload: str, found: Result) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--output", metavar="FILE", help="a file for the figures, as JSON")
     options = parser.parse_args(given)
     found: dict[str, Result] = {}
-    results = {**surroundings(), "threads": options.threads, "between": found}
+    results = {**surroundings(), "threads": options.threads, "quick": options.small, "between": found}
     print(heading(results))
     for workload in tqdm(options.only, file=sys.stderr, unit="workload"):
         job = {"task": "between", "workload": workload, "small": options.small, "threads": options.threads}

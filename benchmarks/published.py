@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 import nano_loop

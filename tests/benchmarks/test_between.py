@@ -4,11 +4,11 @@ import json
 
 import pytest
 from command_line import OWN, run
+from profiling.events import Event
 
 from benchmarks.between import largest, largest_savings, operators, rows_of, savings_of_models
 from benchmarks.traffic import bytes_by_place, computing, is_product, moves
 from nano_loop.precision.execution_trace import Operator, Used
-from profiling.events import Event
 
 FLOATS = Used(1, 1, "fp32", 100, 4)
 BF16 = Used(2, 2, "bf16", 100, 2)
