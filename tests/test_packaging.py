@@ -210,7 +210,7 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "nano_loop").rglob("*.py")}
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     script = f"nano_loop-{nano_loop.__version__}.data/scripts/nano-loop-init"
-    sources = {f"nano_loop/kernels/{name}.c" for name in ("bernoulli", "cross_entropy")}
+    sources = {f"nano_loop/kernels/{name}.c" for name in ("bernoulli", "cross_entropy", "norms")}
     assert held == modules | sources | {"nano_loop/py.typed", script}
     assert wheel.read(script) == (ROOT / "scripts/nano-loop-init").read_bytes()
 
