@@ -21,7 +21,8 @@ import torch
 from benchmarks import systems
 from benchmarks.limits import matmul_gflops, step_flops
 from benchmarks.names import find
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.traffic import traffic
+from benchmarks.workloads import ALL, Workload
 from nano_loop.cpu import peak_memory
 
 Train = Callable[[Workload, int], list[float]]
@@ -50,7 +51,7 @@ def ranks(workload: str, cpus: Sequence[int], small: bool) -> dict[str, float]:
 
 def losses(workload: str, system: str, small: bool, count: int, noise: float = 0.0) -> dict[str, list[float]]:
     """Return the losses of `count` training steps under a system, after some relative noise on the weights."""
-    work, seen = _build(workload, small), []
+    work, seen = build(workload, small), []
     with torch.no_grad():
         for weight in work.model.parameters() if noise else ():
             own = torch.Generator().manual_seed(1)  # dropout is to draw what it draws without noise
@@ -69,11 +70,18 @@ def losses(workload: str, system: str, small: bool, count: int, noise: float = 0
 
 def flops(workload: str, small: bool) -> dict[str, float]:
     """Count the matrix FLOPs of a step."""
-    return {"flops": step_flops(_build(workload, small))}
+    return {"flops": step_flops(build(workload, small))}
+
+
+def between(workload: str, small: bool, threads: int | None = None) -> dict[str, Any]:
+    """Return what the operators between the products of a step of nano_loop take and move (see `traffic`)."""
+    if threads:
+        torch.set_num_threads(threads)
+    return traffic(build(workload, small))
 
 
 def _measured(workload: str, train: Train, small: bool) -> dict[str, float]:
-    work = _build(workload, small)
+    work = build(workload, small)
     warmup, counted = _whole_epochs(max(2, work.steps // 10), work), _whole_epochs(work.steps, work)
     seconds = train(work, warmup + counted)
     return {
@@ -97,9 +105,10 @@ def _epoch_means(seconds: Sequence[float], work: Workload) -> list[float]:
     return [statistics.fmean(seconds[start : start + epoch]) for start in range(0, len(seconds), epoch)]
 
 
-def _build(workload: str, small: bool) -> Workload:
+def build(workload: str, small: bool) -> Workload:
+    """Return a workload, which begins with the same weights and batches each time."""
     torch.manual_seed(0)
-    work: Workload = find(workload, WORKLOADS)(small)
+    work: Workload = find(workload, ALL)(small)
     work.model.train()
     return work
 
@@ -109,6 +118,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "losses": losses,
     "ranks": ranks,
     "levers": levers,
+    "between": between,
     "flops": flops,
     "matmul": matmul_gflops,
 }

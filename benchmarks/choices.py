@@ -25,7 +25,7 @@ from benchmarks import systems
 from benchmarks.fresh import ROOT, environment
 from benchmarks.lockstep import FOREVER, Live, compare
 from benchmarks.names import find, names
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import ALL, LISTS, Workload
 from nano_loop.trials.tuning import Tuning
 
 
@@ -39,7 +39,7 @@ def grid(images: bool, threads: int) -> Iterator[dict[str, Any]]:
 def built(workload: str, small: bool) -> Workload:
     """Return a workload as the processes that are compared build it."""
     torch.manual_seed(0)
-    work: Workload = find(workload, WORKLOADS)(small)
+    work: Workload = find(workload, ALL)(small)
     work.model.train()
     return work
 
@@ -78,7 +78,7 @@ def row(workload: str, small: bool, seconds: float) -> str:
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.choices", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--only", type=names(WORKLOADS), default=["resnet18", "bert", "mlp"], metavar="WORKLOADS")
+    add("--only", type=names(ALL, LISTS), default=["resnet18_folder", "bert", "mlp"], metavar="WORKLOADS")
     add("--small", action="store_true", help="small workloads")
     add("--seconds", type=float, default=10, help="of a comparison (default: 10)")
     add("--loop", metavar="WORKLOAD", help=argparse.SUPPRESS)

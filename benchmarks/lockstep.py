@@ -28,7 +28,7 @@ import torch
 from benchmarks import systems
 from benchmarks.fresh import ROOT
 from benchmarks.names import at_least_one, find, names
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import ALL, LISTS
 
 WARMUP = 4  # rounds
 ROUND = 0.15  # seconds that a side's steps of one round take, at least
@@ -73,7 +73,7 @@ class Live:
 def live(workload: str, system: str, small: bool) -> None:
     """Be such a process: the loss, which a step calls once, waits for the next request."""
     torch.manual_seed(0)
-    work = find(workload, WORKLOADS)(small)
+    work = find(workload, ALL)(small)
     work.model.train()
     original, out, sys.stdout = work.loss, sys.stdout, sys.stderr
     left, start = 0, time.perf_counter()
@@ -143,7 +143,7 @@ def row(workload: str, sides: list[tuple[str, Path]], options: argparse.Namespac
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.lockstep", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--only", type=names(WORKLOADS), default=["mlp", "lstm", "unet"], metavar="WORKLOADS")
+    add("--only", type=names(ALL, LISTS), default=["mlp", "lstm", "unet"], metavar="WORKLOADS")
     add("--systems", type=names(systems.SYSTEMS), default=["plain", "nano"], help="two; the second is compared")
     add("--against", type=Path, metavar="CHECKOUT", help="instead: nano of this checkout, compared with that one")
     add("--small", action="store_true", help="small workloads")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from benchmarks.fresh import fresh
 from benchmarks.names import at_least_one, name, names
 from benchmarks.systems import SYSTEMS, plain
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import ALL, LISTS, WORKLOADS, Workload
 
 TOLERANCE, ROUNDING = 1e-5, 1e-7
 
@@ -27,7 +27,7 @@ TOLERANCE, ROUNDING = 1e-5, 1e-7
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.losses", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--only", type=names(WORKLOADS), default=list(WORKLOADS), metavar="WORKLOADS", help="names between commas")
+    add("--only", type=names(ALL, LISTS), default=list(WORKLOADS), metavar="WORKLOADS", help="names between commas")
     add("--system", type=name(SYSTEMS), default="nano_fp32", help="what is held against plain (default: nano_fp32)")
     add("--steps", type=at_least_one, default=20, metavar="N", help="how many (default: 20)")
     add("--small", action="store_true", help="small workloads, as --quick has them")

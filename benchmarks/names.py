@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -34,10 +34,17 @@ def name(known: Mapping[str, Callable[..., Any]]) -> Callable[[str], str]:
     return parse
 
 
-def names(known: Mapping[str, Callable[..., Any]]) -> Callable[[str], list[str]]:
-    """Return an argument's type: names between commas, each once, and each checked."""
-    one = name(known)
-    return lambda text: [one(each) for each in dict.fromkeys(text.split(","))]
+def names(
+    known: Mapping[str, Callable[..., Any]], lists: Mapping[str, Iterable[str]] | None = None
+) -> Callable[[str], list[str]]:
+    """Return an argument's type: names between commas, each once, and each checked; `lists` have names themselves."""
+    one, of_lists = name(known), lists or {}
+
+    def parse(text: str) -> list[str]:
+        found = (each for part in text.split(",") for each in of_lists.get(part, (part,)))
+        return [one(each) for each in dict.fromkeys(found)]
+
+    return parse
 
 
 def at_least_one(text: str) -> int:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.between import largest_savings, savings_of_models
 from benchmarks.chart import SpeedUps, draw_speed_ups
+from benchmarks.markdown import table
 from benchmarks.summary import set_matmul_shares
 
 WORKLOADS = {
@@ -27,6 +28,12 @@ WORKLOADS = {
     "unet": "U-Net, 4 × 128², AdamW",
     "mlp": "MLP on tabular data through a `DataLoader`, AdamW",
     "resnet18_folder": "ResNet-18, JPEG files through a `DataLoader`, SGD",
+    "mobilenet": "MobileNetV2, 32 × 224², SGD",
+    "efficientnet": "EfficientNet-B0, 32 × 224², SGD",
+    "convnext": "ConvNeXt-T, 8 × 224², AdamW",
+    "distilbert": "DistilBERT with dropout, 8 × 128, AdamW",
+    "t5": "T5-small with dropout, 8 × 128, AdamW",
+    "group_norm_unet": "U-Net with group norm, 8 × 160², AdamW",
 }
 #: What the README's picture calls them.
 SHORT_NAMES = {
@@ -38,6 +45,12 @@ SHORT_NAMES = {
     "unet": "U-Net",
     "mlp": "MLP",
     "resnet18_folder": "ResNet-18, JPEGs",
+    "mobilenet": "MobileNetV2",
+    "efficientnet": "EfficientNet-B0",
+    "convnext": "ConvNeXt-T",
+    "distilbert": "DistilBERT",
+    "t5": "T5-small",
+    "group_norm_unet": "U-Net, group norm",
 }
 SYSTEMS = {
     "autocast": "autocast",
@@ -51,16 +64,6 @@ SYSTEMS = {
     "ipex": "IPEX",
 }
 Results = dict[str, Any]
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a markdown table."""
-    cells = list(head)
-    return "\n".join(_line(each) for each in (cells, ["---"] * len(cells), *rows))
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
 
 
 def overview(results: Results) -> str:
@@ -198,7 +201,12 @@ def _over_plain(systems: Results, system: str) -> tuple[float, float, float]:
 
 
 #: By what results hold, the tables that are made of it.
-TABLES = {"workloads": (overview, times, ratios, memory), "levers": (levers,), "scaling": (scaling,)}
+TABLES = {
+    "workloads": (overview, times, ratios, memory),
+    "levers": (levers,),
+    "scaling": (scaling,),
+    "between": (savings_of_models, largest_savings),
+}
 
 
 def tables(results: Results) -> list[str]:

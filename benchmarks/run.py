@@ -31,7 +31,7 @@ from benchmarks.summary import geometric_means, set_matmul_shares, summarize
 from benchmarks.surroundings import heading, surroundings
 from benchmarks.systems import DEFAULT, NOT_QUICK, SYSTEMS
 from benchmarks.table import means, table
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import ALL, LISTS, WORKLOADS
 
 RESULTS = ROOT / "benchmarks/results"
 ROUNDS, QUICK_ROUNDS = 3, 1
@@ -40,12 +40,12 @@ ROUNDS, QUICK_ROUNDS = 3, 1
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--only", type=names(WORKLOADS), metavar="WORKLOADS", help="names between commas")
+    add("--only", type=names(ALL, LISTS), metavar="WORKLOADS", help="names between commas")
     add("--systems", type=names(SYSTEMS), metavar="SYSTEMS", help="names between commas")
     add("--rounds", type=at_least_one, help=f"default: {ROUNDS}, with --quick {QUICK_ROUNDS}")
     add("--quick", action="store_true", help="small workloads, in forks of one process: under four minutes")
-    add("--scaling", type=names(WORKLOADS), metavar="WORKLOADS", help="instead: nano on 1, 2, … threads and processes")
-    add("--levers", type=names(WORKLOADS), metavar="WORKLOADS", help="instead: nano less each of the steps it applied")
+    add("--scaling", type=names(ALL, LISTS), metavar="WORKLOADS", help="instead: nano on 1, 2, … threads and processes")
+    add("--levers", type=names(ALL, LISTS), metavar="WORKLOADS", help="instead: nano less each of the steps it applied")
     add("--output", metavar="NAME", help=f"keep NAME.json and NAME.png in {RESULTS.relative_to(ROOT)}, or at a path")
     add("--limit", type=at_least_one, default=900, metavar="SECONDS", help="give a case up after (default: 900)")
     options = parser.parse_args(given)

@@ -135,7 +135,8 @@ LEVERS: dict[str, dict[str, bool]] = {
         name: {name: False}
         for name in (
             *("channels_last", "fused_optimizer", "allocator"),
-            *("fast_dropout", "fast_attention", "fast_activation", "fast_convolution", "fast_cross_entropy"),
+            *("fast_dropout", "fast_attention", "fast_activation", "fast_convolution"),
+            *("fast_cross_entropy", "fast_norm"),
             *("tune_operators", "fast_fetch"),
         )
     },

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from benchmarks.workloads.images import resnet18_folder, resnet50, unet, vit
 from benchmarks.workloads.sequences import bert, gpt2, lstm
 from benchmarks.workloads.tables import mlp
+from benchmarks.workloads.untuned import convnext, distilbert, efficientnet, group_norm_unet, mobilenet, t5
 from benchmarks.workloads.workload import Workload
 
-#: By name. Each takes whether it is to be small, for a quick look.
+#: What is measured where nobody says what, by name. Each takes whether it is to be small, for a quick look.
 WORKLOADS: dict[str, Callable[[bool], Workload]] = {
     "resnet50": resnet50,
     "vit": vit,
@@ -21,4 +22,17 @@ WORKLOADS: dict[str, Callable[[bool], Workload]] = {
     "resnet18_folder": resnet18_folder,
 }
 
-__all__ = ["WORKLOADS", "Workload"]
+#: Models on which no bound in nano_loop's source was tuned.
+UNTUNED: dict[str, Callable[[bool], Workload]] = {
+    "mobilenet": mobilenet,
+    "efficientnet": efficientnet,
+    "convnext": convnext,
+    "distilbert": distilbert,
+    "t5": t5,
+    "group_norm_unet": group_norm_unet,
+}
+ALL = WORKLOADS | UNTUNED
+#: Names that stand for several workloads.
+LISTS = {"tuned": tuple(WORKLOADS), "untuned": tuple(UNTUNED), "all": tuple(ALL)}
+
+__all__ = ["ALL", "LISTS", "UNTUNED", "WORKLOADS", "Workload"]

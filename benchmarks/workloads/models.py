@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -81,15 +82,25 @@ class ResNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """U-Net (Ronneberger et al. 2015) with padding and batch norm, three levels down, from RGB to two classes."""
+    """U-Net (Ronneberger et al. 2015) with padding, three levels down, from RGB to two classes.
 
-    def __init__(self, width: int = 32) -> None:
+    Parameters
+    ----------
+    width : int
+        Channels of the level with the most pixels; each level down has twice as many.
+    block : callable
+        Makes the two convolutions of a level from the numbers of channels before and after them. By default they have
+        batch norms.
+    """
+
+    def __init__(self, width: int = 32, block: Callable[[int, int], nn.Module] | None = None) -> None:
         super().__init__()
+        make = block or _two_convolutions
         widths = [width, 2 * width, 4 * width, 8 * width]
-        self.down = nn.ModuleList(_two_convolutions(a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True))
+        self.down = nn.ModuleList(make(a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True))
         upwards = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in upwards)
-        self.join = nn.ModuleList(_two_convolutions(2 * b, b) for _, b in upwards)
+        self.join = nn.ModuleList(make(2 * b, b) for _, b in upwards)
         self.head = nn.Conv2d(width, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,6 +118,22 @@ def _two_convolutions(inputs: int, outputs: int) -> nn.Sequential:
     for width in (inputs, outputs):
         layers += [nn.Conv2d(width, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers)
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions with group norms of 8 groups, and a way around them (He et al. 2015, Wu & He 2018)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(8, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(8, outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
 
 
 class DCGAN(nn.Module):

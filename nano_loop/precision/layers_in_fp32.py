@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nano_loop.intercept.calls import Call
 from nano_loop.intercept.exports import is_exporting
 from nano_loop.intercept.torch_private import calls_only_forward, in_functorch
+from nano_loop.kernels.norms import computes_group_norm
 from nano_loop.op_names import operators_of
 from nano_loop.precision.autocast import to_fp32
 
@@ -95,7 +96,12 @@ def recurrence_is_faster(layer: Any, x: Tensor) -> bool:
 
 
 def group_norm_is_faster(layer: Any, x: Tensor) -> bool:
-    """Whether a group norm is faster in fp32. With an fp32 input it computes in fp32 under autocast too."""
+    """Whether a group norm is faster in fp32 than by torch's kernel: `fast_norm` has none that is slow.
+
+    With an fp32 input it computes in fp32 under autocast too.
+    """
+    if computes_group_norm(x):
+        return False
     is_nhwc = x.dim() in (4, 5) and x.stride(1) == 1 and math.prod(x.shape[2:]) > 1
     few = layer.num_channels <= FEW_CHANNELS_OF_A_GROUP * layer.num_groups
     return bool(is_nhwc and few and x.dtype is torch.bfloat16)

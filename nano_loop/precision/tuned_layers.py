@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nano_loop.intercept.calls import Call
 from nano_loop.intercept.torch_private import current_node_number, in_backward, in_mode, next_node_number
+from nano_loop.kernels.norms import computes_group_norm
 from nano_loop.precision.layers_in_fp32 import RULES, UnlessListed, computes_as_ours, in_fp32
 from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket, layout
 from nano_loop.tuning.tuner import Tuner, Way, Ways
@@ -132,8 +133,9 @@ class _Decisions:
         guess, layer = self._guess(self._layer, x), self._layer
         if not computes_as_ours(layer, (x,)) or in_mode() or torch.is_inference_mode_enabled():
             return _Decision(guess, self._tuner.turn)
-        follows_input = isinstance(layer, nn.GroupNorm) and x.dtype is torch.float32  # autocast leaves it in fp32
-        if follows_input or not 0 < _largest(layer, x) <= MOST_ELEMENTS or _work(layer, x) > _MOST_WORK:
+        # Autocast leaves one of fp32 as it is, and `fast_norm` has its own kernel.
+        has_one_way = isinstance(layer, nn.GroupNorm) and (x.dtype is torch.float32 or computes_group_norm(x))
+        if has_one_way or not 0 < _largest(layer, x) <= MOST_ELEMENTS or _work(layer, x) > _MOST_WORK:
             return _Decision(guess, _SETTLED)
         way = self._tuner.choose(_key(layer, x), _GUESS[guess], lambda: _ways(layer, x))
         if way is None:

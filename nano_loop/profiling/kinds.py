@@ -83,10 +83,11 @@ def kind_of(event: Event) -> str:
         return ATTENTION
     if event.name in _LOSSES:
         return ELEMENTWISE
-    return _kind_of_name(inside[0]) if inside and event.name.startswith("aten::") else PYTHON
+    return kind_of_operator(inside[0]) if inside and event.name.startswith("aten::") else PYTHON
 
 
-def _kind_of_name(name: str) -> str:
+def kind_of_operator(name: str) -> str:
+    """Return the kind of work of an operator, whose name is given without ``aten::``, by itself."""
     if name in _ATTENTION:
         return ATTENTION
     if name in _CASTS:

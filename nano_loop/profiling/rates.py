@@ -19,8 +19,8 @@ _SIZES = {
     **dict.fromkeys(("c10::BFloat16", "c10::Half"), 2),
     **dict.fromkeys(("bool", "unsigned char", "signed char"), 1),
 }
-# Operators that move nothing.
-_VIEWS = frozenset(
+#: Operators that move nothing.
+VIEWS = frozenset(
     f"aten::{name}"
     for name in (
         *("alias", "as_strided", "broadcast_to", "chunk", "detach", "detach_", "diagonal", "expand", "expand_as"),
@@ -101,7 +101,7 @@ def _is_inside(event: Event, names: Collection[str]) -> bool:
 
 
 def _bytes_of(event: ShapedEvent) -> list[int]:
-    if event.name in _VIEWS:
+    if event.name in VIEWS:
         return []
     dtypes = getattr(event, "input_dtypes", None) or []
     pairs = zip(event.input_shapes, dtypes, strict=False)

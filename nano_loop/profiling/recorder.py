@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -33,10 +33,9 @@ from nano_loop.profiling.kinds import (
     advice_for,
     times_of,
 )
+from nano_loop.profiling.machine_rates import memory_rate, product_rate
 from nano_loop.profiling.rates import moves_in, products_in, rate_of
 
-_COPIED = 256 << 20  # bytes by whose copy the rate of the machine's memory is measured
-_SIDE = 2048  # of the square products by which the machine's rate is measured
 _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
 
 
@@ -137,9 +136,9 @@ class _Recorder:
         ]
         dtype = torch.bfloat16 if self._machine.has_fast_bf16 else None
         if (rate := rate_of(products_in(shaped.events), PRODUCTS, steps)) is not None:
-            rows[KINDS.index(PRODUCTS)]["share_of_rate"] = min(rate / _machine_rate(dtype), 1.0)
+            rows[KINDS.index(PRODUCTS)]["share_of_rate"] = min(rate / product_rate(dtype), 1.0)
         if (moved := rate_of(moves_in(shaped.events), ELEMENTWISE, steps)) is not None:
-            rows[KINDS.index(ELEMENTWISE)]["share_of_memory_rate"] = min(moved / _memory_rate(), 1.0)
+            rows[KINDS.index(ELEMENTWISE)]["share_of_memory_rate"] = min(moved / memory_rate(), 1.0)
         return {
             "kinds": rows,
             "step_ms": statistics.median(self._plain[:TIMED]) * 1e3,
@@ -171,33 +170,3 @@ def _named(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args, **kwargs)
 
     return named
-
-
-def _memory_rate() -> float:
-    """Return the bytes per second that this machine reads and writes, by copies that no cache holds."""
-    source = torch.ones(_COPIED, dtype=torch.uint8)
-    target, best = torch.ones_like(source), 0.0
-    for _ in range(4):
-        began = time.perf_counter()
-        target.copy_(source)
-        best = max(best, 2 * _COPIED / (time.perf_counter() - began))
-    return best
-
-
-def _machine_rate(dtype: torch.dtype | None) -> float:
-    """Return the FLOPs per second of large products, in the faster of fp32 and another dtype."""
-    best = 0.0
-    for each in (torch.float32, *([] if dtype is None else [dtype])):
-        with torch.no_grad(), _plain():
-            a = torch.ones(_SIDE, _SIDE, dtype=each)
-            for _ in range(4):
-                began = time.perf_counter()
-                a @ a
-                best = max(best, 2 * _SIDE**3 / (time.perf_counter() - began))
-    return best
-
-
-@contextmanager
-def _plain() -> Iterator[None]:
-    with torch.autocast("cpu", enabled=False):
-        yield

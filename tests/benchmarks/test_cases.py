@@ -9,12 +9,12 @@ from command_line import OWN
 from torch._dynamo.utils import counters
 
 from benchmarks import experts
-from benchmarks.case import perform
+from benchmarks.case import build, perform
 from benchmarks.fresh import fresh
 from benchmarks.limits import step_flops
 from benchmarks.loop import endless, steps
 from benchmarks.systems import SYSTEMS, settings_of, why_not
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import ALL, LISTS, UNTUNED, WORKLOADS
 
 FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
 
@@ -96,6 +96,31 @@ def test_a_system_trains_the_workload(system):
 def test_compile_that_compiles_nothing_is_no_system(workload):
     result = fresh(job("plain", workload=workload, system="compile"), limit=110)
     assert result == {"reason": "RuntimeError: it compiled no part of the model, which ran without"}
+
+
+WITHOUT_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "group_norm_unet" else pytest.param(name, marks=WITHOUT_TRANSFORMERS) for name in UNTUNED]
+)
+def test_untuned_model_learns_its_batch_in_bf16(name):
+    work, losses = build(name, small=True), []
+    original = work.loss
+
+    def loss(model, batch):
+        losses.append(original(model, batch))
+        return losses[-1]
+
+    work.loss = loss
+    assert len(SYSTEMS["nano"](work, 6)) == 6
+    assert losses[-1] < losses[0]
+
+
+def test_lists_name_all_workloads_and_each_of_them_once():
+    assert [*ALL] == [*LISTS["all"]] == [*LISTS["tuned"], *LISTS["untuned"]]
+    assert [*WORKLOADS] == [*LISTS["tuned"]]
+    assert len(UNTUNED) == 6
 
 
 @pytest.mark.parametrize("lever", ["", "fused_optimizer", "channels_last"])

@@ -3,6 +3,7 @@ from command_line import OWN, results
 
 from benchmarks.run import arguments
 from benchmarks.systems import DEFAULT, LEVERS, NOT_QUICK
+from benchmarks.workloads import UNTUNED
 
 FIGURES = {
     "median_ms",
@@ -186,3 +187,8 @@ def test_a_run_that_is_broken_off_at_once_leaves_no_results(tmp_path):
     for name in ("new", "kept"):
         arguments(["--output", str(tmp_path / name)])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"kept.json": "{}"}
+
+
+def test_the_name_of_a_list_stands_for_its_workloads():
+    assert arguments(["--only", "untuned,mlp,t5"]).only == [*UNTUNED, "mlp"]
+    assert arguments([]).only is None  # the eight: see Plan

@@ -1,0 +1,604 @@
+/* Batch norm, group norm and layer norm, forward and backward, of tensors in fp32 or bf16.
+
+   A forward reads a tensor for its statistics, and again for the result; a backward reads two tensors twice. Sums have
+   16 lanes in fp32 over at most 16 rows, or over 1,024 neighbours, and go on in double precision. How a tensor is
+   divided depends on its shape alone, so a result depends neither on the number of threads nor on the width of vectors.
+
+   Statistics of batch and group norms belong to (s, c): a segment s, and a channel c. Tensors are in NHWC, as rows of
+   channels, or in NCHW, where a row is one channel of one image. A batch norm in NHWC has all rows in one segment. In
+   all others, a segment is an image. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define ROWS 16         /* rows of which fp32 sums are taken */
+#define NEIGHBOURS 1024 /* elements of a contiguous row, likewise */
+#define SOME_ROWS 32    /* rows whose mean is subtracted before squares are taken */
+#define SOME_NEIGHBOURS 128
+#define ROWS_OF_A_CHUNK 256
+#define LEAST_ROWS 32 /* of a chunk of a layer norm, of which fp32 sums are taken in its backward */
+#define CHUNKS 128 /* about as many, where there are many rows */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vector __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef double doubles __attribute__((vector_size(8 * LANES)));
+typedef float eight __attribute__((vector_size(32)));
+typedef float four __attribute__((vector_size(16)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+typedef struct {
+    int64_t segments, rows, channels; /* rows of a segment; in NCHW the elements of a channel of an image */
+    int64_t nhwc, bf16;
+} Shape;
+
+INLINE vector load(const void *base, int64_t at, int bf16) {
+    vector value;
+    if (bf16) {
+        halves raw;
+        memcpy(&raw, (const uint16_t *)base + at, sizeof raw);
+        bits wide = __builtin_convertvector(raw, bits) << 16;
+        memcpy(&value, &wide, sizeof value);
+    } else
+        memcpy(&value, (const float *)base + at, sizeof value);
+    return value;
+}
+
+/* bf16 is the nearest, and of two as near the even one, as torch rounds; a NaN stays one. */
+INLINE void store(void *base, int64_t at, int bf16, vector value) {
+    if (bf16) {
+        bits raw, nan = (bits)(value != value);
+        memcpy(&raw, &value, sizeof raw);
+        raw = (raw + 0x7fff + ((raw >> 16) & 1)) >> 16;
+        halves half = __builtin_convertvector((raw & ~nan) | (nan & 0x7fc0), halves);
+        memcpy((uint16_t *)base + at, &half, sizeof half);
+    } else
+        memcpy((float *)base + at, &value, sizeof value);
+}
+
+INLINE vector all(float value) { return (vector){0} + value; }
+
+INLINE double sum_of(vector value) {
+    eight halves[2];
+    four quarters[2];
+    memcpy(halves, &value, sizeof halves);
+    halves[0] += halves[1];
+    memcpy(quarters, halves, sizeof quarters);
+    quarters[0] += quarters[1];
+    return ((double)quarters[0][0] + quarters[0][1]) + ((double)quarters[0][2] + quarters[0][3]);
+}
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* 1 in the last `count` lanes, else 0: those of a row's last vector which the one before it does not have. */
+INLINE vector last_lanes(int64_t count) {
+    vector mask = {0};
+    for (int lane = 0; lane < LANES; lane++) mask[lane] = lane >= LANES - count;
+    return mask;
+}
+
+static int64_t rows_of_chunk(const Shape *shape) {
+    if (!shape->nhwc) return shape->rows;
+    int64_t chunks = CHUNKS / shape->segments + 1, rows = (shape->rows + chunks - 1) / chunks;
+    rows = (rows + ROWS - 1) / ROWS * ROWS;
+    return rows > ROWS_OF_A_CHUNK ? rows : ROWS_OF_A_CHUNK;
+}
+
+static int64_t chunks_of(const Shape *shape) {
+    int64_t rows = rows_of_chunk(shape);
+    return (shape->rows + rows - 1) / rows;
+}
+
+/* What is summed of `wide` x 16 channels, for some rows in NHWC: x - shift and its square, or gradients and their
+   products with x - shift. Arrays would stay in memory, so the sums have names. */
+INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_t rows, int64_t channels, int wide,
+                         int bf16, const vector *shift, vector *first, vector *second) {
+    vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
+    vector second0 = {0}, second1 = {0}, second2 = {0}, second3 = {0};
+    vector shift0 = shift[0], shift1 = shift[1], shift2 = shift[2], shift3 = shift[3];
+#define ADD(I)                                                                                                         \
+    if (I < wide) {                                                                                                    \
+        vector apart = load(x, at + I * LANES, bf16) - shift##I;                                                       \
+        vector factor = gradient ? load(gradient, at + I * LANES, bf16) : apart;                                       \
+        first##I += factor;                                                                                            \
+        second##I += factor * apart;                                                                                   \
+    }
+    for (int64_t row = 0; row < rows; row++, at += channels) {
+        ADD(0) ADD(1) ADD(2) ADD(3)
+    }
+#undef ADD
+    first[0] = first0, first[1] = first1, first[2] = first2, first[3] = first3;
+    second[0] = second0, second[1] = second1, second[2] = second2, second[3] = second3;
+}
+
+/* Sums, in double precision, of x and its square in a chunk's channels, or with `centers` of gradients and their
+   products with x - centers. What is squared is x less the mean of some rows, so that little is lost in fp32. */
+INLINE void tile(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int64_t channel,
+                 int wide, int bf16, const float *centers, double *sums, double *products) {
+    vector shift[4] = {{0}}, first[4], second[4];
+    doubles plain[4] = {{0}}, multiplied[4] = {{0}};
+    int64_t at = start * channels + channel;
+    for (int i = 0; i < wide; i++)
+        shift[i] = centers ? load(centers, channel + i * LANES, 0) : load(x, at + i * LANES, bf16);
+    if (!centers) {
+        int64_t some = least(rows, SOME_ROWS);
+        sums_of_tile(x, 0, at, some, channels, wide, bf16, shift, first, second);
+        for (int i = 0; i < wide; i++) shift[i] += first[i] / (float)some;
+    }
+    for (int64_t row = 0; row < rows; row += ROWS) {
+        sums_of_tile(x, gradient, at + row * channels, least(ROWS, rows - row), channels, wide, bf16, shift, first,
+                     second);
+        for (int i = 0; i < wide; i++) {
+            plain[i] += __builtin_convertvector(first[i], doubles);
+            multiplied[i] += __builtin_convertvector(second[i], doubles);
+        }
+    }
+    for (int i = 0; i < wide; i++) {
+        doubles by = __builtin_convertvector(shift[i], doubles);
+        if (!centers) {
+            multiplied[i] += by * (2 * plain[i] + (double)rows * by);
+            plain[i] += (double)rows * by;
+        }
+        memcpy(sums + channel + i * LANES, &plain[i], sizeof plain[i]);
+        memcpy(products + channel + i * LANES, &multiplied[i], sizeof multiplied[i]);
+    }
+}
+
+/* The sums of all channels of a chunk, in tiles of 64, 32 and 16 channels, the last of which may be computed twice. */
+INLINE void chunk(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int bf16,
+                  const float *centers, double *sums, double *products) {
+    int64_t channel = 0;
+    for (; channel + 4 * LANES <= channels; channel += 4 * LANES)
+        tile(gradient, x, start, rows, channels, channel, 4, bf16, centers, sums, products);
+    for (; channel + 2 * LANES <= channels; channel += 2 * LANES)
+        tile(gradient, x, start, rows, channels, channel, 2, bf16, centers, sums, products);
+    for (; channel < channels; channel += LANES)
+        tile(gradient, x, start, rows, channels, least(channel, channels - LANES), 1, bf16, centers, sums, products);
+}
+
+/* Sums of neighbours, as `sums_of_tile`. */
+INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, float shift,
+                               double *first, double *second) {
+    vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
+    vector second0 = {0}, second1 = {0}, second2 = {0}, second3 = {0};
+    int64_t place = 0;
+#define ADD(I, MASK)                                                                                                   \
+    {                                                                                                                  \
+        vector apart = (load(x, at + place + I * LANES, bf16) - shift) MASK;                                           \
+        vector factor = gradient ? load(gradient, at + place + I * LANES, bf16) MASK : apart;                          \
+        first##I += factor;                                                                                            \
+        second##I += factor * apart;                                                                                   \
+    }
+    for (; place + 4 * LANES <= count; place += 4 * LANES) {
+        ADD(0, ) ADD(1, ) ADD(2, ) ADD(3, )
+    }
+    for (; place + LANES <= count; place += LANES) ADD(0, )
+    if (place < count) {
+        vector mask = last_lanes(count - place);
+        place = count - LANES;
+        ADD(0, * mask)
+    }
+#undef ADD
+    *first = sum_of((first0 + first1) + (first2 + first3));
+    *second = sum_of((second0 + second1) + (second2 + second3));
+}
+
+/* The same as `tile`, of a contiguous row of 16 elements or more. */
+INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, int bf16, const float *center,
+                double *sums, double *products) {
+    double first, second, plain = 0, multiplied = 0;
+    float shift = center ? *center : load(x, at, bf16)[0];
+    if (!center) {
+        int64_t some = least(count, SOME_NEIGHBOURS);
+        sums_of_neighbours(x, 0, at, some, bf16, shift, &first, &second);
+        shift += (float)(first / (double)some);
+    }
+    for (int64_t start = 0; start < count; start += NEIGHBOURS) {
+        int64_t block = count - start < NEIGHBOURS + LANES ? count - start : NEIGHBOURS; /* none of less than 16 */
+        sums_of_neighbours(x, gradient, at + start, block, bf16, shift, &first, &second);
+        plain += first;
+        multiplied += second;
+        if (block != NEIGHBOURS) break;
+    }
+    if (!center) {
+        multiplied += shift * (2 * plain + (double)count * shift);
+        plain += (double)count * shift;
+    }
+    *sums = plain;
+    *products = multiplied;
+}
+
+/* The mean, and 1 / sqrt(variance + eps), of what has these sums. Returns the sum of squared differences. */
+INLINE double statistics(double sum, double squares, double count, double eps, double *mean, double *inverse) {
+    *mean = sum / count;
+    double apart = squares - sum * *mean;
+    apart = apart < 0 ? 0 : apart; /* by rounding; a NaN stays one */
+    *inverse = 1 / __builtin_sqrt(apart / count + eps);
+    return apart;
+}
+
+/* The sums of each segment's chunks: [segment, chunk, c]. */
+static void sums(const Shape *shape, const void *gradient, const void *x, const float *centers, int64_t center_stride,
+                 double *first, double *second, int threads) {
+    int64_t chunks = chunks_of(shape), length = rows_of_chunk(shape), channels = shape->channels;
+    if (!shape->nhwc) {
+        _Pragma("omp parallel for num_threads(threads) schedule(static)")
+        for (int64_t at = 0; at < shape->segments * channels; at++) {
+            const float *center = centers ? centers + at / channels * center_stride + at % channels : 0;
+            if (shape->bf16)
+                row(gradient, x, at * shape->rows, shape->rows, 1, center, first + at, second + at);
+            else
+                row(gradient, x, at * shape->rows, shape->rows, 0, center, first + at, second + at);
+        }
+        return;
+    }
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t at = 0; at < shape->segments * chunks; at++) {
+        int64_t segment = at / chunks, begin = at % chunks * length;
+        int64_t count = least(length, shape->rows - begin), start = segment * shape->rows + begin;
+        const float *center = centers ? centers + segment * center_stride : 0;
+        double *plain = first + at * channels, *products = second + at * channels;
+        if (shape->bf16)
+            chunk(gradient, x, start, count, channels, 1, center, plain, products);
+        else
+            chunk(gradient, x, start, count, channels, 0, center, plain, products);
+    }
+}
+
+/* out = (x - centers) * scales + offsets, or with a gradient: gradient * scales + (x - centers) * slopes + offsets. All
+   coefficients are of (segment, channel), with a stride of 0 or of the channels between segments. */
+typedef struct {
+    const float *centers, *scales, *offsets, *slopes;
+    int64_t center_stride, scale_stride, offset_stride, slope_stride;
+} Coefficients;
+
+INLINE void apply_to_row(const Coefficients *by, const void *gradient, const void *x, void *out, int64_t at,
+                         int64_t count, int bf16, int64_t segment, int64_t channel, int is_channel) {
+    const float *centers = by->centers + segment * by->center_stride + channel;
+    const float *scales = by->scales + segment * by->scale_stride + channel;
+    const float *offsets = by->offsets + segment * by->offset_stride + channel;
+    const float *slopes = gradient ? by->slopes + segment * by->slope_stride + channel : centers;
+    vector center = all(*centers), scale = all(*scales), offset = all(*offsets), slope = all(*slopes);
+    int64_t place = 0;
+#define APPLY                                                                                                          \
+    {                                                                                                                  \
+        if (!is_channel) {                                                                                             \
+            center = load(centers, place, 0), scale = load(scales, place, 0);                                          \
+            offset = load(offsets, place, 0), slope = load(slopes, place, 0);                                          \
+        }                                                                                                              \
+        vector apart = load(x, at + place, bf16) - center;                                                             \
+        vector found = gradient ? load(gradient, at + place, bf16) * scale + apart * slope : apart * scale;            \
+        store(out, at + place, bf16, found + offset);                                                                  \
+    }
+    for (; place + LANES <= count; place += LANES) APPLY
+    if (place < count) {
+        place = count - LANES; /* some are written twice */
+        APPLY
+    }
+#undef APPLY
+}
+
+static void apply(const Shape *shape, const Coefficients *by, const void *gradient, const void *x, void *out,
+                  int threads) {
+    int64_t channels = shape->channels, rows = shape->nhwc ? shape->rows : channels;
+    int64_t count = shape->nhwc ? channels : shape->rows;
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t at = 0; at < shape->segments * rows; at++) {
+        int64_t segment = at / rows, channel = shape->nhwc ? 0 : at % rows;
+        if (gradient) {
+            if (shape->bf16)
+                apply_to_row(by, gradient, x, out, at * count, count, 1, segment, channel, !shape->nhwc);
+            else
+                apply_to_row(by, gradient, x, out, at * count, count, 0, segment, channel, !shape->nhwc);
+        } else if (shape->bf16)
+            apply_to_row(by, 0, x, out, at * count, count, 1, segment, channel, !shape->nhwc);
+        else
+            apply_to_row(by, 0, x, out, at * count, count, 0, segment, channel, !shape->nhwc);
+    }
+}
+
+/* Writes the output, and each channel's mean and 1 / sqrt(variance + eps), and moves the running statistics on. Returns
+   0, and writes nothing, if there is no memory for the sums. `weight`, `bias` and `running_*` may be NULL. */
+int batch_norm(const Shape *shape, const void *x, const float *weight, const float *bias, float *running_mean,
+               float *running_variance, double momentum, double eps, void *out, float *means, float *inverses,
+               int threads) {
+    int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
+    double *first = malloc((size_t)count * 2 * sizeof *first);
+    float *scales = malloc((size_t)channels * 2 * sizeof *scales);
+    if (!first || !scales) {
+        free(first);
+        free(scales);
+        return 0;
+    }
+    double *second = first + count, elements = (double)(shape->segments * shape->rows);
+    float *offsets = scales + channels;
+    sums(shape, 0, x, 0, 0, first, second, threads);
+    for (int64_t c = 0; c < channels; c++) {
+        double sum = 0, squares = 0, mean, inverse;
+        for (int64_t part = 0; part < parts; part++) {
+            sum += first[part * channels + c];
+            squares += second[part * channels + c];
+        }
+        double apart = statistics(sum, squares, elements, eps, &mean, &inverse);
+        means[c] = (float)mean;
+        inverses[c] = (float)inverse;
+        scales[c] = (float)((weight ? weight[c] : 1) * inverse);
+        offsets[c] = bias ? bias[c] : 0;
+        if (running_mean) running_mean[c] = (float)(momentum * mean + (1 - momentum) * running_mean[c]);
+        if (running_variance)
+            running_variance[c] = (float)(momentum * apart / (elements - 1) + (1 - momentum) * running_variance[c]);
+    }
+    Coefficients by = {.centers = means, .scales = scales, .offsets = offsets};
+    apply(shape, &by, 0, x, out, threads);
+    free(first);
+    free(scales);
+    return 1;
+}
+
+/* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns as `batch_norm`. */
+int batch_norm_backward(const Shape *shape, const void *gradient, const void *x, const float *weight,
+                        const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
+                        int threads) {
+    int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
+    double *first = malloc((size_t)count * 2 * sizeof *first);
+    float *scales = malloc((size_t)channels * 3 * sizeof *scales);
+    if (!first || !scales) {
+        free(first);
+        free(scales);
+        return 0;
+    }
+    double *second = first + count, elements = (double)(shape->segments * shape->rows);
+    float *slopes = scales + channels, *offsets = slopes + channels;
+    sums(shape, gradient, x, means, 0, first, second, threads);
+    for (int64_t c = 0; c < channels; c++) {
+        double plain = 0, products = 0, inverse = inverses[c], scale = (weight ? weight[c] : 1) * inverse;
+        for (int64_t part = 0; part < parts; part++) {
+            plain += first[part * channels + c];
+            products += second[part * channels + c];
+        }
+        if (of_weight) of_weight[c] = (float)(products * inverse);
+        if (of_bias) of_bias[c] = (float)plain;
+        scales[c] = (float)scale;
+        slopes[c] = (float)(-scale * inverse * inverse * products / elements);
+        offsets[c] = (float)(-scale * plain / elements);
+    }
+    Coefficients by = {.centers = means, .scales = scales, .offsets = offsets, .slopes = slopes};
+    if (of_input) apply(shape, &by, gradient, x, of_input, threads);
+    free(first);
+    free(scales);
+    return 1;
+}
+
+/* As `batch_norm`, with the statistics of each image's groups of channels. */
+int group_norm(const Shape *shape, int64_t groups, const void *x, const float *weight, const float *bias, double eps,
+               void *out, float *means, float *inverses, int threads) {
+    int64_t channels = shape->channels, chunks = chunks_of(shape), width = channels / groups;
+    int64_t count = shape->segments * chunks * channels, pairs = shape->segments * channels;
+    double *first = malloc((size_t)count * 2 * sizeof *first);
+    float *scales = malloc((size_t)(pairs * 2 + channels) * sizeof *scales);
+    if (!first || !scales) {
+        free(first);
+        free(scales);
+        return 0;
+    }
+    double *second = first + count;
+    float *centers = scales + pairs, *offsets = centers + pairs;
+    sums(shape, 0, x, 0, 0, first, second, threads);
+    for (int64_t c = 0; c < channels; c++) offsets[c] = bias ? bias[c] : 0;
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t at = 0; at < shape->segments * groups; at++) {
+        int64_t segment = at / groups, channel = at % groups * width;
+        double sum = 0, squares = 0, mean, inverse;
+        for (int64_t part = 0; part < chunks; part++)
+            for (int64_t c = channel; c < channel + width; c++) {
+                sum += first[(segment * chunks + part) * channels + c];
+                squares += second[(segment * chunks + part) * channels + c];
+            }
+        statistics(sum, squares, (double)(width * shape->rows), eps, &mean, &inverse);
+        means[at] = (float)mean;
+        inverses[at] = (float)inverse;
+        for (int64_t c = channel; c < channel + width; c++) {
+            centers[segment * channels + c] = (float)mean;
+            scales[segment * channels + c] = (float)((weight ? weight[c] : 1) * inverse);
+        }
+    }
+    Coefficients by = {
+        .centers = centers, .scales = scales, .offsets = offsets, .center_stride = channels, .scale_stride = channels};
+    apply(shape, &by, 0, x, out, threads);
+    free(first);
+    free(scales);
+    return 1;
+}
+
+/* As `batch_norm_backward`. */
+int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient, const void *x, const float *weight,
+                        const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
+                        int threads) {
+    int64_t channels = shape->channels, chunks = chunks_of(shape), width = channels / groups;
+    int64_t count = shape->segments * chunks * channels, pairs = shape->segments * channels;
+    double *first = malloc((size_t)count * 2 * sizeof *first);
+    float *scales = malloc((size_t)pairs * 4 * sizeof *scales);
+    if (!first || !scales) {
+        free(first);
+        free(scales);
+        return 0;
+    }
+    double *second = first + count, elements = (double)(width * shape->rows);
+    float *centers = scales + pairs, *slopes = centers + pairs, *offsets = slopes + pairs;
+    for (int64_t at = 0; at < pairs; at++) centers[at] = means[at / channels * groups + at % channels / width];
+    sums(shape, gradient, x, centers, channels, first, second, threads);
+    /* The sums of all chunks of an image become those of its first. */
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t at = 0; at < shape->segments * groups; at++) {
+        int64_t segment = at / groups, start = segment * chunks * channels, channel = at % groups * width;
+        double plain = 0, products = 0, inverse = inverses[at];
+        for (int64_t c = channel; c < channel + width; c++) {
+            for (int64_t part = 1; part < chunks; part++) {
+                first[start + c] += first[start + part * channels + c];
+                second[start + c] += second[start + part * channels + c];
+            }
+            plain += (weight ? weight[c] : 1) * first[start + c];
+            products += (weight ? weight[c] : 1) * second[start + c];
+        }
+        for (int64_t c = channel; c < channel + width; c++) {
+            int64_t place = segment * channels + c;
+            scales[place] = (float)((weight ? weight[c] : 1) * inverse);
+            slopes[place] = (float)(-inverse * inverse * inverse * products / elements);
+            offsets[place] = (float)(-inverse * plain / elements);
+        }
+    }
+    for (int64_t c = 0; c < channels && (of_weight || of_bias); c++) {
+        double plain = 0, products = 0;
+        for (int64_t segment = 0; segment < shape->segments; segment++) {
+            plain += first[segment * chunks * channels + c];
+            products += second[segment * chunks * channels + c] * inverses[segment * groups + c / width];
+        }
+        if (of_weight) of_weight[c] = (float)products;
+        if (of_bias) of_bias[c] = (float)plain;
+    }
+    Coefficients by = {.centers = centers,
+                       .scales = scales,
+                       .offsets = offsets,
+                       .slopes = slopes,
+                       .center_stride = channels,
+                       .scale_stride = channels,
+                       .offset_stride = channels,
+                       .slope_stride = channels};
+    if (of_input) apply(shape, &by, gradient, x, of_input, threads);
+    free(first);
+    free(scales);
+    return 1;
+}
+
+/* The mean of a contiguous row, and 1 / sqrt(variance + eps). */
+INLINE void statistics_of_row(const void *x, int64_t at, int64_t width, double eps, int bf16, float *mean,
+                              float *inverse) {
+    double sum, squares, means, inverses;
+    row(0, x, at, width, bf16, 0, &sum, &squares);
+    statistics(sum, squares, (double)width, eps, &means, &inverses);
+    *mean = (float)means;
+    *inverse = (float)inverses;
+}
+
+INLINE void normalized_row(const void *x, int64_t at, int64_t width, const float *weight, const float *bias, float mean,
+                           float inverse, int bf16, void *out) {
+    int64_t place = 0;
+#define NORMALIZE                                                                                                      \
+    {                                                                                                                  \
+        vector found = (load(x, at + place, bf16) - mean) * inverse;                                                   \
+        if (weight) found *= load(weight, place, 0);                                                                   \
+        if (bias) found += load(bias, place, 0);                                                                       \
+        store(out, at + place, bf16, found);                                                                           \
+    }
+    for (; place + LANES <= width; place += LANES) NORMALIZE
+    if (place < width) {
+        place = width - LANES; /* some are written twice */
+        NORMALIZE
+    }
+#undef NORMALIZE
+}
+
+/* Normalises `rows` of `width` elements. Writes each row's mean and 1 / sqrt(variance + eps). */
+void layer_norm(const void *x, int64_t rows, int64_t width, int64_t bf16, const float *weight, const float *bias,
+                double eps, void *out, float *means, float *inverses, int threads) {
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t at = 0; at < rows; at++) {
+        if (bf16) {
+            statistics_of_row(x, at * width, width, eps, 1, means + at, inverses + at);
+            normalized_row(x, at * width, width, weight, bias, means[at], inverses[at], 1, out);
+        } else {
+            statistics_of_row(x, at * width, width, eps, 0, means + at, inverses + at);
+            normalized_row(x, at * width, width, weight, bias, means[at], inverses[at], 0, out);
+        }
+    }
+}
+
+/* The gradient of a row, whose parts of the gradients of weight and bias are added to `of_weight` and `of_bias`. */
+INLINE void gradient_of_row(const void *gradient, const void *x, int64_t at, int64_t width, const float *weight,
+                            float mean, float inverse, int bf16, void *of_input, float *of_weight, float *of_bias) {
+    vector plain = {0}, products = {0}, normal, given;
+    int64_t place = 0;
+#define READ                                                                                                           \
+    normal = (load(x, at + place, bf16) - mean) * inverse;                                                             \
+    given = load(gradient, at + place, bf16);
+#define ADD(MASK)                                                                                                      \
+    {                                                                                                                  \
+        READ                                                                                                           \
+        given = given MASK;                                                                                            \
+        store(of_weight, place, 0, load(of_weight, place, 0) + given * normal);                                        \
+        store(of_bias, place, 0, load(of_bias, place, 0) + given);                                                     \
+        if (weight) given *= load(weight, place, 0);                                                                   \
+        plain += given;                                                                                                \
+        products += given * normal;                                                                                    \
+    }
+    for (; place + LANES <= width; place += LANES) ADD()
+    if (place < width) {
+        vector mask = last_lanes(width - place);
+        place = width - LANES;
+        ADD(* mask)
+    }
+    if (!of_input) return;
+    float offset = (float)(sum_of(plain) / (double)width), slope = (float)(sum_of(products) / (double)width);
+#define WRITE                                                                                                          \
+    {                                                                                                                  \
+        READ                                                                                                           \
+        if (weight) given *= load(weight, place, 0);                                                                   \
+        store(of_input, at + place, bf16, (given - offset - normal * slope) * inverse);                                \
+    }
+    for (place = 0; place + LANES <= width; place += LANES) WRITE
+    if (place < width) {
+        place = width - LANES;
+        WRITE
+    }
+#undef READ
+#undef ADD
+#undef WRITE
+}
+
+/* Writes the gradients of the input, the weight and the bias, each of which may be NULL. Returns as `batch_norm`. */
+int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64_t width, int64_t bf16,
+                        const float *weight, const float *means, const float *inverses, void *of_input,
+                        float *of_weight, float *of_bias, int threads) {
+    int64_t length = (rows + CHUNKS - 1) / CHUNKS, chunks;
+    length = length > LEAST_ROWS ? length : LEAST_ROWS;
+    chunks = (rows + length - 1) / length;
+    double *first = calloc((size_t)(chunks * width), 2 * sizeof *first);
+    float *summed = malloc((size_t)(chunks * width) * 2 * sizeof *summed);
+    if (!first || !summed) {
+        free(first);
+        free(summed);
+        return 0;
+    }
+    double *second = first + chunks * width;
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t part = 0; part < chunks; part++) {
+        float *products = summed + part * width * 2, *plain = products + width;
+        for (int64_t start = part * length; start < least(rows, (part + 1) * length); start += LEAST_ROWS) {
+            memset(products, 0, (size_t)width * 2 * sizeof *summed);
+            for (int64_t at = start; at < least(start + LEAST_ROWS, least(rows, (part + 1) * length)); at++)
+                if (bf16)
+                    gradient_of_row(gradient, x, at * width, width, weight, means[at], inverses[at], 1, of_input,
+                                    products, plain);
+                else
+                    gradient_of_row(gradient, x, at * width, width, weight, means[at], inverses[at], 0, of_input,
+                                    products, plain);
+            for (int64_t c = 0; c < width; c++) {
+                first[part * width + c] += products[c];
+                second[part * width + c] += plain[c];
+            }
+        }
+    }
+    for (int64_t c = 0; c < width && (of_weight || of_bias); c++) {
+        double products = 0, plain = 0;
+        for (int64_t part = 0; part < chunks; part++) {
+            products += first[part * width + c];
+            plain += second[part * width + c];
+        }
+        if (of_weight) of_weight[c] = (float)products;
+        if (of_bias) of_bias[c] = (float)plain;
+    }
+    free(first);
+    free(summed);
+    return 1;
+}
