@@ -240,9 +240,8 @@ def torchvision():
 
 def main(folder, *checks):
     private = f"{folder}.private"
-    os.makedirs(f"{private}/temporary")
-    overlay = Overlay(private, 0, cache_folders())
-    redirect(overlay, f"{private}/temporary", f"{private}/temporary")
+    os.makedirs(private)
+    overlay = redirect(private, 0, cache_folders(), f"{private}/temporary")
     found = {}
     for name in checks:
         overlay.since = ALL_IS_RANK_0S if name == "behind" else STRICT

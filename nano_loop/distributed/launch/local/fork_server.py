@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nano_loop.distributed.files.redirection import find_importers
+from nano_loop.distributed.files.redirection import prepare
 from nano_loop.distributed.launch.local import whereabouts
 from nano_loop.distributed.launch.local.frames import Frames, framed
 from nano_loop.distributed.launch.local.handle import handle_of
@@ -76,7 +76,7 @@ def preload(modules: Sequence[str], folder: str | None) -> None:
             with contextlib.suppress(Exception):  # any, for the caller has imported it, and this process must go on
                 importlib.import_module(name)
     tempfile.tempdir = before
-    find_importers()
+    prepare()
     gc.collect()
     gc.freeze()  # so that the pages of what has been imported stay common to all workers
 
