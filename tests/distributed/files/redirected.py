@@ -19,7 +19,6 @@ from pathlib import Path
 
 from nano_loop import NanoWarning
 from nano_loop.distributed.files.caches import cache_folders
-from nano_loop.distributed.files.overlay import Overlay
 from nano_loop.distributed.files.redirection import redirect
 
 STRICT, ALL_IS_RANK_0S = 1 << 62, 0  # when the run began: after and before all that the caller has

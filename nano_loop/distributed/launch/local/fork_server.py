@@ -30,10 +30,14 @@ from nano_loop.distributed.files.redirection import prepare
 from nano_loop.distributed.launch.local import whereabouts
 from nano_loop.distributed.launch.local.frames import Frames, framed
 from nano_loop.distributed.launch.local.handle import handle_of
-from nano_loop.distributed.launch.local.spares import STREAMS, Spares, forked
+from nano_loop.distributed.launch.local.spares import STREAMS, Spares, Wait, forked
 from nano_loop.distributed.launch.local.start import Start
 from nano_loop.distributed.launch.local.worker import main
+from nano_loop.glibc import allocator_of_this_process
 from nano_loop.parent_process import end_with
+
+_RUN, _REHEARSAL = "nano_loop.run", "nano_loop.rehearsal"  # of rooms above this one, and imported by name
+_SOON = 0.01  # seconds in which a loop that calls again at once does so
 
 
 def serve(control: socket.socket, caller: int, idle: float) -> NoReturn:
@@ -74,7 +78,9 @@ def preload(modules: Sequence[str], folder: str | None) -> None:
             importlib.import_module(name)
     tempfile.tempdir = before
     prepare()
-    importlib.invalidate_caches()  # workers do it too, and then need not copy what it touches for the first time
+    allocator_of_this_process()  # which takes 2 ms in a worker
+    if _RUN in sys.modules:
+        importlib.import_module(_REHEARSAL).script()
     gc.collect()
     gc.freeze()  # so that the pages of what has been imported stay common to all workers
 
@@ -182,7 +188,12 @@ class ForkServer:
 
     def _fork_ahead(self) -> None:
         server = os.getpid()
-        self._spares.fork(lambda wait: self._become_worker(server, wait.until_needed))
+
+        def assigned(wait: Wait) -> tuple[str, list[int]]:
+            _rehearse(wait)
+            return wait.until_needed()
+
+        self._spares.fork(lambda wait: self._become_worker(server, lambda: assigned(wait)))
 
     def _expect_another(self, ended: int) -> None:
         """Note that a worker ends, and that the next run may need one in its place."""
@@ -227,6 +238,21 @@ class ForkServer:
     def _say(self, header: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the caller is gone, which `run` notices
             self._control.sendall(framed(header))
+
+
+def _rehearse(wait: Wait) -> None:
+    """Do beforehand, and without effect, what a worker does, as long as it is not needed.
+
+    A process copies each page of its parent's memory that it writes to, which takes most of the time of a short run.
+    """
+    if wait.is_over_within(0):
+        return
+    importlib.invalidate_caches()
+    if _REHEARSAL in sys.modules:
+        pieces = sys.modules[_REHEARSAL].rehearse()
+        while not wait.is_over_within(_SOON) and next(pieces, True) is None:
+            pass
+        pieces.close()
 
 
 def _take_streams(output: int, errors: int) -> None:

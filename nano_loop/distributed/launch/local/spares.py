@@ -1,4 +1,4 @@
-"""Processes that are forked ahead of a run, so that it need not wait for them: each becomes the worker that is asked for.
+"""Processes that are forked ahead of a run, so that it need not wait for them: each becomes a worker when it is needed.
 
 They are forked when the workers of a run have ended, one for each of them, for the next run has most likely as many.
 A process that waits uses no CPU and holds nothing of the caller's: it is as clean as one that is forked later.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import warnings
@@ -113,6 +114,10 @@ class Wait:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+
+    def is_over_within(self, seconds: float) -> bool:
+        """Whether the process is needed, or becomes so in that time."""
+        return bool(select.select([self._connection], [], [], seconds)[0])
 
     def until_needed(self) -> tuple[str, list[int]]:
         """Return the path of the file that says which worker it is, and the worker's streams; end if nobody asks."""
