@@ -36,7 +36,8 @@ def script() -> bytes | None:
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
         optimizer = torch.optim.AdamW(model.parameters())
         loader = DataLoader(TensorDataset(torch.rand(2, 2), torch.rand(2, 1)), 2, shuffle=True)
-        return cloudpickle.dumps((_loop, model, optimizer, loader))
+        pickled: bytes = cloudpickle.dumps((_loop, model, optimizer, loader))
+        return pickled
 
 
 def rehearse() -> Iterator[None]:
@@ -57,5 +58,5 @@ def rehearse() -> Iterator[None]:
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> None:
     for x, y in loader:
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
+        nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

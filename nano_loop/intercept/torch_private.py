@@ -73,39 +73,17 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def no_gradients_are_returned(node: Any) -> bool:
-    """Whether the backward that this thread is running is that of a plain ``backward()``, without ``inputs``.
+def reaches(leaf: Any) -> bool:
+    """Whether the backward that this thread is running reaches a leaf of its graph.
 
-    `torch.autograd.grad` and ``backward(inputs=...)`` give gradients of tensors in the midst of the graph, and torch
-    does not say of which. They reach no leaf besides, so it is asked whether a leaf is to be reached.
+    torch has no public name for it.
 
     Parameters
     ----------
-    node : torch.autograd.graph.Node
-        A node of the graph of that backward.
+    leaf : torch.autograd.graph.Node
+        The node that accumulates the gradient of a leaf which no call of the backward names.
     """
-    leaf = _leaf_behind(node)
-    try:
-        return leaf is not None and bool(torch._C._will_engine_execute_node(leaf))
-    except RuntimeError:  # of a leaf among the inputs
-        return False
-
-
-def _leaf_behind(node: Any) -> Any:
-    """Return a node that accumulates a gradient, among the first that lie behind a node; None where there is none."""
-    waiting, seen = [node], set()
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop(0)
-        if node is None or node in seen:
-            continue
-        if node.name() == "torch::autograd::AccumulateGrad":
-            return node
-        seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
-    return None
-
-
-_MOST_NODES = 100
+    return bool(torch._C._will_engine_execute_node(leaf))
 
 
 #: Whether `torch.jit.trace` records this thread's operators. The public function costs two more frames, in each call.

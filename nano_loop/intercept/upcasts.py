@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.ownership import belongs_to_set_up_model
-from nano_loop.intercept.torch_private import base_of, graph_task, in_functorch, no_gradients_are_returned, version
+from nano_loop.intercept.torch_private import base_of, graph_task, in_functorch, reaches, version
 
 #: Minimum number of elements of a cast that is noted. Below it, a cast takes less than the note.
 WORTH_NOTING = 1 << 20
@@ -60,7 +60,7 @@ class Upcast:
         copy = self.copy
         if self.watched or copy is None:  # who holds a view of it also holds the copy
             return not self.watched
-        return not _is_watched(copy) and no_gradients_are_returned(copy.grad_fn)
+        return not _is_watched(copy) and _is_plain_backward(copy.grad_fn)
 
     def hand_over(self, gradient: Tensor) -> Tensor:
         """Hand over a gradient of the copy in bf16, and return the zeros that stand in its place in the graph.
@@ -97,6 +97,7 @@ held = _Held()
 _noted = WeakTensorKeyDictionary()  # by the copy
 _kept = WeakTensorKeyDictionary()  # by the copy, bf16 tensors that are to live as long
 _ZERO = torch.zeros(())
+_LEAF = torch.zeros((), requires_grad=True)  # its gradient stays None
 _MOST_VIEWS = 8  # one of another, that are looked through
 
 
@@ -123,6 +124,15 @@ def upcast_of(tensor: Tensor, given: Tensor) -> Upcast | None:
     if upcast is None or not whole or _is_watched(given) or _is_watched(base):
         return None
     return upcast if _is_view_by_torch(given, base) else None
+
+
+def _is_plain_backward(cast: Any) -> bool:
+    """Whether the backward under way is that of ``backward()``, without ``inputs``, which alone returns no gradients.
+
+    `torch.autograd.grad` and ``backward(inputs=...)`` may return the gradient of a tensor in the midst of the graph.
+    They reach no leaf that they do not name, and nobody can name the one that each cast has besides.
+    """
+    return reaches(cast.next_functions[-1][0])
 
 
 def _is_watched(tensor: Tensor) -> bool:
@@ -172,7 +182,7 @@ def _noting(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.dtype is torch.bfloat16 and _is_to_fp32(original, args, kwargs) and _is_noted(self):
             upcast = Upcast(self)
-            copy: Tensor = _Upcast.apply(self, upcast)  # type: ignore[no-untyped-call]
+            copy: Tensor = _Upcast.apply(self, upcast, _LEAF)  # type: ignore[no-untyped-call]
             upcast.note(copy)
             if held.casts is not None:
                 held.casts.append((upcast, copy))
@@ -207,15 +217,15 @@ class _Upcast(torch.autograd.Function):
     """A cast from bf16 to fp32 whose gradient may be handed over in bf16."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, upcast: Upcast) -> Tensor:
+    def forward(ctx: Any, source: Tensor, upcast: Upcast, leaf: Tensor) -> Tensor:
         ctx.upcast = upcast
         return source.to(torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         own = ctx.upcast.take()
         if own is None:
-            return gradient.to(torch.bfloat16), None
+            return gradient.to(torch.bfloat16), None, None
         if gradient.untyped_storage().data_ptr() == _ZERO.untyped_storage().data_ptr():
-            return own.view(gradient.shape), None
-        return own.view(gradient.shape).add_(gradient), None  # of others that read the copy
+            return own.view(gradient.shape), None, None
+        return own.view(gradient.shape).add_(gradient), None, None  # of others that read the copy

@@ -236,7 +236,9 @@ def seen_by_grad(out, loss_of, seen):
 
 
 def seen_by_backward_with_inputs(out, loss_of, seen):
-    loss_of(out).backward(inputs=[out])
+    head = out.grad_fn.next_functions[0][0].next_functions
+    leaves = [node.variable for node, _ in head if hasattr(node, "variable")]
+    loss_of(out).backward(inputs=[out, *leaves])
     seen.append(out.grad)
 
 
