@@ -132,9 +132,10 @@ def test_one_that_is_stopped_is_reported_as_a_worker_that_does_not_start():
 
 def test_one_that_lacks_what_has_been_imported_since_ends(tmp_path, monkeypatch):
     (tmp_path / "imported_late.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
     worker()
     (spare,) = waiting()
-    monkeypatch.syspath_prepend(tmp_path)
+    server = kept().pid
     monkeypatch.setattr(start, "ALL_MODULES", ("imported_late",))
     __import__("imported_late")
     try:
@@ -144,6 +145,7 @@ def test_one_that_lacks_what_has_been_imported_since_ends(tmp_path, monkeypatch)
     assert is_there
     assert pid != spare
     assert is_gone(spare)
+    assert kept().pid == server
 
 
 def test_failed_run_leaves_one_for_the_next(capfd):
