@@ -6,9 +6,11 @@ again, page by page. With these three settings, a small CNN went from about 8,50
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 # From malloc.h.
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
@@ -24,6 +26,7 @@ VARIABLES = {
 SETTINGS_AS_VARIABLES = {VARIABLES[parameter]: str(value) for parameter, value in SETTINGS.items()}
 #: Variables by which a user sets these parameters.
 USERS_OWN = ("GLIBC_TUNABLES", *VARIABLES.values())
+_OTHERS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
 def is_glibc() -> bool:
@@ -39,3 +42,18 @@ def is_glibc() -> bool:
 def keeps_freed_memory(environ: Mapping[str, str]) -> bool:
     """Whether glibc was started with these settings."""
     return all(environ.get(name) == value for name, value in SETTINGS_AS_VARIABLES.items())
+
+
+@functools.cache
+def allocator_of_this_process() -> str | None:
+    """Return `other_allocator`, which is read once: an allocator that is loaded later does not replace glibc's."""
+    return other_allocator()
+
+
+def other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """Return the name of the allocator that replaces glibc's, found among the libraries mapped into this process."""
+    try:
+        libraries = {Path(line.split()[-1]).name for line in maps.read_text().splitlines() if ".so" in line}
+    except OSError:
+        return None
+    return next((name for name in _OTHERS if any(name in library for library in libraries)), None)

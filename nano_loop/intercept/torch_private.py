@@ -73,6 +73,19 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def reaches(leaf: Any) -> bool:
+    """Whether the backward that this thread is running reaches a leaf of its graph.
+
+    torch has no public name for it.
+
+    Parameters
+    ----------
+    leaf : torch.autograd.graph.Node
+        The node that accumulates the gradient of a leaf which no call of the backward names.
+    """
+    return bool(torch._C._will_engine_execute_node(leaf))
+
+
 #: Whether `torch.jit.trace` records this thread's operators. The public function costs two more frames, in each call.
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 

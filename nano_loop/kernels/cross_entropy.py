@@ -100,9 +100,10 @@ def cross_entropy(
     Parameters
     ----------
     logits : torch.Tensor
-        Of shape (N, C), float32 or bfloat16.
+        Of shape (N, C) or (N, C, ...), float32 or bfloat16. The classes of each target lie side by side in memory, as
+        in ``model(x).transpose(1, 2)``.
     target : torch.Tensor
-        Of shape (N,), int64.
+        Of shape (N,) or (N, ...), int64.
     weight : torch.Tensor or None
         Any weight is torch's to compute.
     reduction : int
@@ -113,17 +114,19 @@ def cross_entropy(
     Returns
     -------
     torch.Tensor or None
-        float32, of shape (N,) or (). It can be differentiated twice.
+        float32, of the target's shape or (). It can be differentiated twice.
     """
     if weight is not None or not 0 <= label_smoothing <= 1 or not _fits(logits, target):
         return None
-    upcast = upcast_of(logits) if logits.dtype is torch.float32 else None
+    rows = logits if logits.dim() == 2 else logits.movedim(1, -1).flatten(0, -2)
+    upcast = upcast_of(rows, logits) if logits.dtype is torch.float32 else None
     source = None if upcast is None else upcast.source()
-    losses: Tensor | None = _Losses.apply(
-        logits, None if source is None else source.view(logits.shape), upcast, target, ignore_index, label_smoothing
-    )  # type: ignore[no-untyped-call]
-    if losses is None or reduction not in (_MEAN, _SUM):
-        return losses
+    low = None if source is None else source.view(rows.shape)
+    losses: Tensor | None = _Losses.apply(rows, low, upcast, target.reshape(-1), ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
+    if losses is None:
+        return None
+    if reduction not in (_MEAN, _SUM):
+        return losses.view(target.shape)
     return losses.sum() if reduction == _SUM else losses.sum() / target.ne(ignore_index).sum()
 
 
@@ -146,12 +149,12 @@ def _fits(logits: Tensor, target: Tensor) -> bool:
     return (
         type(logits) is Tensor
         and type(target) is Tensor
-        and logits.dim() == 2
-        and logits.shape[:1] == target.shape
+        and logits.dim() >= 2
+        and (*logits.shape[:1], *logits.shape[2:]) == target.shape
         and logits.dtype in _KINDS
         and target.dtype is torch.int64
         and logits.layout is target.layout is torch.strided
-        and logits.is_contiguous()
+        and (logits if logits.dim() == 2 else logits.movedim(1, -1)).is_contiguous()
         and logits.device.type == target.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not in_functorch()
@@ -172,7 +175,7 @@ class _Losses(torch.autograd.Function):
         ignored: int,
         smoothing: float,
     ) -> Tensor | None:
-        values, target = logits if source is None else source, target.contiguous()
+        values = logits if source is None else source
         maxima, log_sums, losses = (torch.empty(len(values)) for _ in range(3))
         arguments = (*_shared_arguments(values, target, ignored, smoothing), *map(_pointer, (maxima, log_sums, losses)))
         if not _function(f"cross_entropy_{_KINDS[values.dtype]}")(*arguments, _threads()):
@@ -188,7 +191,7 @@ class _Losses(torch.autograd.Function):
         if torch.is_grad_enabled():  # for a second derivative
             found = _differentiable(values, target, factors, ctx.ignored, ctx.smoothing).to(ctx.dtype)
             return found, *[None] * 5
-        unseen = ctx.upcast is not None and ctx.upcast.copy is None
+        unseen = ctx.upcast is not None and ctx.upcast.nobody_sees
         gradient = torch.empty_like(values, dtype=values.dtype if unseen else ctx.dtype)
         tensors = (maxima, log_sums, factors.contiguous(), gradient)
         arguments = (*_shared_arguments(values, target, ctx.ignored, ctx.smoothing), *map(_pointer, tensors))

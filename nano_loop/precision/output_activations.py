@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nano_loop.intercept.operators import overridden_together
 from nano_loop.intercept.torch_private import below_autocast, in_functorch, version
-from nano_loop.intercept.upcasts import copy_in
+from nano_loop.intercept.upcasts import copy_in, keep_source
 from nano_loop.precision.autocast import LOW_DTYPES, to_fp32
 
 #: Operators whose results crowd near a bound or span many powers of two, where 8 bits are too few, and what is computed
@@ -78,7 +78,9 @@ class Activations:
         noted = self._call_that_computed(output) if self._noted else None
         if noted is None:
             cast = copy_in(self.casts, output) if self.casts else None
-            return to_fp32(output) if cast is None else cast
+            cast = to_fp32(output) if cast is None else cast
+            keep_source(cast, output)
+            return cast
         with torch.set_grad_enabled(output.requires_grad):
             whole = noted.operator(self.in_fp32(noted.input), *noted.others)
             return _same_view(output, noted.result, whole)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from nano_loop.glibc import (
     MMAP_THRESHOLD,
@@ -15,6 +13,7 @@ from nano_loop.glibc import (
     TOP_PAD,
     TRIM_THRESHOLD,
     USERS_OWN,
+    allocator_of_this_process,
     is_glibc,
     keeps_freed_memory,
 )
@@ -27,7 +26,6 @@ from nano_loop.steps.step import Step
 # twice that), so no block size becomes slower. With the documented defaults of 128 KiB, loops over tensors of 4 to
 # 31 MB were 2 to 5 times as slow after a run as before it.
 _LEFT = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 64 << 20, TOP_PAD: 128 << 10}
-_OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
 class Allocator(Step):
@@ -45,7 +43,7 @@ class Allocator(Step):
         """See `Step.skip_reason`."""
         if not is_glibc():
             return "the C library is not glibc"
-        other = _allocator_of_this_process()
+        other = allocator_of_this_process()
         if other:
             return f"{other} is loaded instead of glibc's"
         if keeps_freed_memory(os.environ):
@@ -61,21 +59,6 @@ class Allocator(Step):
             return "glibc keeps freed memory, by its environment variables"
         self.undoing.enter_context(shared_change(_kept_memory, _kept_memory))
         return "glibc keeps freed memory"
-
-
-@functools.cache
-def _allocator_of_this_process() -> str | None:
-    """Return `_other_allocator`, which is read once: an allocator that is loaded later does not replace glibc's."""
-    return _other_allocator()
-
-
-def _other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Return the name of the allocator that replaces glibc's, found among the libraries mapped into this process."""
-    try:
-        libraries = {Path(line.split()[-1]).name for line in maps.read_text().splitlines() if ".so" in line}
-    except OSError:
-        return None
-    return next((name for name in _OTHER_ALLOCATORS if any(name in library for library in libraries)), None)
 
 
 def _set(values: dict[int, int]) -> None:

@@ -10,11 +10,12 @@ from torch import distributed, nn
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.averaging.averaging import Averaging
+from nano_loop.distributed.averaging.replicas import named_parameters
 from nano_loop.distributed.loaders.sharding import served_whole_by_mode
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.distributed.transport.hosts import HostsTransport
 from nano_loop.distributed.transport.process_group import ProcessGroupTransport
-from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
+from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport, chunk_for
 from nano_loop.distributed.transport.transport import Transport
 from nano_loop.errors import NanoError
 from nano_loop.intercept.calls import Entries
@@ -34,12 +35,19 @@ class GradientAveraging(RanksStep):
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._averaging: Averaging | None = None
+        self._transport: Transport | None = None
+        self._nbytes = 0  # of all parameters that were set up
         self._way = ""
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
+        self._nbytes += sum(
+            each.numel() * each.itemsize for _, each in named_parameters(parts.models, parts.optimizers)
+        )
         if self._averaging is None:
             self._averaging = self._open()
+        elif isinstance(self._transport, SharedMemoryTransport) and self._transport.chunk < chunk_for(self._nbytes):
+            self._averaging.use(self._opened(self._make_transport()))
         self._averaging.add(parts.models, parts.optimizers)
         for model in parts.models:
             self.entries.add(model, self.name, self._averaging.around_call)
@@ -56,9 +64,7 @@ class GradientAveraging(RanksStep):
         self._averaging = None
 
     def _open(self) -> Averaging:
-        transport = self._make_transport()
-        self.undoing.callback(transport.close)
-        self.undoing.callback(transport.leave)
+        transport = self._opened(self._make_transport())
         averaging = Averaging(
             self.ranks,
             transport,
@@ -69,6 +75,12 @@ class GradientAveraging(RanksStep):
         self.undoing.callback(averaging.close)
         return averaging
 
+    def _opened(self, transport: Transport) -> Transport:
+        self._transport = transport
+        self.undoing.callback(transport.close)
+        self.undoing.callback(transport.leave)
+        return transport
+
     def _make_transport(self) -> Transport:
         """Return the shared-memory transport, which is faster, if available and no other backend was requested."""
         compression = torch.bfloat16 if self.config.gradient_compression else None
@@ -76,7 +88,9 @@ class GradientAveraging(RanksStep):
         folder = self.ranks.folder
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers
-                transport = SharedMemoryTransport(self.ranks, folder, compression=compression)
+                transport = SharedMemoryTransport(
+                    self.ranks, folder, compression=compression, chunk=chunk_for(self._nbytes)
+                )
                 self._way = f"{_AT_END}, through shared memory"
                 return transport
         if self.ranks.hosts is not None and backend in (None, "gloo"):

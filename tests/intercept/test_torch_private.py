@@ -45,6 +45,7 @@ from nano_loop.intercept.torch_private import (
     next_node_number,
     own_iterator,
     queue_callback,
+    reaches,
     shared_storage,
     softmax_backward,
     stop_kept_workers,
@@ -394,3 +395,17 @@ def test_shared_storage_is_of_processes():
     storage = shared_storage(64)
     assert storage.is_shared()
     assert storage.nbytes() == 64
+
+
+def test_leaf_is_reached_by_the_backward_that_does_not_say_what_to_reach():
+    seen = []
+    weight, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    middle = weight * other
+    middle.register_hook(lambda gradient: seen.append(reaches(middle.grad_fn.next_functions[1][0])))
+    out = middle.sum()
+    out.backward(retain_graph=True)
+    assert seen == [True]
+    for inputs in ([middle], [weight], [middle, weight]):
+        torch.autograd.grad(out, inputs, retain_graph=True)
+        out.backward(inputs=inputs, retain_graph=True)
+    assert seen == [True, *[False] * 6]

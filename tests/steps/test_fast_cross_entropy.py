@@ -87,12 +87,39 @@ def recomputed(logits, targets):
     return checkpoint(of_cast, logits, targets, use_reentrant=False)
 
 
+def flat(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def viewed(logits, targets):
+    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1), label_smoothing=0.1)
+
+
+def reshaped(logits, targets):
+    return nn.CrossEntropyLoss()(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
+
+
+def transposed(logits, targets):
+    return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=7)
+
+
+def permuted(logits, targets):
+    return F.cross_entropy(logits.permute(0, 2, 1), targets, reduction="none").mean()
+
+
+def of_rows(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).contiguous().view(-1, WORDS), targets.flatten(), reduction="sum") / 99
+
+
+OUTSIDE = (flat, viewed, reshaped, transposed, permuted, of_rows)
+
+
 def data():
     generator = torch.Generator().manual_seed(1)
     return torch.randint(WORDS, (2, 4, 16), generator=generator)
 
 
-def trained(model, **options):
+def trained(model, outside=flat, held=None, **options):
     """Return two losses, and the parameters after two steps of SGD."""
     losses = []
 
@@ -101,8 +128,13 @@ def trained(model, **options):
         words, targets = data()
         for _ in range(2):
             optimizer.zero_grad()
-            loss = model(words, targets)
-            loss = loss if model.loss else F.cross_entropy(loss.flatten(0, 1), targets.flatten())
+            if model.loss:
+                loss = model(words, targets)
+            elif held is None:
+                loss = outside(model(words, targets), targets)
+            else:
+                held.append(model(words, targets))
+                loss = outside(held[-1], targets)
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
@@ -127,7 +159,7 @@ def model_of(loss):
         (with_penalty, IN_BF16),
         (of_shifted, IN_FP32),
         (of_changed, IN_FP32),
-        (None, IN_FP32),
+        (None, IN_BF16),
         (recomputed, ["cross_entropy_bf16", "cross_entropy_bf16", "gradient_bf16_to_bf16"]),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
@@ -146,6 +178,111 @@ def test_loop_trains_as_with_torch_s_kernels(called, loss, functions):
     tolerance = 2**-11 if loss in (of_two, with_penalty) else 1e-6
     for mine, other in zip(found, theirs, strict=True):
         assert (mine - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["dropped", "held"])
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_loss_outside_of_the_model_trains_as_with_torch_s_kernels(called, outside, is_held):
+    found, _ = trained(model_of(None), outside, [] if is_held else None)
+    assert set(called) == set(IN_BF16)
+    called.clear()
+    theirs, _ = trained(model_of(None), outside, fast_cross_entropy=False)
+    assert not called
+    for mine, other in zip(found, theirs, strict=True):
+        assert (mine - other).norm() <= 1e-6 * other.norm()
+
+
+def seen_by_hook(out, loss_of, seen):
+    out.register_hook(seen.append)
+    loss_of(out).backward()
+
+
+def seen_by_hook_of_a_view(out, loss_of, seen):
+    view = out[:]
+    view.register_hook(seen.append)
+    loss_of(view).backward()
+
+
+def seen_by_hook_after_the_loss(out, loss_of, seen):
+    loss = loss_of(out)
+    out.register_hook(seen.append)
+    loss.backward()
+
+
+def seen_by_hook_of_a_view_that_is_gone(out, loss_of, seen):
+    view = out[:]
+    loss = loss_of(view)
+    view.register_hook(seen.append)
+    del view
+    loss.backward()
+
+
+def seen_by_retain_grad(out, loss_of, seen):
+    loss = loss_of(out)
+    out.retain_grad()
+    loss.backward()
+    seen.append(out.grad)
+
+
+def seen_by_retain_grad_of_a_view(out, loss_of, seen):
+    view = out[:]
+    view.retain_grad()
+    loss_of(view[:]).backward()
+    seen.append(view.grad)
+
+
+def seen_by_grad(out, loss_of, seen):
+    seen += torch.autograd.grad(loss_of(out), out)
+
+
+def seen_by_backward_with_inputs(out, loss_of, seen):
+    head = out.grad_fn.next_functions[0][0].next_functions
+    leaves = [node.variable for node, _ in head if hasattr(node, "variable")]
+    loss_of(out).backward(inputs=[out, *leaves])
+    seen.append(out.grad)
+
+
+def seen_by_backward_hook_of_a_module_outside(out, loss_of, seen):
+    outside = nn.Identity()
+    outside.register_full_backward_hook(lambda module, inwards, outwards: seen.append(inwards[0]))
+    loss_of(outside(out)).backward()
+
+
+OBSERVERS = [each for name, each in [*globals().items()] if name.startswith("seen_by")]
+
+
+@pytest.mark.parametrize("observe", OBSERVERS)
+@pytest.mark.parametrize("outside", [flat, transposed])
+def test_who_looks_at_the_gradient_of_an_output_sees_it(outside, observe):
+    model, (words, targets) = model_of(None), data()
+    found = []
+    with accelerated(model, precision="bf16", tune_operators=False, verbose=False):
+        observe(model(words, targets), lambda out: outside(out, targets), found)
+        out = model(words, targets).detach().requires_grad_()
+    (expected,) = torch.autograd.grad(outside(out, targets), out)
+    for gradient in found:
+        assert gradient.dtype is torch.float32
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-9)
+    assert found
+
+
+def test_other_uses_of_an_output_add_to_its_gradient():
+    def penalised(logits, targets):
+        return flat(logits, targets) + 1e-2 * logits[..., :3].square().mean()
+
+    found, _ = trained(model_of(None), penalised, [])
+    theirs, _ = trained(model_of(None), penalised, fast_cross_entropy=False)
+    for mine, other in zip(found, theirs, strict=True):
+        assert (mine - other).norm() <= 2**-11 * other.norm()
+
+
+def test_layout_of_images_is_torch_s():
+    torch.manual_seed(0)
+    model, images = nn.Conv2d(3, 1000, 1), torch.randn(2, 3, 4, 4)
+    targets = torch.randint(1000, (2, 4, 4))
+    with accelerated(model, precision="bf16", fast_cross_entropy=True, verbose=False):
+        F.cross_entropy(model(images), targets).backward()
+    assert model.weight.grad.abs().sum() > 0
 
 
 def test_neither_the_copy_nor_its_gradient_is_kept_for_the_backward(called):

@@ -96,6 +96,10 @@ class Averaging:
                 self._undoing.callback(optimizer.register_step_post_hook(self._after_step).remove)
         self._parameters.add(models, optimizers)
 
+    def use(self, transport: Transport) -> None:
+        """Let another transport carry the gradients from now on. Collective, as what makes it is."""
+        self._transport = transport
+
     @contextmanager
     def paused(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Only note what arrives for the parameters of `models`; the first averaging afterwards takes it along."""

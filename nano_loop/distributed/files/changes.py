@@ -13,6 +13,7 @@ PRIVATE: Final = 1  # the worker has made it, or has a copy of the caller's
 SHOWN_THROUGH: Final = 2  # a folder of the caller's in which the worker has changed something
 #: One of these two, or the identity of a file of the caller's that the worker has removed.
 Change = Any
+_NONE = -1  # a descriptor that is none
 
 
 class Changes:
@@ -20,10 +21,7 @@ class Changes:
 
     Each change is a line in a file, which a process that shares the mapping with others reads on from where it was.
 
-    Parameters
-    ----------
-    journal : str
-        The path of that file, which is made.
+    There is none before `begin`.
 
     Attributes
     ----------
@@ -33,16 +31,21 @@ class Changes:
         Whether other processes may add changes.
     """
 
-    def __init__(self, journal: str) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        self._journal = real.open(journal, flags, 0o600)
+    def __init__(self) -> None:
+        self._journal = _NONE
         self._read = 0
         self._known: dict[str, Change] = {}
         self.shared = False
         self.active = False
 
+    def begin(self, journal: str) -> None:
+        """Note changes from now on, in a file of this path, which is made."""
+        self._journal = real.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+
     def share(self) -> None:
         """Look for changes of other processes from now on, since this one has forked or been forked."""
+        if self._journal == _NONE:
+            return
         if not self.shared:  # so far nobody else has changed anything
             self._read = os.fstat(self._journal).st_size
         self.shared = self.active = True

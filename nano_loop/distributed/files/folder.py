@@ -12,7 +12,6 @@ from pathlib import Path
 
 from nano_loop.distributed.files.caches import cache_folders
 from nano_loop.distributed.files.originals import real
-from nano_loop.distributed.files.overlay import Overlay
 from nano_loop.distributed.files.redirection import redirect
 from nano_loop.errors import problem
 
@@ -54,11 +53,10 @@ def redirect_files(run: Path, rank: int) -> None:
     """
     folders = [place_of(run), os.path.realpath(run)]
     place = f"{folders[0]}/{rank}"
-    temporary = f"{place}/temporary"
-    os.makedirs(temporary, 0o700)
+    real.mkdir(place, 0o700)
     since = (run / _LINK).lstat().st_ctime_ns
     shared = (*folders, *map(_being_deleted, folders), *cache_folders())
-    redirect(Overlay(place, since, shared), temporary, folders[1])
+    redirect(place, since, shared, folders[1])
 
 
 def discard(folder: str | Path) -> None:

@@ -105,12 +105,6 @@ def redirect_native(overlay: Overlay, natives: Iterable[Native] = NATIVE) -> dic
     return replaced
 
 
-def natives_present(natives: Iterable[Native] = NATIVE) -> list[Any]:
-    """Return the functions whose modules have been imported."""
-    found = [_found(sys.modules[native.module], native)[1] for native in natives if native.module in sys.modules]
-    return [original for original in found if original is not None]
-
-
 def _found(module: ModuleType, native: Native) -> tuple[Any, Any]:
     """Return the module or class that has a function, and the function; None for what this version has not."""
     *owners, name = native.name.split(".")

@@ -18,6 +18,8 @@ from nano_loop.distributed.files.originals import real
 
 #: What the system makes files of, and shared memory.
 SYSTEM = ("/dev/", "/proc/", "/sys/")
+_NOWHERE = "/proc/self/nowhere"
+_NEVER = 1 << 63  # later than all files
 _MOST_FOLDERS = 10_000  # that are kept in mind as resolved
 _MOST_LINKS = 40  # that lead to one another, as in the kernel
 
@@ -25,25 +27,40 @@ _MOST_LINKS = 40  # that lead to one another, as in the kernel
 class Overlay:
     """The private copies of one worker and its forked processes, over the files of the caller.
 
-    Parameters
-    ----------
-    place : str
-        An existing folder without symbolic links in its path, for the copies.
-    since : int
-        When the run began, in ns, by the clock of the file systems. What of the caller's has changed since then, rank 0
-        has changed.
-    shared : iterable of str
-        Folders whose files all ranks write, such as caches.
+    Before `begin`, as in the process that workers are forked from, every file is shared: nothing is copied.
     """
 
-    def __init__(self, place: str, since: int, shared: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
+        self.root = _NOWHERE
+        self.changes = Changes()
+        self.since = _NEVER
+        self.lock = threading.RLock()
+        self._shared: tuple[str, ...] = ("/",)
+        self._folders: dict[str, str] = {}
+        try:
+            self.cwd = real.getcwd()
+        except FileNotFoundError:  # it has been deleted
+            self.cwd = _NOWHERE
+
+    def begin(self, place: str, since: int, shared: Iterable[str] = ()) -> None:
+        """Copy what is changed from now on.
+
+        Parameters
+        ----------
+        place : str
+            An existing folder without symbolic links in its path, for the copies.
+        since : int
+            When the run began, in ns, by the clock of the file systems. What of the caller's has changed since then,
+            rank 0 has changed.
+        shared : iterable of str
+            Folders whose files all ranks write, such as caches.
+        """
         self.root = f"{place}/files"
         real.mkdir(self.root, 0o700)
-        self.changes = Changes(f"{place}/journal")
+        self.changes.begin(f"{place}/journal")
         self.since = since
-        self.lock = threading.RLock()
         self._shared = (*SYSTEM, *(f"{folder}/" for folder in (place, *shared)))
-        self._folders: dict[str, str] = {}
+        self._folders.clear()
         self.cwd = real.getcwd()
 
     # --- paths ---

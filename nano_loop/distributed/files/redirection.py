@@ -13,8 +13,8 @@ from types import FunctionType
 from typing import Any
 
 from nano_loop.distributed.files.functions import Replacement
-from nano_loop.distributed.files.importers import Importers
-from nano_loop.distributed.files.native import natives_present, redirect_native
+from nano_loop.distributed.files.importers import replace_in_importers, replace_values
+from nano_loop.distributed.files.native import redirect_native
 from nano_loop.distributed.files.originals import real
 from nano_loop.distributed.files.os_functions import os_functions
 from nano_loop.distributed.files.overlay import Overlay
@@ -26,39 +26,47 @@ _KEEPING = ("glob", "numpy.lib._datasource", "pathlib", "shutil", "tempfile")
 _Replaced = Mapping[int, tuple[Any, Any]]  # originals with their replacements, by the ids of the former
 
 
-def redirect(overlay: Overlay, temporary: str, sockets: str) -> None:
+def redirect(place: str, since: int, shared: Iterable[str], sockets: str) -> Overlay:
     """Let this process, and those that it forks, change private copies of files, for as long as it lives.
 
     Parameters
     ----------
-    overlay : Overlay
-        The copies.
-    temporary : str
-        An existing folder for files that `tempfile` creates without the argument `dir`.
+    place, since, shared
+        See `Overlay.begin`.
     sockets : str
         An existing folder of a short path, for those of multiprocessing that hold sockets.
     """
-    find_importers()
+    overlay = prepare()
+    temporary = f"{place}/temporary"
+    real.mkdir(temporary, 0o700)
     keep_temporary_files_in(temporary, sockets)
+    overlay.begin(place, since, shared)
+    return overlay
+
+
+def prepare() -> Overlay:
+    """Replace the functions, in this process and in those that it forks; until `redirect` they do what they did before.
+
+    To replace them takes 10 ms in a forked process, which copies each page of memory that it writes to. So the process
+    that workers are forked from does it once.
+    """
+    if not _prepared:
+        _prepared.append(Overlay())
+        _replace_functions(_prepared[0])
+    return _prepared[0]
+
+
+_prepared: list[Overlay] = []  # one at the most
+
+
+def _replace_functions(overlay: Overlay) -> None:
     replaced = {**_redirect_os(overlay), **_redirect_io(overlay), **redirect_native(overlay)}
-    _importers.replace(replaced)
+    replace_in_importers(replaced)
     for name in _KEEPING:
         if name in sys.modules:
             _replace_where_kept(sys.modules[name], replaced)
     os.register_at_fork(after_in_parent=overlay.changes.share, after_in_child=overlay.share_in_child)
     warn_of_unseen_changes(overlay)
-
-
-def find_importers() -> None:
-    """Find what modules have imported by name, for `redirect` in this process and in those that it forks."""
-    _importers.look()
-
-
-def _originals() -> list[Any]:
-    return [*vars(real).values(), shutil.rmtree, *natives_present()]
-
-
-_importers = Importers(_originals)
 
 
 def _redirect_os(overlay: Overlay) -> dict[int, tuple[Any, Any]]:
@@ -92,18 +100,13 @@ def _set(value: Any, name: str, *owners: Any) -> None:
         setattr(owner, name, value)
 
 
-def _replace_values(names: Any, replaced: _Replaced) -> None:
-    if isinstance(names, dict):
-        for name in [name for name, value in [*names.items()] if id(value) in replaced]:
-            names[name] = replaced[id(names[name])][1]
-
-
 def _replace_where_kept(module: Any, replaced: _Replaced) -> None:
     """Replace what the classes, functions and objects of a module keep."""
     for value in vars(module).values():
         if type(value).__module__ == module.__name__:
             for kept in vars(value).values():
-                _replace_values(kept, replaced)
+                if isinstance(kept, dict):
+                    replace_values(kept, replaced)
     for owner in (module, *_classes(vars(module).values(), module.__name__)):
         for name, value in [*vars(owner).items()]:
             kept = value.__func__ if isinstance(value, staticmethod) and id(value) not in replaced else value

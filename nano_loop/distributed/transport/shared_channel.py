@@ -28,7 +28,7 @@ from nano_loop.distributed.transport.reductions import Reduction
 from nano_loop.distributed.transport.shared_segment import SharedSegment
 from nano_loop.errors import NanoError, problem
 
-_PIECE = 1 << 18  # bytes; two slots of each rank stay in a cache
+_PIECE = 1 << 17  # bytes; two slots of each rank stay in a cache
 _POSTED = 0  # the counter
 _LENGTHS, _MARKS = 1, 3  # words behind it, two of each
 

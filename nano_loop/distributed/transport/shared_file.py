@@ -19,7 +19,7 @@ Kind = Literal["folder", "regular file"]
 _IS = {"folder": stat.S_ISDIR, "regular file": stat.S_ISREG}
 _PRIVATE = 0o600
 _OTHERS = 0o077
-_WRITTEN = 1 << 20  # bytes at a time
+_ZEROS = memoryview(bytes(1 << 16))  # that are written at a time
 _SAFELY = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -36,8 +36,8 @@ def make(path: str, size: int) -> None:
         with open(descriptor, "wb") as file:
             os.fchmod(file.fileno(), _PRIVATE)
             # Written, not only made long: memory that is not there when it is first used is a SIGBUS.
-            for start in range(0, size, _WRITTEN):
-                file.write(bytes(min(_WRITTEN, size - start)))
+            for start in range(0, size, len(_ZEROS)):
+                file.write(_ZEROS[: size - start])
     except BaseException:
         os.unlink(path)
         raise
@@ -45,6 +45,8 @@ def make(path: str, size: int) -> None:
 
 def make_at_once(path: str, size: int) -> bool:
     """Make a file of `size` zeros that is whole when others see it; return False if there is one already."""
+    if os.path.lexists(path):
+        return False
     unseen = f"{path}.{os.getpid()}"
     make(unseen, size)
     try:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from nano_loop import NanoWarning
 from nano_loop.distributed.files.caches import cache_folders
-from nano_loop.distributed.files.overlay import Overlay
 from nano_loop.distributed.files.redirection import redirect
 
 STRICT, ALL_IS_RANK_0S = 1 << 62, 0  # when the run began: after and before all that the caller has
@@ -240,9 +239,8 @@ def torchvision():
 
 def main(folder, *checks):
     private = f"{folder}.private"
-    os.makedirs(f"{private}/temporary")
-    overlay = Overlay(private, 0, cache_folders())
-    redirect(overlay, f"{private}/temporary", f"{private}/temporary")
+    os.makedirs(private)
+    overlay = redirect(private, 0, cache_folders(), f"{private}/temporary")
     found = {}
     for name in checks:
         overlay.since = ALL_IS_RANK_0S if name == "behind" else STRICT

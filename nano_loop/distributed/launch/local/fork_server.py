@@ -20,22 +20,24 @@ import socket
 import sys
 import tempfile
 import traceback
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from nano_loop.distributed.files.redirection import find_importers
+from nano_loop.distributed.files.redirection import prepare
 from nano_loop.distributed.launch.local import whereabouts
 from nano_loop.distributed.launch.local.frames import Frames, framed
 from nano_loop.distributed.launch.local.handle import handle_of
+from nano_loop.distributed.launch.local.spares import STREAMS, Spares, Wait, forked
 from nano_loop.distributed.launch.local.start import Start
 from nano_loop.distributed.launch.local.worker import main
+from nano_loop.glibc import allocator_of_this_process
 from nano_loop.parent_process import end_with
 
-_STREAMS = 3  # descriptors that come with each request for a worker: reports, standard output, standard error
+_RUN, _REHEARSAL = "nano_loop.run", "nano_loop.rehearsal"  # of rooms above this one, and imported by name
+_SOON = 0.01  # seconds in which a loop that calls again at once does so
 
 
 def serve(control: socket.socket, caller: int, idle: float) -> NoReturn:
@@ -72,11 +74,13 @@ def preload(modules: Sequence[str], folder: str | None) -> None:
     """
     before, tempfile.tempdir = tempfile.tempdir, folder
     for name in modules:
-        if name not in sys.modules:
-            with contextlib.suppress(Exception):  # any, for the caller has imported it, and this process must go on
-                importlib.import_module(name)
+        with contextlib.suppress(Exception):  # any, for the caller has imported it, and this process must go on
+            importlib.import_module(name)
     tempfile.tempdir = before
-    find_importers()
+    prepare()
+    allocator_of_this_process()  # which takes 2 ms in a worker
+    if _RUN in sys.modules:
+        importlib.import_module(_REHEARSAL).script()
     gc.collect()
     gc.freeze()  # so that the pages of what has been imported stay common to all workers
 
@@ -91,6 +95,8 @@ class ForkServer:
         self._frames = Frames()
         self._descriptors: list[int] = []  # that have come for workers to be forked
         self._tokens: dict[int, int] = {}  # what the caller calls each worker, by its process
+        self._killed: set[int] = set()  # those of them that may take a while to end
+        self._spares = Spares()
         self._folders: set[str] = set()  # of the runs that are under way
         self._woken, writing = os.pipe()
         os.set_blocking(self._woken, False)
@@ -105,7 +111,11 @@ class ForkServer:
         while True:
             sources: list[Any] = [self._control, self._woken, *([] if self._caller is None else [self._caller])]
             busy = self._tokens or self._folders
-            readable, _, _ = select.select(sources, [], [], None if busy else self._idle)
+            patience = 0 if self._spares.are_missing else None if busy else self._idle
+            readable, _, _ = select.select(sources, [], [], patience)
+            if not readable and self._spares.are_missing:
+                self._fork_ahead()
+                continue
             if self._woken in readable:
                 os.read(self._woken, 1 << 12)
                 self._reap()
@@ -121,6 +131,7 @@ class ForkServer:
             _kill_group(pid)
         for pid in self._tokens:  # what still runs could write to the folders
             os.waitpid(pid, 0)
+        self._spares.clear()
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
@@ -142,36 +153,54 @@ class ForkServer:
             self._say({"answer": True})
         elif kind == "begin":
             self._folders.add(request["folder"])
-            preload(request["modules"], request["folder"])
+            missing = [name for name in request["modules"] if name not in sys.modules]
+            if missing:
+                self._spares.clear()
+                preload(missing, request["folder"])
         elif kind == "finish":
             self._folders.discard(request["folder"])
         elif kind == "fork":
-            streams, self._descriptors = self._descriptors[:_STREAMS], self._descriptors[_STREAMS:]
+            streams, self._descriptors = self._descriptors[:STREAMS], self._descriptors[STREAMS:]
             self._fork(request["token"], request["start"], streams)
         elif kind in ("kill", "show"):
             for pid in [pid for pid, token in self._tokens.items() if token == request["token"]]:
                 if kind == "kill":
                     _kill_group(pid)
+                    self._expect_another(pid)
                 else:
                     self._say({"shown": request["token"], "state": whereabouts.ask(pid)})
 
     def _fork(self, token: int, start: str, streams: list[int]) -> None:
+        if not self._tokens:  # the first of a run
+            self._spares.expected = 0
         server = os.getpid()
         try:
-            with warnings.catch_warnings():
-                # Python warns of threads: numpy's linear algebra has some, and makes them anew in the child.
-                warnings.simplefilter("ignore")
-                pid = os.fork()
+            pid = self._spares.take(start, streams) or forked()
         except OSError as error:
             self._say({"unforked": token, "why": str(error)})
         else:
             if pid == 0:
-                self._become_worker(server, start, streams)
+                self._spares.leave()
+                self._become_worker(server, lambda: (start, streams))
             self._tokens[pid] = token
         for each in streams:
             os.close(each)
 
-    def _become_worker(self, server: int, path: str, streams: list[int]) -> NoReturn:
+    def _fork_ahead(self) -> None:
+        server = os.getpid()
+
+        def assigned(wait: Wait) -> tuple[str, list[int]]:
+            _rehearse(wait)
+            return wait.until_needed()
+
+        self._spares.fork(lambda wait: self._become_worker(server, lambda: assigned(wait)))
+
+    def _expect_another(self, ended: int) -> None:
+        """Note that a worker ends, and that the next run may need one in its place."""
+        self._spares.expected += ended not in self._killed
+        self._killed.add(ended)
+
+    def _become_worker(self, server: int, assigned: Callable[[], tuple[str, list[int]]]) -> NoReturn:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -180,6 +209,7 @@ class ForkServer:
                 os.close(each)
             self._control.close()
             end_with(server)
+            path, streams = assigned()
             _take_streams(*streams[1:])
             start = Start.read(path)
             _take_over(start)
@@ -192,17 +222,37 @@ class ForkServer:
 
     def _reap(self) -> None:
         """Take note of the workers that have ended, and end what they have started."""
+        for pid in self._spares.processes:
+            if os.waitpid(pid, os.WNOHANG) != (0, 0):
+                self._spares.forget(pid)
         for pid, token in [*self._tokens.items()]:
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
                 _kill_group(pid)  # as long as nobody has waited for the worker, its number is not given away
                 _, status = os.waitpid(pid, 0)
+                self._expect_another(pid)
+                self._killed.discard(pid)
                 del self._tokens[pid]
                 self._say({"exited": token, "code": os.waitstatus_to_exitcode(status)})
 
     def _say(self, header: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the caller is gone, which `run` notices
             self._control.sendall(framed(header))
+
+
+def _rehearse(wait: Wait) -> None:
+    """Do beforehand, and without effect, what a worker does, as long as it is not needed.
+
+    A process copies each page of its parent's memory that it writes to, which takes most of the time of a short run.
+    """
+    if wait.is_over_within(0):
+        return
+    importlib.invalidate_caches()
+    if _REHEARSAL in sys.modules:
+        pieces = sys.modules[_REHEARSAL].rehearse()
+        while not wait.is_over_within(_SOON) and next(pieces, True) is None:
+            pass
+        pieces.close()
 
 
 def _take_streams(output: int, errors: int) -> None:
