@@ -40,5 +40,6 @@ def _real() -> None:
     __import__("sitecustomize")
 
 
-_begin()
-_real()
+if __name__ == "sitecustomize":
+    _begin()
+    _real()
