@@ -1,13 +1,16 @@
 """Lightning's Trainer trains on Ray's actors, and a loop in processes that Ray Train has started joins them."""
 
+import datetime
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import pytest
 import torch
 from distributed import small
+from torch import distributed
 
 import nano_loop
 from nano_loop import nano
@@ -53,29 +56,46 @@ def test_trainer_trains_on_ray_as_in_subprocesses(connected):
     assert on_ray == in_subprocesses
 
 
-def train_here(rank, size, address, port):
-    """Train as the function of a `TorchTrainer` does, with the variables that Ray Train sets."""
-    own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+def train_here(rank, size, address, port, has_group):
+    """Train as in the function of a `TorchTrainer`: with Ray Train's variables, its process group, and in a thread."""
+    own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "NODE_RANK": 0}
     os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR=address, MASTER_PORT=str(port))
+    if has_group:
+        waiting = datetime.timedelta(seconds=60)
+        distributed.init_process_group("gloo", init_method="env://", rank=rank, world_size=size, timeout=waiting)
 
     def loop(model, optimizer, loader):
         small.fit(model, optimizer, loader)
         return nano_loop.world_size()
 
-    model, optimizer, loader = small.parts()
-    train = nano(auto_lr=False, verbose=False, timeout=60)(loop)
-    count = train(model, optimizer, loader)
-    return count, small.weights(model), train.report["threads"].status
+    def train_func():
+        model, optimizer, loader = small.parts()
+        train = nano(auto_lr=False, verbose=False, timeout=60)(loop)
+        counts = [train(model, optimizer, loader) for _ in range(2)]  # a loop that is called once an epoch
+        return counts, small.weights(model), train.report["threads"].status
+
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(train_func).result()
+    left = distributed.is_initialized()
+    if left:  # by Ray Train, which uses it after the function
+        ones = torch.ones(1)
+        distributed.all_reduce(ones)
+        left = int(ones) == size
+        distributed.destroy_process_group()
+    return *found, left
 
 
-def test_loop_inside_ray_train_joins_the_processes_that_are_there():
+@pytest.mark.parametrize("has_group", [False, True], ids=["variables", "process group"])
+def test_loop_inside_ray_train_joins_the_processes_that_are_there(has_group):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     task = ray.remote(num_cpus=1, max_calls=1)(train_here)
-    found = ray.get([task.remote(rank, 2, "127.0.0.1", port) for rank in range(2)])
+    found = ray.get([task.remote(rank, 2, "127.0.0.1", port, has_group) for rank in range(2)])
     model, optimizer, loader = small.parts(batch_size=8)
-    small.fit(model, optimizer, loader)
-    for count, weights, threads in found:
-        assert count == 2
+    for _ in range(2):
+        small.fit(model, optimizer, loader)
+    for counts, weights, threads, left in found:
+        assert counts == [2, 2]
         torch.testing.assert_close(weights, small.weights(model), rtol=1e-6, atol=1e-6)
         assert threads == "applied"  # Ray's OMP_NUM_THREADS is nobody's choice
+        assert left == has_group
