@@ -13,6 +13,7 @@ from distributed import small
 from torch import distributed
 
 import nano_loop
+from clusters.nodes import processes_of
 from nano_loop import nano
 
 ray = pytest.importorskip("ray")
@@ -24,9 +25,9 @@ import sys, warnings
 warnings.simplefilter("ignore")
 import ray, torch
 ray.init(sys.argv[1], log_to_driver=False)
-import pytorch_lightning as pl
+pl = __import__("pytorch_lightning" if sys.argv[2] == "pytorch_lightning" else "lightning.pytorch", fromlist=["x"])
+Trainer = __import__(f"nano_loop.{sys.argv[2]}", fromlist=["Trainer"]).Trainer
 from torch.utils.data import DataLoader, TensorDataset
-from nano_loop.pytorch_lightning import Trainer
 class Lit(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -40,20 +41,27 @@ class Lit(pl.LightningModule):
 x = torch.rand(32, 8, generator=torch.Generator().manual_seed(0))
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 for backend in ("ray", "subprocess"):
-    module = Lit()
+    lit = module = Lit()
+    if sys.argv[3] == "compiled":
+        module = Trainer.compile(lit.linear, torch.nn.MSELoss(), torch.optim.SGD(lit.linear.parameters(), 0.05))
     trainer = Trainer(num_processes=2, distributed_backend=backend, auto_lr=False, verbose=False, max_epochs=2, **quiet)
     trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4))
-    print(module.linear.weight.tolist())
+    print(trainer.world_size, lit.linear.weight.tolist())
 """
 
 
-def test_trainer_trains_on_ray_as_in_subprocesses(connected):
-    from clusters.nodes import processes_of
-
-    code, out, err = processes_of([sys.executable, "-c", TRAINER, connected.address])
+@pytest.mark.parametrize(
+    ("package", "kind"),
+    [("pytorch_lightning", "of the user's own"), ("lightning", "compiled")],
+    ids=["own", "compiled"],
+)
+def test_trainer_trains_on_ray_as_in_subprocesses(connected, package, kind):
+    code, out, err = processes_of([sys.executable, "-c", TRAINER, connected.address, package, kind])
     assert code == 0, err
     on_ray, in_subprocesses = out.splitlines()[-2:]
     assert on_ray == in_subprocesses
+    assert on_ray.startswith("2 [[")
+    assert str([0.5] * 8) not in on_ray  # where it began
 
 
 def train_here(rank, size, address, port, has_group):
