@@ -2,8 +2,8 @@
 
 The records are of `nano-loop profile` in bf16, with torch 2.13 on a two-core AMD EPYC: the mean microseconds of a step,
 and for each chain of events (an operator, and all that it was called in) the time in it that is in no event inside.
-ResNet-50 has 16 images of 224²; BERT is that of `benchmarks`, with two of its layers and 4 sequences of 128 tokens, since
-a step of all twelve has the same chains.
+ResNet-50 has 16 images of 224²; BERT is that of `benchmarks`, with two of its layers and 4 sequences of 128 tokens: a
+step of all twelve has the same chains.
 """
 
 import json

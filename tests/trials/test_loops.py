@@ -3,7 +3,9 @@
 import os
 import random
 import signal
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
@@ -216,3 +218,17 @@ def test_ctrl_c_in_a_search_ends_its_trials_and_leaves_nothing(only, cache, monk
     assert [*cache.glob("**/*.json")] == []
     monkeypatch.setattr(Race, "run", race)
     assert not nano_loop.tune(model, optimizer, batch, loss_of, seconds=5, **FIXED, **STEPS).cached
+
+
+@pytest.mark.skipif(not find_spec("intel_extension_for_pytorch"), reason="IPEX is not installed")
+def test_ipex_is_measured_where_it_is_installed_and_does_not_reach_this_process(monkeypatch):
+    def with_ipex(stage, *others):
+        return alternatives(stage, *others) if stage == "ipex" else []
+
+    monkeypatch.setattr(search, "alternatives", with_ipex)
+    fixed = {name: value for name, value in FIXED.items() if name != "use_ipex"}
+    imported = "intel_extension_for_pytorch" in sys.modules
+    found = nano_loop.tune(*made(), loss_of, seconds=40, **fixed, **STEPS, precision="bf16")
+    (row,) = [row for row in found.rows if row.options.get("use_ipex")]
+    assert row.milliseconds > 0, row.note
+    assert ("intel_extension_for_pytorch" in sys.modules) == imported
