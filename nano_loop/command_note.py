@@ -39,10 +39,8 @@ class Command(NamedTuple):
         return json.dumps(self._asdict())
 
     def answer(self, **content: Any) -> None:
-        """Write the result, in one piece."""
-        made = Path(f"{self.result}.part")
-        made.write_text(json.dumps(content))
-        made.replace(self.result)
+        """Write the result."""
+        Path(self.result).write_text(json.dumps(content), encoding="utf-8")
 
 
 _taken: list[Command] = []

@@ -35,7 +35,7 @@ ROOMS = (
     ("options",),
     ("cpu", "environment"),
     ("option_checks",),
-    ("command_note", "op_names", "exports"),
+    ("command_note", "op_names", "exports", "run_note"),
     ("cache_folder", "errors", "glibc", "native_output", "parent_process", "precisions", "version"),
 )
 

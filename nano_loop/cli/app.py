@@ -43,4 +43,5 @@ def _in_one_line(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "nano-loop"
     message = " ".join(error.format_message().split()).rstrip(".")
-    return f"{message}. See `{command} --help`."
+    end = "" if message.endswith(("?", "?)")) else "."
+    return f"{message}{end} See `{command} --help`."

@@ -19,6 +19,7 @@ from nano_loop.cpu import read_machine
 from nano_loop.environment import read_options, variable_of
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.options import CHECKS, Options
+from nano_loop.run_note import environment_with_note
 
 _T = TypeVar("_T")
 _SWITCHES = (checks.boolean, checks.auto_or_boolean)
@@ -78,7 +79,13 @@ def run(
         return
     sys.stdout.flush()
     # The same process, so that signals, standard streams and the exit code are the script's.
-    os.execve(sys.executable, command, environ)
+    os.execve(sys.executable, command, environment_with_note(environ, _no_run(script)))
+
+
+def _no_run(script: str) -> str:
+    """Return the line for a script that ends and has begun no run."""
+    needed = "options act on functions under @nano, TorchNano, accelerated and Lightning's Trainer"
+    return f"nano-loop: {problem(f'{script} has begun no run of nano_loop', needed, 'Decorate its training function')}"
 
 
 def variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:

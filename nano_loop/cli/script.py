@@ -11,9 +11,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from nano_loop.command_note import COMMAND, Command
 from nano_loop.errors import NanoConfigError, problem
@@ -60,9 +59,8 @@ def result_of(
     ScriptEndedError
         If the script fails.
     """
-    with tempfile.TemporaryDirectory(prefix="nano_loop-") as folder:
-        path = Path(folder) / "result"
-        note = Command(command, str(path), dict(arguments)).encoded()
+    with _result_file() as file:
+        note = Command(command, _path_of(file), dict(arguments)).encoded()
         sys.stdout.flush()
         process = subprocess.Popen(
             [sys.executable, *script],
@@ -72,7 +70,7 @@ def result_of(
         )
         with _signals_passed_to(process):
             code = process.wait()
-        result: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        result = _read(file)
     if result is not None and "error" in result:
         raise NanoConfigError(result["error"])
     if code:
@@ -85,6 +83,26 @@ def result_of(
             given += ", or never takes enough steps"
             advice += f", and let it take {STEPS} steps"
         raise NanoConfigError(problem(given, needed, advice))
+    return result
+
+
+def _result_file() -> IO[bytes]:
+    """Open a file for the result. Where /proc is, it has no name, so a command that is killed leaves none."""
+    return tempfile.TemporaryFile() if os.path.exists("/proc/self/fd") else tempfile.NamedTemporaryFile()
+
+
+def _path_of(file: IO[bytes]) -> str:
+    """Return the path by which the script, or a process that it starts, opens the file."""
+    return str(file.name) if isinstance(file.name, str) else f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def _read(file: IO[bytes]) -> dict[str, Any] | None:
+    """Return the result; None if the script has not left one, or not all of it."""
+    file.seek(0)
+    try:
+        result: dict[str, Any] = json.load(file)
+    except ValueError:
+        return None
     return result
 
 

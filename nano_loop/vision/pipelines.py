@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import sys
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +58,9 @@ _FLOATS = {
     },
 }
 _OF_A_MODULE = {"training"}
+_MUTABLE = (list, dict, set)
+_HOLDERS = (*_MUTABLE, tuple)
+_MOST_PLANS = 16
 
 
 class Known(NamedTuple):
@@ -120,11 +125,63 @@ class Plan(NamedTuple):
         return [type(each).__name__ for each in self.transforms[: self.prefix]]
 
 
+_Attributes = list[tuple[type, dict[str, Any]]]
+
+
+class Plans:
+    """The plans of pipelines, each kept until an attribute of its transforms changes.
+
+    That is asked for each image. To compare attributes takes a fifth of the time of reading them.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[Plan, _Attributes]] = {}
+
+    def of(self, pipeline: Any) -> Plan | None:
+        """Return how to run a pipeline, as `plan_of` does."""
+        transforms = transforms_of(pipeline)
+        if transforms is None:
+            return None
+        known = self._read.get(id(pipeline))  # of another pipeline with this id, the transforms are others
+        if known is not None and _is_unchanged(transforms, known[0].transforms, known[1]):
+            return known[0]
+        plan = _plan_of(transforms)
+        self._read.pop(id(pipeline), None)
+        if len(self._read) < _MOST_PLANS and not any(map(_holds_nested, transforms)):
+            self._read[id(pipeline)] = plan, [_copied(each) for each in transforms]
+        return plan
+
+
+def _is_unchanged(now: tuple[Any, ...], then: tuple[Any, ...], attributes: _Attributes) -> bool:
+    if len(now) != len(then) or not all(map(operator.is_, now, then)):
+        return False
+    try:
+        return all(type(each) is kind and vars(each) == own for each, (kind, own) in zip(now, attributes, strict=True))
+    except (RuntimeError, ValueError, TypeError):  # another tensor, or an array, is compared element by element
+        return False
+
+
+def _copied(transform: Any) -> tuple[type, dict[str, Any]]:
+    """Return the class and the attributes of a transform, with copies of what can change in its place."""
+    return type(transform), {
+        name: copy(each) if isinstance(each, _MUTABLE) else each for name, each in vars(transform).items()
+    }
+
+
+def _holds_nested(transform: Any) -> bool:
+    """Whether an attribute could change deeper inside than `_copied` copies, or there are none to compare."""
+    values = getattr(transform, "__dict__", {"": [[]]}).values()
+    inner = (value.values() if isinstance(value, dict) else value for value in values if isinstance(value, _HOLDERS))
+    return any(isinstance(each, _HOLDERS) for items in inner for each in items)
+
+
 def plan_of(pipeline: Any) -> Plan | None:
     """Return how to run a pipeline with its present attributes, which a loop may change; None if it is not one."""
     transforms = transforms_of(pipeline)
-    if transforms is None:
-        return None
+    return None if transforms is None else _plan_of(transforms)
+
+
+def _plan_of(transforms: tuple[Any, ...]) -> Plan:
     descriptions = [described(each) for each in transforms]
     prefix = 0
     while prefix < len(transforms) and (found := descriptions[prefix]) is not None and found[0].of_pixels:

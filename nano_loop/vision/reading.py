@@ -17,7 +17,7 @@ from PIL import ImageFile, features
 from PIL import __version__ as pillow_version
 
 from nano_loop.vision.drafts import Draft
-from nano_loop.vision.pipelines import Plan
+from nano_loop.vision.pipelines import Plan, Plans
 from nano_loop.vision.sources import FileState, Source
 from nano_loop.vision.store import Store
 
@@ -43,6 +43,8 @@ class Reading:
         The pipelines whose results go straight into a batch, by their ids.
     has_met_new_files : bool
         Whether a file was too new to be kept.
+    read : Plans
+        The plans of the pipelines that images went through.
     """
 
     store: Store
@@ -50,6 +52,7 @@ class Reading:
     plans: list[Plan] = field(default_factory=list)
     deferring: dict[int, Any] = field(default_factory=dict)
     has_met_new_files: bool = False
+    read: Plans = field(default_factory=Plans)
 
     def accepts(self, state: FileState) -> bool:
         """Whether a change of the file from now on would be noticed."""

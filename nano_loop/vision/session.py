@@ -23,7 +23,7 @@ from nano_loop.vision import entries
 from nano_loop.vision.batches import Pending, of_entry, pending
 from nano_loop.vision.deferred import decoded, is_deferred
 from nano_loop.vision.opening import converting, opening
-from nano_loop.vision.pipelines import Plan, compositions, plan_of, preset
+from nano_loop.vision.pipelines import Plan, compositions, preset
 from nano_loop.vision.reading import ORIGIN, Origin, Reading, close_later, current, paused
 from nano_loop.vision.sources import FileState, is_in_state, source_of
 
@@ -73,7 +73,7 @@ def _transforming(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _transformed(reading: Reading, pipeline: Any, image: Any, deferring: bool, original: Callable[..., Any]) -> Any:
-    plan = plan_of(pipeline)
+    plan = reading.read.of(pipeline)
     if plan is None:
         return original(pipeline, image)
     reading.used(plan)

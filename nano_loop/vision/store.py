@@ -89,11 +89,13 @@ class Store:
         return found
 
     def put(self, key: str, header: dict[str, Any], pixels: bytes | memoryview) -> None:
-        """Write an entry, unless the limit is reached or the folder cannot be written."""
+        """Write an entry, unless the limit is reached, the folder cannot be written, or another process has made it."""
+        if self._is_closed:
+            return
         text = json.dumps({**header, "key": key}).encode()
         size = _HEAD.size + len(text) + len(pixels)
         size = -(-size // _PAGE) * _PAGE
-        if self._is_closed or key in self or not self._count(size, 1):
+        if not self._count(size, 1):
             return
         total = zlib.crc32(pixels, zlib.crc32(text)) if self.sums else 0
         try:
@@ -146,8 +148,7 @@ class Store:
         try:
             descriptor = _opened(unfinished)
             try:
-                for piece in pieces:
-                    _write_all(descriptor, piece)
+                _write_all(descriptor, pieces)
             finally:
                 os.close(descriptor)
             _appear(unfinished, path)
@@ -205,10 +206,14 @@ def _opened(path: str) -> int:
         return os.open(path, flags, 0o600)
 
 
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
-    left = memoryview(data)
+def _write_all(descriptor: int, pieces: list[bytes | memoryview]) -> None:
+    left = [memoryview(each) for each in pieces]
     while left:
-        left = left[os.write(descriptor, left) :]
+        count = os.writev(descriptor, left)
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left:
+            left[0] = left[0][count:]
 
 
 def _parsed(data: memoryview, key: str, sums: bool) -> tuple[dict[str, Any], memoryview] | None:

@@ -17,9 +17,14 @@ from nano_loop.cli.run import flag_of
 from nano_loop.exports import EXPORTS
 from nano_loop.glibc import is_glibc
 from nano_loop.options import CHECKS, OPTIONS, Options
+from nano_loop.run_note import RUN
 
 NANO_LOOP = [sys.executable, "-m", "nano_loop", "run"]
 SWITCHES = (checks.boolean, checks.auto_or_boolean)
+LINE = (
+    "nano-loop: {} has begun no run of nano_loop: options act on functions under @nano, TorchNano, accelerated and "
+    "Lightning's Trainer. Decorate its training function.\n"
+)
 SHOW = """
 import json, os, sys
 print(json.dumps([sys.argv, sys.path[0], __name__, os.getpid(), dict(os.environ)]))
@@ -66,7 +71,7 @@ def test_script_gets_its_arguments_its_folder_and_the_process(script, arguments)
     assert pid == process.pid
     assert environ["NANO_LOOP_PRECISION"] == "bf16"
     assert environ["OMP_NUM_THREADS"].isdigit()
-    assert (process.returncode, err) == (0, b"")
+    assert (process.returncode, err.decode()) == (0, LINE.format(path))
 
 
 def test_module_gets_its_arguments(script):
@@ -74,13 +79,13 @@ def test_module_gets_its_arguments(script):
     _, out, err = ran("-m", "job", "-m", "--json", folder=path.parent)
     argv, folder, name, _, environ = json.loads(out)
     assert (argv, folder, name) == ([str(path), "-m", "--json"], str(path.parent), "__main__")
-    assert not [each for each in environ if each.startswith("NANO_LOOP_") and each != EXPORTS]
-    assert err == ""
+    assert not [each for each in environ if each.startswith("NANO_LOOP_") and each not in (EXPORTS, RUN)]
+    assert err == LINE.format("job")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["import sys; sys.exit(7)", "raise ValueError('of the script')", "def (:", "import no_such_module", "'''"],
+    ["raise ValueError('of the script')", "def (:", "import no_such_module", "'''", "import os; os._exit(7)"],
 )
 def test_script_ends_as_under_python(script, text):
     path = script(text)
@@ -89,13 +94,20 @@ def test_script_ends_as_under_python(script, text):
     assert (code, out, err) == ran(path, by=[sys.executable])
 
 
+def test_exit_code_is_the_scripts(script):
+    path = script("import sys; sys.exit(7)")
+    assert ran(path) == (7, "", LINE.format(path))
+
+
 def test_standard_streams_are_the_scripts(script):
     text = "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1]); print('beside', file=sys.stderr)"
-    assert ran(script(text), given=b"a\nb\x01\x02") == (0, "\x02\x01b\na", "beside\n")
+    path = script(text)
+    assert ran(path, given=b"a\nb\x01\x02") == (0, "\x02\x01b\na", "beside\n" + LINE.format(path))
 
 
 def test_script_may_come_from_standard_input():
-    assert ran("-", "argument", given=b"import sys; print(sys.argv)") == (0, "['-', 'argument']\n", "")
+    given = b"import sys; print(sys.argv)"
+    assert ran("-", "argument", given=given) == (0, "['-', 'argument']\n", LINE.format("-"))
 
 
 @pytest.mark.parametrize(
@@ -168,13 +180,13 @@ def test_every_option_that_is_no_function_has_a_flag_with_its_help():
 
 def test_command_line_overrides_the_environment(script):
     path = script("import os; print(os.environ['NANO_LOOP_PRECISION'])")
-    assert ran("--precision", "bf16", path, NANO_LOOP_PRECISION="32") == (0, "bf16\n", "")
-    assert ran(path, NANO_LOOP_PRECISION="32") == (0, "32\n", "")
+    assert ran("--precision", "bf16", path, NANO_LOOP_PRECISION="32")[:2] == (0, "bf16\n")
+    assert ran(path, NANO_LOOP_PRECISION="32")[:2] == (0, "32\n")
 
 
 def test_thread_count_of_the_user_stays(script):
     path = script("import os; print(os.environ['OMP_NUM_THREADS'])")
-    assert ran(path, OMP_NUM_THREADS="5") == (0, "5\n", "")
+    assert ran(path, OMP_NUM_THREADS="5")[:2] == (0, "5\n")
 
 
 # --- bad input ---

@@ -1,15 +1,19 @@
 """Lightning's Trainer trains on Ray's actors, and a loop in processes that Ray Train has started joins them."""
 
+import datetime
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import pytest
 import torch
 from distributed import small
+from torch import distributed
 
 import nano_loop
+from clusters.nodes import processes_of
 from nano_loop import nano
 
 ray = pytest.importorskip("ray")
@@ -21,9 +25,9 @@ import sys, warnings
 warnings.simplefilter("ignore")
 import ray, torch
 ray.init(sys.argv[1], log_to_driver=False)
-import pytorch_lightning as pl
+pl = __import__("pytorch_lightning" if sys.argv[2] == "pytorch_lightning" else "lightning.pytorch", fromlist=["x"])
+Trainer = __import__(f"nano_loop.{sys.argv[2]}", fromlist=["Trainer"]).Trainer
 from torch.utils.data import DataLoader, TensorDataset
-from nano_loop.pytorch_lightning import Trainer
 class Lit(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -37,45 +41,69 @@ class Lit(pl.LightningModule):
 x = torch.rand(32, 8, generator=torch.Generator().manual_seed(0))
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 for backend in ("ray", "subprocess"):
-    module = Lit()
+    lit = module = Lit()
+    if sys.argv[3] == "compiled":
+        module = Trainer.compile(lit.linear, torch.nn.MSELoss(), torch.optim.SGD(lit.linear.parameters(), 0.05))
     trainer = Trainer(num_processes=2, distributed_backend=backend, auto_lr=False, verbose=False, max_epochs=2, **quiet)
     trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4))
-    print(module.linear.weight.tolist())
+    print(trainer.world_size, lit.linear.weight.tolist())
 """
 
 
-def test_trainer_trains_on_ray_as_in_subprocesses(connected):
-    from clusters.nodes import processes_of
-
-    code, out, err = processes_of([sys.executable, "-c", TRAINER, connected.address])
+@pytest.mark.parametrize(
+    ("package", "kind"),
+    [("pytorch_lightning", "of the user's own"), ("lightning", "compiled")],
+    ids=["own", "compiled"],
+)
+def test_trainer_trains_on_ray_as_in_subprocesses(connected, package, kind):
+    code, out, err = processes_of([sys.executable, "-c", TRAINER, connected.address, package, kind])
     assert code == 0, err
     on_ray, in_subprocesses = out.splitlines()[-2:]
     assert on_ray == in_subprocesses
+    assert on_ray.startswith("2 [[")
+    assert str([0.5] * 8) not in on_ray  # where it began
 
 
-def train_here(rank, size, address, port):
-    """Train as the function of a `TorchTrainer` does, with the variables that Ray Train sets."""
-    own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+def train_here(rank, size, address, port, has_group):
+    """Train as in the function of a `TorchTrainer`: with Ray Train's variables, its process group, and in a thread."""
+    own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "NODE_RANK": 0}
     os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR=address, MASTER_PORT=str(port))
+    if has_group:
+        waiting = datetime.timedelta(seconds=60)
+        distributed.init_process_group("gloo", init_method="env://", rank=rank, world_size=size, timeout=waiting)
 
     def loop(model, optimizer, loader):
         small.fit(model, optimizer, loader)
         return nano_loop.world_size()
 
-    model, optimizer, loader = small.parts()
-    train = nano(auto_lr=False, verbose=False, timeout=60)(loop)
-    count = train(model, optimizer, loader)
-    return count, small.weights(model), train.report["threads"].status
+    def train_func():
+        model, optimizer, loader = small.parts()
+        train = nano(auto_lr=False, verbose=False, timeout=60)(loop)
+        counts = [train(model, optimizer, loader) for _ in range(2)]  # a loop that is called once an epoch
+        return counts, small.weights(model), train.report["threads"].status
+
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(train_func).result()
+    left = distributed.is_initialized()
+    if left:  # by Ray Train, which uses it after the function
+        ones = torch.ones(1)
+        distributed.all_reduce(ones)
+        left = int(ones) == size
+        distributed.destroy_process_group()
+    return *found, left
 
 
-def test_loop_inside_ray_train_joins_the_processes_that_are_there():
+@pytest.mark.parametrize("has_group", [False, True], ids=["variables", "process group"])
+def test_loop_inside_ray_train_joins_the_processes_that_are_there(has_group):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     task = ray.remote(num_cpus=1, max_calls=1)(train_here)
-    found = ray.get([task.remote(rank, 2, "127.0.0.1", port) for rank in range(2)])
+    found = ray.get([task.remote(rank, 2, "127.0.0.1", port, has_group) for rank in range(2)])
     model, optimizer, loader = small.parts(batch_size=8)
-    small.fit(model, optimizer, loader)
-    for count, weights, threads in found:
-        assert count == 2
+    for _ in range(2):
+        small.fit(model, optimizer, loader)
+    for counts, weights, threads, left in found:
+        assert counts == [2, 2]
         torch.testing.assert_close(weights, small.weights(model), rtol=1e-6, atol=1e-6)
         assert threads == "applied"  # Ray's OMP_NUM_THREADS is nobody's choice
+        assert left == has_group

@@ -1,59 +1,17 @@
 """A search leaves the user's objects as they are, shows what fails, and keeps what it has found."""
 
 import os
-import random
 
-import numpy
 import pytest
 import torch
 from torch import nn
 
 import nano_loop
 from nano_loop import NanoConfigError, NanoError, accelerated
-from nano_loop.distributed.launch.local.kept_server import end_kept
 from nano_loop.options import Options
 from nano_loop.trials import search
 from nano_loop.trials.candidates import effective
-
-# Everything but what the test is about stays as it is.
-FIXED = {"num_processes": 1, "num_threads": 1, "compile": False, "use_ipex": False, "allocator": False}
-STEPS = dict.fromkeys(("fused_optimizer", "fast_dropout", "fast_attention", "tune_operators", "fast_fetch"), False)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield tmp_path / "cache"
-    end_kept()
-
-
-def made(kind=nn.Linear):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(), kind(16, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    model(torch.rand(4, 8)).sum().backward()
-    optimizer.step()
-    return model, optimizer, torch.rand(4, 8)
-
-
-def loss_of(model, batch):
-    return model(batch).square().mean()
-
-
-def state_of(model, optimizer):
-    states = [part for each in optimizer.state_dict()["state"].values() for part in each.values()]
-    tensors = [
-        *model.state_dict().values(),
-        *states,
-        *(each.grad for each in model.parameters()),
-        torch.get_rng_state(),
-    ]
-    return (
-        [each.numpy().tobytes() for each in tensors],
-        str(numpy.random.get_state()),
-        random.getstate(),
-        model.training,
-    )
+from trials.small import FIXED, STEPS, loss_of, made, state_of
 
 
 def test_search_leaves_everything_as_it_was_and_keeps_what_it_has_found(cache, capfd):

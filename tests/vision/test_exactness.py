@@ -3,6 +3,7 @@
 import random
 import warnings
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -305,6 +306,37 @@ def test_workers_that_are_not_forked(pictures, kind):
         changed_loader = loader()
         cached(stack, changed_loader)
         assert_same(epochs(changed_loader, 1), expected)
+
+
+def write_pets(root, pictures):
+    """Lay pictures out as the archive of the Oxford-IIIT Pet data set is unpacked."""
+    images, annotations = root / "oxford-iiit-pet/images", root / "oxford-iiit-pet/annotations"
+    images.mkdir(parents=True)
+    annotations.mkdir()
+    files = sorted(Path(pictures).glob("cats/*.jpg"))
+    for number, path in enumerate(files):
+        (images / f"Great_Cat_{number}.jpg").write_bytes(path.read_bytes())
+    lines = [f"Great_Cat_{number} {1 + number % 3} 1 1" for number in range(len(files))]
+    (annotations / "trainval.txt").write_text("\n".join(lines))
+    return len(files)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_pets_are_decoded_once(tmp_path, pictures, shuffle, decodings):
+    count = write_pets(tmp_path, pictures)
+
+    def loader():
+        transform = compose(v1.Resize((24, 28)), v1.RandomCrop(20), v1.RandomHorizontalFlip(), *END)
+        return DataLoader(datasets.OxfordIIITPet(tmp_path, transform=transform), 2, shuffle=shuffle)
+
+    expected = epochs(loader())
+    assert len(decodings) == 3 * count
+    with ExitStack() as stack:
+        changed_loader = loader()
+        store = cached(stack, changed_loader)
+        assert_same(epochs(changed_loader), expected)
+    assert store.usage().entries == count
+    assert len(decodings) == 4 * count  # in the first epoch
 
 
 def test_small_images_in_memory_are_resized_once(tmp_path, monkeypatch):

@@ -1,0 +1,255 @@
+"""What `nano-loop run` leaves in the Python that it becomes: a line at the end, and nothing that a script can see."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nano_loop.exports import EXPORTS
+from nano_loop.run_note import RUN
+
+BEGUN_NO_RUN = "has begun no run of nano_loop"
+
+# Everything here is compared with plain Python: names that a script sees, and what other libraries look for in it.
+SEEN = '''
+"""The docstring of the script."""
+import atexit, functools, gc, inspect, multiprocessing, os, pickle, signal, sys, threading, traceback
+loaded_at_start = sorted(sys.modules)
+
+def answer():
+    """Is found in the source."""
+    return inspect.stack()[-1].filename, len(inspect.stack())
+
+class Thing:
+    pass
+
+def in_a_child(queue):
+    main = sys.modules["__main__"]
+    name = (__name__, main.__file__, main.__name__)
+    queue.put((name, dict(os.environ), sys.path, "sitecustomize" in sys.modules))
+
+def depth():
+    frame, count = sys._getframe(), 0
+    while frame:
+        frame, count = frame.f_back, count + 1
+    return count
+
+def failing():
+    try:
+        raise ValueError("shown")
+    except ValueError:
+        return traceback.format_exc()
+
+def main():
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    child = context.Process(target=in_a_child, args=(queue,))
+    child.start()
+    from_child = queue.get()
+    child.join()
+    script, spec = sys.modules["__main__"], sys.modules["__main__"].__spec__
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    print(repr({
+        "arguments": (sys.argv, sys.orig_argv, open("/proc/self/cmdline", "rb").read()),
+        "path": sys.path,
+        "options": (tuple(sys.flags), sys._xoptions, sys.warnoptions, sys.flags.dev_mode, __debug__),
+        "importing": (sorted(sys.path_importer_cache), len(sys.path_hooks)),
+        "finders": [type(each).__name__ for each in sys.meta_path],
+        "name": (script.__name__, script.__file__, script.__doc__, script.__package__),
+        "cached": vars(script).get("__cached__"),
+        "spec": spec and (spec.name, spec.origin),
+        "loader": type(script.__loader__).__name__,
+        "globals": sorted(vars(script)),
+        "modules": loaded_at_start,
+        "hooks": (sys.excepthook is sys.__excepthook__, threading.excepthook is threading.__excepthook__),
+        "limits": (sys.gettrace(), sys.getprofile(), sys.getrecursionlimit(), sys.getswitchinterval()),
+        "collector": (gc.get_threshold(), gc.isenabled()),
+        "stack": (answer(), depth(), failing(), traceback.format_stack()),
+        "source": (inspect.getsource(answer), inspect.getsourcefile(Thing)),
+        "pickled": (pickle.dumps(Thing()), pickle.dumps(answer)),
+        "threads": (threading.current_thread().name, threading.active_count()),
+        "streams": [(each.name, each.encoding, each.errors, each.line_buffering) for each in streams],
+        "files": sorted(os.listdir("/proc/self/fd")),
+        "handlers": {each.name: str(signal.getsignal(each)) for each in signal.Signals},
+        "mask": open("/proc/self/status").read().partition("SigBlk")[2][:60],
+        "child": from_child,
+        "prefix": (sys.prefix, sys.base_prefix, sys.executable, os.getcwd()),
+        "environment": dict(os.environ),
+    }))
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def ended(folder, *arguments, command=(), pythonpath=None, **settings):
+    """Return a process that has run to its end in a folder, under Python or under a command."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    if pythonpath is not None:
+        environ["PYTHONPATH"] = pythonpath
+    program = [sys.executable, *command, *map(str, arguments)]
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | settings
+    return subprocess.run(program, env=environ, cwd=folder, text=True, timeout=100, **settings)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Give a folder whose name has a space."""
+    made = tmp_path / "my project"
+    made.mkdir()
+    return made
+
+
+ROOT = str(Path(__file__).parents[2])
+RUN_COMMAND = ("-m", "nano_loop", "run")
+# What the command does at its end, without its start: it becomes Python with a note.
+NOTED = f"""
+import os, sys
+sys.path.insert(0, {ROOT!r})
+from nano_loop.run_note import environment_with_note
+os.execve(sys.executable, [sys.executable, *sys.argv[1:]], environment_with_note(os.environ, "the line"))
+"""
+AS_NOTED = ("-S", "-c", NOTED)
+# The command itself has to find nano_loop, also where it is not installed.
+PATHS = [ROOT, f"{ROOT}{os.pathsep}", os.pathsep.join([ROOT, "relative", "/no/such/folder"])]
+
+
+def seen(folder, *arguments, **settings):
+    done = ended(folder, *arguments, **settings)
+    assert done.returncode == 0, done.stderr
+    return eval(done.stdout), done.stderr
+
+
+def as_the_command_makes_it(environ):
+    """Return an environment without what `nano-loop run` sets, which docs/cli.md lists."""
+    own = {EXPORTS, RUN, "OMP_NUM_THREADS"}
+    return {name: value for name, value in environ.items() if name not in own and not name.startswith("MALLOC_")}
+
+
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+@pytest.mark.parametrize("path", PATHS, ids=["one entry", "an empty entry", "several entries"])
+def test_script_sees_what_it_sees_under_python(folder, path, as_module):
+    (folder / "train.py").write_text(SEEN)
+    arguments = ["-m", "train", "a b", ""] if as_module else ["train.py", "a b", ""]
+    expected, no_line = seen(folder, *arguments, pythonpath=path)
+    found, line = seen(folder, *arguments, command=RUN_COMMAND, pythonpath=path)
+    for each in (expected, found):
+        each["environment"] = as_the_command_makes_it(each["environment"])
+        name, environ, *others = each["child"]
+        each["child"] = (name, as_the_command_makes_it(environ), *others)
+        each["modules"] = [module for module in each["modules"] if module != "atexit"]
+    assert {name: each for name, each in found.items() if each != expected[name]} == {}
+    assert no_line == ""
+    assert line.count("\n") == 1
+    assert BEGUN_NO_RUN in line
+
+
+@pytest.mark.parametrize("path", [None, "", ".", os.pathsep, f"a{os.pathsep}b\nc"], ids=repr)
+def test_search_path_is_put_back(folder, path):
+    shown = "import os, sys; print([os.environ.get('PYTHONPATH'), sys.path])"
+    plain = ended(folder, "-c", shown, pythonpath=path)
+    noted = ended(folder, "-c", shown, command=AS_NOTED, pythonpath=path)
+    assert (noted.returncode, noted.stdout, noted.stderr) == (0, plain.stdout, "the line\n")
+
+
+def test_customization_of_the_site_is_imported(folder):
+    (folder / "sitecustomize.py").write_text("import atexit; mine = 1; atexit.register(print, 'the last')")
+    shown = "import sys; print(sys.modules['sitecustomize'].mine, sys.modules['sitecustomize'].__spec__.origin)"
+    plain = ended(folder, "-c", shown, pythonpath=str(folder))
+    noted = ended(folder, "-c", shown, command=AS_NOTED, pythonpath=str(folder))
+    assert plain.stdout == f"1 {folder}/sitecustomize.py\nthe last\n"
+    assert (noted.stdout, noted.stderr) == (plain.stdout, "the line\n")
+
+
+def test_customization_that_fails_is_shown_as_by_python(folder):
+    (folder / "sitecustomize.py").write_text("import no_such_module")
+    plain = ended(folder, "-c", "print(1)", pythonpath=str(folder))
+    noted = ended(folder, "-c", "print(1)", command=AS_NOTED, pythonpath=str(folder))
+    assert "no_such_module" in plain.stderr
+    assert (noted.stdout, noted.stderr) == (plain.stdout, plain.stderr + "the line\n")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import nano_loop, torch\nwith nano_loop.accelerated(torch.nn.Linear(1, 1), verbose=False): pass",
+        "import nano_loop, torch\nnano_loop.nano(verbose=False)(lambda model: None)(torch.nn.Linear(1, 1))",
+        "raise SystemError('of the script')",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import os; os._exit(3)",
+        "import os, sys; os.execv(sys.executable, [sys.executable, '-c', ''])",
+    ],
+    ids=["accelerated", "nano", "raises", "signal", "_exit", "exec"],
+)
+def test_script_that_begins_a_run_or_does_not_reach_its_end_has_no_line(folder, program):
+    plain = ended(folder, "-c", program, pythonpath=ROOT)
+    noted = ended(folder, "-c", program, command=AS_NOTED, pythonpath=ROOT)
+    assert (noted.returncode, noted.stdout, noted.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+
+
+def test_import_of_nano_loop_begins_no_run(folder):
+    noted = ended(folder, "-c", "import nano_loop; nano_loop.nano", command=AS_NOTED, pythonpath=ROOT)
+    assert (noted.returncode, noted.stderr) == (0, "the line\n")
+
+
+CHILDREN = """
+import os, subprocess, sys, tempfile
+begin = "from nano_loop.run_note import note_run; note_run()"
+for _ in range(2):  # as the ranks that torchrun starts
+    subprocess.run([sys.executable, "-c", begin], check=True)
+"""
+
+
+def test_run_that_a_child_begins_counts_and_leaves_no_file(folder):
+    (folder / "tmp").mkdir()
+    environ = {**os.environ, "PYTHONPATH": ROOT, "TMPDIR": str(folder / "tmp")}
+    command = [sys.executable, *AS_NOTED, "-c"]
+    seen = CHILDREN + "print(os.listdir(tempfile.gettempdir()))"
+    noted = subprocess.run([*command, seen], env=environ, capture_output=True, text=True, timeout=100)
+    assert (noted.returncode, noted.stderr) == (0, "")
+    assert noted.stdout.count("nano_loop-begun-") == 1
+    assert os.listdir(folder / "tmp") == []
+
+
+def test_forked_child_prints_no_line(folder):
+    forks = "import os, sys\npid = os.fork()\nif pid: os.waitpid(pid, 0)\nsys.exit(0)"
+    assert ended(folder, "-c", forks, command=AS_NOTED).stderr == "the line\n"
+
+
+def test_closed_standard_error_is_no_error(folder):
+    program = "import os, sys; print(1); sys.stderr.close()"
+    assert ended(folder, "-c", program, command=AS_NOTED).stdout == "1\n"
+    noted = ended(folder, "-c", "print(1)", command=AS_NOTED, preexec_fn=lambda: os.close(2), stderr=None)
+    assert (noted.returncode, noted.stdout) == (0, "1\n")
+
+
+def test_ctrl_c_has_no_line(folder):
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    noted = ended(folder, "-c", program, command=AS_NOTED)
+    assert noted.returncode == -signal.SIGINT
+    assert noted.stderr.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_script_that_imports_nothing_gets_no_module_of_nano_loop(folder):
+    shown = "import sys; print([name for name in sys.modules if name.split('.')[0] in ('nano_loop', 'torch')])"
+    assert ended(folder, "-c", shown, command=AS_NOTED).stdout == "[]\n"
+
+
+def test_note_is_no_option(monkeypatch):
+    from nano_loop.options import Options
+
+    monkeypatch.setenv(RUN, "1\n/no/such/file\nline")
+    assert Options.from_call({}, os.environ).from_environment == Options.from_call({}, {}).from_environment
+
+
+@pytest.mark.parametrize("text", ["", "not a number", "1", "1\n/no/such/folder/file\nline"], ids=repr)
+def test_damaged_note_ends_no_run(text, monkeypatch):
+    import nano_loop.run_note
+
+    monkeypatch.setattr(nano_loop.run_note, "begun", False)
+    monkeypatch.setenv(RUN, text)
+    nano_loop.run_note.note_run()
+    assert nano_loop.run_note.begun

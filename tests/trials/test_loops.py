@@ -1,0 +1,234 @@
+"""A search repeats any loop on copies, in any precision, and leaves the caller's objects and files where they were."""
+
+import os
+import random
+import signal
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from marked import MARK, processes_with
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+import nano_loop
+from nano_loop import TorchNano
+from nano_loop.cpu import read_machine
+from nano_loop.distributed.launch.local.kept_server import end_kept
+from nano_loop.options import Options
+from nano_loop.trials import search
+from nano_loop.trials.candidates import alternatives
+from nano_loop.trials.race import Race
+from trials.small import FIXED, STEPS, loss_of, made, state_of
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Give a function that says which candidates there are, all in the first stage."""
+
+    def only(*changes):
+        def chosen(stage, *_):
+            return list(changes) if stage == search.STAGES[0].name else []
+
+        monkeypatch.setattr(search, "alternatives", chosen)
+
+    only()
+    return only
+
+
+class Positions(Sampler):
+    """A sampler that knows how far it is, as those of loaders that go on after a checkpoint do."""
+
+    def __init__(self, count):
+        self.count = count
+        self.position = 0
+
+    def __iter__(self):
+        while self.position < self.count:
+            self.position += 1
+            yield (self.position * 7 + random.randrange(3)) % self.count
+        self.position = 0
+
+    def __len__(self):
+        return self.count - self.position
+
+
+class Counting(Dataset):
+    """A dataset that counts what is fetched, and draws random numbers as augmentation does."""
+
+    def __init__(self, count):
+        self.items = torch.rand(count, 8, generator=torch.Generator().manual_seed(3))
+        self.fetched = 0
+
+    def __getitem__(self, index):
+        self.fetched += 1
+        return self.items[index] + float(numpy.random.rand()) + torch.rand(8)
+
+    def __len__(self):
+        return len(self.items)
+
+
+def loaders():
+    """Return a loader that is in the middle of an epoch, and one that shuffles by a generator of its own."""
+    resumed = DataLoader(Counting(24), batch_size=4, sampler=Positions(24))
+    resumed.sampler.position = 8
+    shuffled = DataLoader(Counting(16), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5))
+    return resumed, shuffled
+
+
+def everything_of(model, optimizer, resumed, shuffled):
+    positions = (resumed.sampler.position, resumed.dataset.fetched, shuffled.dataset.fetched)
+    return state_of(model, optimizer), positions, shuffled.generator.get_state().tolist()
+
+
+def train(model, optimizer, resumed, shuffled, seen):
+    seen.append(everything_of(model, optimizer, resumed, shuffled))
+    for loader in (resumed, shuffled):
+        for x in loader:
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+    return len(seen)
+
+
+def trained(function):
+    """Return what a loop sees as it begins, and what it leaves, from the same random states."""
+    model, optimizer, _ = made()
+    resumed, shuffled = loaders()
+    for seed in (torch.manual_seed, numpy.random.seed, random.seed):
+        seed(11)
+    seen = []
+    assert function(model, optimizer, resumed, shuffled, seen) == 1
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    return seen[0], everything_of(model, optimizer, resumed, shuffled)[1:], torch.get_rng_state(), weights
+
+
+def test_training_after_a_search_is_that_without_one(only):
+    begun, positions, random_state, weights = trained(train)
+    searched = nano_loop.nano(tune=True, verbose=False, **FIXED, **STEPS)(train)
+    found = trained(searched)
+    assert found[0] == begun  # bit for bit, when the loop begins
+    assert found[1] == positions
+    assert found[2].equal(random_state)
+    torch.testing.assert_close(found[3], weights)
+
+
+class Nano(TorchNano):
+    """Makes its model itself, and draws what it trains on from torch's generator."""
+
+    def train(self, steps, seen):
+        seen.append(torch.get_rng_state().tolist())
+        model = nn.Linear(8, 1)
+        loader = DataLoader(torch.rand(16, 8), batch_size=4, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = self.setup(model, optimizer, loader)
+        for _ in range(steps):
+            for x in loader:
+                optimizer.zero_grad()
+                self.backward(loss_of(model, x))
+                optimizer.step()
+        return model.weight.detach().clone(), len(seen)
+
+
+def test_torch_nano_is_searched_and_then_trained(only):
+    only({"precision": "bf16-mixed"})
+    torch.manual_seed(2)
+    begun = []
+    expected, _ = Nano(verbose=False).train(2, begun)
+    torch.manual_seed(2)
+    seen = []
+    instance = Nano(tune=True, verbose=False, **FIXED)
+    weights, calls = instance.train(2, seen)
+    assert (calls, seen) == (1, begun)
+    assert instance.report.options["tune"] is False
+    bf16 = instance.report.options["precision"] == "bf16-mixed"  # a faster one is taken
+    torch.testing.assert_close(weights, expected, **{"rtol": 0.05, "atol": 0.05} if bf16 else {})
+
+
+@pytest.mark.filterwarnings("ignore:precision='16-mixed'")  # on CPUs that are slow in it
+def test_search_in_fp16_measures_and_keeps_it(only):
+    model, optimizer, batch = made()
+    before = state_of(model, optimizer)
+    found = nano_loop.tune(model, optimizer, batch, loss_of, seconds=8, precision=16, **FIXED, **STEPS)
+    assert state_of(model, optimizer) == before
+    assert found.options["precision"] == "16-mixed"
+    assert "precision=16" in found.line
+    assert all(row.milliseconds > 0 for row in found.rows)
+
+
+def test_fp16_is_a_candidate_where_the_cpu_is_fast_in_it():
+    machine = read_machine()
+    for fast in (False, True):
+        sets = frozenset({"avx512_fp16"} if fast else ())
+        wanted = alternatives("precision and layout", Options(), replace(machine, instruction_sets=sets), {}, None)
+        assert ("16-mixed" in {each["precision"] for each in wanted}) == fast
+
+
+class Fails(nn.Linear):
+    """Raises in bf16, and asks for more memory than there is in fp16."""
+
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            if torch.get_autocast_dtype("cpu") == torch.bfloat16:
+                raise ZeroDivisionError("no such kernel")
+            torch.empty(1 << 50)
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:precision='16-mixed'")
+def test_candidates_that_raise_or_need_too_much_memory_are_shown_and_the_rest_goes_on(only):
+    only({"precision": "bf16-mixed"}, {"precision": "16-mixed"}, {"precision": "64-true"})
+    found = nano_loop.tune(*made(Fails), loss_of, seconds=8, **FIXED, **STEPS)
+    notes = {row.options.get("precision"): row.note for row in found.rows if not row.plain}
+    assert notes["bf16-mixed"].startswith("raised ZeroDivisionError: no such kernel")
+    assert "DefaultCPUAllocator: can't allocate memory" in notes["16-mixed"]
+    times = {row.options.get("precision"): row.milliseconds for row in found.rows if not row.plain}
+    assert times["bf16-mixed"] is times["16-mixed"] is None
+    assert times["64-true"] > 0
+    assert times[None] > 0
+    for name in ("no such kernel", "can't allocate memory"):
+        assert name in str(found)
+    assert found.options.get("precision") in (None, "64-true")
+
+
+def test_ctrl_c_in_a_search_ends_its_trials_and_leaves_nothing(only, cache, monkeypatch):
+    race, living = Race.run, []
+    monkeypatch.setenv(MARK, str(cache))
+
+    def interrupted(self, **keep):
+        living.extend(processes_with(str(cache)))
+        os.kill(os.getpid(), signal.SIGINT)
+        return race(self, **keep)
+
+    monkeypatch.setattr(Race, "run", interrupted)
+    model, optimizer, batch = made()
+    before = state_of(model, optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        nano_loop.tune(model, optimizer, batch, loss_of, seconds=30, **FIXED, **STEPS)
+    assert state_of(model, optimizer) == before
+    assert len(processes_with(str(cache))) <= 1  # the one that forks, kept for the next search
+    end_kept()
+    assert len(living) >= 3  # the one that forks, and two trials
+    assert processes_with(str(cache)) == []
+    assert [*Path("/dev/shm").glob(f"nano_loop-{os.getpid()}-*")] == []
+    assert [*cache.glob("**/*.json")] == []
+    monkeypatch.setattr(Race, "run", race)
+    assert not nano_loop.tune(model, optimizer, batch, loss_of, seconds=5, **FIXED, **STEPS).cached
+
+
+@pytest.mark.skipif(not find_spec("intel_extension_for_pytorch"), reason="IPEX is not installed")
+def test_ipex_is_measured_where_it_is_installed_and_does_not_reach_this_process(monkeypatch):
+    def with_ipex(stage, *others):
+        return alternatives(stage, *others) if stage == "ipex" else []
+
+    monkeypatch.setattr(search, "alternatives", with_ipex)
+    fixed = {name: value for name, value in FIXED.items() if name != "use_ipex"}
+    imported = "intel_extension_for_pytorch" in sys.modules
+    found = nano_loop.tune(*made(), loss_of, seconds=40, **fixed, **STEPS, precision="bf16")
+    (row,) = [row for row in found.rows if row.options.get("use_ipex")]
+    assert row.milliseconds > 0, row.note
+    assert ("intel_extension_for_pytorch" in sys.modules) == imported
