@@ -31,7 +31,7 @@ def by_hand(work: Workload, count: int) -> list[float]:
 
 def expert(work: Workload, count: int) -> list[float]:
     """`by_hand`, and glibc keeps freed memory."""
-    _keep_memory()
+    keep_memory()
     return by_hand(work, count)
 
 
@@ -43,7 +43,7 @@ def expert_compile(work: Workload, count: int) -> list[float]:
     RuntimeError
         It compiled nothing.
     """
-    _keep_memory()
+    keep_memory()
     return compiled(lambda model: _by_hand(work, count, model), work.model)
 
 
@@ -100,7 +100,8 @@ def _with_channels_last(loss: Loss) -> Loss:
     return channels_last_loss
 
 
-def _keep_memory() -> None:
+def keep_memory() -> None:
+    """Have glibc keep freed memory."""
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_MMAP_THRESHOLD, _MOST)
     mallopt(_TRIM_THRESHOLD, _MOST)

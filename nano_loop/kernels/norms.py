@@ -127,7 +127,14 @@ def batch_norm_backward(
 
 
 def group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, images: int, channels: int, pixels: int, groups: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    images: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    eps: float,
 ) -> _Results | None:
     """Compute ``aten::native_group_norm``, or return None where torch has to."""
     layout = _layout(x)
