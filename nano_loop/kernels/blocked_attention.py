@@ -8,6 +8,7 @@ It needs a CPU with AVX-512's bf16 instructions.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,29 +106,69 @@ class _Attention(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> Tensor:
-        out = _by_rows(query.size(0), query.size(1), query.size(2), value.size(3))
-        call = _sizes(query, key, value)
-        call.causal, call.scale, call.kept = is_causal, scale, 1 - dropout_p
-        if mask is not None:
-            call.mask, call.mask_kind = (_INT * 4)(*mask.stride()), 1 if mask.dtype is torch.bool else 2
-        _note(call, "out", out)
-        log_sums = torch.empty(query.shape[:3], dtype=torch.float32)
-        _run("forward", call, query, key, value, mask, kept, out, log_sums)
+        out, log_sums = forward(query, key, value, mask, kept, dropout_p, is_causal, scale)
         ctx.save_for_backward(query, key, value, mask, kept, log_sums)
-        ctx.call = call
+        ctx.numbers = dropout_p, is_causal, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, kept, log_sums = ctx.saved_tensors
-        call = _Call.from_buffer_copy(ctx.call)
-        gradient = _with_columns(gradient)
-        found = [_laid_out_as(each) for each in (query, key, value)]
-        for name, each in zip(("of_query", "of_key", "of_value", "of_out"), (*found, gradient), strict=True):
-            _note(call, name, each)
-        _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *found)
+        *tensors, log_sums = ctx.saved_tensors
+        found = [_laid_out_as(each) for each in tensors[:3]]
+        backward(_with_columns(gradient), log_sums, *tensors, *ctx.numbers, found)
         return *found, *[None] * 5
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kept: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the output of attention, and the logarithm of the sum of the exponentials of each row.
+
+    Parameters
+    ----------
+    query, key, value : torch.Tensor
+        bfloat16, of four dimensions: (batch, heads, rows, columns), with columns side by side.
+    mask : torch.Tensor or None
+        bool or bfloat16, of shape (batch, heads, L, S).
+    kept : torch.Tensor or None
+        uint8, of the same shape: 0 where the dropout has dropped a probability.
+    dropout_p, is_causal, scale
+        As in `blocked_attention`.
+    """
+    out = by_rows(query.size(0), query.size(1), query.size(2), value.size(3))
+    log_sums = torch.empty(query.shape[:3], dtype=torch.float32)
+    call = _call(query, key, value, mask, dropout_p, is_causal, scale)
+    _note(call, "out", out)
+    _run("forward", call, query, key, value, mask, kept, out, log_sums)
+    return out, log_sums
+
+
+def backward(
+    gradient: Tensor,
+    log_sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kept: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    found: Sequence[Tensor],
+) -> None:
+    """Write the gradients of query, key and value, from that of the output, into the three tensors of `found`."""
+    call = _call(query, key, value, mask, dropout_p, is_causal, scale)
+    for name, each in zip(("of_query", "of_key", "of_value", "of_out"), (*found, gradient), strict=True):
+        _note(call, name, each)
+    _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *found)
 
 
 def _as_heads(tensor: Tensor) -> Tensor:
@@ -145,7 +186,7 @@ def _with_columns(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _by_rows(batch: int, heads: int, rows: int, columns: int) -> Tensor:
+def by_rows(batch: int, heads: int, rows: int, columns: int) -> Tensor:
     """Return an empty tensor in which the heads of a row lie side by side, as in the projection that follows."""
     return torch.empty(batch, rows, heads, columns, dtype=torch.bfloat16).transpose(1, 2)
 
@@ -153,7 +194,7 @@ def _by_rows(batch: int, heads: int, rows: int, columns: int) -> Tensor:
 def _laid_out_as(tensor: Tensor) -> Tensor:
     """Return an empty tensor with heads and rows in the order of another tensor."""
     if tensor.stride(1) < tensor.stride(2):
-        return _by_rows(*tensor.shape)
+        return by_rows(*tensor.shape)
     return torch.empty(tensor.shape, dtype=torch.bfloat16)
 
 
@@ -162,6 +203,16 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor) -> _Call:
     call = _Call(batch, key.size(1), heads // key.size(1), length, key.size(2), width, value.size(3))
     for name, each in (("query", query), ("key", key), ("value", value)):
         _note(call, name, each)
+    return call
+
+
+def _call(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> _Call:
+    call = _sizes(query, key, value)
+    call.causal, call.scale, call.kept = is_causal, scale, 1 - dropout_p
+    if mask is not None:
+        call.mask, call.mask_kind = (_INT * 4)(*mask.stride()), 1 if mask.dtype is torch.bool else 2
     return call
 
 
