@@ -114,9 +114,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, log_sums = ctx.saved_tensors
-        found = [_laid_out_as(each) for each in tensors[:3]]
-        backward(_with_columns(gradient), log_sums, *tensors, *ctx.numbers, found)
+        query, key, value, mask, kept, log_sums = ctx.saved_tensors
+        dropout_p, is_causal, scale = ctx.numbers
+        found = [_laid_out_as(each) for each in (query, key, value)]
+        gradient = _with_columns(gradient)
+        backward(gradient, log_sums, query, key, value, mask, kept, dropout_p, is_causal, scale, found)
         return *found, *[None] * 5
 
 
