@@ -27,6 +27,8 @@ from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
 WORTH_IT = 1 << 16
 #: Minimum number of neighbours in memory: of channels in NHWC, of pixels in NCHW, of elements of a row.
 _FEW = 16
+#: Minimum number of pixels of an image in NCHW for a forward: with fewer, torch's kernel was faster.
+_FEW_PIXELS = 128
 _DTYPES = (torch.float32, torch.bfloat16)
 _NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -53,6 +55,11 @@ class _Layout(NamedTuple):
     def is_nhwc(self) -> bool:
         """Whether channels are next to each other: they are where there is one pixel."""
         return self.pixels == 1 or self.format is not torch.contiguous_format
+
+    @property
+    def is_worth_a_forward(self) -> bool:
+        """Whether statistics and outputs are computed faster than by torch's kernels."""
+        return self.is_nhwc or self.pixels >= _FEW_PIXELS
 
 
 def unavailable() -> str | None:
@@ -96,7 +103,7 @@ def batch_norm(
     layout = _layout(x)
     # The dtype of the statistics follows from all of these.
     parameters = (weight, bias, running_mean, running_var)
-    if layout is None or not training or not _are_fp32(x, *parameters) or layout.images * layout.pixels < 2:
+    if layout is None or not training or not layout.is_worth_a_forward or not _are_fp32(x, *parameters):
         return None
     out, means, inverses = torch.empty_like(x), *(torch.empty(layout.channels) for _ in range(2))
     numbers = ctypes.c_double(momentum), ctypes.c_double(eps)
@@ -131,7 +138,7 @@ def group_norm(
 ) -> _Results | None:
     """Compute ``aten::native_group_norm``, or return None where torch has to."""
     layout = _layout(x)
-    if layout is None or not _are_fp32(x, weight, bias):
+    if layout is None or not layout.is_worth_a_forward or not _are_fp32(x, weight, bias):
         return None
     out, means, inverses = torch.empty_like(x), *(torch.empty(images, groups) for _ in range(2))
     inputs, outputs = map(_pointer, (x, weight, bias)), map(_pointer, (out, means, inverses))
@@ -220,7 +227,8 @@ def replaced() -> Iterator[None]:
 
 def computes_group_norm(x: Tensor) -> bool:
     """Return whether a group norm of this input, with weights in fp32, is computed here in a set-up model."""
-    return bool(_users) and x.numel() >= WORTH_IT and _layout(x) is not None
+    layout = _layout(x) if _users and x.numel() >= WORTH_IT else None
+    return layout is not None and layout.is_worth_a_forward
 
 
 def _gradients(
