@@ -4,7 +4,8 @@ torch's kernels convert bf16 element by element, or compute in one thread for ea
 the memory's rate. A C function (``norms.c``) reads a tensor for its statistics and again for the result, and the two
 tensors of a backward likewise. Weights and statistics are in fp32, as under autocast.
 
-The kernels for the CPU are replaced, below autograd: derivatives of derivatives, hooks and checkpoints are torch's.
+The kernels for the CPU are replaced, below autograd and the transforms of torch.func: derivatives of derivatives, hooks,
+checkpoints and vmap are torch's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from nano_loop.intercept.operators import overridden
 from nano_loop.intercept.ownership import belongs_to_set_up_model
-from nano_loop.intercept.torch_private import in_functorch
 from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
 
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain.
@@ -78,7 +78,7 @@ def _replacing(ours: _Ours) -> Callable[[Callable[..., Any] | None], Callable[..
         assert original is not None
 
         def dispatched(keys: torch.DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if x.numel() >= WORTH_IT and not kwargs and belongs_to_set_up_model() and not in_functorch():
+            if x.numel() >= WORTH_IT and not kwargs and belongs_to_set_up_model():
                 found = ours(x, *args)
                 if found is not None:
                     return found
