@@ -23,8 +23,8 @@ from nano_loop.intercept.operators import overridden
 from nano_loop.intercept.ownership import belongs_to_set_up_model
 from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
 
-#: Minimum number of elements. Below it, the Python overhead exceeds the gain.
-WORTH_IT = 1 << 16
+#: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
+WORTH_IT = 1 << 18
 #: Minimum number of neighbours in memory: of channels in NHWC, of pixels in NCHW, of elements of a row.
 _FEW = 16
 #: Minimum number of pixels of an image in NCHW for a forward: with fewer, torch's kernel was faster.
@@ -134,7 +134,14 @@ def batch_norm_backward(
 
 
 def group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, images: int, channels: int, pixels: int, groups: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    images: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    eps: float,
 ) -> _Results | None:
     """Compute ``aten::native_group_norm``, or return None where torch has to."""
     layout = _layout(x)
