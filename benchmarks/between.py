@@ -2,7 +2,7 @@
 
 python -m benchmarks.between
 python -m benchmarks.between --only group_norm_unet,t5 --threads 1
-python -m benchmarks.between --only tuned --output between
+python -m benchmarks.between --only tuned --output NAME
 
 An operator that only reads its inputs and writes its outputs can be as fast as the machine's memory. What it takes
 longer is what a better kernel could save. Each workload runs in a fresh process, in bf16 with default options.
@@ -14,17 +14,17 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.fresh import Result, fresh
+from benchmarks.fresh import ROOT, Result, fresh
 from benchmarks.markdown import table
 from benchmarks.names import at_least_one, names
 from benchmarks.surroundings import heading, surroundings
 from benchmarks.workloads import ALL, LISTS
 
+RESULTS = ROOT / "benchmarks/results"
 LARGEST = 10
 _WORTH_A_LINE = 1e6  # bytes: below, the calls themselves are what takes the time
 _HEAD = (
@@ -101,7 +101,7 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--rows", type=at_least_one, default=8, help="of each workload's table (default: 8)")
     add("--small", action="store_true", help="small workloads: only to see that everything runs")
     add("--limit", type=at_least_one, default=900, metavar="SECONDS", help="give a case up after (default: 900)")
-    add("--output", metavar="FILE", help="a file for the figures, as JSON")
+    add("--output", metavar="NAME", help=f"keep NAME.json in {RESULTS.relative_to(ROOT)}, or at a path")
     options = parser.parse_args(given)
     found: dict[str, Result] = {}
     results = {**surroundings(), "threads": options.threads, "quick": options.small, "between": found}
@@ -112,7 +112,7 @@ def main(given: Sequence[str] | None = None) -> None:
         text = each["reason"] if "reason" in each else operators(rows_of(workload, each)[: options.rows])
         tqdm.write(f"\n{workload}\n\n{text}")
         if options.output:
-            Path(options.output).write_text(json.dumps(results, indent=1) + "\n")
+            (RESULTS / f"{options.output}.json").write_text(json.dumps(results, indent=1) + "\n")
     print("", savings_of_models(results), largest_savings(results), sep="\n\n")
 
 

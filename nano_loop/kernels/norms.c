@@ -10,6 +10,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 #define ROWS 16         /* rows of which fp32 sums are taken */
@@ -48,10 +51,14 @@ INLINE vector load(const void *base, int64_t at, int bf16) {
 /* bf16 is the nearest, and of two as near the even one, as torch rounds; a NaN stays one. */
 INLINE void store(void *base, int64_t at, int bf16, vector value) {
     if (bf16) {
+#ifdef __AVX512BF16__
+        __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+#else
         bits raw, nan = (bits)(value != value);
         memcpy(&raw, &value, sizeof raw);
         raw = (raw + 0x7fff + ((raw >> 16) & 1)) >> 16;
         halves half = __builtin_convertvector((raw & ~nan) | (nan & 0x7fc0), halves);
+#endif
         memcpy((uint16_t *)base + at, &half, sizeof half);
     } else
         memcpy((float *)base + at, &value, sizeof value);

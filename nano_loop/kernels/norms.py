@@ -4,7 +4,8 @@ torch's kernels convert bf16 element by element, or compute in one thread for ea
 the memory's rate. A C function (``norms.c``) reads a tensor for its statistics and again for the result, and the two
 tensors of a backward likewise. Weights and statistics are in fp32, as under autocast.
 
-The kernels for the CPU are replaced, below autograd: derivatives of derivatives, hooks and checkpoints are torch's.
+The kernels for the CPU are replaced, below autograd and the transforms of torch.func: derivatives of derivatives, hooks,
+checkpoints and vmap are torch's.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from torch import Tensor
 
 from nano_loop.intercept.operators import overridden
 from nano_loop.intercept.ownership import belongs_to_set_up_model
-from nano_loop.intercept.torch_private import in_functorch
 from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
 
-#: Minimum number of elements. Below it, the Python overhead exceeds the gain.
-WORTH_IT = 1 << 16
+#: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
+WORTH_IT = 1 << 18
 #: Minimum number of neighbours in memory: of channels in NHWC, of pixels in NCHW, of elements of a row.
 _FEW = 16
+#: Minimum number of pixels of an image in NCHW for a forward: with fewer, torch's kernel was faster.
+_FEW_PIXELS = 128
 _DTYPES = (torch.float32, torch.bfloat16)
 _NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -54,6 +56,11 @@ class _Layout(NamedTuple):
         """Whether channels are next to each other: they are where there is one pixel."""
         return self.pixels == 1 or self.format is not torch.contiguous_format
 
+    @property
+    def is_worth_a_forward(self) -> bool:
+        """Whether statistics and outputs are computed faster than by torch's kernels."""
+        return self.is_nhwc or self.pixels >= _FEW_PIXELS
+
 
 def unavailable() -> str | None:
     """Return why these kernels cannot be used in this process, or None."""
@@ -71,7 +78,7 @@ def _replacing(ours: _Ours) -> Callable[[Callable[..., Any] | None], Callable[..
         assert original is not None
 
         def dispatched(keys: torch.DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if x.numel() >= WORTH_IT and not kwargs and belongs_to_set_up_model() and not in_functorch():
+            if x.numel() >= WORTH_IT and not kwargs and belongs_to_set_up_model():
                 found = ours(x, *args)
                 if found is not None:
                     return found
@@ -96,7 +103,7 @@ def batch_norm(
     layout = _layout(x)
     # The dtype of the statistics follows from all of these.
     parameters = (weight, bias, running_mean, running_var)
-    if layout is None or not training or not _are_fp32(x, *parameters) or layout.images * layout.pixels < 2:
+    if layout is None or not training or not layout.is_worth_a_forward or not _are_fp32(x, *parameters):
         return None
     out, means, inverses = torch.empty_like(x), *(torch.empty(layout.channels) for _ in range(2))
     numbers = ctypes.c_double(momentum), ctypes.c_double(eps)
@@ -138,7 +145,7 @@ def group_norm(
 ) -> _Results | None:
     """Compute ``aten::native_group_norm``, or return None where torch has to."""
     layout = _layout(x)
-    if layout is None or not _are_fp32(x, weight, bias):
+    if layout is None or not layout.is_worth_a_forward or not _are_fp32(x, weight, bias):
         return None
     out, means, inverses = torch.empty_like(x), *(torch.empty(images, groups) for _ in range(2))
     inputs, outputs = map(_pointer, (x, weight, bias)), map(_pointer, (out, means, inverses))
@@ -227,7 +234,8 @@ def replaced() -> Iterator[None]:
 
 def computes_group_norm(x: Tensor) -> bool:
     """Return whether a group norm of this input, with weights in fp32, is computed here in a set-up model."""
-    return bool(_users) and x.numel() >= WORTH_IT and _layout(x) is not None
+    layout = _layout(x) if _users and x.numel() >= WORTH_IT else None
+    return layout is not None and layout.is_worth_a_forward
 
 
 def _gradients(

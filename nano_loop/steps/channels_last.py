@@ -15,6 +15,7 @@ from nano_loop.intercept.nested import Substitution, map_tensors
 from nano_loop.intercept.ownership import inside
 from nano_loop.kernels.bernoulli import same_draws
 from nano_loop.kernels.drawing_order import drawn_as_nchw, drawn_as_they_lie
+from nano_loop.kernels.pixel_means import gradients_in_nhwc
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
@@ -53,6 +54,7 @@ class ChannelsLast(Step):
         self.undoing.enter_context(replaced(torch, "group_norm", _in_nchw_without_gradient))
         for convolution in _CONVOLUTIONS:
             self.undoing.enter_context(replaced(convolution, "forward", _converting_its_input))
+        self.undoing.enter_context(gradients_in_nhwc())
         models = _unscripted(parts)
         by_the_user = any(map(_lies_as_nhwc, parts.parameters()))
         for context in (drawn_as_they_lie,) if by_the_user else (drawn_as_nchw, same_draws):

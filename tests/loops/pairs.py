@@ -23,7 +23,7 @@ from .nested import differences, leaves, mapped
 from .records import laid_otherwise, record, record_strides, surroundings
 
 # What later versions may switch on by themselves with reduced precision, and what changes numerics then.
-SAME_NUMERICS = {"fast_dropout": False, "fast_attention": False, "fast_convolution": False}
+SAME_NUMERICS = {"fast_dropout": False, "fast_attention": False, "fast_convolution": False, "fast_norm": False}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""Means over pixels have torch's bits, and gradients that lie as the images."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nano_loop import accelerated
+from nano_loop.intercept.operators import gives_kernels
+
+pytestmark = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
+
+MEANS = {
+    "pooled": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "mean": lambda x: x.mean((2, 3)),
+    "negative": lambda x: x.mean((-1, -2), keepdim=True),
+    "in fp32": lambda x: x.mean((2, 3), keepdim=True, dtype=torch.float32),
+}
+OTHERS = {"channels": lambda x: x.mean(1), "rows": lambda x: x.mean(2), "all": lambda x: x.mean()}
+
+
+class Calls(nn.Module):
+    """Has a convolution, for `channels_last` to apply, and calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.convolution, self.function = nn.Conv2d(1, 1, 1), function
+
+    def forward(self, x):
+        self.function(x)
+
+
+def images(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return torch.randn(3, 40, 7, 9).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+
+
+def computed(function, x):
+    """Return the mean, its gradient, and the gradient of a penalty on that."""
+    found = function(x)
+    (gradient,) = torch.autograd.grad(found.float().exp().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.float().square().sum(), x)
+    return found, gradient, second
+
+
+def inside_and_outside(function, x):
+    """Return what is computed in a call of a set-up model, and outside of it during the run."""
+    inside = []
+    model = Calls(lambda x: inside.extend(computed(function, x)))
+    with accelerated(model, channels_last=True, verbose=False) as run:
+        assert "channels_last" in run.report.applied
+        model(x)
+        return inside, computed(function, x)
+
+
+@pytest.mark.parametrize("name", [*MEANS, *OTHERS])
+def test_means_and_gradients_have_torch_s_bits(name):
+    function, x = (MEANS | OTHERS)[name], images()
+    plain = computed(function, x)
+    inside, outside = inside_and_outside(function, x)
+    for found in (inside, outside):
+        assert all(map(torch.equal, found, plain))
+        assert [(each.dtype, each.shape) for each in found] == [(each.dtype, each.shape) for each in plain]
+    assert outside[1].stride() == plain[1].stride()
+    if name in MEANS:
+        assert plain[1].is_contiguous()
+        assert inside[1].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_gradients_of_fp32_lie_as_torch_s():
+    x = images(torch.float32)
+    inside, outside = inside_and_outside(MEANS["mean"], x)
+    assert inside[1].stride() == outside[1].stride() == computed(MEANS["mean"], x)[1].stride()
