@@ -132,9 +132,9 @@ def cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | int | None
     )
 
 
-def compile_arguments(value: Any) -> bool | dict[str, Any]:
-    """Accept True, False and a dict of arguments of `torch.compile`, which is copied."""
-    if isinstance(value, bool):
+def compile_arguments(value: Any) -> bool | str | dict[str, Any]:
+    """Accept True, False, ``"whole"`` and a dict of arguments of `torch.compile`, which is copied."""
+    if isinstance(value, bool) or (isinstance(value, str) and value == "whole"):
         return value
     import torch
 

@@ -59,6 +59,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     plain_products: bool = True,
+    traced_as: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Compute what `torch.nn.functional.scaled_dot_product_attention` does under bf16 autocast.
 
@@ -72,6 +73,8 @@ def attention(
         As in torch.
     plain_products : bool
         If False, torch's kernel computes the result.
+    traced_as : callable, optional
+        What torch traces in place of the kernel, with its arguments. Without it, code that is traced has torch's kernel.
 
     Returns
     -------
@@ -83,7 +86,8 @@ def attention(
     mask = None if attn_mask is None else _cast(attn_mask, dtype)
     # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
-        if not plain_products or not _fits(query, key, value, mask, is_causal, enable_gqa):
+        supported = traced_as is not None or not _is_traced(query, key, value)
+        if not (plain_products and supported and _fits(query, key, value, mask, is_causal, enable_gqa)):
             return scaled_dot_product_attention(
                 query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -92,8 +96,12 @@ def attention(
         if is_causal:
             mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
         scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        out: Tensor = _Attention.apply(query, key, value, mask, dropout_p, scale)  # type: ignore[no-untyped-call]
-        return out
+        compute: Callable[..., Tensor] = traced_as or _Attention.apply
+        return compute(query, key, value, mask, dropout_p, scale)
+
+
+def _is_traced(*tensors: Tensor) -> bool:
+    return torch.compiler.is_compiling() or any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,8 +114,6 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
     tensors = (query, key, value)
     # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
     if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
-        return False
-    if torch.compiler.is_compiling() or any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
         return False
     if any(each.dtype is not torch.bfloat16 or each.dim() < 3 or each.layout is not torch.strided for each in tensors):
         return False

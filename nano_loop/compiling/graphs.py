@@ -1,0 +1,120 @@
+"""Replaces functions of torch by nano_loop's operators in a graph that `torch.compile` has traced.
+
+Inductor offers such a pass over the graph of Dynamo, in which `torch.nn.functional.dropout` and others are still whole.
+The functions here are traced in their place, with the shapes and under the autocast of the call. Each calls torch's
+function where nano_loop's operator does not support the call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from nano_loop.compiling import operators
+from nano_loop.intercept.torch_private import graph_pass
+from nano_loop.kernels import attention as plain_attention
+from nano_loop.kernels import cross_entropy as losses
+
+ATTENTION, DROPOUT, CROSS_ENTROPY = "attention", "dropout", "cross_entropy"
+_SOURCES = (__file__, operators.__file__, plain_attention.__file__, losses.__file__)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    number: int,
+) -> Tensor:
+    """Compute `torch.nn.functional.scaled_dot_product_attention`; `number` is that of the call in its graph."""
+    if not torch.is_autocast_enabled("cpu"):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    def whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float) -> Tensor:
+        rows = (each.contiguous() for each in (query, key, value))
+        out: Tensor = torch.ops.nano_loop.attention(*rows, mask, dropout_p, scale, number)[0]
+        return out
+
+    return plain_attention.attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, traced_as=whole
+    )
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, number: int) -> Tensor:
+    """Compute `torch.nn.functional.dropout`, whose mask alone is an operator: Inductor fuses what applies it."""
+    if not training or not 0 < p < 1:
+        return F.dropout(input, p, training, inplace)
+    like = torch.empty_like(input)
+    kept = torch.ops.nano_loop.kept(like.shape, like.stride(), 1 - p, number)
+    noise = kept.to(input.dtype) / (1 - p)
+    return input.mul_(noise) if inplace else input * noise
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    number: int,
+) -> Tensor:
+    """Compute `torch.nn.functional.cross_entropy`, of logits in bf16 or fp32."""
+    usual = weight is None and size_average is None and reduce is None and reduction in ("none", "mean", "sum")
+    if not usual or not losses.fits(input, target) or not 0 <= label_smoothing <= 1:
+        return F.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    found: Tensor = torch.ops.nano_loop.cross_entropy(input, target, ignore_index, label_smoothing)[0]
+    if reduction == "none":
+        return found
+    return found.sum() if reduction == "sum" else found.sum() / target.ne(ignore_index).sum()
+
+
+_FUNCTIONS: Mapping[str, Mapping[Callable[..., Any], Callable[..., Tensor]]] = {
+    ATTENTION: {F.scaled_dot_product_attention: attention},
+    DROPOUT: {F.dropout: dropout},
+    CROSS_ENTROPY: {F.cross_entropy: cross_entropy},
+}
+
+
+def keeping(names: Collection[str]) -> Any:
+    """Return the pass for Inductor's option ``pre_grad_custom_pass`` that keeps these operators whole.
+
+    Parameters
+    ----------
+    names : collection of str
+        Of `ATTENTION`, `DROPOUT` and `CROSS_ENTROPY`.
+    """
+    functions = {theirs: ours for name in names for theirs, ours in _FUNCTIONS[name].items()}
+    digest = hashlib.sha256(b"".join(Path(each).read_bytes() for each in _SOURCES)).hexdigest()
+
+    def identity() -> object:
+        """Return what the graphs in Inductor's cache depend on, besides what torch looks at."""
+        return digest, sorted(names), torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))
+
+    return graph_pass(lambda graph: _replace(graph, functions), identity)
+
+
+def _replace(graph: fx.Graph, functions: Mapping[Callable[..., Any], Callable[..., Tensor]]) -> None:
+    for number, node in enumerate(graph.nodes):
+        if node.op != "call_function" or node.target not in functions:
+            continue
+        node.target = functions[node.target]
+        node.kwargs = {**node.kwargs, "number": number}

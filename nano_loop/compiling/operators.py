@@ -1,0 +1,208 @@
+"""Custom operators of torch for nano_loop's kernels, which Inductor calls as they are and does not decompose.
+
+Each has a function for the CPU, one that gives the outputs' shapes while torch traces, and one for the gradient. They
+are registered when this module is imported, in the namespace ``nano_loop``.
+
+Operators that draw random numbers take a number as well: torch removes a second call with the same arguments, although
+it would draw other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels import attention as plain_attention
+from nano_loop.kernels import cross_entropy as losses
+
+_DRAWS = (torch.Tag.nondeterministic_seeded,)
+_NAMESPACE = "nano_loop"
+
+
+class _Context(SimpleNamespace):
+    """What an autograd function of nano_loop gets in place of torch's context: it keeps what is saved."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+# --- masks ---
+
+torch.library.define(
+    f"{_NAMESPACE}::kept", "(SymInt[] size, SymInt[] stride, float probability, int number) -> Tensor", tags=_DRAWS
+)
+
+
+@torch.library.impl(f"{_NAMESPACE}::kept", "CompositeExplicitAutograd")
+def _kept(size: Sequence[int], stride: Sequence[int], probability: float, number: int) -> Tensor:
+    """Return a mask that is True with this probability, drawn as `torch.Tensor.bernoulli_` draws it."""
+    return torch.empty_strided(size, stride, dtype=torch.bool).bernoulli_(probability)
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::kept")
+def _kept_like(size: Sequence[int], stride: Sequence[int], probability: float, number: int) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=torch.bool)
+
+
+# --- attention ---
+
+torch.library.define(
+    f"{_NAMESPACE}::attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, float scale, int number) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=_DRAWS,
+)
+torch.library.define(
+    f"{_NAMESPACE}::attention_backward",
+    "(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor probabilities, Tensor kept, "
+    "float dropout_p, float scale) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl(f"{_NAMESPACE}::attention", "CPU")
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output of `nano_loop.kernels.attention`, and what its backward needs."""
+    context = _Context()
+    out = plain_attention._Attention.forward(context, query, key, value, mask, dropout_p, scale)
+    *_, probabilities, kept = context.saved_tensors
+    assert probabilities is not None
+    return out, probabilities, probabilities.new_empty(0, dtype=torch.uint8) if kept is None else kept
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::attention")
+def _attention_like(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = query.new_empty(query.shape[:-2]).numel()
+    shape = (rows, query.size(-2), key.size(-2))
+    kept = query.new_empty(shape if dropout_p else (0,), dtype=torch.uint8)
+    return query.new_empty((*query.shape[:-1], value.size(-1))), query.new_empty(shape), kept
+
+
+@torch.library.impl(f"{_NAMESPACE}::attention_backward", "CPU")
+def _attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    probabilities: Tensor,
+    kept: Tensor,
+    dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    flat = (each.reshape(-1, *each.shape[-2:]) for each in (query, key, value))
+    context = _Context(
+        saved_tensors=(*flat, probabilities, kept if dropout_p else None),
+        shapes=(query.shape, key.shape, value.shape),
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+    of_query, of_key, of_value, *_ = plain_attention._Attention.backward(context, gradient)
+    return of_query, of_key, of_value
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::attention_backward")
+def _attention_backward_like(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in (query, key, value))
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, _, ctx.dropout_p, ctx.scale, _ = inputs
+    ctx.save_for_backward(query, key, value, *output[1:])
+
+
+def _differentiate_attention(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    found = torch.ops.nano_loop.attention_backward(gradient, *ctx.saved_tensors, ctx.dropout_p, ctx.scale)
+    return *found, None, None, None, None
+
+
+torch.library.register_autograd(
+    f"{_NAMESPACE}::attention", _differentiate_attention, setup_context=_save_attention
+)
+
+
+# --- cross-entropy ---
+
+torch.library.define(
+    f"{_NAMESPACE}::cross_entropy",
+    "(Tensor logits, Tensor target, int ignore_index, float label_smoothing) -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    f"{_NAMESPACE}::cross_entropy_backward",
+    "(Tensor factors, Tensor logits, Tensor target, Tensor maxima, Tensor log_sums, int ignore_index, "
+    "float label_smoothing) -> Tensor",
+)
+
+
+@torch.library.impl(f"{_NAMESPACE}::cross_entropy", "CPU")
+def _cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of each row, and what the backward needs. A target that is not a class is torch's error."""
+    context = _Context()
+    found = losses._Losses.forward(context, logits, None, None, target, ignore_index, label_smoothing)
+    if found is None:
+        torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ignore_index)
+        raise IndexError("a target of cross-entropy is not a class")
+    _, _, maxima, log_sums = context.saved_tensors
+    assert maxima is not None
+    assert log_sums is not None
+    return found, maxima, log_sums
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::cross_entropy")
+def _cross_entropy_like(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(logits.new_empty(logits.size(0), dtype=torch.float32) for _ in range(3))
+
+
+@torch.library.impl(f"{_NAMESPACE}::cross_entropy_backward", "CPU")
+def _cross_entropy_backward(
+    factors: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    maxima: Tensor,
+    log_sums: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    context = _Context(
+        saved_tensors=(logits, target, maxima, log_sums),
+        upcast=None,
+        dtype=logits.dtype,
+        ignored=ignore_index,
+        smoothing=label_smoothing,
+    )
+    with torch.no_grad():
+        gradient, *_ = losses._Losses.backward(context, factors)
+    assert gradient is not None
+    return gradient
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::cross_entropy_backward")
+def _cross_entropy_backward_like(factors: Tensor, logits: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(logits)
+
+
+def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, target, ctx.ignored, ctx.smoothing = inputs
+    ctx.save_for_backward(logits, target, *output[1:])
+
+
+def _differentiate_cross_entropy(ctx: Any, factors: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    arguments = (factors, *ctx.saved_tensors, ctx.ignored, ctx.smoothing)
+    return torch.ops.nano_loop.cross_entropy_backward(*arguments), None, None, None
+
+
+torch.library.register_autograd(
+    f"{_NAMESPACE}::cross_entropy", _differentiate_cross_entropy, setup_context=_save_cross_entropy
+)
