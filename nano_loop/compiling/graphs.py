@@ -77,7 +77,8 @@ def cross_entropy(
 ) -> Tensor:
     """Compute `torch.nn.functional.cross_entropy`, of logits in bf16 or fp32."""
     usual = weight is None and size_average is None and reduce is None and reduction in ("none", "mean", "sum")
-    if not usual or not losses.fits(input, target) or not 0 <= label_smoothing <= 1:
+    worth_it = usual and losses.fits(input, target) and input.numel() >= losses.WORTH_IT
+    if not worth_it or not 0 <= label_smoothing <= 1 or losses.unavailable():
         return F.cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
@@ -92,6 +93,10 @@ _FUNCTIONS: Mapping[str, Mapping[Callable[..., Any], Callable[..., Tensor]]] = {
     DROPOUT: {F.dropout: dropout},
     CROSS_ENTROPY: {F.cross_entropy: cross_entropy},
 }
+
+
+#: Methods that move numbers and change none.
+_VIEWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 
 
 def keeping(names: Collection[str]) -> Any:
@@ -118,3 +123,21 @@ def _replace(graph: fx.Graph, functions: Mapping[Callable[..., Any], Callable[..
             continue
         node.target = functions[node.target]
         node.kwargs = {**node.kwargs, "number": number}
+        if node.target is cross_entropy and node.args:
+            with graph.inserting_before(node):
+                logits = _before_upcast(graph, node.args[0])
+            node.args = (logits or node.args[0], *node.args[1:])
+
+
+def _before_upcast(graph: fx.Graph, node: Any) -> fx.Node | None:
+    """Return the bf16 tensor of which `node` is a copy in fp32, or a view of such a copy, or None."""
+    if not isinstance(node, fx.Node) or node.op != "call_method" or not node.args:
+        return None
+    source, *others = node.args
+    if (node.target == "float" and not others) or (node.target == "to" and others == [torch.float32]):
+        tensor = source.meta.get("example_value") if isinstance(source, fx.Node) else None
+        return source if isinstance(tensor, Tensor) and tensor.dtype is torch.bfloat16 and not node.kwargs else None
+    if node.target not in _VIEWS:
+        return None
+    source = _before_upcast(graph, source)
+    return None if source is None else graph.call_method(node.target, (source, *others), node.kwargs)

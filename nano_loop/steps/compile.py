@@ -1,4 +1,4 @@
-"""Compiles the models in place with `torch.compile`, or the blocks that they repeat."""
+"""Compiles the blocks that a model repeats, or else the model, in place with `torch.compile`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from nano_loop.compiling.blocks import described, repeated_blocks
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
-from nano_loop.intercept.torch_private import call_compiled, forget_compiled, is_compiled, mode_options, plain_call
+from nano_loop.intercept.torch_private import call_compiled, forget_compiled, is_compiled, plain_call
 from nano_loop.options import Options
 from nano_loop.parts import Parts, class_name
 from nano_loop.steps.step import Step
 
-_PASS = "pre_grad_custom_pass"
-_number = itertools.count()
+_numbers = itertools.count()
 
 
 class Compile(Step):
-    """Compiles what a model repeats, once, or else the model, in place: with its identity, its keys and its class.
+    """Compiles modules in place, which keeps their identity, their keys and their classes.
+
+    Of the blocks that a model repeats, such as the layers of a transformer, each kind is compiled once. A model without
+    them is compiled as a whole. nano_loop's attention, dropout masks and cross-entropy stay as they are in what Inductor
+    makes, where the steps for them are not disabled.
 
     The step is disabled by default. On a CPU, compiling a training step takes from ten seconds to a minute, and is
-    seldom faster than the other steps.
+    seldom much faster than the other steps.
     """
 
     name = "compile"
@@ -36,6 +39,7 @@ class Compile(Step):
     def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
         super().__init__(config, machine, entries, ranks)
         self._compiled: dict[int, str] = {}  # by the ids of models, what the report says
+        self._arguments: dict[str, Any] | None = None
 
     def skip_reason(self, parts: Parts) -> str | None:
         """See `Step.skip_reason`."""
@@ -45,11 +49,17 @@ class Compile(Step):
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
-        for model in self._uncompiled(parts):
+        models = self._uncompiled(parts)
+        for model in models:
             if id(model) not in self._compiled:
                 self._compiled[id(model)] = self._compile(model)
-        said = dict.fromkeys(self._compiled[id(model)] for model in self._uncompiled(parts))
+        said = dict.fromkeys(self._compiled[id(model)] for model in models)
         return f"torch.compile, at the first call: {', '.join(said)}"
+
+    def undo(self) -> None:
+        """See `Step.undo`."""
+        super().undo()
+        self._compiled.clear()
 
     def _uncompiled(self, parts: Parts) -> list[nn.Module]:
         """Return the models that the user has not compiled."""
@@ -60,29 +70,40 @@ class Compile(Step):
         """Compile a model or its blocks, and return what the report says."""
         groups = [] if self.config.compile == "whole" else repeated_blocks(model)
         for group in groups or [[model]]:
-            compiled = torch.compile(_caller(class_name(group[0])), **self._arguments())
+            compiled = torch.compile(_caller(class_name(group[0])), **self._torchs_arguments())
             for module in group:
-                self.undoing.callback(forget_compiled, module)
-                call_compiled(module, compiled)
+                if not is_compiled(module):  # by the user
+                    self.undoing.callback(forget_compiled, module)
+                    call_compiled(module, compiled)
         return described(groups) if groups else f"all of {class_name(model)}"
 
-    def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile`: the user's, and what keeps our operators whole."""
-        given = dict(self.config.compile) if isinstance(self.config.compile, dict) else {}
-        if given.get("backend", "inductor") not in (None, "inductor"):
-            return given
-        from nano_loop.compiling.graphs import ATTENTION, CROSS_ENTROPY, DROPOUT, keeping
+    def _torchs_arguments(self) -> dict[str, Any]:
+        if self._arguments is None:
+            from nano_loop.compiling.inductor import with_operators  # registers operators, which is for good
 
-        options = {**mode_options(given.pop("mode", None), given.get("dynamic")), **(given.get("options") or {})}
-        kept=[ATTENTION,DROPOUT,CROSS_ENTROPY]
-        return {**given, "options": {"fallback_random": True, _PASS: keeping(kept), **options}}
+            given = self.config.compile if isinstance(self.config.compile, dict) else {}
+            self._arguments = with_operators(given, self._operators())
+        return self._arguments
+
+    def _operators(self) -> list[str]:
+        """Return the names of the operators that Inductor keeps whole."""
+        from nano_loop.compiling.graphs import ATTENTION, CROSS_ENTROPY, DROPOUT
+
+        kept = []
+        if self.config.fast_dropout is not False:
+            kept.append(DROPOUT)
+        if self.config.reduced_precision and self.config.fast_attention is not False:
+            kept.append(ATTENTION)
+        if self.config.reduced_precision and self.config.fast_cross_entropy is not False:
+            kept.append(CROSS_ENTROPY)
+        return kept
 
 
 def _caller(name: str) -> Callable[..., Any]:
     """Return a function that calls a module.
 
-    torch limits how often it compiles one code object, and takes the sizes with which another call has entered one of
-    the same name and line for sizes that vary. So each is an object of its own, under a name of its own.
+    torch limits how often it compiles one code object, and takes sizes that differ between calls of one name and line
+    for variable ones. So each function is an object of its own, with a name of its own.
     """
-    code = plain_call.__code__.replace(co_name=f"{name}_{next(_number)}")
+    code = plain_call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     return FunctionType(code, plain_call.__globals__, code.co_name)
