@@ -87,9 +87,9 @@ class Compile(Step):
 
     def _operators(self) -> list[str]:
         """Return the names of the operators that Inductor keeps whole."""
-        from nano_loop.compiling.graphs import ATTENTION, CROSS_ENTROPY, DROPOUT
+        from nano_loop.compiling.graphs import ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU
 
-        kept = []
+        kept = [BATCH_NORM, RELU]
         if self.config.fast_dropout is not False:
             kept.append(DROPOUT)
         if self.config.reduced_precision and self.config.fast_attention is not False:
