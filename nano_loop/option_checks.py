@@ -141,7 +141,7 @@ def compile_arguments(value: Any) -> bool | str | dict[str, Any]:
     arguments = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     if isinstance(value, dict) and value and set(value) <= set(arguments):
         return dict(value)
-    allowed = f"it must be True, False or a dict of torch.compile's arguments: {', '.join(arguments)}"
+    allowed = f'it must be True, False, "whole" or a dict of torch.compile\'s arguments: {", ".join(arguments)}'
     raise RefusedValueError(allowed, 'Pass a dict such as {"mode": "max-autotune"}')
 
 

@@ -7,6 +7,7 @@ function where nano_loop's operator does not support the call.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from nano_loop.compiling import operators
-from nano_loop.intercept.torch_private import graph_pass
+from nano_loop.intercept.torch_private import graph_pass, in_functorch
 from nano_loop.kernels import attention as plain_attention
 from nano_loop.kernels import cross_entropy as losses
 
@@ -26,6 +27,20 @@ ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU = "attention", "batch_norm",
 _SOURCES = (__file__, operators.__file__, plain_attention.__file__, losses.__file__)
 
 
+def _in_place_of(theirs: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Have a function compute what torch's function computes, except in `torch.func`, which has to see that one."""
+
+    def decorate(ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(ours)
+        def call(*args: Any, number: int, **kwargs: Any) -> Tensor:
+            return theirs(*args, **kwargs) if in_functorch() else ours(*args, **kwargs, number=number)
+
+        return call
+
+    return decorate
+
+
+@_in_place_of(F.scaled_dot_product_attention)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -54,14 +69,18 @@ def attention(
     )
 
 
+@_in_place_of(F.dropout)
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, number: int) -> Tensor:
     """Compute `torch.nn.functional.dropout`, whose mask alone is an operator: Inductor fuses what applies it."""
+    if p == 1 and training:  # draws nothing
+        return input.mul_(0) if inplace else input * 0
     if not training or not 0 < p < 1:
         return F.dropout(input, p, training, inplace)
     like = torch.empty_like(input)
     kept = torch.ops.nano_loop.kept(like.shape, like.stride(), 1 - p, number, device=input.device)
-    noise = kept.to(input.dtype) / (1 - p)
-    return input.mul_(noise) if inplace else input * noise
+    noise: Tensor = kept.to(input.dtype) / (1 - p)
+    out: Tensor = input.mul_(noise) if inplace else input * noise
+    return out
 
 
 class _Relu(torch.autograd.Function):
@@ -79,6 +98,7 @@ class _Relu(torch.autograd.Function):
         return gradient * positive.to(gradient.dtype)
 
 
+@_in_place_of(F.relu)
 def relu(input: Tensor, inplace: bool = False, *, number: int) -> Tensor:
     """Compute `torch.nn.functional.relu`."""
     if inplace or not input.is_floating_point():
@@ -87,6 +107,7 @@ def relu(input: Tensor, inplace: bool = False, *, number: int) -> Tensor:
     return out
 
 
+@_in_place_of(F.cross_entropy)
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -103,15 +124,14 @@ def cross_entropy(
     usual = weight is None and size_average is None and reduce is None and reduction in ("none", "mean", "sum")
     worth_it = usual and losses.fits(input, target) and input.numel() >= losses.WORTH_IT
     if not worth_it or not 0 <= label_smoothing <= 1 or losses.unavailable():
-        return F.cross_entropy(
-            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        )
+        return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     found: Tensor = torch.ops.nano_loop.cross_entropy(input, target, ignore_index, label_smoothing)[0]
     if reduction == "none":
         return found
     return found.sum() if reduction == "sum" else found.sum() / target.ne(ignore_index).sum()
 
 
+@_in_place_of(F.batch_norm)
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -171,7 +191,7 @@ def keeping(names: Collection[str]) -> Any:
 
     def identity() -> object:
         """Return what the graphs in Inductor's cache depend on, besides what torch looks at."""
-        return digest, sorted(names), torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))
+        return digest, *sorted(names), torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))
 
     return graph_pass(lambda graph: _replace(graph, functions), identity)
 
@@ -192,7 +212,7 @@ def _replace(graph: fx.Graph, functions: Mapping[Callable[..., Any], Callable[..
 
 
 def _is_last_use(node: fx.Node) -> bool:
-    """Whether nobody can see that `node` changes its input, a new tensor, in place. Inductor reuses its memory anyway."""
+    """Whether nobody sees that `node` changes its input, a new tensor, in place. Inductor reuses its memory anyway."""
     source = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and len(source.users) == 1 and source.target in _MAKING_TENSORS
 
@@ -203,8 +223,10 @@ def _before_upcast(graph: fx.Graph, node: Any) -> fx.Node | None:
         return None
     source, *others = node.args
     if (node.target == "float" and not others) or (node.target == "to" and others == [torch.float32]):
-        tensor = source.meta.get("example_value") if isinstance(source, fx.Node) else None
-        return source if isinstance(tensor, Tensor) and tensor.dtype is torch.bfloat16 and not node.kwargs else None
+        if not isinstance(source, fx.Node) or node.kwargs:
+            return None
+        tensor = source.meta.get("example_value")
+        return source if isinstance(tensor, Tensor) and tensor.dtype is torch.bfloat16 else None
     if node.target not in _VIEWS:
         return None
     source = _before_upcast(graph, source)

@@ -52,7 +52,7 @@ def _kept(
     return torch.empty_strided(size, stride, dtype=torch.uint8, device=device).bernoulli_(probability)
 
 
-@torch.library.register_fake(f"{_NAMESPACE}::kept")
+@torch.library.register_fake(f"{_NAMESPACE}::kept")  # type: ignore[untyped-decorator]
 def _kept_like(
     size: Sequence[int], stride: Sequence[int], probability: float, number: int, *, device: torch.device
 ) -> Tensor:
@@ -86,7 +86,7 @@ def _attention(
     return out, probabilities, probabilities.new_empty(0, dtype=torch.uint8) if kept is None else kept
 
 
-@torch.library.register_fake(f"{_NAMESPACE}::attention")
+@torch.library.register_fake(f"{_NAMESPACE}::attention")  # type: ignore[untyped-decorator]
 def _attention_like(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,11 +114,11 @@ def _attention_backward(
         dropout_p=dropout_p,
         scale=scale,
     )
-    of_query, of_key, of_value, *_ = plain_attention._Attention.backward(context, gradient)
-    return of_query, of_key, of_value
+    found: Any = plain_attention._Attention.backward(context, gradient)
+    return found[0], found[1], found[2]
 
 
-@torch.library.register_fake(f"{_NAMESPACE}::attention_backward")
+@torch.library.register_fake(f"{_NAMESPACE}::attention_backward")  # type: ignore[untyped-decorator]
 def _attention_backward_like(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
@@ -135,9 +135,7 @@ def _differentiate_attention(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Te
     return *found, None, None, None, None
 
 
-torch.library.register_autograd(
-    f"{_NAMESPACE}::attention", _differentiate_attention, setup_context=_save_attention
-)
+torch.library.register_autograd(f"{_NAMESPACE}::attention", _differentiate_attention, setup_context=_save_attention)
 
 
 # --- cross-entropy ---
@@ -169,7 +167,7 @@ def _cross_entropy(
     return found, maxima, log_sums
 
 
-@torch.library.register_fake(f"{_NAMESPACE}::cross_entropy")
+@torch.library.register_fake(f"{_NAMESPACE}::cross_entropy")  # type: ignore[untyped-decorator]
 def _cross_entropy_like(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return tuple(logits.new_empty(logits.size(0), dtype=torch.float32) for _ in range(3))
 
@@ -197,7 +195,7 @@ def _cross_entropy_backward(
     return gradient
 
 
-@torch.library.register_fake(f"{_NAMESPACE}::cross_entropy_backward")
+@torch.library.register_fake(f"{_NAMESPACE}::cross_entropy_backward")  # type: ignore[untyped-decorator]
 def _cross_entropy_backward_like(factors: Tensor, logits: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(logits)
 
@@ -235,7 +233,7 @@ def _batch_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tupl
     return torch.native_batch_norm(input, weight, bias, None, None, True, 0.0, eps)
 
 
-@torch.library.register_fake(f"{_NAMESPACE}::batch_norm")
+@torch.library.register_fake(f"{_NAMESPACE}::batch_norm")  # type: ignore[untyped-decorator]
 def _batch_norm_like(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(input), torch.empty_like(weight), torch.empty_like(weight)
 
@@ -250,7 +248,7 @@ def _batch_norm_backward(
     return of_input, of_weight, of_bias
 
 
-@torch.library.register_fake(f"{_NAMESPACE}::batch_norm_backward")
+@torch.library.register_fake(f"{_NAMESPACE}::batch_norm_backward")  # type: ignore[untyped-decorator]
 def _batch_norm_backward_like(
     gradient: Tensor, input: Tensor, weight: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,6 +270,4 @@ def _differentiate_batch_norm(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[T
     return *torch.ops.nano_loop.batch_norm_backward(gradient, *ctx.saved_tensors, ctx.eps), None
 
 
-torch.library.register_autograd(
-    f"{_NAMESPACE}::batch_norm", _differentiate_batch_norm, setup_context=_save_batch_norm
-)
+torch.library.register_autograd(f"{_NAMESPACE}::batch_norm", _differentiate_batch_norm, setup_context=_save_batch_norm)

@@ -60,7 +60,7 @@ def forget_compiled(model: nn.Module) -> None:
 
 def plain_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Call a module with its hooks, and not by what it is compiled to."""
-    return module._call_impl(*args, **kwargs)
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def call_compiled(module: nn.Module, function: Callable[..., Any]) -> None:

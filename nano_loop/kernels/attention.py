@@ -74,7 +74,7 @@ def attention(
     plain_products : bool
         If False, torch's kernel computes the result.
     traced_as : callable, optional
-        What torch traces in place of the kernel, with its arguments. Without it, code that is traced has torch's kernel.
+        What torch traces in place of the kernel, with its arguments. Without it, traced code has torch's kernel.
 
     Returns
     -------
