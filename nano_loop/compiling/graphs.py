@@ -95,7 +95,8 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (positive,) = ctx.saved_tensors
-        return gradient * positive.to(gradient.dtype)
+        found: Tensor = gradient * positive.to(gradient.dtype)
+        return found
 
 
 @_in_place_of(F.relu)
