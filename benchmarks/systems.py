@@ -81,6 +81,11 @@ def nano(work: Workload, count: int) -> list[float]:
     return nano_with(work, count, precision="bf16", channels_last=work.images)
 
 
+def nano_compile(work: Workload, count: int) -> list[float]:
+    """nano_loop as in `nano`, with ``compile=True``."""
+    return nano_with(work, count, precision="bf16", channels_last=work.images, compile=True)
+
+
 def nano_fp32(work: Workload, count: int) -> list[float]:
     """nano_loop's defaults, in fp32."""
     return nano_with(work, count)
@@ -122,7 +127,7 @@ SYSTEMS: dict[str, Callable[[Workload, int], list[float]]] = {
     each.__name__: each
     for each in (
         *(plain, autocast, by_hand, expert, expert_jemalloc, expert_compile),
-        *(fabric, accelerate, compile, ipex, nano, nano_fp32, nano_ipex),
+        *(fabric, accelerate, compile, ipex, nano, nano_compile, nano_fp32, nano_ipex),
     )
 } | trainers.SYSTEMS
 #: What is measured where nobody says what: the user's own loop.
@@ -142,12 +147,14 @@ LEVERS: dict[str, dict[str, bool]] = {
     },
 }
 #: nano_loop's own; all others are its peers.
-OURS = ("nano", "nano_fp32", "nano_ipex", *trainers.OURS)
+OURS = ("nano", "nano_compile", "nano_fp32", "nano_ipex", *trainers.OURS)
 #: IPEX works with torch 2.8.0 alone.
 _WITH_IPEX = ("ipex", "nano_ipex")
 #: What --quick leaves out where it is not asked for by name, and why.
 NOT_QUICK = {
-    **dict.fromkeys(("compile", "expert_compile"), "not in --quick, but by name: it compiles for up to a minute"),
+    **dict.fromkeys(
+        ("compile", "expert_compile", "nano_compile"), "not in --quick, but by name: it compiles for up to a minute"
+    ),
     "expert_jemalloc": "not in --quick, but by name: another allocator",
     **dict.fromkeys(_WITH_IPEX, "not in --quick, but by name: another Python"),
 }

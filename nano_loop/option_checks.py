@@ -132,16 +132,16 @@ def cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | int | None
     )
 
 
-def compile_arguments(value: Any) -> bool | dict[str, Any]:
-    """Accept True, False and a dict of arguments of `torch.compile`, which is copied."""
-    if isinstance(value, bool):
+def compile_arguments(value: Any) -> bool | str | dict[str, Any]:
+    """Accept True, False, ``"whole"`` and a dict of arguments of `torch.compile`, which is copied."""
+    if isinstance(value, bool) or (isinstance(value, str) and value == "whole"):
         return value
     import torch
 
     arguments = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     if isinstance(value, dict) and value and set(value) <= set(arguments):
         return dict(value)
-    allowed = f"it must be True, False or a dict of torch.compile's arguments: {', '.join(arguments)}"
+    allowed = f'it must be True, False, "whole" or a dict of torch.compile\'s arguments: {", ".join(arguments)}'
     raise RefusedValueError(allowed, 'Pass a dict such as {"mode": "max-autotune"}')
 
 

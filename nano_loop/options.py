@@ -207,10 +207,12 @@ class Options:
         checks.boolean,
         "Same pixels as without nano_loop. `False`: large JPEG files are decoded at a smaller size.",
     )
-    compile: bool | dict[str, Any] = option(  # noqa: RUF009
+    compile: bool | Literal["whole"] | dict[str, Any] = option(  # noqa: RUF009
         False,
         checks.compile_arguments,
-        "`torch.compile` of the models; a dict is passed on to it. Takes a minute first, and seldom pays on a CPU.",
+        "`torch.compile` of the blocks that a model repeats, once for each kind, or of all of it where it repeats "
+        'none. `"whole"`: of all of it. A dict is passed on to torch. Takes 10 s or more at first, and gains little on '
+        "a CPU.",
     )
     bf16_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
         (),

@@ -51,7 +51,12 @@ SPELLINGS = {
         (2, 2),
         (np.int64(1), 1),
     ],
-    checks.compile_arguments: [(True, True), (False, False), ({"mode": "max-autotune"}, {"mode": "max-autotune"})],
+    checks.compile_arguments: [
+        (True, True),
+        (False, False),
+        ("whole", "whole"),
+        ({"mode": "max-autotune"}, {"mode": "max-autotune"}),
+    ],
     checks.boolean_or_path: [(True, True), ("casts.json", CASTS), (Path("casts.json"), CASTS), (CASTS, CASTS)],
     checks.image_cache: [
         *((None, None), ("auto", None), (8_000_000_000, 8_000_000_000), (2e6, 2_000_000), ("8 GB", 8 * 10**9)),
@@ -123,7 +128,7 @@ ALLOWED = {
         *("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true"),
     ),
     checks.cpu_for_each_process: ("list", "CPU ids", "each process"),
-    checks.compile_arguments: ("True", "False", "dict", "torch.compile"),
+    checks.compile_arguments: ("True", "False", '"whole"', "dict", "torch.compile"),
     checks.boolean_or_path: ("path",),
     checks.image_cache: ("bytes", "folder"),
     checks.operators: (),  # a path has other faults than a list
@@ -149,7 +154,7 @@ TEXTS = {
         ("bf16-mixed", "bf16-mixed"),
     ],
     checks.cpu_for_each_process: [("[[0, 1]]", ((0, 1),))],
-    checks.compile_arguments: [("{'mode': 'max-autotune'}", {"mode": "max-autotune"}), ("1", True)],
+    checks.compile_arguments: [("{'mode': 'max-autotune'}", {"mode": "max-autotune"}), ("1", True), ("whole", "whole")],
     checks.boolean_or_path: [("yes", True), ("0", False), ("casts.json", CASTS)],
     checks.image_cache: [("8 GB", 8 * 10**9), ("8000000000", 8 * 10**9), ("images", IMAGES), ("none", None)],
     checks.operators: [

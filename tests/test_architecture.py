@@ -29,6 +29,7 @@ ROOMS = (
     ("fabric", "rank_zero"),
     ("precision",),
     ("tuning",),
+    ("compiling",),
     ("kernels", "parts"),
     ("intercept",),
     ("signatures", "checks", "report", "optim"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -53,8 +54,51 @@ def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forget_compiled(model: nn.Module) -> None:
-    """Undo `model.compile()`. torch has no public function for it."""
+    """Undo `model.compile()` and `call_compiled`. torch has no public function for it."""
     vars(model).pop("_compiled_call_impl", None)
+
+
+def plain_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, and not by what it is compiled to."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def call_compiled(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Have calls of a module call ``function(module, ...)``.
+
+    The public ``module.compile()`` makes a function for each module, and those of several modules count as one towards
+    torch's limit of compilations.
+    """
+    module._compiled_call_impl = functools.partial(function, module)
+
+
+def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
+    """Return the options that a mode of `torch.compile` stands for, which takes one of the two."""
+    from torch._inductor import list_mode_options  # as torch.compile's documentation has it
+
+    return {} if mode in (None, "default") else dict(list_mode_options(mode, dynamic))
+
+
+def graph_pass(function: Callable[[torch.fx.Graph], None], identity: Callable[[], object]) -> Any:
+    """Return a pass over graphs, as Inductor's options take it. Inductor caches no graph if it is a mere function.
+
+    Parameters
+    ----------
+    function : callable
+        Changes a graph.
+    identity : callable
+        Returns what identifies the pass in the key of Inductor's cache. It can be pickled.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass  # takes seconds, and nobody else needs it
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> object:
+            return identity()
+
+    return Pass()
 
 
 def calls_only_forward(module: nn.Module) -> bool:

@@ -63,6 +63,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     ours: bool = True,
+    traced_as: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Compute what `torch.nn.functional.scaled_dot_product_attention` does under bf16 autocast.
 
@@ -76,6 +77,8 @@ def attention(
         As in torch.
     ours : bool
         If False, torch's kernel computes the result.
+    traced_as : callable, optional
+        What torch traces in place of the kernel, with its arguments. Without it, traced code has torch's kernel.
 
     Returns
     -------
@@ -88,9 +91,9 @@ def attention(
     given = Arguments(query, key, value, mask, dropout_p, is_causal, _scale(query, scale))
     # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
-        way = _way(given) if ours and _fits(query, key, value, mask, is_causal, enable_gqa) else TORCH
-        if way != TORCH:
-            return WAYS[way](*given)
+        supported = ours and (traced_as is not None or not _is_traced(query, key, value))
+        if supported and _fits(query, key, value, mask, is_causal, enable_gqa):
+            return traced_as(*given) if traced_as is not None else WAYS[_way(given)](*given)
         return scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -140,6 +143,10 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
 
 
+def _is_traced(*tensors: Tensor) -> bool:
+    return torch.compiler.is_compiling() or any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors)
+
+
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast like autocast, which does not change bool and float64 masks."""
     return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
@@ -150,8 +157,6 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
     tensors = (query, key, value)
     # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
     if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
-        return False
-    if torch.compiler.is_compiling() or any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
         return False
     if any(each.dtype is not torch.bfloat16 or each.dim() < 3 or each.layout is not torch.strided for each in tensors):
         return False

@@ -83,9 +83,7 @@ def blocked_attention(
     kept = None
     if dropout_p:
         kept = torch.empty((*query.shape[:-1], key.size(-2)), dtype=torch.uint8).bernoulli_(1 - dropout_p)
-    if mask is not None:
-        mask = _as_four_dimensions(mask.expand(*query.shape[:-1], key.size(-2)))
-        mask = mask if mask.stride(-1) in (0, 1) else mask.contiguous()
+    mask = None if mask is None else as_mask(mask, query, key)
     heads = [_as_heads(each) for each in (query, key, value)]
     out: Tensor = _Attention.apply(*heads, mask, kept, dropout_p, is_causal, scale)  # type: ignore[no-untyped-call]
     return out if query.dim() == _DIMENSIONS else out.reshape(*query.shape[:-1], value.size(-1))
@@ -117,7 +115,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, mask, kept, log_sums = ctx.saved_tensors
         dropout_p, is_causal, scale = ctx.numbers
         found = [_laid_out_as(each) for each in (query, key, value)]
-        gradient = _with_columns(gradient)
+        gradient = with_columns(gradient)
         backward(gradient, log_sums, query, key, value, mask, kept, dropout_p, is_causal, scale, found)
         return *found, *[None] * 5
 
@@ -173,9 +171,15 @@ def backward(
     _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *found)
 
 
+def as_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return a mask as `forward` takes it."""
+    mask = _as_four_dimensions(mask.expand(*query.shape[:-1], key.size(-2)))
+    return mask if mask.stride(-1) in (0, 1) else mask.contiguous()
+
+
 def _as_heads(tensor: Tensor) -> Tensor:
     """Return a tensor as (batch, heads, rows, columns), with columns side by side."""
-    return _with_columns(_as_four_dimensions(tensor))
+    return with_columns(_as_four_dimensions(tensor))
 
 
 def _as_four_dimensions(tensor: Tensor) -> Tensor:
@@ -184,7 +188,8 @@ def _as_four_dimensions(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == _DIMENSIONS else tensor.flatten(0, -_DIMENSIONS)
 
 
-def _with_columns(tensor: Tensor) -> Tensor:
+def with_columns(tensor: Tensor) -> Tensor:
+    """Return a tensor with the elements of its last dimension side by side."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

@@ -116,7 +116,7 @@ def cross_entropy(
     torch.Tensor or None
         float32, of the target's shape or (). It can be differentiated twice.
     """
-    if weight is not None or not 0 <= label_smoothing <= 1 or not _fits(logits, target):
+    if weight is not None or not 0 <= label_smoothing <= 1 or not _is_plain(logits, target) or not fits(logits, target):
         return None
     rows = logits if logits.dim() == 2 else logits.movedim(1, -1).flatten(0, -2)
     upcast = upcast_of(rows, logits) if logits.dtype is torch.float32 else None
@@ -144,18 +144,24 @@ def _belongs(logits: Tensor) -> bool:
     return False
 
 
-def _fits(logits: Tensor, target: Tensor) -> bool:
-    """Whether the kernel supports the call. torch handles all other calls, and all errors."""
+def fits(logits: Tensor, target: Tensor) -> bool:
+    """Whether the kernel supports the dtypes and shapes of a call. torch handles all other calls, and all errors."""
     return (
-        type(logits) is Tensor
-        and type(target) is Tensor
-        and logits.dim() >= 2
+        logits.dim() >= 2
         and (*logits.shape[:1], *logits.shape[2:]) == target.shape
         and logits.dtype in _KINDS
         and target.dtype is torch.int64
         and logits.layout is target.layout is torch.strided
         and (logits if logits.dim() == 2 else logits.movedim(1, -1)).is_contiguous()
         and logits.device.type == target.device.type == "cpu"
+    )
+
+
+def _is_plain(logits: Tensor, target: Tensor) -> bool:
+    """Whether a call computes now, with numbers, and nobody traces or transforms it."""
+    return (
+        type(logits) is Tensor
+        and type(target) is Tensor
         and not torch.compiler.is_compiling()
         and not in_functorch()
         and not in_mode_of_others()

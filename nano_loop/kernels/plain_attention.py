@@ -31,12 +31,19 @@ def plain_attention(
     The parameters are those of `nano_loop.kernels.blocked_attention.blocked_attention`, and the output has the same
     shape.
     """
+    out: Tensor = _Attention.apply(*for_all_heads(query, key, value, mask, is_causal), dropout_p, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+def for_all_heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return query, key, value and mask with keys for each head of the query, and with a mask that makes it causal."""
     if key.shape[:-2] != query.shape[:-2]:
         key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
     if is_causal:
         mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
-    out: Tensor = _Attention.apply(query, key, value, mask, dropout_p, scale)  # type: ignore[no-untyped-call]
-    return out
+    return query, key, value, mask
 
 
 def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:

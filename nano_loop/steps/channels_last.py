@@ -131,7 +131,8 @@ def _converting_inputs(dimensions: frozenset[int]) -> Any:
 
 def _converting_its_input(forward: Call) -> Call:
     def convert_and_forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if inside.yes and id(self) in _converting and input.dim() in _FORMATS:
+        # torch would compile what depends on a module's id anew for each block of a model.
+        if inside.yes and (torch.compiler.is_dynamo_compiling() or id(self) in _converting) and input.dim() in _FORMATS:
             input = in_channels_last(input)
         return forward(self, input, *args, **kwargs)
 

@@ -18,6 +18,7 @@ from nano_loop.intercept.torch_private import (
     below_autocast,
     below_torch_functions,
     bytes_of,
+    call_compiled,
     calls_only_forward,
     compile_call,
     compile_context,
@@ -33,6 +34,7 @@ from nano_loop.intercept.torch_private import (
     forget_fused_check,
     forget_group_count,
     fused_check_pending,
+    graph_pass,
     graph_task,
     has_hooks,
     in_backward,
@@ -42,8 +44,10 @@ from nano_loop.intercept.torch_private import (
     is_loss,
     is_watched_by_scheduler,
     kept_iterator,
+    mode_options,
     next_node_number,
     own_iterator,
+    plain_call,
     queue_callback,
     reaches,
     shared_storage,
@@ -79,6 +83,31 @@ def test_compiling_can_be_taken_back():
     forget_compiled(model)
     assert not is_compiled(model)
     assert vars(model).keys() - before.keys() <= {"_compiled_call_impl"}
+
+
+def test_modules_call_a_function_that_was_compiled_for_them_until_it_is_taken_back():
+    model = nn.Linear(2, 2)
+    call_compiled(model, lambda module, x: plain_call(module, x) + 1)
+    assert is_compiled(model)
+    compiled = model(torch.ones(2))
+    forget_compiled(model)
+    assert torch.equal(compiled, model(torch.ones(2)) + 1)
+
+
+def test_modes_of_torch_compile_are_options():
+    assert mode_options(None, None) == mode_options("default", None) == {}
+    assert mode_options("max-autotune-no-cudagraphs", None)["max_autotune"] is True
+
+
+def test_pass_over_graphs_is_one_that_inductor_caches():
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    seen = []
+    made = graph_pass(seen.append, lambda: "identity")
+    made(torch.fx.Graph())
+    assert len(seen) == 1
+    assert isinstance(made, CustomGraphPass)
+    assert made.uuid() == "identity"
 
 
 def test_backward_is_told_from_forward():

@@ -1,10 +1,26 @@
-"""Models are compiled in place, and are plain again when the run ends."""
+"""Models and their blocks are compiled in place, and are plain again when the run ends."""
 
+import copy
+import pickle
+
+import pytest
 import torch
 from torch import nn
 
+from nano_loop import nano
+from nano_loop.intercept.torch_private import compiled_call
 from nano_loop.parts import Parts
 from nano_loop.steps.compile import Compile
+
+# torch hides this warning of its own by replacing `warnings.showwarning`, which is too late where warnings are errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 class Net(nn.Module):
@@ -37,7 +53,6 @@ def test_model_is_compiled_with_the_given_arguments_and_plain_afterwards(step):
     made.undo()
     model(torch.ones(5, 7, 3))
     assert len(calls) == 1
-    torch._dynamo.reset()
 
 
 def test_second_setup_of_a_model_compiles_nothing_and_says_the_same(step):
@@ -59,3 +74,149 @@ def test_what_the_user_compiled_stays_compiled(step):
 
 def test_it_is_off_by_default(step):
     assert not step(Compile).asked
+
+
+class Block(nn.Module):
+    def __init__(self, width=3, channels=0):
+        super().__init__()
+        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
+        self.mixing = nn.Conv2d(channels, channels, 1) if channels else None
+
+    def forward(self, x):
+        return torch.tanh(self.other(torch.tanh(self.one(x if self.mixing is None else self.mixing(x)))))
+
+
+class Stacked(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(3, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def blocks(count, **named):
+    return [Block(**named) for _ in range(count)]
+
+
+def trained(model, optimizer, batches):
+    losses = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run(model, batches, **options):
+    torch.manual_seed(0)
+    accelerated = nano(verbose=False, **options)(trained)
+    losses = accelerated(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+    return losses, accelerated.report["compile"].detail
+
+
+def test_each_kind_of_block_is_compiled_once(step):
+    calls, x = [], torch.ones(2, 3, requires_grad=True)
+    odd = Block()
+    odd.one.bias = None
+    model = Stacked(odd, *blocks(5))
+    expected = model(x)
+    made = step(Compile, compile={"backend": counting_backend(calls)})
+    assert made.apply(Parts([model])) == "torch.compile, at the first call: 6 blocks of Block"
+    torch.testing.assert_close(model(x), expected)
+    assert len(calls) == 2
+    assert all(compiled_call(block) for block in model.blocks)
+    assert compiled_call(model) is None
+    made.undo()
+    assert not any(compiled_call(block) for block in model.blocks)
+
+
+def test_blocks_of_many_sizes_are_not_too_many_for_torch(step, caplog):
+    """torch compiles one code object eight times, and takes sizes of one name for variable ones."""
+    calls = []
+    sizes = range(3, 15)
+    models = [Stacked(*blocks(2, width=size)) for size in sizes]
+    made = step(Compile, compile={"backend": counting_backend(calls), "fullgraph": True})
+    made.apply(Parts(models))
+    for size, model in zip(sizes, models, strict=True):
+        model.blocks[1](model.blocks[0](torch.ones(2, size, requires_grad=True)))
+    assert len(calls) == len(sizes)
+    inputs = [node.meta["example_value"] for graph in calls for node in graph.graph.find_nodes(op="placeholder")]
+    assert all(type(size) is int for tensor in inputs for size in tensor.shape)
+
+
+def test_blocks_with_convolutions_are_compiled_once_with_channels_last():
+    calls = []
+    model = Stacked(*blocks(12, channels=2))
+    run(model, [torch.ones(2, 2, 3, 3)], channels_last=True, compile={"backend": counting_backend(calls)})
+    assert len(calls) == 2  # the first block's input needs no gradient
+
+
+def test_a_model_is_compiled_as_a_whole_if_asked_or_if_it_repeats_nothing(step):
+    for model, value in ((Stacked(*blocks(3)), "whole"), (Stacked(Block(), Net()), True)):
+        made = step(Compile, compile=value)
+        assert made.apply(Parts([model])) == "torch.compile, at the first call: all of Stacked"
+        assert compiled_call(model)
+        assert not any(map(compiled_call, model.blocks))
+
+
+def test_a_block_that_the_user_compiled_stays_theirs(step):
+    model = Stacked(*blocks(3))
+    model.blocks[1].compile(backend="eager")
+    theirs = compiled_call(model.blocks[1])
+    made = step(Compile, compile=True)
+    made.apply(Parts([model]))
+    assert compiled_call(model.blocks[1]) is theirs
+    made.undo()
+    assert [compiled_call(block) for block in model.blocks] == [None, theirs, None]
+
+
+def test_copies_and_pickles_of_a_compiled_model_are_plain(step):
+    model = Stacked(*blocks(2))
+    keys = list(model.state_dict())
+    step(Compile, compile={"backend": "eager"}).apply(Parts([model]))
+    model(torch.ones(2, 3))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not any(map(compiled_call, other.modules()))
+        assert list(other.state_dict()) == keys
+
+
+def test_another_backend_gets_torchs_graph_alone(step):
+    calls = []
+    dropping = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.ReLU())
+    model = Stacked(dropping, copy.deepcopy(dropping))
+    step(Compile, compile={"backend": counting_backend(calls)}).apply(Parts([model]))
+    model(torch.ones(2, 3))
+    functions = {node.target for node in calls[0].graph.nodes if node.op == "call_function"}
+    assert {nn.functional.dropout, nn.functional.relu} <= functions
+
+
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [
+        ({}, {"attention", "cross_entropy"}),
+        ({"precision": "bf16"}, set()),
+        ({"precision": "bf16", "fast_dropout": False}, {"dropout"}),
+        ({"precision": "bf16", "fast_attention": False}, {"attention"}),
+        ({"precision": "bf16", "fast_cross_entropy": False}, {"cross_entropy"}),
+    ],
+)
+def test_operators_of_steps_that_are_disabled_are_inductors(step, options, left_out):
+    every = {"attention", "batch_norm", "cross_entropy", "dropout", "relu"}
+    assert set(step(Compile, compile=True, **options)._operators()) == every - left_out
+
+
+def test_runs_with_a_smaller_last_batch_compute_as_the_plain_loop():
+    torch.manual_seed(0)
+    model, plain = Stacked(*blocks(3)), None
+    plain = copy.deepcopy(model)
+    batches = [torch.randn(size, 3) for size in (8, 8, 5, 8, 3)]
+    losses, said = run(model, batches, compile={"backend": "aot_eager"})
+    assert said == "torch.compile, at the first call: 3 blocks of Block"
+    expected = trained(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batches)
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())

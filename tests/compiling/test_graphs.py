@@ -1,0 +1,200 @@
+"""Functions of torch become operators in a traced graph, and compute and draw what they do in the plain loop."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nano_loop.compiling.graphs import ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU
+from nano_loop.kernels import blocked_attention
+
+from .traced import compiled
+
+
+def bf16_autocast(function):
+    @functools.wraps(function)
+    def call(*args):
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(*args)
+
+    return call
+
+
+def heads(width=32, heads=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, 64, width, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def gradients(function, tensors, seed=5):
+    torch.manual_seed(seed)
+    out = function(*tensors)
+    return [out, *torch.autograd.grad(out.float().square().sum(), tensors), torch.rand(1)]
+
+
+def near(found, expected, **tolerance):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_under_autocast_is_our_operator(causal, in_blocks, monkeypatch):
+    if not in_blocks:
+        monkeypatch.setattr(blocked_attention, "unavailable", lambda: "no compiler")
+    name = "blocked_attention" if blocked_attention.unavailable() is None else "attention"
+    seen, function = [], lambda *tensors: F.scaled_dot_product_attention(*tensors, is_causal=causal)
+    found = gradients(bf16_autocast(compiled(function, [ATTENTION], seen)), heads())
+    assert {f"nano_loop.{name}.default", f"nano_loop.{name}_backward.default"} <= set(seen)
+    assert found[0].dtype is torch.bfloat16
+    expected = gradients(function, heads())
+    for mine, plain in zip(found[:4], expected[:4], strict=True):
+        torch.testing.assert_close(mine, plain.to(mine.dtype), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "wrap"),
+    [(heads(), lambda call: call), (heads(width=8), bf16_autocast)],
+    ids=["without autocast", "narrow heads"],
+)
+def test_attention_that_we_do_not_compute_is_torchs(tensors, wrap):
+    seen = []
+    found = gradients(wrap(compiled(F.scaled_dot_product_attention, [ATTENTION], seen)), tensors)
+    near(found, gradients(wrap(F.scaled_dot_product_attention), tensors))
+    assert not any("nano_loop" in each for each in seen)
+
+
+def dropped_twice(x):
+    return F.dropout(x, 0.3) + F.dropout(x, 0.3)
+
+
+def test_dropout_draws_the_masks_of_the_plain_loop():
+    x, seen = torch.randn(64, 65, requires_grad=True), []
+    near(gradients(compiled(dropped_twice, [DROPOUT], seen), [x]), gradients(dropped_twice, [x]))
+    assert seen.count("nano_loop.kept.default") == 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.dropout(x, 0.3, training=False),
+        lambda x: F.dropout(x, 0.0),
+        lambda x: F.dropout(x, 1.0),
+        lambda x: F.dropout(x * 1, 0.3, inplace=True),
+    ],
+    ids=["evaluation", "nothing", "everything", "in place"],
+)
+def test_dropout_of_other_kinds_is_the_plain_loops(function):
+    x = torch.randn(33, 9, requires_grad=True)
+    near(gradients(compiled(function, [DROPOUT]), [x]), gradients(function, [x]))
+
+
+def test_dropout_has_other_masks_at_each_call_and_without_gradients():
+    call, x = compiled(lambda x: F.dropout(x, 0.5), [DROPOUT]), torch.ones(1000)
+    with torch.no_grad():
+        assert not torch.equal(call(x), call(x))
+
+
+def normed(x, mean, var, weight, bias):
+    return F.batch_norm(x, mean, var, weight, bias, training=True, momentum=0.3)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_batch_norm_and_its_running_statistics_are_the_plain_loops(layout):
+    results = []
+    for function in (normed, compiled(normed, [BATCH_NORM])):
+        torch.manual_seed(0)
+        x = torch.randn(4, 6, 5, 5).contiguous(memory_format=layout).requires_grad_()
+        mean, var = torch.randn(6), torch.rand(6)
+        weight, bias = (torch.randn(6).requires_grad_() for _ in range(2))
+        out = function(x, mean, var, weight, bias)
+        results.append([out, mean, var, *torch.autograd.grad(out.square().mean(), (x, weight, bias))])
+    near(*results)
+
+
+def test_batch_norm_in_evaluation_is_torchs():
+    layer, seen = nn.BatchNorm2d(6).eval(), []
+    x = torch.randn(2, 6, 4, 4, requires_grad=True)
+    near(gradients(compiled(lambda x: layer(x), [BATCH_NORM], seen), [x]), gradients(layer, [x]))
+    assert not any("nano_loop" in each for each in seen)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: F.relu(x), lambda x: torch.relu(x), lambda x: F.relu(x + 1, inplace=True)],
+    ids=["F.relu", "torch.relu", "in place"],
+)
+def test_relu_keeps_bytes_and_is_torchs(function):
+    seen, x = [], torch.tensor([-2.0, -0.0, 0.0, 1e-30, 3.0], requires_grad=True)
+    near(gradients(compiled(function, [RELU], seen), [x]), gradients(function, [x]))
+    assert "aten.sign.default" in seen
+
+
+def test_relu_in_place_changes_what_others_see():
+    def call(x):
+        y = x * 1
+        return F.relu(y, inplace=True) + y
+
+    x = torch.randn(50, requires_grad=True)
+    near(gradients(compiled(call, [RELU]), [x]), gradients(call, [x]))
+
+
+def loss(logits, target):
+    return F.cross_entropy(logits.float().view(-1, 1000), target, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_cross_entropy_is_our_operator(reduction):
+    seen, target = [], torch.randint(1000, (128,))
+    target[:5] = -100
+    logits = torch.randn(128, 1000, requires_grad=True)
+    function = functools.partial(F.cross_entropy, target=target, reduction=reduction)
+    near(gradients(compiled(lambda x: function(x), [CROSS_ENTROPY], seen), [logits]), gradients(function, [logits]))
+    assert "nano_loop.cross_entropy_backward.default" in seen
+
+
+def test_cross_entropy_reads_the_logits_before_they_were_cast():
+    seen, target = [], torch.randint(1000, (128,))
+    logits = torch.randn(2, 64, 1000).bfloat16().requires_grad_()
+    found = gradients(compiled(lambda x: loss(x, target), [CROSS_ENTROPY], seen), [logits])
+    near(found, gradients(lambda x: loss(x, target), [logits]), rtol=1e-2, atol=1e-6)
+    assert "nano_loop.cross_entropy.default" in seen
+    assert "prims.convert_element_type.default" not in seen
+    assert "aten._to_copy.default" not in seen
+
+
+def test_class_weights_are_torchs():
+    seen, target = [], torch.randint(1000, (128,))
+    logits, weight = torch.randn(128, 1000, requires_grad=True), torch.rand(1000)
+    function = functools.partial(F.cross_entropy, target=target, weight=weight)
+    near(gradients(compiled(lambda x: function(x), [CROSS_ENTROPY], seen), [logits]), gradients(function, [logits]))
+    assert not any("nano_loop" in each for each in seen)
+
+
+def test_sizes_that_vary_are_compiled_once_more_at_most():
+    made = []
+
+    def function(x):
+        return F.relu(F.dropout(F.layer_norm(x, x.shape[-1:]), 0.2))
+
+    call = compiled(function, [DROPOUT, RELU], made)
+    for size in (8, 5, 3, 7):
+        x = torch.randn(size, 40, requires_grad=True)
+        near(gradients(call, [x]), gradients(function, [x]))
+    assert made.count("nano_loop.kept.default") == 2
+
+
+def test_a_second_derivative_is_torchs_error():
+    x = torch.randn(8, 8, requires_grad=True)
+    (first,) = torch.autograd.grad(compiled(dropped_twice, [DROPOUT])(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        first.sum().backward()
+
+
+def test_gradients_of_torch_func_are_the_plain_loops():
+    x = torch.randn(8, 8)
+    torch.manual_seed(0)
+    expected = torch.func.grad(lambda x: F.relu(x * 2).square().sum())(x)
+    function = compiled(lambda x: torch.func.grad(lambda x: F.relu(x * 2).square().sum())(x), [RELU, DROPOUT])
+    torch.testing.assert_close(function(x), expected)
