@@ -40,7 +40,7 @@ def test_attention_with_dropout_does_so_too():
 
 
 @pytest.mark.skipif(
-    bool(blocked_attention.unavailable()), reason="it needs AVX-512's bf16 instructions and a C compiler"
+    bool(blocked_attention.unavailable()), reason="it needs bf16 instructions of AVX-512"
 )
 def test_attention_in_blocks_does_so_too_and_computes_as_outside_of_a_graph():
     mask = torch.rand(64, 64) < 0.9
