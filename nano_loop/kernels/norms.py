@@ -4,8 +4,8 @@ torch's kernels convert bf16 element by element, or compute in one thread for ea
 the memory's rate. A C function (``norms.c``) reads a tensor for its statistics and again for the result, and the two
 tensors of a backward likewise. Weights and statistics are in fp32, as under autocast.
 
-The kernels for the CPU are replaced, below autograd and the transforms of torch.func: derivatives of derivatives, hooks,
-checkpoints and vmap are torch's.
+The kernels for the CPU are replaced, below autograd and the transforms of torch.func. So derivatives of derivatives,
+hooks, checkpoints and vmap are torch's.
 """
 
 from __future__ import annotations
