@@ -100,17 +100,22 @@ def _steps(model: Any, optimizer: Any, batches: Iterable[Any], loss: Callable[..
 
 
 def computing(events: Iterable[Event]) -> frozenset[str]:
-    """Return the operators of ATen that compute themselves, other than those that call others and views."""
-    own, whole = defaultdict[str, float](float), defaultdict[str, float](float)
+    """Return the operators of ATen that compute themselves, other than those that call others and views.
+
+    The median call decides, for another program may interrupt any of them.
+    """
+    own, called = defaultdict[int, float](float), []
     for event in events:
-        if event.name.startswith("aten::") and event.name not in _NOTHING:
-            own[event.name] += event.self_cpu_time_total
-            whole[event.name] += event.cpu_time_total
-            parent = event.cpu_parent
-        elif event.name in _NOTHING and event.cpu_parent is not None:
-            parent = event.cpu_parent
-            own[parent.name] += event.cpu_time_total  # memory is taken for what the operator computes
-    return frozenset(name for name in whole if own[name] >= _OWN_SHARE * whole[name])
+        if event.name in _NOTHING:  # memory, taken for what the operator around it computes
+            if event.cpu_parent is not None:
+                own[id(event.cpu_parent)] += event.cpu_time_total
+        elif event.name.startswith("aten::"):
+            own[id(event)] += event.self_cpu_time_total
+            called.append(event)
+    shares = defaultdict[str, list[float]](list)
+    for event in called:
+        shares[event.name].append(own[id(event)] / event.cpu_time_total if event.cpu_time_total else 1.0)
+    return frozenset(name for name, found in shares.items() if statistics.median(found) >= _OWN_SHARE)
 
 
 def _times(events: Sequence[Event], mine: Collection[str]) -> dict[Place, list[float]]:

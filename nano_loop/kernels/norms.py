@@ -4,8 +4,8 @@ torch's kernels convert bf16 element by element, or compute in one thread for ea
 the memory's rate. A C function (``norms.c``) reads a tensor for its statistics and again for the result, and the two
 tensors of a backward likewise. Weights and statistics are in fp32, as under autocast.
 
-The kernels for the CPU are replaced, below autograd and the transforms of torch.func: derivatives of derivatives, hooks,
-checkpoints and vmap are torch's.
+The kernels for the CPU are replaced, below autograd and the transforms of torch.func. So derivatives of derivatives,
+hooks, checkpoints and vmap are torch's.
 """
 
 from __future__ import annotations
@@ -253,10 +253,9 @@ def _gradients(
         return None
     form = torch.contiguous_format if x.is_contiguous() else _NHWC[x.dim()]
     gradient, means, inverses = gradient.contiguous(memory_format=form), means.contiguous(), inverses.contiguous()
-    found = (
-        torch.empty_like(x) if mask[0] else None,
-        *(torch.empty(_shape_of_weights(norm, x, weight, sizes)) if each else None for each in mask[1:]),
-    )
+    weights = weight.shape if weight is not None else _sizes_of_weights(norm, x, sizes)
+    of_weight, of_bias = (torch.empty(weights) if each else None for each in mask[1:])
+    found = torch.empty_like(x) if mask[0] else None, of_weight, of_bias
     first, tensors = map(_pointer, (gradient, x)), map(_pointer, (weight, means, inverses, *found))
     function = getattr(_library(), f"{norm}_backward")
     before = first if norm == "layer_norm" else sizes
@@ -264,9 +263,8 @@ def _gradients(
     return found if function(*before, *after, *tensors, _threads()) else None
 
 
-def _shape_of_weights(norm: str, x: Tensor, weight: Tensor | None, sizes: tuple[Any, ...]) -> Sequence[int]:
-    if weight is not None:
-        return weight.shape
+def _sizes_of_weights(norm: str, x: Tensor, sizes: tuple[Any, ...]) -> Sequence[int]:
+    """Return the sizes of the gradients of a weight that there is not."""
     return (sizes[1].value if norm == "layer_norm" else x.size(1),)
 
 

@@ -208,7 +208,7 @@ def test_gradient_in_another_layout_is_laid_out_as_the_input():
 
 def test_only_gradients_that_are_asked_for_are_computed():
     case = case_of("layer_norm", (4, 64))
-    out, means, inverses = norms.layer_norm(case.x, (64,), case.weight, case.bias, EPS)
+    _, means, inverses = norms.layer_norm(case.x, (64,), case.weight, case.bias, EPS)
     given = case.gradient, case.x, (64,), means, inverses, case.weight, case.bias
     whole = norms.layer_norm_backward(*given, [True] * 3)
     for place in range(3):
