@@ -41,6 +41,8 @@ class Race:
         What a runner raises that has failed, which is then out.
     clock : callable
         Returns the time in seconds.
+    beside : str, optional
+        A runner that cannot win, such as the loop without nano_loop. Nobody drops out because it is faster.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Race:
         dropped: Callable[[str, str], None],
         failures: tuple[type[Exception], ...] = (),
         clock: Callable[[], float] = time.monotonic,
+        beside: str | None = None,
     ) -> None:
         self.turns: dict[str, list[float]] = {name: [] for name in runners}
         self._live = dict(runners)
@@ -58,6 +61,7 @@ class Race:
         self._failures = failures
         self._clock = clock
         self._counts = dict.fromkeys(runners, 1)
+        self._beside = beside
 
     def run(self, keep: str | None = None) -> list[str]:
         """Let them run, and return the names of those that are not out, the fastest first.
@@ -107,9 +111,9 @@ class Race:
 
     def _drop(self, number: int, keep: str | None) -> None:
         timed = [name for name in self._live if self.turns[name]]
-        if len(timed) < 2:
+        if not (may_win := [name for name in timed if name != self._beside]):
             return
-        best = min(timed, key=self._median)
+        best = min(may_win, key=self._median)
         for name in timed:
             if name in (best, keep):
                 continue
@@ -120,8 +124,8 @@ class Race:
                 self._dropped(name, "")
 
     def _is_decided(self, keep: str | None) -> bool:
-        """Whether no more than one is left besides the one that is kept, and which of the two is faster is known."""
-        others = [name for name in self._live if name != keep]
+        """Whether no more than one that may win is left besides the one that is kept, and which is faster is known."""
+        others = [name for name in self._live if name not in (keep, self._beside)]
         if len(others) != 1 or keep not in self._live:
             return not others
         return self.wins(keep, others[0], SLOWER) or self.wins(others[0], keep, SLOWER)

@@ -152,15 +152,17 @@ class Search:
 
         def dropped(name: str, reason: str) -> None:
             trial = live.pop(int(name))
-            trial.measured.note = reason or _SLOWER
+            trial.measured.note = reason or ("" if trial.measured.is_plain else _SLOWER)
             trial.end()
 
         def clock() -> float:
             self._progress.at(self._spent())
             return time.monotonic()
 
-        race = Race({str(key): each for key, each in live.items()}, until, dropped, (TrialFailedError,), clock)
         measured = {str(key): each.measured for key, each in live.items()}
+        plain = next((name for name, each in measured.items() if each.is_plain), None)
+        runners = {str(key): each for key, each in live.items()}
+        race = Race(runners, until, dropped, (TrialFailedError,), clock, beside=plain)
         ranking = race.run(keep=str(mine))
         self._note(race, measured, str(mine))
         if not ranking:
@@ -312,6 +314,9 @@ class Search:
 
 def _remarks(options: Any, best: Measured) -> Sequence[str]:
     found = []
+    if best.speed is not None and best.speed < 1 / PAYS:
+        times = f"{1 / best.speed:.2f} times as fast"
+        found.append(f"The loop without nano_loop is {times}: its steps are too short for any option to pay.")
     count = options.num_processes or 1
     if count > 1:
         found.append(f"With {count} processes a step takes {count} batches of the loader. Times are of one batch.")

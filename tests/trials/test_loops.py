@@ -158,6 +158,7 @@ def test_search_in_fp16_measures_and_keeps_it(only):
     assert found.options["precision"] == "16-mixed"
     assert "precision=16" in found.line
     assert all(row.milliseconds > 0 for row in found.rows)
+    assert [row.note for row in found.rows if row.plain] == [""]  # slower or not, it cannot be chosen
 
 
 def test_fp16_is_a_candidate_where_the_cpu_is_fast_in_it():

@@ -29,8 +29,8 @@ class Dropped(dict):
 def race():
     dropped = Dropped()
 
-    def run(keep=None, until=1e9, clock=lambda: 0.0, **runners):
-        made = Race(runners, until, dropped, (MemoryError,), clock)
+    def run(keep=None, until=1e9, clock=lambda: 0.0, beside=None, **runners):
+        made = Race(runners, until, dropped, (MemoryError,), clock, beside)
         return made, made.run(keep), dropped
 
     return run
@@ -57,6 +57,20 @@ def test_runner_that_is_kept_is_compared_to_the_end(race):
     assert made.wins("new", "present", 1.9)
     assert not made.wins("new", "present", 2.1)
     assert dropped == {}
+
+
+def test_runner_that_cannot_win_puts_nobody_out(race):
+    plain, present, new = Runner(0.1), Runner(0.3), Runner(0.25)
+    made, ranking, dropped = race(keep="present", beside="plain", plain=plain, present=present, new=new)
+    assert ranking == ["plain", "new", "present"]
+    assert made.wins("new", "present", 1.02)
+    assert dropped == {}
+
+
+def test_runner_that_cannot_win_drops_out_itself_if_it_is_slower(race):
+    _, ranking, dropped = race(keep="present", beside="plain", plain=Runner(0.9), present=Runner(0.3), new=Runner(0.2))
+    assert ranking == ["new", "present"]
+    assert dropped == {"plain": ""}
 
 
 def test_equal_runners_are_compared_no_longer_than_needed(race):

@@ -11,6 +11,7 @@ from nano_loop import NanoConfigError, NanoError, accelerated
 from nano_loop.options import Options
 from nano_loop.trials import search
 from nano_loop.trials.candidates import effective
+from nano_loop.trials.live import Measured
 from trials.small import FIXED, STEPS, loss_of, made, state_of
 
 
@@ -137,6 +138,12 @@ def test_loop_that_fails_says_how():
 def test_run_without_a_function_refuses_to_search():
     with pytest.raises(NanoConfigError, match="tune=True: a search repeats a function"), accelerated(tune=True):
         pass
+
+
+@pytest.mark.parametrize(("speed", "said"), [(0.5, True), (1.0, False), (1.3, False), (None, False)])
+def test_loop_that_is_faster_without_nano_loop_is_told(speed, said):
+    remarks = search._remarks(Options(), Measured({}, speed=speed))
+    assert ["The loop without nano_loop is 2.00 times as fast" in each for each in remarks] == [True] * said
 
 
 def test_one_process_is_the_same_as_none():
