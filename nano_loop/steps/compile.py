@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -20,6 +21,7 @@ from nano_loop.parts import Parts, class_name
 from nano_loop.steps.step import Step
 
 _numbers = itertools.count()
+_TRACING = r"torch\._"  # the modules of torch that trace
 
 
 class Compile(Step):
@@ -49,6 +51,8 @@ class Compile(Step):
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
+        if not self._compiled:
+            self._hide_what_torch_hides()
         models = self._uncompiled(parts)
         for model in models:
             if id(model) not in self._compiled:
@@ -60,6 +64,14 @@ class Compile(Step):
         """See `Step.undo`."""
         super().undo()
         self._compiled.clear()
+
+    def _hide_what_torch_hides(self) -> None:
+        """Ignore a warning that torch causes where a block's input has a gradient.
+
+        torch keeps it from being shown, but not from being raised where warnings are errors.
+        """
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning, _TRACING)
+        self.undoing.callback(_remove_filter, warnings.filters[0])
 
     def _uncompiled(self, parts: Parts) -> list[nn.Module]:
         """Return the models that the user has not compiled."""
@@ -107,3 +119,8 @@ def _caller(name: str) -> Callable[..., Any]:
     """
     code = plain_call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     return FunctionType(code, plain_call.__globals__, code.co_name)
+
+
+def _remove_filter(own: object) -> None:
+    if own in warnings.filters:
+        warnings.filters.remove(own)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -11,9 +12,6 @@ from nano_loop import nano
 from nano_loop.intercept.torch_private import compiled_call
 from nano_loop.parts import Parts
 from nano_loop.steps.compile import Compile
-
-# torch hides this warning of its own by replacing `warnings.showwarning`, which is too late where warnings are errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -220,3 +218,13 @@ def test_runs_with_a_smaller_last_batch_compute_as_the_plain_loop():
     expected = trained(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batches)
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+def test_warning_that_torch_hides_is_ignored_during_the_run_alone(step):
+    before = [*warnings.filters]
+    made = step(Compile, compile={"backend": "eager"})
+    made.apply(Parts([Net()]))
+    made.apply(Parts([Net()]))
+    assert len(warnings.filters) == len(before) + 1
+    made.undo()
+    assert [*warnings.filters] == before
