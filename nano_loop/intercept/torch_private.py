@@ -98,6 +98,9 @@ def graph_pass(function: Callable[[torch.fx.Graph], None], identity: Callable[[]
         def uuid(self) -> object:
             return identity()
 
+        def __reduce__(self) -> tuple[Any, ...]:  # torch 2.8 pickles all options for the key of its cache
+            return repr, (identity(),)
+
     return Pass()
 
 

@@ -1,5 +1,6 @@
 """Tells when a name that torch keeps for itself is gone."""
 
+import pickle
 import sys
 
 import pytest
@@ -108,6 +109,7 @@ def test_pass_over_graphs_is_one_that_inductor_caches():
     assert len(seen) == 1
     assert isinstance(made, CustomGraphPass)
     assert made.uuid() == "identity"
+    assert pickle.loads(pickle.dumps(made)) == "'identity'"
 
 
 def test_backward_is_told_from_forward():
