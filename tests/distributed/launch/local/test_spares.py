@@ -104,7 +104,7 @@ def test_what_it_did_while_it_waited_is_not_seen_in_the_run():
             "group": os.getpgid(0) == os.getpid(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "warnings": len(__import__("warnings").filters),
-            "modules": [each for each in sorted(sys.modules) if not each.startswith("torch.")],  # imported where they are used
+            "modules": [each for each in sorted(sys.modules) if not each.startswith("torch.")],
         }  # fmt: skip
 
     importlib.import_module("torch._dynamo")  # as optimizers do, without which it does not do its run
