@@ -104,7 +104,6 @@ def test_what_it_did_while_it_waited_is_not_seen_in_the_run():
             "group": os.getpgid(0) == os.getpid(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "warnings": len(__import__("warnings").filters),
-            # torch imports its own where they are used.
             "modules": [each for each in sorted(sys.modules) if not each.startswith("torch.")],
         }  # fmt: skip
 
