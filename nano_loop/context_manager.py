@@ -68,12 +68,15 @@ def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader
         given, needed = settings.options.given["num_processes"], "accelerated runs in one process"
         advice = "Move the loop into a function and decorate it: @nano_loop.nano(num_processes=...)"
         raise NanoConfigError(problem(given, needed, advice))
-    return _running(settings, model, optimizer, dataloaders)
+    return running(settings, Alone(settings.options, _processes_here()), model, optimizer, *dataloaders)
 
 
 @contextmanager
-def _running(settings: Settings, model: Any, optimizer: Any, dataloaders: tuple[DataLoader[Any], ...]) -> Iterator[Run]:
-    run = Run(settings, launcher=Alone(settings.options, _processes_here()), printed=_printed)
+def running(
+    settings: Settings, launcher: Alone, model: Any, optimizer: Any, *dataloaders: DataLoader[Any]
+) -> Iterator[Run]:
+    """Accelerate these objects for the time of the context, as `accelerated` does, with settings that are known."""
+    run = Run(settings, launcher=launcher, printed=_printed)
     try:
         with run:
             if model is not None or optimizer or dataloaders:

@@ -20,7 +20,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nano_loop.context_manager import accelerated
+from nano_loop.context_manager import running
+from nano_loop.cpu import read_machine
+from nano_loop.distributed.launch.alone import Alone
+from nano_loop.options import Options
+from nano_loop.settings import Settings
 
 _OF_OPTIMIZERS = "torch._dynamo"  # which they import, and which takes a second
 # The first would stay in force after the run, and the second waits for a compiler.
@@ -49,7 +53,9 @@ def rehearse() -> Iterator[None]:
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with accelerated(model, optimizer, loader, **_OPTIONS):
+        # Not by the environment, which may ask for several processes, for a search or for a file. It is the caller's.
+        settings = Settings(Options.from_call(_OPTIONS, environ={}), read_machine())
+        with running(settings, Alone(settings.options), model, optimizer, loader):
             yield
             loop(model, optimizer, loader)
             yield

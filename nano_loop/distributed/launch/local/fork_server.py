@@ -249,10 +249,10 @@ def _rehearse(wait: Wait) -> None:
         return
     importlib.invalidate_caches()
     if _REHEARSAL in sys.modules:
-        pieces = sys.modules[_REHEARSAL].rehearse()
-        while not wait.is_over_within(_SOON) and next(pieces, True) is None:
-            pass
-        pieces.close()
+        # Any exception: the run is undone, and the worker does not need it.
+        with contextlib.suppress(Exception), contextlib.closing(sys.modules[_REHEARSAL].rehearse()) as pieces:
+            while not wait.is_over_within(_SOON) and next(pieces, True) is None:
+                pass
 
 
 def _take_streams(output: int, errors: int) -> None:

@@ -1,5 +1,6 @@
 """Workers that are forked ahead: the next run finds them, and they are as clean as those that are not."""
 
+import functools
 import importlib
 import os
 import signal
@@ -15,6 +16,7 @@ from nano_loop import NanoWorkerError
 from nano_loop.distributed.launch.local import kept_server as servers
 from nano_loop.distributed.launch.local import start
 from nano_loop.distributed.launch.local.spares import Spares
+from nano_loop.options import Options
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -114,6 +116,23 @@ def test_what_it_did_while_it_waited_is_not_seen_in_the_run():
     wait_until(lambda: rests(spare))  # it has done its run
     found = run(lambda: (state(), os.getpid()))[1]
     assert found == (forked_for_the_run, spare)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [("NANO_LOOP_NUM_PROCESSES", "2"), ("NANO_LOOP_LOG_CASTS", "casts.json"), ("NANO_LOOP_FASTER", "yes")],
+)
+def test_what_waits_ignores_options_in_the_environment(monkeypatch, tmp_path, variable, text):
+    importlib.import_module("torch._dynamo")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, text)
+    servers.end_kept()
+    monkeypatch.setattr(Options, "from_call", functools.partial(Options.from_call, environ={}))  # of this process
+    worker()
+    (spare,) = waiting()
+    wait_until(lambda: rests(spare))  # it has done its run
+    assert worker() == spare
+    assert not any(tmp_path.iterdir())
 
 
 def test_one_that_was_killed_is_not_missed():
