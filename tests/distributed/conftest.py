@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from leaks import is_kept_for_the_next_run
 
 from nano_loop.distributed.launch import under_way
 from nano_loop.distributed.launch.local import kept_server as servers
@@ -56,17 +57,11 @@ def _processes():
             command = "ended, and nobody waited for it"
         except psutil.NoSuchProcess:
             continue
-        if _is_kept_for_the_next_run(child):
+        if is_kept_for_the_next_run(child):
             continue
         # torch.compile keeps them, and those of torch 2.8 fork more of them seconds after the test that compiled.
         if "_inductor/compile_worker" not in command:
             yield child.pid, f"{child.pid} {command}"
-
-
-def _is_kept_for_the_next_run(child):
-    """Whether a child of the process that forks workers has not become one: it has no pipes to this process."""
-    is_of_server = child.ppid() in {server.pid for server in servers.kept()}
-    return is_of_server and os.readlink(f"/proc/{child.pid}/fd/1") == os.devnull
 
 
 def _below(pid):

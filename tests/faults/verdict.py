@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 from distributed.conftest import belongings
-from leaks import affinity_masks, changes, moved_threads, process_state
+from leaks import affinity_masks, changes, is_kept_for_the_next_run, moved_threads, process_state
 
 from faults.fault import Fault
 from faults.runs import train
@@ -142,6 +142,7 @@ def _strays():
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):
-            if process.pid not in known and mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+            ours = process.pid not in known and mark in Path(f"/proc/{process.pid}/environ").read_bytes()
+            if ours and not is_kept_for_the_next_run(process):
                 found[process.pid] = f"{process.pid} {' '.join(process.cmdline())[:200]} {process.status()}"
     return found

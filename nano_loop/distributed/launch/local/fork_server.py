@@ -95,7 +95,7 @@ class ForkServer:
         self._frames = Frames()
         self._descriptors: list[int] = []  # that have come for workers to be forked
         self._tokens: dict[int, int] = {}  # what the caller calls each worker, by its process
-        self._killed: set[int] = set()  # those of them that may take a while to end
+        self._replaced: set[int] = set()  # those of them for which another was forked ahead, or is not needed
         self._spares = Spares()
         self._folders: set[str] = set()  # of the runs that are under way
         self._woken, writing = os.pipe()
@@ -161,7 +161,7 @@ class ForkServer:
             self._folders.discard(request["folder"])
         elif kind == "fork":
             streams, self._descriptors = self._descriptors[:STREAMS], self._descriptors[STREAMS:]
-            self._fork(request["token"], request["start"], streams)
+            self._fork(request["token"], request["start"], streams, request["again"])
         elif kind in ("kill", "show"):
             for pid in [pid for pid, token in self._tokens.items() if token == request["token"]]:
                 if kind == "kill":
@@ -170,7 +170,7 @@ class ForkServer:
                 else:
                     self._say({"shown": request["token"], "state": whereabouts.ask(pid)})
 
-    def _fork(self, token: int, start: str, streams: list[int]) -> None:
+    def _fork(self, token: int, start: str, streams: list[int], again: bool) -> None:
         if not self._tokens:  # the first of a run
             self._spares.expected = 0
         server = os.getpid()
@@ -183,6 +183,8 @@ class ForkServer:
                 self._spares.leave()
                 self._become_worker(server, lambda: (start, streams))
             self._tokens[pid] = token
+            if not again:
+                self._replaced.add(pid)
         for each in streams:
             os.close(each)
 
@@ -197,8 +199,8 @@ class ForkServer:
 
     def _expect_another(self, ended: int) -> None:
         """Note that a worker ends, and that the next run may need one in its place."""
-        self._spares.expected += ended not in self._killed
-        self._killed.add(ended)
+        self._spares.expected += ended not in self._replaced
+        self._replaced.add(ended)
 
     def _become_worker(self, server: int, assigned: Callable[[], tuple[str, list[int]]]) -> NoReturn:
         try:
@@ -231,7 +233,7 @@ class ForkServer:
                 _kill_group(pid)  # as long as nobody has waited for the worker, its number is not given away
                 _, status = os.waitpid(pid, 0)
                 self._expect_another(pid)
-                self._killed.discard(pid)
+                self._replaced.discard(pid)
                 del self._tokens[pid]
                 self._say({"exited": token, "code": os.waitstatus_to_exitcode(status)})
 

@@ -111,7 +111,7 @@ class WorkerProcess:
             self._reports = opened()
             shown, errors = sys.stdout if start.verbose else None, None if self._quiet else sys.stderr
             self._outputs = [Output(opened(), each, f"[rank {self.rank}] ") for each in (shown, errors)]
-            return self._server.fork(start.write(), ends)
+            return self._server.fork(start.write(), ends, again=not self._quiet)
 
     def _silence(self) -> Failure | None:
         """Return the failure of a worker that can report no more, and of which nobody says that it has ended."""

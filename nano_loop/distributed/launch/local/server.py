@@ -111,11 +111,14 @@ class Server:
         """Leave a run's folder to this process again."""
         self._ask({"ask": "finish", "folder": folder})
 
-    def fork(self, start: str, streams: Sequence[int]) -> int:
-        """Ask for a worker, which gets `streams`, and return the token that it is known by."""
+    def fork(self, start: str, streams: Sequence[int], again: bool = True) -> int:
+        """Ask for a worker, which gets `streams`, and return the token that it is known by.
+
+        Another one is forked ahead when it ends, if such a worker may be needed `again`.
+        """
         with self._sending:
             self._tokens += 1
-            message = framed({"ask": "fork", "token": self._tokens, "start": start})
+            message = framed({"ask": "fork", "token": self._tokens, "start": start, "again": again})
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone, which `pump` notices
                 socket.send_fds(self._control, [message], streams)
             return self._tokens
