@@ -17,7 +17,7 @@ def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
     """Return the repeated blocks of a model, in groups of equal structure, or an empty list.
 
     The blocks are the modules in the outermost lists and sequences that have two of equal structure. Others in such a
-    list are among them, in groups of their own, since what surrounds a block is not compiled.
+    list are among them, in separate groups, since what surrounds a block is not compiled.
 
     Parameters
     ----------

@@ -115,7 +115,7 @@ def _caller(name: str) -> Callable[..., Any]:
     """Return a function that calls a module.
 
     torch limits how often it compiles one code object, and takes sizes that differ between calls of one name and line
-    for variable ones. So each function is an object of its own, with a name of its own.
+    for variable ones. So each function is a separate object, with a separate name.
     """
     code = plain_call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     return FunctionType(code, plain_call.__globals__, code.co_name)

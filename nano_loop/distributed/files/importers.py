@@ -1,4 +1,4 @@
-"""Where modules keep functions for files by names of their own, as ``from os import listdir`` leaves them."""
+"""Where modules keep functions for files under other names, as ``from os import listdir`` leaves them."""
 
 from __future__ import annotations
 
