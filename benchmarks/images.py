@@ -33,7 +33,7 @@ from nano_loop.cpu import peak_memory
 ROOT = Path(__file__).resolve().parent.parent
 PEERS, OURS = ("torchvision", "torchvision_v2"), ("exact", "scaled")
 #: Photographs of each size, and what a round trains on: fewer of those that take longer.
-SIZES = {"500x375": 128, "1024x768": 96, "3000x2000": 48}
+SIZES = {"500x375": 256, "1024x768": 128, "3000x2000": 48}
 EPOCHS, BATCH, SIDE = 4, 16, 160
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 #: Different photographs; the others are shifted and mirrored copies, with noise.
