@@ -137,7 +137,7 @@ class Attending(torch.nn.Module):
 
 
 class Dropping(torch.nn.Module):
-    """A block with dropout alone that is computed again in the backward: Inductor of torch 2.8 has no fp64 attention."""
+    """A block of dropout that is computed again in the backward: Inductor of torch 2.8 has no fp64 attention."""
 
     def __init__(self):
         super().__init__()
