@@ -16,7 +16,7 @@ import torch
 from nano_loop.distributed.channel import Channel
 from nano_loop.distributed.division import Division
 from nano_loop.distributed.hosts import Hosts
-from nano_loop.errors import NanoError, RankLateError, problem
+from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, problem
 
 if TYPE_CHECKING:
     from nano_loop.distributed.transport.waits import Waits
@@ -270,5 +270,11 @@ def wait_until(done: Callable[[], bool], check: Callable[[], None]) -> None:
     while not done():
         waited = time.perf_counter() - started
         if waited > _SPINNING:
-            check()
+            try:
+                check()
+            except NanoWorkerError:
+                # That rank may have sent what is waited for since `done` was asked; it can say more than that it failed.
+                if not done():
+                    raise
+                return
             time.sleep(min(waited / 20, _LONGEST_NAP))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.errors import NanoError
+from nano_loop.distributed.ranks import ALONE, Ranks, wait_until
+from nano_loop.errors import NanoError, NanoWorkerError
 
 
 def test_alone_everything_stays_what_it_is():
@@ -57,3 +57,18 @@ def test_collective_of_torch_that_is_never_done_has_a_deadline():
 def test_ranks_that_have_not_joined_have_no_channel():
     with pytest.raises(NanoError, match=r"rank 0 of 2 has no channel to the others: .*Start a run first"):
         Ranks(0, 2).barrier()
+
+
+def test_what_a_rank_has_sent_before_it_failed_arrives():
+    arrived = []
+
+    def send_and_fail():
+        arrived.append(1)
+        fail()
+
+    def fail():
+        raise NanoWorkerError("rank 1 raised", rank=1)
+
+    wait_until(lambda: bool(arrived), send_and_fail)
+    with pytest.raises(NanoWorkerError, match="rank 1 raised"):
+        wait_until(lambda: False, fail)
