@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class Allocator(Step):
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
+        self.undoing.enter_context(shared_change(_trimmed_children, _trimmed_children))
         if keeps_freed_memory(os.environ):
             return "glibc keeps freed memory, by its environment variables"
         self.undoing.enter_context(shared_change(_kept_memory, _kept_memory))
@@ -75,3 +77,37 @@ def _kept_memory() -> Iterator[None]:
     finally:
         _set(_LEFT)
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def _trimmed_children() -> Iterator[None]:
+    """Let processes that are forked meanwhile, such as a loader's workers, return the freed memory they inherit.
+
+    Else the kernel would copy each of its pages when the training process next writes to it: for as long as the workers
+    exist, both processes have it. Of a ResNet-18's heap, that made the first step of an epoch half a second longer.
+    """
+    child = _child()
+    child.trims = True
+    try:
+        yield
+    finally:
+        child.trims = False
+
+
+class _Child:
+    """What a forked process does first."""
+
+    def __init__(self) -> None:
+        self.trims = False
+        self._malloc_trim = ctypes.CDLL(None).malloc_trim
+
+    def start(self) -> None:
+        if self.trims:
+            self._malloc_trim(0)
+
+
+@functools.cache
+def _child() -> _Child:
+    child = _Child()
+    os.register_at_fork(after_in_child=child.start)  # there is no way to take it back
+    return child

@@ -105,3 +105,49 @@ def test_a_repeated_large_allocation_stops_faulting():
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     plain, kept = map(int, run.stdout.split())
     assert kept < plain / 10
+
+
+@GLIBC
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_forked_process_returns_freed_memory_that_it_shares(applied):
+    """In a process of its own: else its pages are copied one by one when the training process writes to them."""
+    script = """
+        import contextlib, multiprocessing, torch
+        from nano_loop import glibc
+        from nano_loop.steps import allocator
+
+        context = multiprocessing.get_context("fork")
+        allocator._set(glibc.SETTINGS)
+        torch.set_num_threads(1)
+        torch.ones(12_000_000)
+
+        def work(started, ended):
+            started.set()
+            ended.wait(60)
+
+        def resident():
+            started, ended = context.Event(), context.Event()
+            child = context.Process(target=work, args=(started, ended))
+            child.start()
+            assert started.wait(60)
+            found = rss_of(child.pid)
+            ended.set()
+            child.join()
+            return found
+
+        def rss_of(pid):  # of anonymous memory, in kB
+            with open(f"/proc/{pid}/status") as file:
+                return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+        step = allocator._trimmed_children()
+        if not %r:
+            with step:
+                pass  # and it has ended
+            step = contextlib.nullcontext()
+        with step:
+            print(resident(), rss_of("self"))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script % applied)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    child, parent = map(int, run.stdout.split())
+    assert (child < parent - 40_000) is applied
