@@ -273,7 +273,7 @@ def wait_until(done: Callable[[], bool], check: Callable[[], None]) -> None:
             try:
                 check()
             except NanoWorkerError:
-                # That rank may have sent what is waited for since `done` was asked; it can say more than that it failed.
+                # Since `done` was asked, that rank may have sent what is waited for: it says more than "failed".
                 if not done():
                     raise
                 return
