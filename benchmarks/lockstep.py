@@ -40,11 +40,12 @@ class Live:
     """A process that trains a workload under a system, or with options in JSON, and takes steps when it is asked to."""
 
     def __init__(self, workload: str, system: str, small: bool, checkout: Path) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), "--live", workload, system, *["small"] * small]
+        python, module = systems.python_of(system), str(Path(__file__).resolve())
+        command = [python, module, "--live", workload, system, *["small"] * small]
         self._process = subprocess.Popen(
             command,
             cwd=checkout,
-            env={**os.environ, "PYTHONPATH": str(checkout)},
+            env={**os.environ, **systems.settings_of(system), "PYTHONPATH": str(checkout)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -153,6 +154,9 @@ def main(given: list[str] | None = None) -> None:
     options = parser.parse_args(given)
     if len(options.systems) != 2:
         parser.error("--systems takes two")
+    for each in options.systems:
+        if reason := systems.why_not(each):
+            parser.error(f"--systems {each}: {reason}")
     here = ROOT.resolve()
     sides = [("nano", options.against.resolve()), ("nano", here)] if options.against else None
     sides = sides or [(each, here) for each in options.systems]

@@ -21,7 +21,7 @@ from torch import nn
 
 import nano_loop
 
-REPEATS, CALLS = 60, 400
+REPEATS, CALLS, CALLS_OF_FUNCTION = 60, 400, 20
 
 
 def build(fused: bool | None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -126,6 +126,27 @@ def steps_of_check(options: dict[str, object]) -> float:
     return statistics.median(found)
 
 
+@nano_loop.nano(verbose=False)
+def nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Be called, as once an epoch."""
+
+
+def functions(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Return the seconds of a call of a decorated function, after the first."""
+    nothing(model, optimizer)
+    start = time.perf_counter()
+    for _ in range(CALLS_OF_FUNCTION):
+        nothing(model, optimizer)
+    return (time.perf_counter() - start) / CALLS_OF_FUNCTION
+
+
+def functions_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    start = time.perf_counter()
+    for _ in range(CALLS_OF_FUNCTION):
+        nothing.__wrapped__(model, optimizer)
+    return (time.perf_counter() - start) / CALLS_OF_FUNCTION
+
+
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of a CPU without fp16 instructions
@@ -134,6 +155,7 @@ def main() -> None:
     listed = nano_loop.nano(precision="bf16", bf16_ops=["relu"], verbose=False)
     images = nano_loop.nano(precision="bf16", channels_last=True, verbose=False)
     cases = {
+        "a call of a function": (functions, functions_by_hand),
         "a call, bf16": (bf16(calls), calls_by_hand),
         "a call, bf16, channels_last": (images(calls), calls_by_hand),
         "a call, bf16, 2 listed": (listed(calls), calls_by_hand),

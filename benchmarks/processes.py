@@ -112,7 +112,7 @@ def start(rounds: int) -> None:
         print(f"start of two processes, over {name}: {statistics.median(each):.2f} s (median of {rounds})")
 
 
-FOLDS, EPOCHS = 5, 20
+FOLDS = 5
 
 
 @nano(num_processes=2, verbose=False)
@@ -125,42 +125,39 @@ def cross_validate(models: list[nn.Module], optimizers: list[Any], loaders: list
                 optimizer.step()
 
 
-def calls(rounds: int) -> None:
+def calls(rounds: int, rows: int, epochs: int) -> None:
     """Print how long a cross-validation takes by one call, by one call a fold, and by one call an epoch."""
-    ways = {"one call": (1, EPOCHS), "a call a fold": (FOLDS, EPOCHS), "a call an epoch": (FOLDS, 1)}
-    cross_validate(*_folds(), 1)  # starts the process that workers are forked from
-    found = [{name: _seconds_by(*way) for name, way in ways.items()} for _ in range(rounds)]
-    print(f"\n{FOLDS} folds of {EPOCHS} epochs over {ROWS} rows, two processes, seconds")
+    ways = {"one call": (1, epochs), "a call a fold": (FOLDS, epochs), "a call an epoch": (FOLDS, 1)}
+    cross_validate(*_folds(rows), 1)  # starts the process that workers are forked from
+    found = [{name: _seconds_by(*way, rows, epochs) for name, way in ways.items()} for _ in range(rounds)]
+    print(f"\n{FOLDS} folds of {epochs} epochs over {rows} rows, two processes, seconds")
     for name in ways:
         ratios = [each[name] / each["one call"] for each in found]
         median = statistics.median(each[name] for each in found)
         print(f"  {name:<16} {median:7.2f}   {statistics.median(ratios):.3f}× ({min(ratios):.3f}-{max(ratios):.3f})")
 
 
-ROWS = 20_000
-
-
-def _folds() -> tuple[list[nn.Module], list[torch.optim.Optimizer], list[DataLoader[Any]]]:
+def _folds(rows: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer], list[DataLoader[Any]]]:
     torch.manual_seed(0)
     models: list[nn.Module] = [
         nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
         for _ in range(FOLDS)
     ]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
-    data = TensorDataset(torch.rand(ROWS, 32), torch.rand(ROWS, 1))
-    held = torch.arange(ROWS).chunk(FOLDS)
+    data = TensorDataset(torch.rand(rows, 32), torch.rand(rows, 1))
+    held = torch.arange(rows).chunk(FOLDS)
     subsets = [Subset(data, torch.cat([*held[:fold], *held[fold + 1 :]]).tolist()) for fold in range(FOLDS)]
     return models, optimizers, [DataLoader(subset, 64, shuffle=True) for subset in subsets]
 
 
-def _seconds_by(parts: int, epochs: int) -> float:
+def _seconds_by(parts: int, of_a_call: int, rows: int, epochs: int) -> float:
     """Return the seconds of all folds and epochs, in calls of a share of the folds and of so many epochs each."""
-    folds = list(zip(*_folds(), strict=True))
+    folds = list(zip(*_folds(rows), strict=True))
     size = FOLDS // parts
     begun = time.perf_counter()
     for start in range(0, FOLDS, size):
-        for _ in range(EPOCHS // epochs):
-            cross_validate(*map(list, zip(*folds[start : start + size], strict=True)), epochs)
+        for _ in range(epochs // of_a_call):
+            cross_validate(*map(list, zip(*folds[start : start + size], strict=True)), of_a_call)
     return time.perf_counter() - begun
 
 
@@ -184,10 +181,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument("--rows", type=at_least_one, default=20_000, help="of the cross-validation (default: 20,000)")
+    parser.add_argument("--epochs", type=at_least_one, default=20, help="of each of its folds (default: 20)")
     arguments = parser.parse_args()
     for name, part in PARTS.items():
         if arguments.only in (None, name):
-            part(arguments.rounds)
+            part(arguments.rounds, *((arguments.rows, arguments.epochs) if part is calls else ()))
 
 
 if __name__ == "__main__":

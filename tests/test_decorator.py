@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, in_bf16, is_fused, seeded  # noqa: F401 - a fixture
 
 from nano_loop import NanoConfigError, NanoError, SetupReport, nano
+from nano_loop.cpu import reading
 
 # A CPU without bf16 instructions is warned about, which other tests hold.
 pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
@@ -687,6 +688,13 @@ def test_report_of_a_function_called_every_epoch_is_printed_once(capsys):
     assert lines[0] == lines[3] > 3
     assert lines[4] == 0
     assert train.report["fused_optimizer"].detail == "Adam", "the object is there after each call"
+
+
+def test_second_call_does_not_read_the_hardware_again(monkeypatch):
+    train = nano(lambda model: None)
+    train(nn.Linear(2, 1))
+    monkeypatch.setattr(reading, "_read_hardware", lambda *args: pytest.fail("which takes 10 ms"))
+    train(nn.Linear(2, 1))
 
 
 class Named(nn.Module):

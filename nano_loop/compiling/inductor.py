@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from nano_loop.compiling.graphs import DROPOUT, keeping
+from nano_loop.compiling.graphs import keeping
 from nano_loop.intercept.torch_private import mode_options
 
 #: What Inductor may pass to the C++ compiler on a CPU of x86-64, depending on the CPU.
@@ -39,8 +39,9 @@ def with_operators(given: Mapping[str, Any], names: Collection[str]) -> dict[str
     # torch takes a mode or options.
     modes = mode_options(arguments.pop("mode", None), arguments.get("dynamic"))
     ours: dict[str, Any] = {"pre_grad_custom_pass": keeping(names)} if names else {}
-    if DROPOUT in names:
-        ours["fallback_random"] = True  # all other random numbers come from torch's generator, too, and in order
+    # Random numbers come from torch's generator, in order. Inductor's own would be seeded from it, which leaves it in
+    # another state than the plain loop does: the next shuffle of a loader would differ.
+    ours["fallback_random"] = True
     if _compiler_has_vectors():
         ours["cpp.vec_isa_ok"] = True
     arguments["options"] = {**ours, **modes, **(arguments.get("options") or {})}

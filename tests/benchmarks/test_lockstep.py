@@ -1,5 +1,7 @@
 """Two live processes take steps in turn, and the ratio is that of their times."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import lockstep
@@ -37,6 +39,20 @@ def test_a_side_that_ends_ends_the_comparison():
     done = run("benchmarks.lockstep", "--only", f"{OWN}linear", "--systems", f"plain,{OWN}failing", "--seconds", 1)
     assert done.returncode == 1
     assert "ended" in done.stderr
+
+
+def test_a_system_that_has_to_start_with_settings_gets_them(monkeypatch):
+    monkeypatch.setattr(lockstep.systems, "settings_of", {f"{OWN}with_setting": {"SET_FOR_IT": "1"}}.get)
+    side = lockstep.Live(f"{OWN}linear", f"{OWN}with_setting", True, Path(ROOT))
+    assert side.take(1) > 0
+    side.end()
+
+
+def test_a_system_that_cannot_be_measured_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(lockstep.systems, "why_not", {"plain": None, "expert_jemalloc": "it is not installed"}.get)
+    with pytest.raises(SystemExit):
+        lockstep.main(["--systems", "plain,expert_jemalloc"])
+    assert "--systems expert_jemalloc: it is not installed" in capsys.readouterr().err
 
 
 def test_one_system_is_refused(capsys):

@@ -14,6 +14,15 @@ def test_start_of_two_processes_is_timed():
         assert 0 < float(seconds) < 100
 
 
+def test_a_cross_validation_is_timed_by_calls_of_each_length():
+    done = run("benchmarks.processes", "--only", "calls", "--rounds", 1, "--rows", 320, "--epochs", 2)
+    assert done.returncode == 0, done.stderr
+    assert "5 folds of 2 epochs over 320 rows, two processes, seconds" in done.stdout
+    for way in ("one call", "a call a fold", "a call an epoch"):
+        (ratio,) = re.findall(rf"^  {way} .* (\d+\.\d+)× \(", done.stdout, re.MULTILINE)
+        assert float(ratio) > 0
+
+
 @pytest.mark.slow
 def test_averaging_is_timed_by_each_way():
     done = run("benchmarks.averaging", "--rounds", 1)

@@ -112,6 +112,12 @@ def endless(work, count):
         signal.pause()
 
 
+def with_setting(work, count):
+    """Train as `plain` does, in a process that was started with a variable."""
+    assert os.environ["SET_FOR_IT"] == "1"
+    return plain(work, count)
+
+
 def sleeping(work, count):
     """Take 50 ms more for a step than `plain`."""
     loss = work.loss

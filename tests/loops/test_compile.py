@@ -200,7 +200,11 @@ def test_blocks_that_inductor_compiles_draw_and_compute_what_the_plain_loop_does
     """The last batch is smaller, and dropout's masks are those of the plain loop."""
     build = job(model=BLOCKS[model], loader=lambda: vectors(size=20, shuffle=False))
     actual, _ = run_accelerated(build, train, config)
-    found = [*differences(actual["seen"], run_plain(build, train)["seen"], config.tolerance)]
+    plain = run_plain(build, train)
+    found = [
+        *differences(actual["seen"], plain["seen"], config.tolerance),
+        *differences(actual["random"], plain["random"]),
+    ]
     assert not found, "\n".join(found)
 
 

@@ -34,12 +34,15 @@ def loss_function(recon_x, x, mu, logvar):
 @nano
 def train(model, optimizer, train_loader):
     model.train()
+    total = 0
     for data, _ in train_loader:
         optimizer.zero_grad()
         recon_batch, mu, logvar = model(data)
         loss = loss_function(recon_batch, data, mu, logvar) / len(data)
         loss.backward()
         optimizer.step()
+        total += loss.item() * len(data)
+    print(f"average loss {total / len(train_loader.dataset):.4f}")
 
 
 torch.manual_seed(1)

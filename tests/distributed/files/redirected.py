@@ -229,6 +229,20 @@ def transformers():
     return same, sorted(os.listdir("pretrained"))
 
 
+def tensorboard():
+    import torch
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter("runs") as writer:
+        for step in range(3):
+            writer.add_scalar("loss", 3.0 - step, step)
+            writer.flush()
+        writer.add_graph(torch.nn.Linear(1, 1), torch.ones(1, 1))
+    read = EventAccumulator("runs").Reload()
+    return [each.value for each in read.Scalars("loss")], len(os.listdir("runs")), len(read.Graph().node) > 0
+
+
 def torchvision():
     import torch
     from torchvision.io import decode_image, write_png

@@ -14,7 +14,7 @@ from distributed.files import operations, redirected
 from distributed.files.test_writers import contents
 from distributed.launch.started import environment
 
-LIBRARIES = ("safetensors", "torchvision", "transformers")
+LIBRARIES = ("safetensors", "tensorboard", "torchvision", "transformers")
 # The one that warns comes after those that must not, and the one that forks last.
 CHECKS = ("operations", "functions", "not_redirected", "temporary", "behind", "compiled", *LIBRARIES)
 CHECKS += ("unseen", "removed_and_made_again", "forked")
@@ -152,6 +152,7 @@ def test_libraries_that_are_installed_write_and_read_private_copies(name, found)
     pytest.importorskip(name)
     expected = {
         "safetensors": [[3.0, 3.0], [3.0, 3.0], ["bias", "weight"], True],
+        "tensorboard": [[3.0, 2.0, 1.0], 1, True],
         "torchvision": [[[9, 9], [9, 9]]],
         "transformers": [True, ["config.json", "model.safetensors"]],
     }

@@ -136,6 +136,24 @@ def test_two_agents_of_torchrun_make_one_run(tmp_path, expected):
         assert "by gloo" in each["way"]
 
 
+OWN_DDP = """
+torch.distributed.init_process_group("gloo")
+model, _, loader = parts(4)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+train = nano(**OPTIONS | {"num_processes": None, "auto_lr": True})(fit)
+train(ddp, torch.optim.SGD(ddp.parameters(), lr=args.lr), loader)
+tell({"weights": weights(model), "rate": train.report["learning_rate"].detail})
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_models_that_are_ddps_already_train_at_their_own_rate(tmp_path, expected):
+    for (each,) in run([torchrun("--nproc-per-node", 2)], tmp_path, OWN_DDP):
+        assert each["weights"] == expected
+        assert "your own DistributedDataParallel" in each["rate"]
+
+
 FAILS = """
 @nano(timeout=60)
 def train(model, optimizer, loader):

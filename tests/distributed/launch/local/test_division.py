@@ -152,12 +152,17 @@ def test_global_loader_is_divided():
     assert not caught
 
 
-def test_batches_of_each_rank_keep_the_ramp_and_are_not_warned_of():
+def test_batches_of_each_rank_keep_the_ramp_from_call_to_call_and_are_not_warned_of():
     train = nano(**RAMPING)(batches_of_rank)
-    weights, _, caught = run(train)
+
+    def twice(model, optimizer):
+        for _ in range(2):
+            train(model, optimizer)
+
+    weights, _, caught = run(twice)
     model, optimizer, _ = small.parts()
     x, y = rows()
-    for number in range(EPOCHS * 4):
+    for number in range(2 * EPOCHS * 4):
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + number / 1000)
         first = number % 4 * 8
         step(model, optimizer, x[first : first + 8], y[first : first + 8])

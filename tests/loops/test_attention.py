@@ -1,0 +1,38 @@
+"""A model with attention that drops weights, whose masks come from torch's generator."""
+
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from .nested import differences
+from .pairs import BF16, EXACT, FP64, SHIPPED, pair, run_accelerated, run_plain, untouched
+from .tasks import fit, job
+
+
+class Attending(nn.Module):
+    """A classifier of 6 features, which are spread over 24 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Linear(6, 24 * 48), nn.Linear(24 * 16, 3)
+
+    def forward(self, x):
+        query, key, value = self.tokens(x).view(len(x), 1, 24, 48).chunk(3, dim=-1)
+        found = scaled_dot_product_attention(query, key, value, dropout_p=0.1 if self.training else 0.0)
+        return self.head(found.flatten(1))
+
+
+@pair(job(model=Attending), configs=[EXACT, BF16, FP64])
+def test_attention_with_dropout(model, optimizer, loader, by_hand=untouched):
+    return fit(model, optimizer, loader, by_hand)
+
+
+def test_kernel_for_attention_draws_as_often_as_torch():
+    """So that the next shuffle of the loader is the plain loop's; its numbers are held by tests/kernels."""
+    build = job(model=Attending)
+
+    def loop(model, optimizer, loader, by_hand=untouched):
+        return fit(model, optimizer, loader, by_hand)
+
+    actual, _ = run_accelerated(build, loop, SHIPPED)
+    found = [*differences(actual["random"], run_plain(build, loop)["random"])]
+    assert not found, "\n".join(found)
