@@ -48,5 +48,5 @@ def test_picture_agrees_with_the_stored_ratios_to_plain():
 def test_results_are_of_a_commit_without_changes(name):
     assert len(RESULTS[name]["commit"]) == 40
     assert RESULTS[name]["changed_files"] == []
-    assert not RESULTS[name]["quick"]
+    assert not RESULTS[name].get("quick")  # which benchmarks.images has not
     assert name.removesuffix(".json") in RESULTS[name]["command"]
