@@ -5,7 +5,8 @@ python -m benchmarks.shapes --only MobileNet,Conv3d --seconds 2
 python -m benchmarks.shapes --quick
 
 Each layer is measured as it stands inside a model: its input and the gradient of its output have the dtype that
-autocast gives them there, and its weights are fp32. fp32 and bf16 take turns in short blocks, for another program on
+autocast gives them there, and its weights are fp32. Before, `tune_operators` has chosen how it computes, in steps of
+which it is a small part. fp32 and bf16 take turns in short blocks, for another program on
 the machine then disturbs both. With one thread, times are CPU times, which other programs disturb least. A layer counts
 as slower if it is by the fastest times and by the medians.
 """
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import nano_loop
+from benchmarks.fresh import ROOT
 from benchmarks.layers import LAYERS, Layer
 from benchmarks.names import at_least_one
 from benchmarks.surroundings import heading, surroundings
@@ -36,6 +38,7 @@ PARTS = ("forward", "backward")
 NOISE = 0.95
 BLOCKS = 5
 _WARMUP = 3  # calls of a block: the first is cold, and in the third nano_loop may measure
+_OTHERS = 30  # times that a layer takes, for which the rest of a step is waited for while operators are tuned
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Seconds = tuple[float, float]  # forward, backward
@@ -83,6 +86,7 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {"model": self.layer.model, "layer": self.layer.text, "shape": self.layer.shape}
         found |= {"layout": self.layout, "slower": self.is_slower}
+        found["min_ms"] = {precision: self.milliseconds(precision, min) for precision in PRECISIONS}
         for number, part in enumerate(PARTS):
             found[part] = {
                 precision: {
@@ -106,6 +110,8 @@ def measure(pairs: Sequence[tuple[Layer, str]], seconds: float) -> list[Row]:
 def _measured(layer: Layer, layout: str, seconds: float) -> Row:
     """Measure a layer with fp32 and bf16 in turn."""
     row, sides = Row(layer, layout), {name: _side(layer, layout, name) for name in PRECISIONS}
+    if seconds:
+        _block(*sides["bf16"], "bf16", layout, 0.0, _WARMUP + 2, _OTHERS)
     for number in range(BLOCKS if seconds else 1):
         for name in list(PRECISIONS)[:: -1 if number % 2 else 1]:
             share, least = seconds / BLOCKS / len(PRECISIONS), _WARMUP + 1 if seconds else 2
@@ -124,8 +130,13 @@ def _side(layer: Layer, layout: str, precision: str) -> tuple[Model, Tensor]:
     return model, x
 
 
-def _block(model: Model, x: Tensor, precision: int | str, layout: str, seconds: float, least: int) -> list[Seconds]:
-    """Return the seconds of calls, for about `seconds`. The first ones are not counted, if there are more."""
+def _block(
+    model: Model, x: Tensor, precision: int | str, layout: str, seconds: float, least: int, others: int = 0
+) -> list[Seconds]:
+    """Return the seconds of calls, for about `seconds`. The first ones are not counted, if there are more.
+
+    Between them is a pause as long as `others` calls, as if the layer had so many others beside it.
+    """
     leaves = [each for each in (x, *model.parameters()) if each.requires_grad]
     counted = torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # nano_loop measures within the steps of a loop
     options = {"precision": precision, "channels_last": layout == "NHWC", "allocator": False, "verbose": False}
@@ -133,6 +144,7 @@ def _block(model: Model, x: Tensor, precision: int | str, layout: str, seconds: 
         end, found = time.perf_counter() + seconds, []
         while len(found) < least or time.perf_counter() < end:
             found.append(_call(model, x, leaves))
+            time.sleep(others * sum(found[-1]))
             counted.step()
     return found[_WARMUP:] or found[-1:]
 
@@ -160,18 +172,17 @@ HEAD = """\
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Return the table of docs/performance.md. Times are the fastest of a step, forward and backward their ratios."""
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table of docs/layers.md. Times are the fastest of a step, forward and backward their ratios."""
     return "\n".join([HEAD, *map(_line, rows)])
 
 
-def _line(row: Row) -> str:
-    times = [f"{row.milliseconds(name, min):.3g}" for name in PRECISIONS]
-    mark = "**" if row.is_slower else ""
-    ratios = [row.ratio(min), row.ratio(statistics.median)]
-    parts = [f"{row.ratio(min, number):.2f}" for number in range(len(PARTS))]
-    shape = " × ".join(map(str, row.layer.shape))
-    cells = [row.layer.model, row.layer.text, shape, row.layout, *times]
+def _line(row: dict[str, Any]) -> str:
+    times = [f"{row['min_ms'][name]:.3g}" for name in PRECISIONS]
+    mark = "**" if row["slower"] else ""
+    ratios = [row["ratio_of_minima"], row["ratio_of_medians"]]
+    parts = [f"{row[part]['fp32']['min_ms'] / row[part]['bf16']['min_ms']:.2f}" for part in PARTS]
+    cells = [row["model"], row["layer"], " × ".join(map(str, row["shape"])), row["layout"], *times]
     return f"| {' | '.join([*cells, *(f'{mark}{each:.2f}{mark}' for each in ratios), *parts])} |"
 
 
@@ -182,17 +193,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="for each layer")
     parser.add_argument("--threads", type=at_least_one, help="threads of torch; one is disturbed least")
     parser.add_argument("--quick", action="store_true", help="two calls of each: only to see that everything runs")
-    parser.add_argument("--output", help="a file for the figures, as JSON")
+    output = "store the results in benchmarks/results/NAME.json, or at a path"
+    parser.add_argument("--output", metavar="NAME", help=output)
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    rows = measure(chosen(arguments.only), 0.0 if arguments.quick else arguments.seconds)
-    found = surroundings()
+    results: dict[str, Any] = surroundings() | {"quick": arguments.quick}
+    seconds = 0.0 if arguments.quick else arguments.seconds
+    results["layers"] = rows = [row.as_dict() for row in measure(chosen(arguments.only), seconds)]
     if arguments.output:
-        with open(arguments.output, "w") as file:
-            json.dump({"surroundings": found, "rows": [row.as_dict() for row in rows]}, file, indent=1)
-    slower = sum(row.is_slower for row in rows)
-    print(heading(found), markdown(rows), f"slower in bf16: {slower} of {len(rows)}", sep="\n\n")
+        target = ROOT / "benchmarks/results" / f"{arguments.output}.json"
+        target.write_text(json.dumps(results, indent=1) + "\n")
+    slower = sum(row["slower"] for row in rows)
+    print(heading(results), markdown(rows), f"slower in bf16: {slower} of {len(rows)}", sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from benchmarks.shapes import Row, chosen, markdown
 
 
 def test_sweep_measures_layers_and_writes_both_tables(tmp_path):
-    output = tmp_path / "found.json"
+    output = tmp_path / "found"
     done = run("benchmarks.shapes", "--quick", "--threads", 1, "--only", "VAE: Linear,GRU", "--output", output)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(output.read_text())["rows"]
+    rows = json.loads(output.with_suffix(".json").read_text())["layers"]
     assert [row["layer"].partition("(")[0] for row in rows] == ["Linear"] * 3 + ["GRU"]
     for row in rows:
         assert all(row[part][each]["min_ms"] > 0 for part in ("forward", "backward") for each in ("fp32", "bf16"))
@@ -29,7 +29,7 @@ def test_slower_is_slower_by_the_fastest_and_by_the_medians():
     assert not row([1.0, 1.0, 1.0], [1.0, 2.0, 2.0]).is_slower
     assert not row([1.0, 2.0, 2.0], [2.0, 2.0, 2.0]).is_slower
     assert row([1.0], [2.0]).ratio(min) == pytest.approx(2 / 3)
-    assert "**0.67**" in markdown([row([1.0], [2.0])])
+    assert "**0.67**" in markdown([row([1.0], [2.0]).as_dict()])
 
 
 def test_images_are_measured_in_both_layouts():
