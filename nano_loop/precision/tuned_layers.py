@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nano_loop.intercept.calls import Call
-from nano_loop.intercept.torch_private import current_node_number, in_backward, in_mode, next_node_number
+from nano_loop.intercept.torch_private import in_mode
 from nano_loop.kernels.norms import computes_group_norm
 from nano_loop.precision.layers_in_fp32 import RULES, UnlessListed, computes_as_ours, in_fp32
+from nano_loop.tuning.decisions import Decision, Decisions
 from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket, layout
 from nano_loop.tuning.tuner import Tuner, Way, Ways
 
-_GUESS = {True: "fp32", False: "bf16"}
+_FP32, _BF16 = "fp32", "bf16"
 _PLAIN = (Tensor, nn.Parameter)
-_SETTLED = -1
 
-#: Maximum number of shapes that are remembered for a layer: a loop may have a new one in each batch.
-_MOST_SHAPES = 256
 #: Maximum number of multiplications for each element that is read and written. Above it, bf16 is faster on every CPU
 #: that has bf16 instructions, and fp32 may take 16 times as long, which is long even to measure.
 _MOST_WORK = 256
@@ -69,27 +66,6 @@ class TunedLayers:
         return call
 
 
-class _Decision(NamedTuple):
-    """How calls with one kind of input compute.
-
-    Attributes
-    ----------
-    is_fp32 : bool
-        Whether they compute in fp32.
-    turn : int
-        The tuner's turn until whose end that is only a guess, or `_SETTLED`.
-    since : int
-        The first autograd node that was made after it was settled, if calls computed by the guess before.
-    thread : int
-        The thread whose node that is: each one has its numbers.
-    """
-
-    is_fp32: bool
-    turn: int
-    since: int = 0
-    thread: int = 0
-
-
 class _Decisions:
     """Which calls of one layer compute in fp32.
 
@@ -101,7 +77,7 @@ class _Decisions:
         self._layer = layer
         self._parameters = layer._parameters
         self._guess: Callable[[Any, Tensor], bool] = RULES[type(layer)]
-        self._known: dict[Any, _Decision] = {}  # by shape and so on
+        self._by_kind = Decisions(tuner)
 
     def is_fp32(self, x: Tensor) -> bool:
         """Whether the call with input `x` computes in fp32."""
@@ -110,38 +86,26 @@ class _Decisions:
             key = x.shape, x.stride(), x.dtype, self._layer.training, weight is not None and weight.requires_grad
         except RuntimeError:  # a nested or a sparse tensor
             return False
-        found = self._known.get(key)
-        # An activation checkpoint calls again in the backward, and compares the dtypes with those of the forward.
-        if in_backward():
-            return self._again(found, x)
-        if found is None or found.turn not in (_SETTLED, self._tuner.turn):
-            found = self._decide(x, found)
-            if len(self._known) >= _MOST_SHAPES:
-                self._known.clear()
-            self._known[key] = found
-        return found.is_fp32
+        way = self._by_kind.way(key, lambda: self._guessed(x), lambda: self._decided(x), lambda: self._stored(x))
+        return way == _FP32
 
-    def _again(self, found: _Decision | None, x: Tensor) -> bool:
-        """Whether the forward of what is computed again has computed in fp32."""
-        if found is None:
-            stored = self._tuner.choices.get(_key(self._layer, x)) if computes_as_ours(self._layer, (x,)) else None
-            return self._guess(self._layer, x) if stored is None else stored.way == "fp32"
-        before = found.thread == threading.get_ident() and (current_node_number() or 0) < found.since
-        return self._guess(self._layer, x) if before else found.is_fp32
+    def _guessed(self, x: Tensor) -> str:
+        return _FP32 if self._guess(self._layer, x) else _BF16
 
-    def _decide(self, x: Tensor, before: _Decision | None) -> _Decision:
-        guess, layer = self._guess(self._layer, x), self._layer
+    def _stored(self, x: Tensor) -> str | None:
+        found = self._tuner.choices.get(_key(self._layer, x)) if computes_as_ours(self._layer, (x,)) else None
+        return None if found is None else found.way
+
+    def _decided(self, x: Tensor) -> Decision:
+        guess, layer = self._guessed(x), self._layer
         if not computes_as_ours(layer, (x,)) or in_mode() or torch.is_inference_mode_enabled():
-            return _Decision(guess, self._tuner.turn)
+            return Decision(guess, is_settled=False)
         # Autocast leaves one of fp32 as it is, and `fast_norm` has its own kernel.
         has_one_way = isinstance(layer, nn.GroupNorm) and (x.dtype is torch.float32 or computes_group_norm(x))
         if has_one_way or not 0 < _largest(layer, x) <= MOST_ELEMENTS or _work(layer, x) > _MOST_WORK:
-            return _Decision(guess, _SETTLED)
-        way = self._tuner.choose(_key(layer, x), _GUESS[guess], lambda: _ways(layer, x))
-        if way is None:
-            return _Decision(guess, self._tuner.turn)
-        since = 0 if before is None else next_node_number()
-        return _Decision(way == "fp32", _SETTLED, since, threading.get_ident())
+            return Decision(guess)
+        way = self._tuner.choose(_key(layer, x), guess, lambda: _ways(layer, x))
+        return Decision(guess, is_settled=False) if way is None else Decision(way)
 
 
 def _outputs(layer: Any, x: Tensor) -> int:
@@ -184,8 +148,8 @@ def _key(layer: nn.Module, x: Tensor) -> str:
 
 
 def _ways(layer: nn.Module, x: Tensor) -> Ways:
-    by_name = {"bf16": _way(layer, x, type(layer).forward), "fp32": _way(layer, x, _forward_in_fp32)}
-    return Ways(by_name, "bf16", by_name["fp32"])
+    by_name = {_BF16: _way(layer, x, type(layer).forward), _FP32: _way(layer, x, _forward_in_fp32)}
+    return Ways(by_name, _BF16, by_name[_FP32])
 
 
 def _forward_in_fp32(layer: nn.Module, x: Tensor) -> Any:

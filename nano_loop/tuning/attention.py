@@ -2,79 +2,46 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nano_loop.intercept.torch_private import current_node_number, in_backward, in_mode, next_node_number
+from nano_loop.intercept.torch_private import in_mode
 from nano_loop.kernels.attention import TORCH, WAYS, Arguments, Choose
+from nano_loop.tuning.decisions import Decision, Decisions
 from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket, layout, most_elements
 from nano_loop.tuning.tuner import Tuner, Way, Ways
 
-#: Maximum number of shapes that are remembered: a loop may have a new one in each batch.
-_MOST_SHAPES = 256
-_SETTLED = -1
 #: Plain products, the first guess where there are no blocks, have up to 1.5 times the error of torch's kernel.
 _AS_EXACT = 1.6
 
 
-class _Decision(NamedTuple):
-    """How calls of one kind are computed.
-
-    Attributes
-    ----------
-    way : str
-        The way.
-    turn : int
-        The tuner's turn until whose end that is only a guess, or `_SETTLED`.
-    since : int
-        The first autograd node that was made after it was settled.
-    thread : int
-        The thread whose node that is.
-    """
-
-    way: str
-    turn: int
-    since: int = 0
-    thread: int = 0
-
-
 def chooser(tuner: Tuner) -> Choose:
     """Return what `nano_loop.kernels.attention` asks for a way."""
-    known: dict[Any, _Decision] = {}
+    decisions = Decisions(tuner)
 
     def choose(given: Arguments, possible: list[str], guess: str) -> str:
         shapes = tuple((each.shape, each.stride()) for each in given[:3])
         key = (shapes, given.is_causal, given.dropout_p > 0, _mask(given))
-        found = known.get(key)
-        # An activation checkpoint computes again in the backward, and has to keep the tensors that the forward kept.
-        if in_backward():
-            if found is None:
-                return guess
-            before = found.thread == threading.get_ident() and (current_node_number() or 0) < found.since
-            return guess if before else found.way
-        if found is None or found.turn not in (_SETTLED, tuner.turn):
-            if len(known) >= _MOST_SHAPES:
-                known.clear()
-            found = known[key] = _decided(tuner, given, possible, guess)
-        return found.way
+
+        def stored() -> str | None:
+            found = tuner.choices.get(_key(given))
+            return found.way if found is not None and found.way in possible else None
+
+        return decisions.way(key, lambda: guess, lambda: _decided(tuner, given, possible, guess), stored)
 
     return choose
 
 
-def _decided(tuner: Tuner, given: Arguments, possible: list[str], guess: str) -> _Decision:
+def _decided(tuner: Tuner, given: Arguments, possible: list[str], guess: str) -> Decision:
     scores = given.query.numel() // max(given.query.size(-1), 1) * given.key.size(-2)
     if not 0 < max(most_elements(given[:3]), scores) <= MOST_ELEMENTS or len(possible) == 1:
-        return _Decision(guess, _SETTLED)
+        return Decision(guess)
     if in_mode() or torch.is_inference_mode_enabled():
-        return _Decision(guess, tuner.turn)
+        return Decision(guess, is_settled=False)
     way = tuner.choose(_key(given), guess, lambda: _ways(given, possible))
-    if way is None:
-        return _Decision(guess, tuner.turn)
-    return _Decision(way if way in possible else guess, _SETTLED, next_node_number(), threading.get_ident())
+    return Decision(guess, is_settled=False) if way is None else Decision(way if way in possible else guess)
 
 
 def _ways(given: Arguments, possible: Sequence[str]) -> Ways:

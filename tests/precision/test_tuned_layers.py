@@ -13,6 +13,7 @@ from nano_loop.intercept.calls import Entries
 from nano_loop.precision import tuned_layers
 from nano_loop.precision.autocast import cpu_autocast
 from nano_loop.precision.tuned_layers import TunedLayers
+from nano_loop.tuning import decisions
 from nano_loop.tuning.choices import Choices
 from nano_loop.tuning.tuner import Tuner
 
@@ -203,7 +204,7 @@ def test_checkpoint_recomputes_as_its_forward_did_whenever_a_choice_is_made(tune
 
 
 def test_shape_that_is_forgotten_until_the_recomputation_computes_as_before(tuned, monkeypatch):
-    monkeypatch.setattr(tuned_layers, "_MOST_SHAPES", 1)
+    monkeypatch.setattr(decisions, "_MOST", 1)
     tuner = Deciding("fp32")
     layer = nn.Linear(24, 24)
     net = tuned(layer, tuner)
@@ -252,7 +253,7 @@ def test_without_time_a_call_asks_once_a_turn(tuned):
 
 
 def test_lengths_of_a_batch_share_choices_and_a_layer_remembers_few(tuned, monkeypatch):
-    monkeypatch.setattr(tuned_layers, "_MOST_SHAPES", 8)
+    monkeypatch.setattr(decisions, "_MOST", 8)
     chosen, around = [], tuned_layers._Decisions
     monkeypatch.setattr(tuned_layers, "_Decisions", lambda *given: chosen.append(around(*given)) or chosen[-1])
     tuner, layer = Deciding("fp32"), nn.Linear(24, 8)
@@ -260,7 +261,7 @@ def test_lengths_of_a_batch_share_choices_and_a_layer_remembers_few(tuned, monke
     for rows in range(33, 65):
         computed(layer, torch.randn(rows, 24))
     assert tuner.measured == 1
-    assert len(chosen[0]._known) <= 8
+    assert len(chosen[0]._by_kind._known) <= 8
 
 
 # --- what is called as it is ---
