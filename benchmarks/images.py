@@ -212,7 +212,7 @@ def main() -> None:
     if options.case:
         print(json.dumps(case(*options.case[:2], *map(int, options.case[2:]))))
         return
-    results: dict[str, Any] = {**surroundings(), "images": []}
+    results: dict[str, Any] = {**surroundings(), "quick": False, "images": []}
     for size in options.sizes:
         for workers in options.workers:
             measured = measure(size, workers, options.rounds)

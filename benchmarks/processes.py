@@ -11,6 +11,7 @@ BERT-base is transformers', with random weights: pip install -r requirements/ben
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import subprocess
 import sys
@@ -150,14 +151,14 @@ def _folds(rows: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer], lis
     return models, optimizers, [DataLoader(subset, 64, shuffle=True) for subset in subsets]
 
 
-def _seconds_by(parts: int, of_a_call: int, rows: int, epochs: int) -> float:
+def _seconds_by(parts: int, epochs_a_call: int, rows: int, epochs: int) -> float:
     """Return the seconds of all folds and epochs, in calls of a share of the folds and of so many epochs each."""
     folds = list(zip(*_folds(rows), strict=True))
     size = FOLDS // parts
     begun = time.perf_counter()
     for start in range(0, FOLDS, size):
-        for _ in range(epochs // of_a_call):
-            cross_validate(*map(list, zip(*folds[start : start + size], strict=True)), of_a_call)
+        for _ in range(epochs // epochs_a_call):
+            cross_validate(*map(list, zip(*folds[start : start + size], strict=True)), epochs_a_call)
     return time.perf_counter() - begun
 
 
@@ -174,19 +175,17 @@ def _output(command: list[str]) -> str:
     return run.stdout
 
 
-PARTS: dict[str, Any] = {"bert": bert, "start": start, "calls": calls}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--only", choices=("bert", "start", "calls"))
     parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--rows", type=at_least_one, default=20_000, help="of the cross-validation (default: 20,000)")
     parser.add_argument("--epochs", type=at_least_one, default=20, help="of each of its folds (default: 20)")
     arguments = parser.parse_args()
-    for name, part in PARTS.items():
+    cross_validation = functools.partial(calls, rows=arguments.rows, epochs=arguments.epochs)
+    for name, part in {"bert": bert, "start": start, "calls": cross_validation}.items():
         if arguments.only in (None, name):
-            part(arguments.rounds, *((arguments.rows, arguments.epochs) if part is calls else ()))
+            part(arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ python -m benchmarks.shapes --only MobileNet,Conv3d --seconds 2
 python -m benchmarks.shapes --quick
 
 Each layer is measured as it stands inside a model: its input and the gradient of its output have the dtype that
-autocast gives them there, and its weights are fp32. Before, `tune_operators` has chosen how it computes, in steps of
-which it is a small part. fp32 and bf16 take turns in short blocks, for another program on
-the machine then disturbs both. With one thread, times are CPU times, which other programs disturb least. A layer counts
-as slower if it is by the fastest times and by the medians.
+autocast gives them there, and its weights are fp32. `tune_operators` chooses beforehand how it computes, in steps of
+which it is a small part. fp32 and bf16 take turns in short blocks, for another program on the machine then disturbs
+both. With one thread, times are CPU times, which other programs disturb least. A layer counts as slower if it is by the
+fastest times and by the medians.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = ("forward", "backward")
 NOISE = 0.95
 BLOCKS = 5
 _WARMUP = 3  # calls of a block: the first is cold, and in the third nano_loop may measure
-_OTHERS = 30  # times that a layer takes, for which the rest of a step is waited for while operators are tuned
+_OTHERS = 30  # while operators are tuned, the pause after a call, in times of that call: the rest of a step
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Seconds = tuple[float, float]  # forward, backward
@@ -144,7 +144,8 @@ def _block(
         end, found = time.perf_counter() + seconds, []
         while len(found) < least or time.perf_counter() < end:
             found.append(_call(model, x, leaves))
-            time.sleep(others * sum(found[-1]))
+            if others:
+                time.sleep(others * sum(found[-1]))
             counted.step()
     return found[_WARMUP:] or found[-1:]
 

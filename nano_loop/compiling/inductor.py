@@ -1,4 +1,4 @@
-"""The arguments of `torch.compile` by which Inductor keeps nano_loop's operators, and starts sooner."""
+"""The arguments of `torch.compile` by which Inductor keeps our operators, draws as plain loops do, and starts sooner."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def is_inductor(given: Mapping[str, Any]) -> bool:
 
 def with_operators(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return arguments of `torch.compile` with which Inductor keeps these operators whole.
+
+    It also draws random numbers as the plain loop does.
 
     Parameters
     ----------

@@ -273,7 +273,8 @@ def wait_until(done: Callable[[], bool], check: Callable[[], None]) -> None:
             try:
                 check()
             except NanoWorkerError:
-                # Since `done` was asked, that rank may have sent what is waited for: it says more than "failed".
+                # A rank that failed may have sent what is waited for since `done` was last asked. That may lead to a
+                # better error than that it failed, which the next wait raises anyway.
                 if not done():
                     raise
                 return

@@ -49,14 +49,14 @@ class TunedLayers:
         self._tuner = tuner
         self._untuned = UnlessListed(listed)
         # By the id of a layer, which the decisions keep alive: two models may have it in common.
-        self._decisions: dict[int, _Decisions] = {}
+        self._decisions: dict[int, _OfLayer] = {}
 
     def around(self, layer: nn.Module) -> Call | None:
         """Return a function around calls of a layer, or None for modules that are called as they are."""
         untuned = self._untuned(layer)
         if type(layer) not in _ATTRIBUTES or self._untuned.is_listed(layer):
             return untuned
-        decisions = self._decisions.setdefault(id(layer), _Decisions(self._tuner, layer))
+        decisions = self._decisions.setdefault(id(layer), _OfLayer(self._tuner, layer))
 
         def call(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != 1 or type(args[0]) not in _PLAIN or not decisions.is_fp32(args[0]):
@@ -66,7 +66,7 @@ class TunedLayers:
         return call
 
 
-class _Decisions:
+class _OfLayer:
     """Which calls of one layer compute in fp32.
 
     A decision is the same with and without gradients: a reentrant activation checkpoint computes without them first.
@@ -93,19 +93,25 @@ class _Decisions:
         return _FP32 if self._guess(self._layer, x) else _BF16
 
     def _stored(self, x: Tensor) -> str | None:
-        found = self._tuner.choices.get(_key(self._layer, x)) if computes_as_ours(self._layer, (x,)) else None
+        measured = computes_as_ours(self._layer, (x,)) and _is_measured(self._layer, x)
+        found = self._tuner.choices.get(_key(self._layer, x)) if measured else None
         return None if found is None else found.way
 
     def _decided(self, x: Tensor) -> Decision:
         guess, layer = self._guessed(x), self._layer
         if not computes_as_ours(layer, (x,)) or in_mode() or torch.is_inference_mode_enabled():
             return Decision(guess, is_settled=False)
-        # Autocast leaves one of fp32 as it is, and `fast_norm` has its own kernel.
-        has_one_way = isinstance(layer, nn.GroupNorm) and (x.dtype is torch.float32 or computes_group_norm(x))
-        if has_one_way or not 0 < _largest(layer, x) <= MOST_ELEMENTS or _work(layer, x) > _MOST_WORK:
+        if not _is_measured(layer, x):
             return Decision(guess)
         way = self._tuner.choose(_key(layer, x), guess, lambda: _ways(layer, x))
         return Decision(guess, is_settled=False) if way is None else Decision(way)
+
+
+def _is_measured(layer: nn.Module, x: Tensor) -> bool:
+    """Whether a call has two ways, and neither takes long to measure."""
+    # Autocast leaves one of fp32 as it is, and `fast_norm` has its own kernel.
+    has_one_way = isinstance(layer, nn.GroupNorm) and (x.dtype is torch.float32 or computes_group_norm(x))
+    return not has_one_way and 0 < _largest(layer, x) <= MOST_ELEMENTS and _work(layer, x) <= _MOST_WORK
 
 
 def _outputs(layer: Any, x: Tensor) -> int:

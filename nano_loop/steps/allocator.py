@@ -1,4 +1,7 @@
-"""Makes the C library keep freed memory, so that a training step does not fault its pages in again."""
+"""Makes the C library keep freed memory, so that a training step does not fault its pages in again.
+
+Processes that the training process forks do not keep it.
+"""
 
 from __future__ import annotations
 
@@ -81,33 +84,33 @@ def _kept_memory() -> Iterator[None]:
 
 @contextmanager
 def _trimmed_children() -> Iterator[None]:
-    """Let processes that are forked meanwhile, such as a loader's workers, return the freed memory they inherit.
+    """Let processes that are forked meanwhile, such as a loader's workers, return the freed memory that they inherit.
 
-    Else the kernel would copy each of its pages when the training process next writes to it: for as long as the workers
-    exist, both processes have it. Of a ResNet-18's heap, that made the first step of an epoch half a second longer.
+    Otherwise the kernel copies each of these pages when the training process next writes to it, since parent and child
+    share them. With a ResNet-18, the first step of an epoch took half a second longer.
     """
-    child = _child()
-    child.trims = True
+    trim = _trim_after_fork()
+    trim.is_on = True
     try:
         yield
     finally:
-        child.trims = False
+        trim.is_on = False
 
 
-class _Child:
-    """What a forked process does first."""
+class _TrimAfterFork:
+    """Returns freed memory in each process that this one forks, while it is on."""
 
     def __init__(self) -> None:
-        self.trims = False
+        self.is_on = False
         self._malloc_trim = ctypes.CDLL(None).malloc_trim
 
-    def start(self) -> None:
-        if self.trims:
+    def run_in_child(self) -> None:
+        if self.is_on:
             self._malloc_trim(0)
 
 
 @functools.cache
-def _child() -> _Child:
-    child = _Child()
-    os.register_at_fork(after_in_child=child.start)  # there is no way to take it back
-    return child
+def _trim_after_fork() -> _TrimAfterFork:
+    trim = _TrimAfterFork()
+    os.register_at_fork(after_in_child=trim.run_in_child)  # there is no way to take it back
+    return trim

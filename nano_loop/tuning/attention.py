@@ -26,7 +26,7 @@ def chooser(tuner: Tuner) -> Choose:
         key = (shapes, given.is_causal, given.dropout_p > 0, _mask(given))
 
         def stored() -> str | None:
-            found = tuner.choices.get(_key(given))
+            found = tuner.choices.get(_key(given)) if _is_measured(given, possible) else None
             return found.way if found is not None and found.way in possible else None
 
         return decisions.way(key, lambda: guess, lambda: _decided(tuner, given, possible, guess), stored)
@@ -34,9 +34,13 @@ def chooser(tuner: Tuner) -> Choose:
     return choose
 
 
-def _decided(tuner: Tuner, given: Arguments, possible: list[str], guess: str) -> Decision:
+def _is_measured(given: Arguments, possible: Sequence[str]) -> bool:
     scores = given.query.numel() // max(given.query.size(-1), 1) * given.key.size(-2)
-    if not 0 < max(most_elements(given[:3]), scores) <= MOST_ELEMENTS or len(possible) == 1:
+    return 0 < max(most_elements(given[:3]), scores) <= MOST_ELEMENTS and len(possible) > 1
+
+
+def _decided(tuner: Tuner, given: Arguments, possible: list[str], guess: str) -> Decision:
+    if not _is_measured(given, possible):
         return Decision(guess)
     if in_mode() or torch.is_inference_mode_enabled():
         return Decision(guess, is_settled=False)

@@ -10,7 +10,7 @@ from nano_loop.intercept.torch_private import current_node_number, in_backward, 
 from nano_loop.tuning.tuner import Tuner
 
 #: Maximum number of kinds that are remembered: a loop may have a new shape in each batch.
-_MOST = 256
+_MOST_KINDS = 256
 _SETTLED = -1
 
 
@@ -30,7 +30,7 @@ class Decision(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A decision.
+    """A decision that is remembered, and since when it holds.
 
     Attributes
     ----------
@@ -62,6 +62,7 @@ class Decisions:
     def __init__(self, tuner: Tuner) -> None:
         self._tuner = tuner
         self._known: dict[Hashable, _Known] = {}
+        self._has_forgotten = False
 
     def way(
         self,
@@ -91,9 +92,10 @@ class Decisions:
             before = found.thread == threading.get_ident() and (current_node_number() or 0) < found.since
             return guess() if before else found.way
         if found is None or found.turn not in (_SETTLED, self._tuner.turn):
-            found = self._decided(decide(), is_first=found is None)
-            if len(self._known) >= _MOST:
+            found = self._decided(decide(), is_first=found is None and not self._has_forgotten)
+            if len(self._known) >= _MOST_KINDS:
                 self._known.clear()
+                self._has_forgotten = True
             self._known[key] = found
         return found.way
 

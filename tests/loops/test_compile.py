@@ -182,6 +182,7 @@ COMPILED_IN_BLOCKS = [
     Config("fp32", {"compile": True}, tolerance=1e-4),
     Config("whole", {"compile": "whole"}, tolerance=1e-4),
     Config("channels_last", {"compile": True, "channels_last": True}, tolerance=1e-4),
+    Config("torchs dropout", {"compile": True, "fast_dropout": False}, tolerance=1e-4),
 ]
 
 

@@ -204,7 +204,7 @@ def test_checkpoint_recomputes_as_its_forward_did_whenever_a_choice_is_made(tune
 
 
 def test_shape_that_is_forgotten_until_the_recomputation_computes_as_before(tuned, monkeypatch):
-    monkeypatch.setattr(decisions, "_MOST", 1)
+    monkeypatch.setattr(decisions, "_MOST_KINDS", 1)
     tuner = Deciding("fp32")
     layer = nn.Linear(24, 24)
     net = tuned(layer, tuner)
@@ -253,9 +253,9 @@ def test_without_time_a_call_asks_once_a_turn(tuned):
 
 
 def test_lengths_of_a_batch_share_choices_and_a_layer_remembers_few(tuned, monkeypatch):
-    monkeypatch.setattr(decisions, "_MOST", 8)
-    chosen, around = [], tuned_layers._Decisions
-    monkeypatch.setattr(tuned_layers, "_Decisions", lambda *given: chosen.append(around(*given)) or chosen[-1])
+    monkeypatch.setattr(decisions, "_MOST_KINDS", 8)
+    chosen, around = [], tuned_layers._OfLayer
+    monkeypatch.setattr(tuned_layers, "_OfLayer", lambda *given: chosen.append(around(*given)) or chosen[-1])
     tuner, layer = Deciding("fp32"), nn.Linear(24, 8)
     tuned(layer, tuner)
     for rows in range(33, 65):
@@ -275,7 +275,7 @@ def test_nested_and_sparse_inputs_compute_as_without_nano_loop(tuned):
     sparse = torch.randn(5, 24).relu().to_sparse_csr()
     net = tuned(nn.Sequential(layer), Deciding("fp32"))
     assert [each.shape for each in net(nested).unbind()] == [(2, 8), (3, 8)]
-    assert not tuned_layers._Decisions(Deciding("fp32"), layer).is_fp32(sparse)
+    assert not tuned_layers._OfLayer(Deciding("fp32"), layer).is_fp32(sparse)
 
 
 def test_layer_with_a_forward_of_its_own_is_called_as_it_is(tuned):

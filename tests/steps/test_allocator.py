@@ -36,8 +36,10 @@ def test_thresholds_stay_until_the_last_run_has_ended(step, settings):
     second.apply(Parts())
     first.undo()
     assert settings == [glibc.SETTINGS]
+    assert allocator._trim_after_fork().is_on
     second.undo()
     assert settings == [glibc.SETTINGS, allocator._LEFT]
+    assert not allocator._trim_after_fork().is_on
 
 
 @pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
@@ -46,13 +48,14 @@ def test_users_own_settings_stay(step, monkeypatch, variable):
     assert variable in step(Allocator).skip_reason(Parts())
 
 
-def test_what_the_command_line_has_exported_is_no_reason_and_changes_nothing(step, monkeypatch, settings):
+def test_what_the_command_line_has_exported_is_no_reason_and_leaves_the_thresholds(step, monkeypatch, settings):
     for name, value in glibc.SETTINGS_AS_VARIABLES.items():
         assert name in glibc.USERS_OWN
         monkeypatch.setenv(name, value)
     made = step(Allocator)
     assert made.skip_reason(Parts()) is None
     assert made.apply(Parts()) == "glibc keeps freed memory, by its environment variables"
+    assert allocator._trim_after_fork().is_on
     made.undo()
     assert settings == []
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")

@@ -203,7 +203,7 @@ def test_another_backend_gets_torchs_graph_alone(step):
         ({"precision": "bf16", "fast_cross_entropy": False}, {"cross_entropy"}),
     ],
 )
-def test_operators_of_steps_that_are_disabled_are_inductors(step, options, left_out):
+def test_operators_of_steps_that_are_disabled_are_not_ours(step, options, left_out):
     every = {"attention", "batch_norm", "cross_entropy", "dropout", "relu"}
     assert set(step(Compile, compile=True, **options)._operators()) == every - left_out
 

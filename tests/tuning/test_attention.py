@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from nano_loop import nano
 from nano_loop.kernels import attention as kernel
 from nano_loop.kernels.attention import BLOCKS, PRODUCTS, TORCH, WAYS, Arguments
+from nano_loop.tuning import decisions
 from nano_loop.tuning.attention import chooser
 from nano_loop.tuning.choices import Choices
 from nano_loop.tuning.tuner import Tuner
@@ -72,6 +73,19 @@ def test_shapes_masks_and_dropouts_are_measured_apart_and_batches_together(slow)
     assert tuner.measured == 6  # 1, 2 and 3 to 4 sequences, and three more
     choose(given(batch=4), ALL, PRODUCTS)
     assert tuner.measured == 6
+
+
+def test_shape_that_is_forgotten_until_the_recomputation_has_the_way_of_its_forward(slow, monkeypatch):
+    slow(PRODUCTS)
+    slow(TORCH)
+    monkeypatch.setattr(decisions, "_MOST_KINDS", 1)
+    choose = chooser(Tuner(Choices(None), ALWAYS))
+    assert choose(given(), ALL, TORCH) == BLOCKS
+    choose(given(length=41), ALL, TORCH)
+    monkeypatch.setattr(decisions, "in_backward", lambda: True)
+    assert choose(given(), ALL, TORCH) == BLOCKS
+    assert choose(given(), [TORCH], TORCH) == TORCH
+    assert choose(given(length=50), ALL, TORCH) == TORCH  # which was not measured
 
 
 def test_measurements_draw_no_random_numbers_and_call_no_hooks_of_the_loop(slow):

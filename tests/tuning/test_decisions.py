@@ -81,10 +81,20 @@ def test_first_call_that_is_decided_has_no_calls_before(way, backward_of, monkey
 
 
 def test_what_was_forgotten_is_repeated_as_it_was_measured(way, backward_of, monkeypatch):
-    monkeypatch.setattr(decisions, "_MOST", 1)
+    monkeypatch.setattr(decisions, "_MOST_KINDS", 1)
     way(0, Decision("one"))
     way(1, Decision("two"))
     backward_of(9)
     assert way(0) == STORED
     assert way(0, stored=lambda: None) == GUESS
     assert way(1) == "two"
+
+
+def test_what_was_forgotten_is_not_taken_for_new(way, tuner, backward_of, monkeypatch):
+    monkeypatch.setattr(decisions, "_MOST_KINDS", 1)
+    monkeypatch.setattr(decisions, "next_node_number", lambda: 10)
+    way(0, Decision(GUESS, is_settled=False))
+    way(1, Decision("two"))
+    way(0, Decision("one"))
+    backward_of(9)
+    assert way(0) == GUESS
