@@ -1,4 +1,4 @@
-"""Writes stored results as the tables of docs/performance.md and as the README's headline and picture.
+"""Writes stored results as the tables of two pages of docs/, and as the README's headline and picture.
 
     python -m benchmarks.published benchmarks/results/*.json
     python -m benchmarks.published benchmarks/results/NAME.json --picture docs/speed-ups.png
@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.between import largest_savings, savings_of_models
 from benchmarks.chart import SpeedUps, draw_speed_ups
 from benchmarks.markdown import table
+from benchmarks.shapes import markdown
 from benchmarks.summary import set_matmul_shares
 
 WORKLOADS = {
@@ -200,12 +201,18 @@ def _over_plain(systems: Results, system: str) -> tuple[float, float, float]:
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
+def layers(results: Results) -> str:
+    """Return a line for each layer in bf16 and in fp32."""
+    return markdown(results["layers"])
+
+
 #: By what results hold, the tables that are made of it.
 TABLES = {
     "workloads": (overview, times, ratios, memory),
     "levers": (levers,),
     "scaling": (scaling,),
     "between": (savings_of_models, largest_savings),
+    "layers": (layers,),
 }
 
 

@@ -1,4 +1,4 @@
-"""The README's headline and picture and the tables of docs/performance.md are those of the stored results."""
+"""The README's headline and picture and the tables of two pages of docs/ are those of the stored results."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,8 @@ from benchmarks.published import TABLES, headline, speed_ups, tables
 
 RESULTS = {path.name: json.loads(path.read_text()) for path in sorted(Path(ROOT, "benchmarks/results").glob("2*.json"))}
 SHOWN = RESULTS["2026-11-amd-epyc-2-cores.json"]  # in the README: all workloads and systems
-README, PERFORMANCE = (Path(ROOT, name).read_text() for name in ("README.md", "docs/performance.md"))
+README = Path(ROOT, "README.md").read_text()
+PAGES = "".join(Path(ROOT, "docs", name).read_text() for name in ("performance.md", "layers.md"))
 
 
 @pytest.mark.parametrize("kind", TABLES)
@@ -20,9 +21,9 @@ def test_results_of_each_kind_are_stored(kind):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_performance_page_has_the_tables_of_the_results(name):
+def test_pages_have_the_tables_of_the_results(name):
     for table in tables(RESULTS[name]):
-        assert table in PERFORMANCE
+        assert table in PAGES
 
 
 def test_readme_has_the_headline_of_the_results():
@@ -48,5 +49,5 @@ def test_picture_agrees_with_the_stored_ratios_to_plain():
 def test_results_are_of_a_commit_without_changes(name):
     assert len(RESULTS[name]["commit"]) == 40
     assert RESULTS[name]["changed_files"] == []
-    assert not RESULTS[name].get("quick")  # which benchmarks.images has not
+    assert not RESULTS[name]["quick"]
     assert name.removesuffix(".json") in RESULTS[name]["command"]
