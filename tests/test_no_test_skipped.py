@@ -88,8 +88,9 @@ def test_environments_differ_in_torch_and_what_comes_with_it():
         "packaging",
     }  # Lightning's oldest, and what it needs
     assert {line.partition("==")[0] for line in default - ipex} == {"torch", *older}
+    tensorboard = {"tensorboard", "tensorboard-data-server", "absl-py", "grpcio", "Markdown", "protobuf", "Werkzeug"}
     more = {line.partition("==")[0] for line in ipex - default if not line.startswith("nvidia-")}
-    assert more == {"torch", *older, "torchvision", "intel_extension_for_pytorch", "triton"}
+    assert more == {"torch", *older, *tensorboard, "torchvision", "intel_extension_for_pytorch", "triton"}
 
 
 def test_pins_of_ipex_are_those_of_its_extra():
