@@ -10,7 +10,7 @@ from PIL import Image
 from benchmarks.published import TABLES, headline, speed_ups, tables
 
 RESULTS = {path.name: json.loads(path.read_text()) for path in sorted(Path(ROOT, "benchmarks/results").glob("2*.json"))}
-SHOWN = RESULTS["2026-11-amd-epyc-2-cores.json"]  # in the README: all workloads and systems
+SHOWN = RESULTS["2026-11-amd-epyc-zen5-2-cores.json"]  # in the README: all workloads and systems
 README = Path(ROOT, "README.md").read_text()
 PAGES = "".join(Path(ROOT, "docs", name).read_text() for name in ("performance.md", "layers.md"))
 
