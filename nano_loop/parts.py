@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,13 @@ def _as_list(value: Any) -> list[Any]:
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class. For a scripted module, return the name of the original class."""
     return str(module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__)
+
+
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """Return the global names and attributes in the code of a module's `forward`, also if it is wrapped."""
+    forward = inspect.getattr_static(module, "forward", None)  # not a function in a scripted class
+    original = inspect.unwrap(forward) if inspect.isfunction(forward) else None
+    return original.__code__.co_names if inspect.isfunction(original) else ()
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from nano_loop.intercept.operators import gives_kernels, overridden
 from nano_loop.intercept.torch_private import calls_only_forward, in_functorch
 from nano_loop.kernels import activations
 from nano_loop.op_names import operators_of
-from nano_loop.parts import Parts
+from nano_loop.parts import Parts, names_in_forward
 from nano_loop.steps.step import Step
 
 #: Modules that compute GELU by tanh from several operators.
@@ -97,5 +96,4 @@ def _names(model: nn.Module) -> Iterator[str]:
             yield module.approximate
             continue
         yield from ("" if type(module).__qualname__ == "GELUActivation" else type(module).__qualname__,)
-        forward = inspect.getattr_static(module, "forward", None)  # not a function in a scripted class
-        yield from forward.__code__.co_names if inspect.isfunction(forward) else ()
+        yield from names_in_forward(module)

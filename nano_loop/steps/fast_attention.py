@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 
 from torch import nn
@@ -10,7 +9,7 @@ from torch import nn
 from nano_loop.intercept.operators import overridden
 from nano_loop.kernels.attention import for_set_up_models
 from nano_loop.kernels.blocked_attention import unavailable
-from nano_loop.parts import Parts, class_name
+from nano_loop.parts import Parts, class_name, names_in_forward
 from nano_loop.steps.step import Step
 
 _OPERATOR = "scaled_dot_product_attention"
@@ -52,5 +51,4 @@ def _names(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         yield name
         yield class_name(module)
-        forward = inspect.getattr_static(module, "forward", None)  # not a function in a scripted class
-        yield from forward.__code__.co_names if inspect.isfunction(forward) else ()
+        yield from names_in_forward(module)
