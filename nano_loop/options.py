@@ -159,8 +159,9 @@ class Options:
     fast_convolution: bool | Literal["auto"] = option(
         "auto",
         checks.auto_or_boolean,
-        "Gradients of convolutions' weights by plain bf16 matrix products where oneDNN is slow, in reduced precision. "
-        "Needs torch 2.9 or later.",
+        "Gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 times as "
+        "fast as oneDNN, for NHWC images. Needs torch 2.9, and a C compiler, at first use, and AVX-512; else by plain "
+        "matrix products where oneDNN is slow.",
     )
     fast_cross_entropy: bool | Literal["auto"] = option(
         "auto",

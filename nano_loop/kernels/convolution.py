@@ -1,8 +1,9 @@
-"""Gradients of bf16 convolutions by plain matrix products and sums, or in fp32, where oneDNN's bf16 kernels are slow.
+"""Gradients of bf16 convolutions by a C function, by matrix products and sums, or in fp32, where oneDNN's are slow.
 
-oneDNN computes a weight's gradient image by image. For images with few pixels, and for 1×1 kernels, a single product
-over the pixels of all images is faster. For the bias of a transposed convolution, oneDNN's sum takes several times as
-long as the rest of the backward. Depthwise convolutions with a stride or a large kernel, and convolutions in many
+oneDNN computes a weight's gradient image by image. The C function of `nano_loop.kernels.weight_gradient` is faster on
+CPUs with AVX-512's bf16 instructions. On others, for images with few pixels, and for 1×1 kernels, a single product over
+the pixels of all images is. For the bias of a transposed convolution, oneDNN's sum takes several times as long as the
+rest of the backward. Depthwise convolutions with a stride or a large kernel, and convolutions in many
 groups, are up to ten times as fast in fp32, casts included. docs/performance.md has the times.
 """
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nano_loop.intercept.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.kernels import weight_gradient
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 WORTH_IT = 1 << 25
@@ -25,6 +27,9 @@ WORTH_IT = 1 << 25
 _PIXELS_OF_1X1 = 1 << 14
 #: The same for larger kernels.
 _PIXELS = 1 << 11
+#: Minimum odd number of images for blocks, which pair images: the last one counts twice.
+_ODD_IMAGES = 7
+_DIMENSIONS = 4  # images, channels, rows, columns
 #: Maximum number of elements of the unfolded input, with one copy per kernel position, for larger kernels: 32 MiB.
 _COLUMNS = 1 << 24
 
@@ -52,8 +57,8 @@ class Plan(NamedTuple):
     ----------
     inputs : {"torch", "fp32"}
         The inputs' gradient.
-    weight : {"torch", "fp32", "product"}
-        The weight's.
+    weight : {"torch", "fp32", "product", "blocks"}
+        The weight's: by torch's kernel in bf16 or in fp32, by one product, or in blocks by the C function.
     """
 
     inputs: str = "torch"
@@ -81,8 +86,8 @@ class Arguments(NamedTuple):
         return self[3:-1]
 
 
-#: Computes the gradients by a plan.
-ByPlan = Callable[[Plan], _Gradients]
+#: Computes the gradients by a plan, those of a mask, or those that are asked for.
+ByPlan = Callable[..., _Gradients]
 
 
 def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gradients]:
@@ -132,8 +137,8 @@ def faster_backward(
         if not _is_plain_bf16(given.gradient, given.inputs, given.weight):
             return kernel(keys, *args)
 
-        def by_plan(plan: Plan) -> _Gradients:
-            return _by_plan(plan, kernel, keys, given)
+        def by_plan(plan: Plan, mask: Sequence[bool] = given.output_mask) -> _Gradients:
+            return _by_plan(plan, kernel, keys, given._replace(output_mask=mask))
 
         plan = first_guess(given)
         return by_plan(plan if choose is None else choose(by_plan, given, plan))
@@ -147,7 +152,9 @@ def first_guess(given: Arguments) -> Plan:
     of_inputs, of_weight, _ = given.output_mask
     in_fp32 = of_inputs and _of_input_is_faster_in_fp32(gradient, weight, given.stride, given.transposed, given.groups)
     how = "torch"
-    if of_weight and not given.transposed:
+    if of_weight and _blocks_are_faster(given):
+        how = "blocks"
+    elif of_weight and not given.transposed:
         if _product_is_faster(given):
             how = "product"
         elif _of_weight_is_faster_in_fp32(gradient, weight, given.groups):
@@ -164,8 +171,9 @@ def plans(given: Arguments) -> list[Plan]:
     of_inputs, of_weight, _ = given.output_mask
     fp32 = ["fp32"] if given.groups > 1 or min(given.weight.shape[:2]) <= _FEW_CHANNELS else []
     product = ["product"] if not given.transposed and _fits_product(given) else []
+    blocks = ["blocks"] if _fits_blocks(given) else []
     inputs = ["torch", *fp32] if of_inputs else ["torch"]
-    weights = ["torch", *product, *([] if given.transposed else fp32)] if of_weight else ["torch"]
+    weights = ["torch", *blocks, *product, *([] if given.transposed else fp32)] if of_weight else ["torch"]
     return [Plan(*each) for each in itertools.product(inputs, weights)]
 
 
@@ -178,11 +186,13 @@ def in_fp32(kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given
 def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given: Arguments) -> _Gradients:
     gradient, mask = given.gradient, given.output_mask
     ours: list[Tensor | None] = [None, None, None]
-    by_product, fp32 = plan.weight == "product", (plan.inputs == "fp32", plan.weight == "fp32")
-    if by_product:
+    fp32 = plan.inputs == "fp32", plan.weight == "fp32"
+    if plan.weight == "product":
         ours[1] = _of_weight(*given[:3], given.stride, given.padding, given.dilation)
+    elif plan.weight == "blocks":
+        ours[1] = weight_gradient.weight_gradient(*_for_blocks(given))
     # oneDNN computes the weight's gradient again where the bias's is asked for.
-    if mask[2] and (by_product or given.transposed or fp32[1]):
+    if mask[2] and (plan.weight != "torch" or given.transposed):
         ours[2] = gradient.sum([0, *range(2, gradient.dim())])
     if any(fp32):
         found = _partly_in_fp32(kernel, keys, given, fp32)
@@ -232,6 +242,26 @@ def _partly_in_fp32(
     found = kernel(keys, gradient.float(), inputs, weight.float(), *given.geometry, [*asked, False])
     of_inputs, of_weight, _ = (None if each is None else each.bfloat16() for each in found)
     return of_inputs, of_weight, None
+
+
+def _blocks_are_faster(given: Arguments) -> bool:
+    """Whether the weight's gradient is faster in blocks."""
+    images, pixels = given.inputs.size(0), _pixels(given._replace(gradient=_for_blocks(given)[0]))
+    if pixels * given.weight.numel() < WORTH_IT or (images % 2 and images < _ODD_IMAGES):
+        return False
+    return weight_gradient.is_first_guess() and _fits_blocks(given)
+
+
+def _fits_blocks(given: Arguments) -> bool:
+    return given.groups == 1 and given.weight.dim() == _DIMENSIONS and weight_gradient.fits(*_for_blocks(given))
+
+
+def _for_blocks(given: Arguments) -> tuple[Any, ...]:
+    """Return the arguments of `weight_gradient`, for which a transposed convolution exchanges input and gradient."""
+    gradient, inputs, weight = given[:3]
+    if given.transposed:
+        gradient, inputs = inputs, gradient
+    return gradient, inputs, weight.shape[2:], given.stride, given.padding, given.dilation
 
 
 def _product_is_faster(given: Arguments) -> bool:

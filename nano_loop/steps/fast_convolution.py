@@ -1,4 +1,4 @@
-"""Computes some gradients of bf16 convolutions by plain products and sums where they are faster than torch's kernel."""
+"""Computes gradients of bf16 convolutions by a C function, or by products and sums, where torch's kernel is slower."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nano_loop.intercept.operators import gives_kernels, overridden
+from nano_loop.kernels import weight_gradient
 from nano_loop.kernels.convolution import for_set_up_models
 from nano_loop.parts import Parts, class_name
 from nano_loop.steps.step import Step
@@ -41,7 +42,10 @@ class FastConvolution(Step):
         if not self._overridden:
             self.undoing.enter_context(overridden(_OPERATOR, for_set_up_models, "CPU"))
             self._overridden = True
-        return "weights' gradients by plain bf16 products where oneDNN is slow"
+        reason = weight_gradient.unavailable()
+        if reason is None:
+            return "weights' gradients in blocks, by bf16 instructions"
+        return f"weights' gradients by plain bf16 products where oneDNN is slow, since {reason}"
 
     _overridden = False
 

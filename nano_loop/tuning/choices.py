@@ -18,7 +18,8 @@ from nano_loop.cache_folder import cache_folder
 from nano_loop.cpu import Machine
 from nano_loop.version import __version__
 
-_FORMAT = 1
+#: Of the file, and of the ways: a choice among fewer ways is not used.
+_FORMAT = 2
 _MOST_BYTES = 1 << 25  # of a file that is read
 
 

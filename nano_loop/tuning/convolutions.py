@@ -48,16 +48,19 @@ def _chosen(tuner: Tuner, by_plan: ByPlan, given: Arguments, guess: Plan) -> Pla
 
 
 def _ways(by_plan: ByPlan, by_name: dict[str, Plan], given: Arguments) -> Ways:
-    ways = {name: _way(by_plan, plan) for name, plan in by_name.items()}
+    of_inputs, of_weight, of_bias = given.output_mask
+    # What each plan computes in the same way is not timed.
+    mask = (of_inputs and len({plan.inputs for plan in by_name.values()}) > 1, of_weight, of_bias)
+    ways = {name: _way(by_plan, plan, mask) for name, plan in by_name.items()}
     if not any("fp32" in plan for plan in by_name.values()):
         return Ways(ways, _TORCHS, None)
-    of_inputs, of_weight, _ = given.output_mask
-    return Ways(ways, _TORCHS, _way(by_plan, Plan("fp32" if of_inputs else "torch", "fp32" if of_weight else "torch")))
+    in_fp32 = Plan("fp32" if mask[0] else "torch", "fp32" if of_weight else "torch")
+    return Ways(ways, _TORCHS, _way(by_plan, in_fp32, mask))
 
 
-def _way(by_plan: ByPlan, plan: Plan) -> Way:
+def _way(by_plan: ByPlan, plan: Plan, mask: Sequence[bool]) -> Way:
     def way() -> Sequence[Tensor]:
-        return [each for each in by_plan(plan) if each is not None]
+        return [each for each in by_plan(plan, mask) if each is not None]
 
     return way
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.kernels import convolution
+from nano_loop.kernels import convolution, weight_gradient
 from nano_loop.parts import Parts
 from nano_loop.steps.fast_convolution import FastConvolution
 
@@ -98,3 +98,14 @@ def test_torch_without_kernels_to_hand_out_is_left_alone(step, monkeypatch):
     monkeypatch.delattr(torch.library, "get_kernel", raising=False)
     reason = step(FastConvolution, precision="bf16").skip_reason(CONVOLVES)
     assert reason == f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+
+
+@gets_kernels
+@pytest.mark.parametrize(
+    ("reason", "text"), [(None, "in blocks, by bf16 instructions"), ("no C compiler was found", "by plain bf16 products")]
+)
+def test_the_report_says_how_and_why(step, monkeypatch, reason, text):
+    monkeypatch.setattr(weight_gradient, "unavailable", lambda: reason)
+    said = step(FastConvolution, precision="bf16").apply(Parts([CONVOLVES.models[0]]))
+    assert text in said
+    assert (reason or "") in said

@@ -64,7 +64,7 @@ def test_run_computes_as_the_stored_choices_say(measuring):
     keys = [*stored(measuring)]
     plain = weights(tune_operators=False)
     for way, same in (("bf16", True), ("fp32", False)):
-        path.write_text(json.dumps({"format": 1, "choices": {key: [way, "bf16", {}] for key in keys}}))
+        path.write_text(json.dumps({"format": choices._FORMAT, "choices": {key: [way, "bf16", {}] for key in keys}}))
         choices._opened.clear()
         found = weights()
         assert all(map(torch.equal, found, plain)) == same

@@ -1,0 +1,337 @@
+/* The gradient of a convolution's weight, by the bf16 instructions of AVX-512, for images in NHWC.
+
+   For each position of the kernel it is a product over the pixels of all images: outputs × pixels by pixels × channels.
+   The instruction sums the products of two pairs of numbers, so two images are interleaved, pixel by pixel: then the
+   window of each position of the kernel is the same packed images at another offset, and nothing is unfolded. Sums are
+   in fp32. Some rows of some images at a time are packed, so that what is packed stays in the cache.
+
+   Threads share the outputs, and then each packs all images, or they share the images, and then each has its own sums,
+   which are added in the order of the threads; or both. */
+#include <stdint.h>
+#include <string.h>
+
+/* Strides are numbers of elements. Channels, and outputs in the gradient, lie side by side. */
+typedef struct {
+    int64_t images, channels, outputs, rows, columns;  /* of the inputs */
+    int64_t out_rows, out_columns;                     /* of the gradient */
+    int64_t kernel[2], stride[2], padding[2], dilation[2];
+    int64_t input[3], gradient[3];                     /* strides of an image, a row and a column */
+    int64_t result[3];                                 /* strides of an output, and of the kernel's rows and columns */
+} Call;
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+    defined(__AVX512BF16__)
+#include <immintrin.h>
+
+#define OUTPUTS 8   /* of a tile of sums, one broadcast for each */
+#define CHANNELS 32 /* of a tile of sums: two vectors */
+#define TILE (OUTPUTS * CHANNELS)
+#define PIXELS 144  /* of a block, about: a tile reads 64 bytes of the outputs' and 128 of the inputs' for each */
+#define INLINE static inline __attribute__((always_inline))
+
+extern int omp_get_thread_num(void);
+
+int weight_gradient_is_supported(void) { return 1; }
+#ifdef __AMX_BF16__
+int weight_gradient_is_first_guess(void) { return 0; }
+#else
+int weight_gradient_is_first_guess(void) { return 1; }
+#endif
+
+INLINE int64_t divided(int64_t number, int64_t by) { return (number + by - 1) / by; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE __mmask32 first(int64_t count) {
+    return count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (__mmask32)((1u << count) - 1);
+}
+
+/* How the work is divided: into blocks of pixels, and among threads. */
+typedef struct {
+    int64_t pairs, pairs_of_block, rows_of_block, blocks_of_rows, blocks;
+    int64_t packed_rows, packed_columns;      /* of the inputs of a block */
+    int64_t channel_tiles, output_tiles, positions;
+    int64_t output_parts, image_parts;        /* among which threads divide each */
+    int64_t tiles_of_part;                    /* of outputs */
+    int64_t output_words;                     /* of a pixel of the packed gradient */
+    int64_t inputs, gradients, sums;          /* bytes of each, of a thread */
+} Plan;
+
+/* Cycles of a thread, roughly: of the products, the packing of the inputs, and the sum of what the threads have. */
+static double cycles(const Plan *plan, int64_t pixels, int64_t output_parts, int64_t image_parts) {
+    double blocks = (double)divided(plan->blocks, image_parts), positions = (double)plan->positions;
+    double tiles = (double)(divided(plan->output_tiles, output_parts) * plan->channel_tiles);
+    double packed = (double)(plan->pairs_of_block * plan->packed_rows * plan->packed_columns * plan->channel_tiles);
+    double summed = positions * (double)(plan->output_tiles * plan->channel_tiles) / (double)output_parts;
+    return blocks * (8.0 * positions * tiles * (double)pixels + 6.0 * packed) + 256.0 * summed;
+}
+
+static void divide(Plan *plan, int64_t pixels, int64_t threads) {
+    double fewest = 0;
+    for (int64_t outputs = 1; outputs <= least(threads, plan->output_tiles); outputs++) {
+        int64_t images = least(threads / outputs, plan->blocks);
+        double found = cycles(plan, pixels, outputs, images);
+        if (outputs > 1 && found >= fewest) continue;
+        fewest = found, plan->output_parts = outputs, plan->image_parts = images;
+    }
+    plan->tiles_of_part = divided(plan->output_tiles, plan->output_parts);
+}
+
+static Plan plan_of(const Call *call, int64_t threads) {
+    Plan plan;
+    int64_t pixels = call->out_rows * call->out_columns;
+    plan.pairs = divided(call->images, 2);
+    plan.rows_of_block = least(call->out_rows, most(1, PIXELS / call->out_columns));
+    plan.blocks_of_rows = divided(call->out_rows, plan.rows_of_block);
+    plan.rows_of_block = divided(call->out_rows, plan.blocks_of_rows);
+    plan.blocks_of_rows = divided(call->out_rows, plan.rows_of_block);
+    plan.pairs_of_block = least(plan.pairs, most(1, (PIXELS + pixels / 2) / pixels));
+    plan.blocks = plan.blocks_of_rows * divided(plan.pairs, plan.pairs_of_block);
+    plan.packed_rows = (plan.rows_of_block - 1) * call->stride[0] + (call->kernel[0] - 1) * call->dilation[0] + 1;
+    plan.packed_columns = (call->out_columns - 1) * call->stride[1] + (call->kernel[1] - 1) * call->dilation[1] + 1;
+    plan.channel_tiles = divided(call->channels, CHANNELS);
+    plan.output_tiles = divided(call->outputs, OUTPUTS);
+    plan.positions = call->kernel[0] * call->kernel[1];
+    pixels = plan.pairs_of_block * plan.rows_of_block * call->out_columns;
+    divide(&plan, pixels, threads);
+    /* An odd number of cache lines: pixels at a power of two would share few sets of the cache. */
+    plan.output_words = divided(plan.tiles_of_part * OUTPUTS, 32) * 32 + 16;
+    plan.inputs = 4 * plan.channel_tiles * plan.pairs_of_block * plan.packed_rows * plan.packed_columns * CHANNELS;
+    plan.gradients = 4 * pixels * plan.output_words;
+    plan.sums = 4 * plan.positions * plan.channel_tiles * plan.tiles_of_part * TILE;
+    return plan;
+}
+
+/* Bytes of memory that a call takes, of all threads. */
+int64_t weight_gradient_bytes(const Call *call, int threads) {
+    Plan plan = plan_of(call, threads);
+    return plan.output_parts * plan.image_parts * (plan.inputs + plan.gradients + plan.sums);
+}
+
+/* ------------------------------------------------------------------------------------------------- packing */
+
+/* Writes 32 words: of each of 32 numbers of an image, and of the other image beside it. */
+INLINE void interleave(const uint16_t *low, const uint16_t *high, __mmask32 here, uint32_t *to) {
+    const __m512i firsts = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                            37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i lasts = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54,
+                                           22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+    __m512i a = _mm512_maskz_loadu_epi16(here, low);
+    __m512i b = high ? _mm512_maskz_loadu_epi16(here, high) : _mm512_setzero_si512();
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, firsts, b));
+    _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, lasts, b));
+}
+
+/* Packs the rows from `row` on of the inputs of some pairs of images, as channel tile, pair, row, column, 32 words. */
+static void pack_inputs(const Call *call, const Plan *plan, const uint16_t *from, int64_t pair, int64_t pairs,
+                        int64_t row, uint32_t *to) {
+    int64_t pixels = plan->pairs_of_block * plan->packed_rows * plan->packed_columns, pixel = 0;
+    for (int64_t p = pair; p < pair + pairs; p++)
+        for (int64_t y = row; y < row + plan->packed_rows; y++)
+            for (int64_t i = 0; i < plan->packed_columns; i++, pixel++) {
+                int64_t x = i - call->padding[1];
+                uint32_t *at = to + pixel * CHANNELS;
+                if (y < 0 || y >= call->rows || x < 0 || x >= call->columns) {
+                    for (int64_t t = 0; t < plan->channel_tiles; t++) {
+                        _mm512_storeu_si512(at + t * pixels * CHANNELS, _mm512_setzero_si512());
+                        _mm512_storeu_si512(at + t * pixels * CHANNELS + 16, _mm512_setzero_si512());
+                    }
+                    continue;
+                }
+                const uint16_t *low = from + 2 * p * call->input[0] + y * call->input[1] + x * call->input[2];
+                const uint16_t *high = 2 * p + 1 < call->images ? low + call->input[0] : 0;
+                for (int64_t t = 0; t < plan->channel_tiles; t++) {
+                    int64_t c = t * CHANNELS;
+                    interleave(low + c, high ? high + c : 0, first(call->channels - c), at + t * pixels * CHANNELS);
+                }
+            }
+}
+
+/* Packs rows of the gradient, some of the outputs: pair, row, column, words. */
+static void pack_gradients(const Call *call, const Plan *plan, const uint16_t *from, int64_t pair, int64_t pairs,
+                           int64_t row, int64_t rows, int64_t output, uint32_t *to) {
+    int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output);
+    for (int64_t p = pair; p < pair + pairs; p++)
+        for (int64_t y = row; y < row + rows; y++)
+            for (int64_t x = 0; x < call->out_columns; x++, to += plan->output_words) {
+                const uint16_t *low = from + 2 * p * call->gradient[0] + y * call->gradient[1] + x * call->gradient[2];
+                const uint16_t *high = 2 * p + 1 < call->images ? low + call->gradient[0] : 0;
+                low += output, high = high ? high + output : 0;
+                for (int64_t o = 0; o < outputs; o += 32)
+                    interleave(low + o, high ? high + o : 0, first(outputs - o), to + o);
+            }
+}
+
+/* ------------------------------------------------------------------------------------------------ products */
+
+/* A window of the packed inputs: how many pixels, and how many words lie between them. */
+typedef struct {
+    int64_t pairs, rows, columns, of_pair, of_row, of_column;
+} Window;
+
+/* What is fetched into the cache while the products of a block are computed: the rows of the next one. */
+typedef struct {
+    const Call *call;
+    const uint16_t *tensors[2];        /* at the first row of the block: inputs and gradient */
+    int64_t bytes[2];                  /* of an image's rows */
+    int64_t tensor, image, images;
+    const char *at, *end;              /* of the image that is being fetched */
+    int64_t step;                      /* bytes for each pixel of a tile */
+} Ahead;
+
+static void begin_image(Ahead *ahead) {
+    const int64_t *strides = ahead->tensor ? ahead->call->gradient : ahead->call->input;
+    ahead->at = (const char *)(ahead->tensors[ahead->tensor] + ahead->image * strides[0]);
+    ahead->end = ahead->at + ahead->bytes[ahead->tensor];
+}
+
+static Ahead ahead_of(const Call *call, const Plan *plan, const uint16_t *inputs, const uint16_t *gradient, int64_t block,
+                      int64_t steps) {
+    Ahead ahead;
+    int64_t pair = block / plan->blocks_of_rows * plan->pairs_of_block;
+    int64_t row = block % plan->blocks_of_rows * plan->rows_of_block, rows = least(plan->rows_of_block, call->out_rows - row);
+    int64_t in_row = row * call->stride[0] - call->padding[0];
+    int64_t from = most(0, in_row), until = least(call->rows, in_row + plan->packed_rows);
+    ahead.call = call, ahead.tensor = ahead.image = 0;
+    ahead.images = least(2 * plan->pairs_of_block, call->images - 2 * pair);
+    ahead.tensors[0] = inputs + 2 * pair * call->input[0] + from * call->input[1];
+    ahead.tensors[1] = gradient + 2 * pair * call->gradient[0] + row * call->gradient[1];
+    ahead.bytes[0] = 2 * most(0, until - from) * call->input[1], ahead.bytes[1] = 2 * rows * call->gradient[1];
+    ahead.step = divided(ahead.images * (ahead.bytes[0] + ahead.bytes[1]), steps);
+    begin_image(&ahead);
+    return ahead;
+}
+
+/* Where to go on fetching, at the beginning of a row of a tile. */
+INLINE const char *fetched(Ahead *ahead) {
+    if (ahead->at >= ahead->end && ahead->step) {
+        if (++ahead->image == ahead->images) {
+            ahead->image = 0;
+            if (++ahead->tensor == 2) ahead->tensor = ahead->step = 0;
+        }
+        begin_image(ahead);
+    }
+    return ahead->at;
+}
+
+/* Adds the products of some outputs and channels to a tile of sums, or begins it. */
+INLINE void add_products(const int outputs, const Window *window, const uint32_t *gradients, int64_t words,
+                         const uint32_t *inputs, float *to, int begins, Ahead *ahead) {
+    __m512 sums[OUTPUTS][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < outputs; i++)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++)
+            sums[i][j] = begins ? _mm512_setzero_ps() : _mm512_loadu_ps(to + i * CHANNELS + 16 * j);
+    for (int64_t pair = 0; pair < window->pairs; pair++)
+        for (int64_t row = 0; row < window->rows; row++) {
+            const uint32_t *at = inputs + pair * window->of_pair + row * window->of_row;
+            const char *next = fetched(ahead);
+            for (int64_t column = 0; column < window->columns; column++) {
+                _mm_prefetch(next, _MM_HINT_T0);
+                next += ahead->step;
+                __m512bh low = (__m512bh)_mm512_loadu_si512(at), high = (__m512bh)_mm512_loadu_si512(at + 16);
+#pragma GCC unroll 8
+                for (int i = 0; i < outputs; i++) {
+                    __m512bh of_output = (__m512bh)_mm512_set1_epi32((int)gradients[i]);
+                    sums[i][0] = _mm512_dpbf16_ps(sums[i][0], of_output, low);
+                    sums[i][1] = _mm512_dpbf16_ps(sums[i][1], of_output, high);
+                }
+                at += window->of_column, gradients += words;
+            }
+            ahead->at = next;
+        }
+#pragma GCC unroll 8
+    for (int i = 0; i < outputs; i++)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) _mm512_storeu_ps(to + i * CHANNELS + 16 * j, sums[i][j]);
+}
+
+/* The memory of a thread. */
+typedef struct {
+    uint32_t *inputs, *gradients;
+    float *sums; /* position of the kernel, channel tile, output tile, output, channel */
+} Memory;
+
+static Memory memory_of(const Plan *plan, char *scratch, int64_t thread) {
+    char *at = scratch + thread * (plan->inputs + plan->gradients + plan->sums);
+    Memory found = {(uint32_t *)at, (uint32_t *)(at + plan->inputs), (float *)(at + plan->inputs + plan->gradients)};
+    return found;
+}
+
+/* Adds a block of pixels to the sums of a thread. */
+static void add_block(const Call *call, const Plan *plan, const uint16_t *inputs, const uint16_t *gradient,
+                      const Memory *memory, int64_t block, int64_t output, int begins, int ends) {
+    int64_t pair = block / plan->blocks_of_rows * plan->pairs_of_block;
+    int64_t row = block % plan->blocks_of_rows * plan->rows_of_block;
+    int64_t pairs = least(plan->pairs_of_block, plan->pairs - pair);
+    int64_t rows = least(plan->rows_of_block, call->out_rows - row);
+    int64_t tiles = least(plan->tiles_of_part, divided(call->outputs - output, OUTPUTS));
+    pack_inputs(call, plan, inputs, pair, pairs, row * call->stride[0] - call->padding[0], memory->inputs);
+    pack_gradients(call, plan, gradient, pair, pairs, row, rows, output, memory->gradients);
+    int64_t of_row = plan->packed_columns * CHANNELS, of_pair = plan->packed_rows * of_row;
+    Window window = {pairs, rows, call->out_columns, of_pair, call->stride[0] * of_row, call->stride[1] * CHANNELS};
+    float *sums = memory->sums;
+    int64_t steps = plan->positions * plan->channel_tiles * tiles * pairs * rows * call->out_columns;
+    Ahead ahead = ahead_of(call, plan, inputs, gradient, ends ? block : block + 1, steps);
+    if (ends) ahead.step = 0;
+    for (int64_t position = 0; position < plan->positions; position++) {
+        int64_t y = position / call->kernel[1] * call->dilation[0], x = position % call->kernel[1] * call->dilation[1];
+        for (int64_t c = 0; c < plan->channel_tiles; c++) {
+            const uint32_t *from = memory->inputs + c * plan->pairs_of_block * of_pair + y * of_row + x * CHANNELS;
+            for (int64_t o = 0; o < tiles; o++) {
+                add_products(OUTPUTS, &window, memory->gradients + o * OUTPUTS, plan->output_words, from, sums + o * TILE,
+                             begins, &ahead);
+            }
+            sums += plan->tiles_of_part * TILE;
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------- results */
+
+/* Writes the sums of all threads that share some outputs, of one position of the kernel and one channel tile. */
+static void store(const Call *call, const Plan *plan, char *scratch, int64_t first_thread, int64_t output,
+                  int64_t place, uint16_t *to) {
+    int64_t position = place / plan->channel_tiles, channel = place % plan->channel_tiles * CHANNELS;
+    int64_t y = position / call->kernel[1], x = position % call->kernel[1];
+    int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output), begin = place * plan->tiles_of_part * TILE;
+    __mmask32 here = first(call->channels - channel);
+    for (int64_t o = 0; o < outputs; o++) {
+        int64_t at = begin + o * CHANNELS;
+        __m512 low = _mm512_setzero_ps(), high = low;
+        for (int64_t part = 0; part < plan->image_parts; part++) {
+            const float *sums = memory_of(plan, scratch, first_thread + part).sums + at;
+            low = _mm512_add_ps(low, _mm512_loadu_ps(sums)), high = _mm512_add_ps(high, _mm512_loadu_ps(sums + 16));
+        }
+        uint16_t *out = to + (output + o) * call->result[0] + y * call->result[1] + x * call->result[2] + channel;
+        _mm512_mask_storeu_epi16(out, here, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+/* Writes the gradient of the weight, whose channels lie side by side, in bf16. */
+void weight_gradient(const Call *call, const uint16_t *inputs, const uint16_t *gradient, uint16_t *result,
+                           char *scratch, int threads) {
+    Plan plan = plan_of(call, threads);
+    int64_t places = plan.positions * plan.channel_tiles;
+#pragma omp parallel num_threads((int)(plan.output_parts * plan.image_parts))
+    {
+        int64_t thread = omp_get_thread_num(), part = thread % plan.image_parts;
+        int64_t output = thread / plan.image_parts * plan.tiles_of_part * OUTPUTS;
+        Memory memory = memory_of(&plan, scratch, thread);
+        int64_t begin = part * plan.blocks / plan.image_parts, end = (part + 1) * plan.blocks / plan.image_parts;
+        if (output < call->outputs)
+            for (int64_t block = begin; block < end; block++)
+                add_block(call, &plan, inputs, gradient, &memory, block, output, block == begin, block + 1 == end);
+#pragma omp barrier
+        if (output < call->outputs)
+            for (int64_t place = part; place < places; place += plan.image_parts)
+                store(call, &plan, scratch, thread - part, output, place, result);
+    }
+}
+#else
+int weight_gradient_is_supported(void) { return 0; }
+int weight_gradient_is_first_guess(void) { return 0; }
+int64_t weight_gradient_bytes(const Call *call, int threads) { return 0; }
+void weight_gradient(const Call *call, const uint16_t *inputs, const uint16_t *gradient, uint16_t *result,
+                           char *scratch, int threads) {}
+#endif

@@ -1,0 +1,217 @@
+"""The weight's gradient in blocks is as exact as torch's, for any shape, stride and number of threads."""
+
+import ctypes
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_loop.kernels import convolution, weight_gradient
+from nano_loop.kernels.compiled import UnavailableError
+from nano_loop.kernels.convolution import Arguments, Plan, faster_backward, first_guess, plans
+
+NHWC = torch.channels_last
+
+pytestmark = pytest.mark.skipif(weight_gradient.unavailable() is not None, reason=str(weight_gradient.unavailable()))
+
+
+@pytest.fixture
+def threads():
+    """Set torch's threads, and put them back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def arguments(
+    images=4,
+    channels=16,
+    outputs=16,
+    size=(9, 9),
+    kernel=(3, 3),
+    stride=(1, 1),
+    padding=(1, 1),
+    dilation=(1, 1),
+    transposed=False,
+    mask=(False, True, True),
+    seed=0,
+):
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(*shape):
+        return torch.randn(shape, generator=generator).bfloat16().contiguous(memory_format=NHWC)
+
+    inputs = some(images, channels, *size)
+    weight = some(*((channels, outputs) if transposed else (outputs, channels)), *kernel)
+    function = F.conv_transpose2d if transposed else F.conv2d
+    out = function(inputs, weight, None, stride, padding, dilation=dilation)
+    geometry = ([outputs], stride, padding, dilation, transposed, [0, 0], 1)
+    return Arguments(some(*out.shape), inputs, weight, *geometry, mask)
+
+
+def by_torch(keys, *given):
+    """torch's kernel."""
+    return torch.ops.aten.convolution_backward(*given)
+
+
+def gradients(given, way="blocks"):
+    return faster_backward(by_torch, lambda by_plan, given, guess: Plan(weight=way))(None, *given)
+
+
+def exact(given):
+    return by_torch(None, *(each.double() for each in given[:3]), *given[3:])[1]
+
+
+def error(found, reference):
+    return (found.double() - reference).square().mean().sqrt().item()
+
+
+def assert_as_exact_as_torch(given):
+    reference = exact(given)
+    ours, torchs = gradients(given)[1], by_torch(None, *given)[1]
+    assert ours.shape == torchs.shape
+    # Where torch is exact by chance, on a few small numbers, an error of one rounding is allowed.
+    rounding = 2**-9 * reference.square().mean().sqrt().item()
+    assert error(ours, reference) <= max(1.2 * error(torchs, reference), rounding)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    images=st.integers(1, 7),
+    channels=st.integers(8, 70),
+    outputs=st.integers(8, 70),
+    size=st.tuples(st.integers(5, 16), st.integers(5, 16)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    transposed=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_is_as_exact_as_torch(transposed, padding, kernel, dilation, **sizes):
+    if transposed:  # more padding than the kernel's reach would leave no output
+        padding = tuple(min(p, d * (k - 1)) for p, k, d in zip(padding, kernel, dilation, strict=True))
+    given = arguments(transposed=transposed, padding=padding, kernel=kernel, dilation=dilation, **sizes)
+    assert "blocks" in {plan.weight for plan in plans(given)}
+    assert_as_exact_as_torch(given)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"images": 16, "channels": 64, "outputs": 96, "size": (7, 7)},
+        {"images": 4, "size": (60, 200)},
+        {"images": 2, "size": (3, 400), "kernel": (1, 1), "padding": (0, 0)},
+        {"images": 30, "channels": 40, "size": (1, 1), "kernel": (1, 1), "padding": (0, 0)},
+        {"images": 6, "channels": 160, "outputs": 24, "size": (20, 20), "stride": (2, 2)},
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2, 5, 13])
+def test_blocks_of_many_pixels_are_right_for_any_number_of_threads(threads, sizes, count):
+    threads(count)
+    given = arguments(**sizes)
+    first = gradients(given)[1]
+    assert_as_exact_as_torch(given)
+    assert torch.equal(gradients(given)[1], first)  # the same for the same threads, though memory was used before
+
+
+def test_parts_of_larger_tensors_are_read_where_they_lie():
+    given = arguments(images=6, channels=32, outputs=24)
+    gradient = torch.full((6, 9, 12, 40), torch.nan).bfloat16().permute(0, 3, 1, 2)[:, 8:32, :, 2:11]
+    inputs = torch.full((12, 9, 9, 50), torch.nan).bfloat16().permute(0, 3, 1, 2)[::2, 5:37]
+    gradient.copy_(given.gradient), inputs.copy_(given.inputs)
+    assert torch.equal(gradients(given._replace(gradient=gradient, inputs=inputs))[1], gradients(given)[1])
+
+
+def test_numbers_that_are_not_finite_reach_their_weights_alone():
+    given = arguments(images=3)
+    given.gradient[2, 5] = torch.nan
+    found = gradients(given)[1]
+    assert found[5].isnan().all()
+    assert not found[torch.arange(16) != 5].isnan().any()
+
+
+def test_the_bias_is_the_sum_of_the_gradient_and_nothing_is_asked_of_torch():
+    given = arguments(images=4)
+
+    def not_called(keys, *given):
+        raise AssertionError("torch's kernel was called")
+
+    _, _, bias = faster_backward(not_called, lambda *_: Plan(weight="blocks"))(None, *given)
+    assert torch.equal(bias, given.gradient.sum([0, 2, 3]))
+
+
+OTHERS = {
+    "NCHW": lambda given: given._replace(inputs=given.inputs.contiguous()),
+    "gradient in NCHW": lambda given: given._replace(gradient=given.gradient.contiguous()),
+    "groups": lambda given: given._replace(groups=2, weight=given.weight[:, :8]),
+    "few channels": lambda given: arguments(channels=7),
+    "few outputs": lambda given: arguments(outputs=7),
+    "no images": lambda given: given._replace(gradient=given.gradient[:0], inputs=given.inputs[:0]),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_convolutions_are_not_computed_in_blocks(case):
+    given = OTHERS[case](arguments())
+    assert "blocks" not in {plan.weight for plan in plans(given)}
+    assert first_guess(given).weight != "blocks"
+
+
+def test_large_convolutions_are_the_first_guess_without_amx(monkeypatch):
+    if not weight_gradient.is_first_guess():
+        pytest.skip("this CPU has AMX")
+    large = arguments(images=8, channels=64, outputs=64, size=(20, 20))
+    assert first_guess(large).weight == "blocks"
+    assert first_guess(arguments()).weight != "blocks"
+    assert first_guess(arguments(images=3, channels=64, outputs=64, size=(40, 40))).weight != "blocks"
+    monkeypatch.setattr(weight_gradient, "is_first_guess", lambda: False)
+    assert first_guess(large).weight != "blocks"
+
+
+def test_more_memory_than_the_bound_is_not_taken(monkeypatch):
+    monkeypatch.setattr(weight_gradient, "SCRATCH_BOUND", 1)
+    assert "blocks" not in {plan.weight for plan in plans(arguments())}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_memory_is_as_large_as_the_kernel_says(threads, monkeypatch, transposed):
+    """What the kernel writes behind the end of its memory would be seen."""
+    behind = 1 << 16
+    made, empty = [], torch.empty
+
+    def with_an_end(*shape, dtype):
+        if dtype is not torch.uint8:
+            return empty(*shape, dtype=dtype)
+        made.append(torch.full((shape[0] + behind,), 7, dtype=torch.uint8))
+        return made[-1][: shape[0]]
+
+    monkeypatch.setattr(weight_gradient.torch, "empty", with_an_end)
+    for count in (1, 3, 8):
+        threads(count)
+        for images, channels, outputs, size in ((5, 33, 70, (9, 13)), (9, 8, 200, (4, 4)), (2, 70, 9, (30, 30))):
+            weight_gradient.weight_gradient(
+                *convolution._for_blocks(arguments(images, channels, outputs, size, transposed=transposed))
+            )
+    assert len(made) == 9
+    assert all((each[-behind:] == 7).all() for each in made)
+
+
+def test_without_a_compiler_the_gradient_is_torchs(monkeypatch):
+    def fails(name):
+        raise UnavailableError("no C compiler was found")
+
+    monkeypatch.setattr(weight_gradient, "compiled_for_threads", fails)
+    weight_gradient.unavailable.cache_clear()
+    try:
+        assert weight_gradient.unavailable() == "no C compiler was found"
+        assert not weight_gradient.is_first_guess()
+        assert "blocks" not in {plan.weight for plan in plans(arguments())}
+    finally:
+        weight_gradient.unavailable.cache_clear()
+
+
+def test_a_call_has_the_layout_of_the_c_file():
+    assert ctypes.sizeof(weight_gradient._Call) == 8 * (7 + 4 * 2 + 3 * 3)
