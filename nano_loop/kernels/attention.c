@@ -22,19 +22,13 @@ typedef struct {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512BF16__)
-#include <immintrin.h>
+#include "packing.h"
 
-#define TILE 64 /* columns of a packed tile: four vectors */
 #define ROWS 64 /* rows of a block, an even number */
-#define INLINE static inline __attribute__((always_inline))
 
 extern int omp_get_thread_num(void);
 
 int attention_is_supported(void) { return 1; }
-
-INLINE int64_t up_to(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
 
 /* ------------------------------------------------------------------------------------------------ products */
 
@@ -97,74 +91,6 @@ static void product(int64_t rows, int64_t columns, int64_t pairs, const void *a,
             default: product_4(rows, pairs, a, a_row, a_pair, b, c, c_row, added);
         }
     }
-}
-
-/* Transposes 16 × 16 words in registers. */
-INLINE void transpose(__m512i *r) {
-    __m512i t[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    }
-}
-
-/* Packs a matrix of rows, whose transpose is the second factor: tiles of 64 rows, in which each pair of columns has a
-   row of words. Rows that are not there are zero. */
-static void pack_transposed(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
-    int64_t pairs = width / 2;
-    for (int64_t tile = 0; tile < rows; tile += TILE, to += pairs * TILE)
-        for (int64_t group = 0; group < TILE; group += 16)
-            for (int64_t pair = 0; pair < pairs; pair += 16) {
-                __m512i r[16];
-#pragma GCC unroll 16
-                for (int i = 0; i < 16; i++) {
-                    int64_t at = tile + group + i;
-                    r[i] = at < rows ? _mm512_maskz_loadu_epi32(first(pairs - pair), from + at * row + 2 * pair)
-                                     : _mm512_setzero_si512();
-                }
-                transpose(r);
-                int64_t count = least(16, pairs - pair);
-                for (int64_t i = 0; i < count; i++)
-                    _mm512_storeu_si512(to + (pair + i) * TILE + group, r[i]);
-            }
-}
-
-INLINE __m512i paired(__m256i low, __m256i high) {
-    return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-}
-
-/* Packs a matrix that is the second factor itself: tiles of 64 columns, in which each pair of rows has a row of words. */
-static void pack_pairs(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
-    int64_t pairs = (rows + 1) / 2;
-    for (int64_t tile = 0; tile < width; tile += TILE, to += pairs * TILE)
-        for (int64_t pair = 0; pair < pairs; pair++)
-            for (int64_t at = tile; at < least(tile + TILE, up_to(width, 16)); at += 16) {
-                const uint16_t *low = from + 2 * pair * row + at;
-                __mmask16 here = first(width - at);
-                __m256i high = _mm256_setzero_si256();
-                if (2 * pair + 1 < rows) high = _mm256_maskz_loadu_epi16(here, low + row);
-                _mm512_storeu_si512(to + pair * TILE + at - tile, paired(_mm256_maskz_loadu_epi16(here, low), high));
-            }
 }
 
 /* ------------------------------------------------------------------------------------------------- softmax */

@@ -21,13 +21,12 @@ typedef struct {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512BF16__)
-#include <immintrin.h>
+#include "packing.h"
 
 #define OUTPUTS 8   /* of a tile of sums, one broadcast for each */
 #define CHANNELS 32 /* of a tile of sums: two vectors */
-#define TILE (OUTPUTS * CHANNELS)
+#define SUMS (OUTPUTS * CHANNELS)
 #define PIXELS 144  /* of a block, about: a tile reads 64 bytes of the outputs' and 128 of the inputs' for each */
-#define INLINE static inline __attribute__((always_inline))
 
 extern int omp_get_thread_num(void);
 
@@ -37,13 +36,6 @@ int weight_gradient_is_first_guess(void) { return 0; }
 #else
 int weight_gradient_is_first_guess(void) { return 1; }
 #endif
-
-INLINE int64_t divided(int64_t number, int64_t by) { return (number + by - 1) / by; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE __mmask32 first(int64_t count) {
-    return count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (__mmask32)((1u << count) - 1);
-}
 
 /* How the work is divided: into blocks of pixels, and among threads. */
 typedef struct {
@@ -97,7 +89,7 @@ static Plan plan_of(const Call *call, int64_t threads) {
     plan.output_words = divided(plan.tiles_of_part * OUTPUTS, 32) * 32 + 16;
     plan.inputs = 4 * plan.channel_tiles * plan.pairs_of_block * plan.packed_rows * plan.packed_columns * CHANNELS;
     plan.gradients = 4 * pixels * plan.output_words;
-    plan.sums = 4 * plan.positions * plan.channel_tiles * plan.tiles_of_part * TILE;
+    plan.sums = 4 * plan.positions * plan.channel_tiles * plan.tiles_of_part * SUMS;
     return plan;
 }
 
@@ -108,18 +100,6 @@ int64_t weight_gradient_bytes(const Call *call, int threads) {
 }
 
 /* ------------------------------------------------------------------------------------------------- packing */
-
-/* Writes 32 words: of each of 32 numbers of an image, and of the other image beside it. */
-INLINE void interleave(const uint16_t *low, const uint16_t *high, __mmask32 here, uint32_t *to) {
-    const __m512i firsts = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-                                            37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i lasts = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54,
-                                           22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
-    __m512i a = _mm512_maskz_loadu_epi16(here, low);
-    __m512i b = high ? _mm512_maskz_loadu_epi16(here, high) : _mm512_setzero_si512();
-    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, firsts, b));
-    _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, lasts, b));
-}
 
 /* Packs the rows from `row` on of the inputs of some pairs of images, as channel tile, pair, row, column, 32 words. */
 static void pack_inputs(const Call *call, const Plan *plan, const uint16_t *from, int64_t pair, int64_t pairs,
@@ -141,7 +121,7 @@ static void pack_inputs(const Call *call, const Plan *plan, const uint16_t *from
                 const uint16_t *high = 2 * p + 1 < call->images ? low + call->input[0] : 0;
                 for (int64_t t = 0; t < plan->channel_tiles; t++) {
                     int64_t c = t * CHANNELS;
-                    interleave(low + c, high ? high + c : 0, first(call->channels - c), at + t * pixels * CHANNELS);
+                    interleave(low + c, high ? high + c : 0, first_of_32(call->channels - c), at + t * pixels * CHANNELS);
                 }
             }
 }
@@ -157,7 +137,7 @@ static void pack_gradients(const Call *call, const Plan *plan, const uint16_t *f
                 const uint16_t *high = 2 * p + 1 < call->images ? low + call->gradient[0] : 0;
                 low += output, high = high ? high + output : 0;
                 for (int64_t o = 0; o < outputs; o += 32)
-                    interleave(low + o, high ? high + o : 0, first(outputs - o), to + o);
+                    interleave(low + o, high ? high + o : 0, first_of_32(outputs - o), to + o);
             }
 }
 
@@ -279,10 +259,10 @@ static void add_block(const Call *call, const Plan *plan, const uint16_t *inputs
         for (int64_t c = 0; c < plan->channel_tiles; c++) {
             const uint32_t *from = memory->inputs + c * plan->pairs_of_block * of_pair + y * of_row + x * CHANNELS;
             for (int64_t o = 0; o < tiles; o++) {
-                add_products(OUTPUTS, &window, memory->gradients + o * OUTPUTS, plan->output_words, from, sums + o * TILE,
+                add_products(OUTPUTS, &window, memory->gradients + o * OUTPUTS, plan->output_words, from, sums + o * SUMS,
                              begins, &ahead);
             }
-            sums += plan->tiles_of_part * TILE;
+            sums += plan->tiles_of_part * SUMS;
         }
     }
 }
@@ -294,8 +274,8 @@ static void store(const Call *call, const Plan *plan, char *scratch, int64_t fir
                   int64_t place, uint16_t *to) {
     int64_t position = place / plan->channel_tiles, channel = place % plan->channel_tiles * CHANNELS;
     int64_t y = position / call->kernel[1], x = position % call->kernel[1];
-    int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output), begin = place * plan->tiles_of_part * TILE;
-    __mmask32 here = first(call->channels - channel);
+    int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output), begin = place * plan->tiles_of_part * SUMS;
+    __mmask32 here = first_of_32(call->channels - channel);
     for (int64_t o = 0; o < outputs; o++) {
         int64_t at = begin + o * CHANNELS;
         __m512 low = _mm512_setzero_ps(), high = low;

@@ -1,0 +1,90 @@
+/* Packs bf16 numbers as the products of AVX-512 take them: two numbers that are summed together in one word. */
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define TILE 64 /* columns of a packed tile of products: four vectors */
+
+INLINE int64_t divided(int64_t number, int64_t by) { return (number + by - 1) / by; }
+INLINE int64_t up_to(int64_t number, int64_t multiple) { return divided(number, multiple) * multiple; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
+INLINE __mmask32 first_of_32(int64_t count) {
+    return count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (__mmask32)((1u << count) - 1);
+}
+
+/* Writes 32 words: each of 32 numbers of `low`, with the one of `high` beside it, or with 0 if `high` is NULL. */
+INLINE void interleave(const uint16_t *low, const uint16_t *high, __mmask32 here, uint32_t *to) {
+    const __m512i firsts = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                            37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i lasts = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54,
+                                           22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+    __m512i a = _mm512_maskz_loadu_epi16(here, low);
+    __m512i b = high ? _mm512_maskz_loadu_epi16(here, high) : _mm512_setzero_si512();
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, firsts, b));
+    _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, lasts, b));
+}
+
+/* Transposes 16 × 16 words in registers. */
+INLINE void transpose(__m512i *r) {
+    __m512i t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+/* Packs a matrix of rows, whose transpose is the second factor: tiles of 64 rows, in which each pair of columns has a
+   row of words. Rows, and the second column of the last pair, that are not there are zero. */
+static inline void pack_transposed(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+    int64_t pairs = divided(width, 2);
+    for (int64_t tile = 0; tile < rows; tile += TILE, to += pairs * TILE)
+        for (int64_t group = 0; group < TILE; group += 16)
+            for (int64_t pair = 0; pair < pairs; pair += 16) {
+                __m512i r[16];
+#pragma GCC unroll 16
+                for (int i = 0; i < 16; i++) {
+                    int64_t at = tile + group + i;
+                    r[i] = at < rows ? _mm512_maskz_loadu_epi16(first_of_32(width - 2 * pair), from + at * row + 2 * pair)
+                                     : _mm512_setzero_si512();
+                }
+                transpose(r);
+                int64_t count = least(16, pairs - pair);
+                for (int64_t i = 0; i < count; i++) _mm512_storeu_si512(to + (pair + i) * TILE + group, r[i]);
+            }
+}
+
+/* Packs a matrix that is the second factor itself: tiles of 64 columns, in which each pair of rows has a row of words.
+   Columns, and the second row of the last pair, that are not there are zero. */
+static inline void pack_pairs(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+    int64_t pairs = divided(rows, 2);
+    for (int64_t tile = 0; tile < width; tile += TILE, to += pairs * TILE)
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            const uint16_t *low = from + 2 * pair * row + tile;
+            const uint16_t *high = 2 * pair + 1 < rows ? low + row : 0;
+            for (int64_t at = 0; at < TILE; at += 32)
+                interleave(low + at, high ? high + at : 0, first_of_32(width - tile - at), to + pair * TILE + at);
+        }
+}
