@@ -27,6 +27,11 @@ INLINE void interleave(const uint16_t *low, const uint16_t *high, __mmask32 here
     _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, lasts, b));
 }
 
+/* 16 words of as many numbers, with those of `high` in the upper halves. */
+INLINE __m512i paired(__m256i low, __m256i high) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+}
+
 /* Transposes 16 × 16 words in registers. */
 INLINE void transpose(__m512i *r) {
     __m512i t[16];

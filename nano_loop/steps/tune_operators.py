@@ -1,4 +1,4 @@
-"""Times the ways to compute layers, attention and gradients of convolutions within the first steps."""
+"""Times the ways to compute layers, products, attention and gradients of convolutions within the first steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from nano_loop.intercept.calls import DTYPES, Entries
 from nano_loop.intercept.ownership import Rule
 from nano_loop.kernels.attention import WAY
 from nano_loop.kernels.convolution import OPERATOR
+from nano_loop.kernels.linear import WAY as OF_LINEAR
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.precision.tuned_layers import TunedLayers
 from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
-from nano_loop.tuning import attention, convolutions
+from nano_loop.tuning import attention, convolutions, products
 from nano_loop.tuning.budget import Budget
 from nano_loop.tuning.choices import Choice, Choices, choices_for
 from nano_loop.tuning.tuner import Tuner
@@ -27,7 +28,7 @@ _FIRST_SHARING = 4
 
 
 class TuneOperators(Step):
-    """Chooses by measurement which layers compute in fp32, and ways of attention and of convolutions' gradients.
+    """Chooses by measurement which layers compute in fp32, and ways of products, attention and convolutions' gradients.
 
     The bounds in `nano_loop.precision.layers_in_fp32` and `nano_loop.kernels.convolution`, which are right for the CPUs
     on which they were found, are first guesses then. Rank 0 measures, and all ranks compute as it does.
@@ -74,7 +75,12 @@ class TuneOperators(Step):
         for model in parts.models:
             entry = self.entries.meet(model)
             of_gradients: Rule = convolutions.chooser(self._tuner)
-            entry.rules = {**entry.rules, OPERATOR: of_gradients, WAY: attention.chooser(self._tuner)}
+            rules: dict[str, Rule] = {
+                OPERATOR: of_gradients,
+                WAY: attention.chooser(self._tuner),
+                OF_LINEAR: products.chooser(self._tuner),
+            }
+            entry.rules = {**entry.rules, **rules}
             if self.config.kind.autocast is torch.bfloat16:
                 entry.around_modules(self._layers.around, DTYPES)
         return "measurements from the third step on"  # the same in each run, so that it is printed once

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from nano_loop.kernels.convolution import Arguments, ByPlan, Plan, plans
+from nano_loop.tuning.remembered import Remembered
 from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket, layout, most_elements
 from nano_loop.tuning.tuner import Tuner, Way, Ways
 
-#: Maximum number of shapes that are remembered: a loop may have a new one in each batch.
-_MOST_SHAPES = 1024
-_NEVER, _SETTLED = -2, -1
 _TORCHS = "/".join(Plan())
 
 
 def chooser(tuner: Tuner) -> Callable[[ByPlan, Arguments, Plan], Plan]:
     """Return what `nano_loop.kernels.convolution.faster_backward` asks for a plan."""
-    known: dict[Any, tuple[Plan, int]] = {}  # and the tuner's turn in which it is a guess, or `_SETTLED`
+    remembered: Remembered[Plan] = Remembered(tuner)
 
     def choose(by_plan: ByPlan, given: Arguments, guess: Plan) -> Plan:
         shapes = tuple((each.shape, each.stride()) for each in given[:3])
         key = (shapes, tuple(given.stride), tuple(given.padding), tuple(given.dilation), given.groups)
         whole = (key, given.transposed, tuple(given.output_mask))
-        plan, turn = known.get(whole, (guess, _NEVER))
-        if turn not in (_SETTLED, tuner.turn):
-            if len(known) >= _MOST_SHAPES:
-                known.clear()
-            found = _chosen(tuner, by_plan, given, guess)
-            plan, turn = known[whole] = (guess, tuner.turn) if found is None else (found, _SETTLED)
-        return plan
+        return remembered.way(whole, guess, lambda: _chosen(tuner, by_plan, given, guess))
 
     return choose
 

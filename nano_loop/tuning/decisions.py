@@ -64,6 +64,9 @@ class Decisions:
         self._known: dict[Hashable, _Known] = {}
         self._has_forgotten = False
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._known
+
     def way(
         self,
         key: Hashable,

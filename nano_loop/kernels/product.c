@@ -1,0 +1,337 @@
+/* Products of bf16 matrices by the bf16 instructions of AVX-512: A B, or A B plus a row, each of them transposed or not.
+
+   B is packed in tiles of 64 columns, whose panels stay in the second cache while all rows of A pass; A is read where it
+   lies if its rows are contiguous. If it is transposed, as in the gradient of a weight, all of B is packed once for all
+   threads, and A in chunks of some rows. What is needed next is fetched into the cache meanwhile. Sums are in fp32. An
+   element is computed by one thread, in an order that does not depend on their number. */
+#include <stdint.h>
+#include <string.h>
+
+/* Strides are numbers of elements; of A of a row and of the depth, of B of the depth and of a column. One of each is 1. */
+typedef struct {
+    int64_t rows, columns, depth;
+    int64_t a[2], b[2], out_row;
+} Call;
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+    defined(__AVX512BF16__)
+#include "packing.h"
+
+#define ROWS 6             /* of a tile of sums, one broadcast for each */
+#define CHUNK 48           /* rows of A that are packed at a time: 8 tiles, and 3 cache lines of words, an odd number */
+#define PANEL 2048         /* pairs of a panel that are not divided */
+#define PAIRS 320          /* pairs of a panel of a divided depth, where A is read where it lies */
+#define PACKED_PAIRS 1024  /* the same, where A is packed */
+#define WORDS (1 << 17)    /* of the panels of a block: half of a second cache of 1 MB */
+
+extern int omp_get_thread_num(void);
+
+int product_is_supported(void) { return 1; }
+#ifdef __AMX_BF16__
+int product_is_first_guess(void) { return 0; }
+#else
+int product_is_first_guess(void) { return 1; }
+#endif
+
+/* How the work is divided: among threads, and into blocks. */
+typedef struct {
+    int64_t row_parts, column_parts;       /* among which threads divide each */
+    int64_t rows_of_part, tiles_of_part;   /* tiles of columns */
+    int64_t pairs, blocks, pairs_of_block; /* of the depth */
+    int64_t tiles, tiles_of_chunk;         /* of columns */
+    int64_t packs_a;
+    int64_t shared, own, sums;             /* bytes: packed for all threads, packed by a thread, and its sums */
+} Plan;
+
+/* Among which parts of rows and columns `threads` threads divide the work, for the fewest cycles of the slowest. */
+static void divide(const Call *call, Plan *plan, int64_t threads) {
+    double fewest = 0;
+    int64_t unit = plan->packs_a ? CHUNK : ROWS, units = divided(call->rows, unit);
+    for (int64_t columns = 1; columns <= (plan->packs_a ? 1 : least(threads, plan->tiles)); columns++) {
+        int64_t rows = least(threads / columns, units);
+        /* In units of a tile of sums: to read and pack the columns of a tile takes about as long as three, and to read
+           the rows of one a quarter. */
+        double tiles = (double)divided(plan->tiles, columns), of_rows = (double)(divided(units, rows) * unit / ROWS);
+        double found = tiles * (of_rows + 3) + of_rows / 4;
+        if (columns > 1 && found >= fewest) continue;
+        fewest = found, plan->column_parts = columns, plan->row_parts = rows;
+    }
+    plan->rows_of_part = divided(units, plan->row_parts) * unit;
+    plan->tiles_of_part = divided(plan->tiles, plan->column_parts);
+}
+
+static Plan plan_of(const Call *call, int64_t threads) {
+    Plan plan;
+    plan.packs_a = call->a[1] != 1;
+    plan.pairs = divided(call->depth, 2);
+    plan.tiles = divided(call->columns, TILE);
+    divide(call, &plan, threads);
+    int64_t most_pairs = plan.packs_a ? PACKED_PAIRS : plan.pairs <= PANEL ? PANEL : PAIRS;
+    plan.blocks = divided(plan.pairs, most_pairs);
+    plan.pairs_of_block = divided(plan.pairs, plan.blocks);
+    plan.blocks = divided(plan.pairs, plan.pairs_of_block);
+    if (plan.packs_a) {
+        plan.tiles_of_chunk = plan.tiles;
+        plan.shared = 4 * plan.tiles * TILE * plan.pairs;
+        plan.own = 4 * CHUNK * plan.pairs_of_block;
+        plan.sums = plan.blocks > 1 ? 4 * CHUNK * plan.tiles * TILE : 0;
+        return plan;
+    }
+    plan.tiles_of_chunk = least(plan.tiles_of_part, most(1, WORDS / (plan.pairs_of_block * TILE)));
+    int64_t chunks = divided(plan.tiles_of_part, plan.tiles_of_chunk);
+    plan.tiles_of_chunk = divided(plan.tiles_of_part, chunks);
+    plan.shared = 0;
+    plan.own = 4 * plan.tiles_of_chunk * TILE * plan.pairs_of_block;
+    plan.sums = plan.blocks > 1 ? 4 * up_to(plan.rows_of_part, ROWS) * plan.tiles_of_chunk * TILE : 0;
+    return plan;
+}
+
+/* Bytes of memory that a call takes, of all threads. */
+int64_t product_bytes(const Call *call, int threads) {
+    Plan plan = plan_of(call, threads);
+    return plan.shared + plan.row_parts * plan.column_parts * (plan.own + plan.sums);
+}
+
+/* ----------------------------------------------------------------------------------------------- fetching */
+
+/* Lines of memory that are fetched into the cache, a few in each tile: groups of lines that lie `within` bytes apart,
+   with `between` bytes from group to group. */
+typedef struct {
+    const char *base;
+    int64_t within, between, shift, mask;
+    int64_t at, step; /* lines, in units of 2^-20 */
+} Ahead;
+
+static Ahead ahead_of(const void *base, int64_t shift, int64_t within, int64_t between, int64_t groups, int64_t steps) {
+    Ahead ahead = {base, within, between, shift, ((int64_t)1 << shift) - 1, 0, 0};
+    if (steps) ahead.step = (groups << shift << 20) / steps;
+    return ahead;
+}
+
+INLINE void fetch(Ahead *ahead) {
+    int64_t line = ahead->at >> 20;
+    _mm_prefetch(ahead->base + (line & ahead->mask) * ahead->within + (line >> ahead->shift) * ahead->between, _MM_HINT_T0);
+    ahead->at += ahead->step;
+}
+
+/* ------------------------------------------------------------------------------------------------ products */
+
+/* One tile of sums: what it begins with, and where it goes. */
+typedef struct {
+    float *sums;          /* CHUNK or ROWS rows of TILE numbers, if the depth is divided */
+    int64_t begins, ends; /* whether this is the first and the last part of the depth */
+    const uint16_t *bias; /* of the tile's columns, or NULL */
+    uint16_t *out;
+    int64_t out_row, columns;
+} Target;
+
+INLINE void store(const int rows, __m512 sums[ROWS][4], const Target *to) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        __mmask16 here = first(to->columns - 16 * j);
+        __m512 added = _mm512_setzero_ps();
+        if (to->bias) {
+            __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, to->bias + 16 * j));
+            added = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) {
+            __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(sums[i][j], added));
+            _mm256_mask_storeu_epi16(to->out + i * to->out_row + 16 * j, here, rounded);
+        }
+    }
+}
+
+/* `a` has pairs at a row and at a pair apart, in bytes. If the depth is odd, its last number has no other beside it. */
+INLINE void add_products(const int rows, int64_t pairs, int odd, const char *a, int64_t a_row, int64_t a_pair,
+                         const uint32_t *b, const Target *to, Ahead *of_a, Ahead *of_b) {
+    __m512 sums[ROWS][4];
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+            sums[i][j] = to->begins ? _mm512_setzero_ps() : _mm512_loadu_ps(to->sums + i * TILE + 16 * j);
+    for (int64_t k = 0; k < pairs - odd; k++, a += a_pair, b += TILE) {
+        __m512bh columns[4];
+        fetch(of_a);
+        fetch(of_b);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) columns[j] = (__m512bh)_mm512_loadu_si512(b + 16 * j);
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) {
+            int pair;
+            memcpy(&pair, a + i * a_row, sizeof pair);
+            __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], of_row, columns[j]);
+        }
+    }
+    if (odd) {
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) {
+            uint16_t last;
+            memcpy(&last, a + i * a_row, sizeof last);
+            __m512bh of_row = (__m512bh)_mm512_set1_epi32(last);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++)
+                sums[i][j] = _mm512_dpbf16_ps(sums[i][j], of_row, (__m512bh)_mm512_loadu_si512(b + 16 * j));
+        }
+    }
+    if (to->ends) {
+        store(rows, sums, to);
+        return;
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) _mm512_storeu_ps(to->sums + i * TILE + 16 * j, sums[i][j]);
+}
+
+static void add_tile(int64_t rows, int64_t pairs, int odd, const char *a, int64_t a_row, int64_t a_pair,
+                     const uint32_t *b, const Target *to, Ahead *of_a, Ahead *of_b) {
+    switch (rows) {
+        case 1: add_products(1, pairs, odd, a, a_row, a_pair, b, to, of_a, of_b); break;
+        case 2: add_products(2, pairs, odd, a, a_row, a_pair, b, to, of_a, of_b); break;
+        case 3: add_products(3, pairs, odd, a, a_row, a_pair, b, to, of_a, of_b); break;
+        case 4: add_products(4, pairs, odd, a, a_row, a_pair, b, to, of_a, of_b); break;
+        case 5: add_products(5, pairs, odd, a, a_row, a_pair, b, to, of_a, of_b); break;
+        default: add_products(6, pairs, odd, a, a_row, a_pair, b, to, of_a, of_b);
+    }
+}
+
+/* -------------------------------------------------------------------------------------------------- blocks */
+
+/* A call, and its tensors. */
+typedef struct {
+    const Call *call;
+    const Plan *plan;
+    const uint16_t *a, *b, *bias;
+    uint16_t *out;
+} Work;
+
+static Target target_of(const Work *work, float *sums, int64_t row, int64_t tile, int64_t block) {
+    const Call *call = work->call;
+    Target to = {sums, block == 0, block + 1 == work->plan->blocks, 0, 0, call->out_row, call->columns - tile * TILE};
+    to.bias = work->bias ? work->bias + tile * TILE : 0;
+    to.out = work->out + row * call->out_row + tile * TILE;
+    return to;
+}
+
+/* Packs some tiles of columns of a part of the depth. */
+static void pack_b(const Work *work, int64_t tile, int64_t tiles, int64_t from, int64_t depth, uint32_t *to) {
+    const Call *call = work->call;
+    const uint16_t *b = work->b + from * call->b[0] + tile * TILE * call->b[1];
+    int64_t columns = least(tiles * TILE, call->columns - tile * TILE);
+    if (call->b[1] == 1) pack_pairs(b, call->b[0], depth, columns, to);
+    else pack_transposed(b, call->b[1], columns, depth, to);
+}
+
+/* Packs some rows of A, which lie side by side, for a part of the depth: for each pair, CHUNK words. */
+static void pack_a(const Work *work, int64_t row, int64_t rows, int64_t from, int64_t depth, uint32_t *to) {
+    int64_t of_depth = work->call->a[1];
+    for (int64_t k = 0; k < depth; k += 2, to += CHUNK) {
+        const uint16_t *low = work->a + (from + k) * of_depth + row, *high = k + 1 < depth ? low + of_depth : 0;
+        interleave(low, high, first_of_32(rows), to);
+        __m512i words[2];
+        interleave(low + 32, high ? high + 32 : 0, first_of_32(least(rows, CHUNK) - 32), (uint32_t *)words);
+        _mm512_storeu_si512(to + 32, words[0]);
+    }
+}
+
+/* The rows of A of the next tile of sums, and the next panels of B. */
+static Ahead ahead_of_rows(const Work *work, int64_t row, int64_t from, int64_t depth, int64_t steps) {
+    const Call *call = work->call;
+    if (row + ROWS >= call->rows) return ahead_of(work->a, 0, 0, 0, 1, 0);
+    return ahead_of(work->a + (row + ROWS) * call->a[0] + from, 3, 2 * call->a[0], 64, divided(2 * depth, 64), steps);
+}
+
+static Ahead ahead_of_panels(const Work *work, int64_t tile, int64_t tiles, int64_t steps) {
+    const Call *call = work->call;
+    if (tile + tiles >= divided(call->columns, TILE)) return ahead_of(work->b, 0, 0, 0, 1, 0);
+    const uint16_t *b = work->b + tile * TILE * call->b[1];
+    if (call->b[1] != 1) return ahead_of(b, 6, 2 * call->b[1], 64, divided(2 * call->depth, 64), steps);
+    return ahead_of(b, tiles > 2 ? 2 : tiles > 1 ? 1 : 0, 64, 2 * call->b[0], call->depth, steps);
+}
+
+/* Computes some rows of some tiles of columns. */
+static void compute(const Work *work, int64_t row, int64_t rows, int64_t tile, int64_t tiles, char *own) {
+    const Call *call = work->call;
+    const Plan *plan = work->plan;
+    uint32_t *packed = (uint32_t *)own;
+    float *sums = (float *)(own + plan->own);
+    for (int64_t block = 0; block < plan->blocks; block++) {
+        int64_t from = 2 * block * plan->pairs_of_block, depth = least(call->depth - from, 2 * plan->pairs_of_block);
+        int64_t pairs = divided(depth, 2), steps = divided(rows, ROWS) * tiles * pairs;
+        pack_b(work, tile, tiles, from, depth, packed);
+        Ahead of_b = ahead_of_panels(work, tile + tiles, tiles, steps);
+        for (int64_t i = 0; i < rows; i += ROWS) {
+            Ahead of_a = ahead_of_rows(work, row + i, from, depth, tiles * pairs);
+            const char *a = (const char *)(work->a + (row + i) * call->a[0] + from);
+            for (int64_t t = 0; t < tiles; t++) {
+                Target to = target_of(work, sums + (i * tiles + t * ROWS) * TILE, row + i, tile + t, block);
+                add_tile(least(ROWS, rows - i), pairs, (int)(depth % 2), a, 2 * call->a[0], 4, packed + t * pairs * TILE,
+                         &to, &of_a, &of_b);
+            }
+        }
+    }
+}
+
+/* Computes a chunk of rows of a transposed A, from the packed B. */
+static void compute_packed(const Work *work, int64_t row, int64_t rows, const uint32_t *b, char *own) {
+    const Plan *plan = work->plan;
+    uint32_t *packed = (uint32_t *)own;
+    float *sums = (float *)(own + plan->own);
+    for (int64_t block = 0; block < plan->blocks; block++) {
+        int64_t from = 2 * block * plan->pairs_of_block, depth = least(work->call->depth - from, 2 * plan->pairs_of_block);
+        int64_t pairs = divided(depth, 2), next = row + rows;
+        pack_a(work, row, rows, from, depth, packed);
+        Ahead of_a = ahead_of(work->a, 0, 0, 0, 1, 0), of_b = of_a;
+        if (next < work->call->rows)
+            of_a = ahead_of(work->a + from * work->call->a[1] + next, 1, 64, 2 * work->call->a[1], depth,
+                            divided(rows, ROWS) * plan->tiles * pairs);
+        for (int64_t t = 0; t < plan->tiles; t++)
+            for (int64_t i = 0; i < rows; i += ROWS) {
+                Target to = target_of(work, sums + (t * CHUNK + i) * TILE, row + i, t, block);
+                add_tile(least(ROWS, rows - i), pairs, (int)(depth % 2), (const char *)(packed + i), 4, 4 * CHUNK,
+                         b + (block * plan->pairs_of_block * plan->tiles + t * pairs) * TILE, &to, &of_a, &of_b);
+            }
+    }
+}
+
+/* Writes A B, plus `bias` if it is not NULL, in bf16. Columns of `out` lie side by side. */
+void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint16_t *bias, uint16_t *out, char *scratch,
+             int threads) {
+    Plan plan = plan_of(call, threads);
+    Work work = {call, &plan, a, b, bias, out};
+    int64_t parts = plan.row_parts * plan.column_parts;
+#pragma omp parallel num_threads((int)parts)
+    {
+        int64_t thread = omp_get_thread_num();
+        char *own = scratch + plan.shared + thread * (plan.own + plan.sums);
+        int64_t row = thread % plan.row_parts * plan.rows_of_part, end = least(call->rows, row + plan.rows_of_part);
+        int64_t tile = thread / plan.row_parts * plan.tiles_of_part, last = least(plan.tiles, tile + plan.tiles_of_part);
+        if (plan.packs_a) {
+            for (int64_t unit = thread; unit < plan.blocks * plan.tiles; unit += parts) {
+                int64_t from = 2 * (unit / plan.tiles) * plan.pairs_of_block, t = unit % plan.tiles;
+                int64_t depth = least(call->depth - from, 2 * plan.pairs_of_block);
+                uint32_t *to = (uint32_t *)scratch + (from / 2 * plan.tiles + t * divided(depth, 2)) * TILE;
+                pack_b(&work, t, 1, from, depth, to);
+            }
+        }
+#pragma omp barrier
+        if (plan.packs_a) {
+            for (; row < end; row += CHUNK)
+                compute_packed(&work, row, least(CHUNK, end - row), (const uint32_t *)scratch, own);
+        } else if (row < end) {
+            for (; tile < last; tile += plan.tiles_of_chunk)
+                compute(&work, row, end - row, tile, least(plan.tiles_of_chunk, last - tile), own);
+        }
+    }
+}
+#else
+int product_is_supported(void) { return 0; }
+int product_is_first_guess(void) { return 0; }
+int64_t product_bytes(const Call *call, int threads) { return 0; }
+void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint16_t *bias, uint16_t *out, char *scratch,
+             int threads) {}
+#endif

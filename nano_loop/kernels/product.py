@@ -1,0 +1,92 @@
+"""Products of bf16 matrices by a C function (``product.c``): the linear layers of a model, and their gradients.
+
+oneDNN copies matrices whose rows do not begin at a cache line, as those of a vocabulary of 50,257 words, and waits for
+memory where this function fetches ahead. It needs a CPU with AVX-512's bf16 instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
+
+#: Maximum number of bytes that all threads together need for packed panels and sums.
+SCRATCH_BOUND = 256 * 2**20
+#: Minimum of rows, columns and depth: with fewer, most of a tile is empty, or packing takes as long as the product.
+_FEWEST = 32
+
+_INT = ctypes.c_int64
+
+
+class _Call(ctypes.Structure):
+    """`Call` of the C file."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("rows", "columns", "depth")),
+        *(("a", _INT * 2), ("b", _INT * 2), ("out_row", _INT)),
+    )
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Return why this kernel cannot be used in this process, or None."""
+    try:
+        supported = compiled_for_threads("product").product_is_supported()
+    except UnavailableError as error:
+        return str(error)
+    return None if supported else "the CPU has no bf16 instructions of AVX-512"
+
+
+def is_first_guess() -> bool:
+    """Whether it is faster than oneDNN on most shapes: on CPUs without AMX, whose products are faster still."""
+    return unavailable() is None and bool(compiled_for_threads("product").product_is_first_guess())
+
+
+def fits(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether the kernel supports these arguments of `product`."""
+    if min(*a.shape, b.size(1)) < _FEWEST or 1 not in a.stride() or 1 not in b.stride():
+        return False
+    if min(a.stride()) < 1 or min(b.stride()) < 1 or (bias is not None and bias.stride() != (1,)):
+        return False
+    return unavailable() is None and _bytes(_call(a, b), torch.get_num_threads()) <= SCRATCH_BOUND
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Compute a b, or a b + bias.
+
+    Parameters
+    ----------
+    a, b : torch.Tensor
+        bfloat16, of shapes (M, K) and (K, N), of which `fits` is True: one of the strides of each is 1.
+    bias : torch.Tensor, optional
+        bfloat16, of shape (N,).
+    out : torch.Tensor, optional
+        bfloat16, of shape (M, N), with the columns of a row side by side. Is overwritten.
+
+    Returns
+    -------
+    torch.Tensor
+        bfloat16, of shape (M, N): `out` if it was given. Sums are in fp32, and do not depend on the number of threads.
+    """
+    out = torch.empty(a.size(0), b.size(1), dtype=torch.bfloat16) if out is None else out
+    call, threads = _call(a, b), torch.get_num_threads()
+    call.out_row = out.stride(0)
+    scratch = torch.empty(_bytes(call, threads), dtype=torch.uint8)
+    pointers = [None if each is None else each.data_ptr() for each in (a, b, bias, out, scratch)]
+    compiled_for_threads("product").product(ctypes.byref(call), *map(ctypes.c_void_p, pointers), ctypes.c_int(threads))
+    return out
+
+
+def _call(a: Tensor, b: Tensor) -> _Call:
+    (rows, depth), columns = a.shape, b.size(1)
+    return _Call(rows, columns, depth, (_INT * 2)(*a.stride()), (_INT * 2)(*b.stride()), columns)
+
+
+def _bytes(call: _Call, threads: int) -> int:
+    function = compiled_for_threads("product").product_bytes
+    function.restype = _INT
+    return int(function(ctypes.byref(call), threads))

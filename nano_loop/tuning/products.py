@@ -1,0 +1,69 @@
+"""Chooses how the products of linear layers and of their gradients are computed: by torch's kernel, or in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from nano_loop.intercept.torch_private import in_backward, in_mode
+from nano_loop.kernels.linear import BLOCKS, TORCH, Arguments, ByWay, Choose
+from nano_loop.tuning.decisions import Decision, Decisions
+from nano_loop.tuning.remembered import Remembered
+from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket
+from nano_loop.tuning.tuner import Tuner, Way, Ways
+
+
+def chooser(tuner: Tuner) -> Choose:
+    """Return what `nano_loop.kernels.linear` asks for a way."""
+    of_layers = Decisions(tuner)
+    of_gradients: Remembered[str] = Remembered(tuner)
+
+    def choose(by_way: ByWay, given: Arguments, guess: str) -> str:
+        key = (*((each.shape, each.stride()) for each in given[:2]), given.bias is not None)
+
+        def measured() -> str | None:
+            return tuner.choose(_key(given), guess, lambda: _ways(by_way, given))
+
+        def stored() -> str | None:
+            found = tuner.choices.get(_key(given))
+            return None if found is None else found.way
+
+        # A layer that an activation checkpoint calls again computes as in its forward; what is new is a gradient.
+        if in_backward() and key not in of_layers:
+            return of_gradients.way(key, guess, measured)
+        return of_layers.way(key, lambda: guess, lambda: _decided(guess, measured), stored)
+
+    return choose
+
+
+def _decided(guess: str, measured: Callable[[], str | None]) -> Decision:
+    if in_mode() or torch.is_inference_mode_enabled():
+        return Decision(guess, is_settled=False)
+    way = measured()
+    return Decision(guess, is_settled=False) if way is None else Decision(way)
+
+
+def _ways(by_way: ByWay, given: Arguments) -> Ways:
+    """Return the ways. Of a vocabulary's layer, some rows are computed, since each way takes memory for its result."""
+    rows = max(MOST_ELEMENTS // given.b.size(1), 1)
+    some = given._replace(a=given.a[:rows])
+
+    def of(name: str) -> Way:
+        def way() -> Sequence[Tensor]:
+            with torch.no_grad():
+                return [by_way(name, some)]
+
+        return way
+
+    return Ways({name: of(name) for name in (TORCH, BLOCKS)}, TORCH, None)
+
+
+def _key(given: Arguments) -> str:
+    """Return the key of a call, in which the number of rows of a batch, which is the depth of a gradient, is rough."""
+    a, b, bias = given
+    is_transposed = a.stride(1) != 1
+    rows, depth = (a.size(0), bucket(a.size(1))) if is_transposed else (bucket(a.size(0)), a.size(1))
+    order = f"{'T' if is_transposed else 'N'}{'N' if b.stride(1) == 1 else 'T'}"
+    return f"product {rows} by {depth} by {b.size(1)} {order}{' plus a row' if bias is not None else ''}"

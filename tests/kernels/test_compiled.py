@@ -1,0 +1,28 @@
+"""Every C file compiles for the processor at hand: a kernel that is compiled for any processor is slow in silence."""
+
+import platform
+from pathlib import Path
+
+import pytest
+
+from nano_loop.cpu import read_machine
+from nano_loop.kernels import blocked_attention, compiled, product, weight_gradient
+
+SOURCES = sorted(Path(compiled.__file__).parent.glob("*.c"))
+
+
+@pytest.mark.skipif(platform.machine() not in compiled._NATIVE, reason="no flag is known for this processor")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_each_file_compiles_for_this_processor_without_an_implicit_declaration(source, tmp_path):
+    command = [*compiled._compiler(), *compiled._FLAGS, *compiled._PARALLEL, "-Werror=implicit-function-declaration"]
+    native = compiled._NATIVE[platform.machine()]
+    assert compiled._compiles([*command, native, "-c", "-o", str(tmp_path / "native.o"), str(source)])
+    assert compiled._compiles([*command, "-c", "-o", str(tmp_path / "generic.o"), str(source)])
+
+
+@pytest.mark.parametrize("kernel", [blocked_attention, product, weight_gradient], ids=lambda kernel: kernel.__name__)
+def test_kernels_for_bf16_instructions_are_available_where_the_cpu_has_them(kernel):
+    needed = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
+    if not needed <= set(read_machine().instruction_sets):
+        pytest.skip("the CPU has no bf16 instructions of AVX-512")
+    assert kernel.unavailable() is None
