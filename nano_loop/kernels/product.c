@@ -25,6 +25,7 @@ typedef struct {
 #define WORDS (1 << 17)    /* of the panels of a block: half of a second cache of 1 MB */
 
 extern int omp_get_thread_num(void);
+extern int omp_get_num_threads(void);
 
 int product_is_supported(void) { return 1; }
 #ifdef __AMX_BF16__
@@ -298,7 +299,33 @@ static void compute_packed(const Work *work, int64_t row, int64_t rows, const ui
     }
 }
 
-/* Writes A B, plus `bias` if it is not NULL, in bf16. Columns of `out` lie side by side. */
+/* Packs all of B for chunks of a transposed A, the units of a thread among `threads`. */
+static void pack_all(const Work *work, int64_t thread, int64_t threads, char *scratch) {
+    const Plan *plan = work->plan;
+    for (int64_t unit = thread; unit < plan->blocks * plan->tiles; unit += threads) {
+        int64_t from = 2 * (unit / plan->tiles) * plan->pairs_of_block, tile = unit % plan->tiles;
+        int64_t depth = least(work->call->depth - from, 2 * plan->pairs_of_block);
+        pack_b(work, tile, 1, from, depth, (uint32_t *)scratch + (from / 2 * plan->tiles + tile * divided(depth, 2)) * TILE);
+    }
+}
+
+/* Computes one of the parts into which the result is divided. */
+static void compute_part(const Work *work, int64_t part, char *scratch) {
+    const Plan *plan = work->plan;
+    char *own = scratch + plan->shared + part * (plan->own + plan->sums);
+    int64_t row = part % plan->row_parts * plan->rows_of_part, end = least(work->call->rows, row + plan->rows_of_part);
+    int64_t tile = part / plan->row_parts * plan->tiles_of_part, last = least(plan->tiles, tile + plan->tiles_of_part);
+    if (plan->packs_a) {
+        for (; row < end; row += CHUNK)
+            compute_packed(work, row, least(CHUNK, end - row), (const uint32_t *)scratch, own);
+    } else if (row < end) {
+        for (; tile < last; tile += plan->tiles_of_chunk)
+            compute(work, row, end - row, tile, least(plan->tiles_of_chunk, last - tile), own);
+    }
+}
+
+/* Writes A B, plus `bias` if it is not NULL, in bf16. Columns of `out` lie side by side. OpenMP may give fewer threads than
+   are asked for: each then computes several parts. */
 void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint16_t *bias, uint16_t *out, char *scratch,
              int threads) {
     Plan plan = plan_of(call, threads);
@@ -306,26 +333,10 @@ void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint1
     int64_t parts = plan.row_parts * plan.column_parts;
 #pragma omp parallel num_threads((int)parts)
     {
-        int64_t thread = omp_get_thread_num();
-        char *own = scratch + plan.shared + thread * (plan.own + plan.sums);
-        int64_t row = thread % plan.row_parts * plan.rows_of_part, end = least(call->rows, row + plan.rows_of_part);
-        int64_t tile = thread / plan.row_parts * plan.tiles_of_part, last = least(plan.tiles, tile + plan.tiles_of_part);
-        if (plan.packs_a) {
-            for (int64_t unit = thread; unit < plan.blocks * plan.tiles; unit += parts) {
-                int64_t from = 2 * (unit / plan.tiles) * plan.pairs_of_block, t = unit % plan.tiles;
-                int64_t depth = least(call->depth - from, 2 * plan.pairs_of_block);
-                uint32_t *to = (uint32_t *)scratch + (from / 2 * plan.tiles + t * divided(depth, 2)) * TILE;
-                pack_b(&work, t, 1, from, depth, to);
-            }
-        }
+        int64_t thread = omp_get_thread_num(), given = omp_get_num_threads();
+        if (plan.packs_a) pack_all(&work, thread, given, scratch);
 #pragma omp barrier
-        if (plan.packs_a) {
-            for (; row < end; row += CHUNK)
-                compute_packed(&work, row, least(CHUNK, end - row), (const uint32_t *)scratch, own);
-        } else if (row < end) {
-            for (; tile < last; tile += plan.tiles_of_chunk)
-                compute(&work, row, end - row, tile, least(plan.tiles_of_chunk, last - tile), own);
-        }
+        for (int64_t part = thread; part < parts; part += given) compute_part(&work, part, scratch);
     }
 }
 #else

@@ -29,6 +29,7 @@ typedef struct {
 #define PIXELS 144  /* of a block, about: a tile reads 64 bytes of the outputs' and 128 of the inputs' for each */
 
 extern int omp_get_thread_num(void);
+extern int omp_get_num_threads(void);
 
 int weight_gradient_is_supported(void) { return 1; }
 #ifdef __AMX_BF16__
@@ -226,14 +227,14 @@ INLINE void add_products(const int outputs, const Window *window, const uint32_t
         for (int j = 0; j < 2; j++) _mm512_storeu_ps(to + i * CHANNELS + 16 * j, sums[i][j]);
 }
 
-/* The memory of a thread. */
+/* The memory of a part. */
 typedef struct {
     uint32_t *inputs, *gradients;
     float *sums; /* position of the kernel, channel tile, output tile, output, channel */
 } Memory;
 
-static Memory memory_of(const Plan *plan, char *scratch, int64_t thread) {
-    char *at = scratch + thread * (plan->inputs + plan->gradients + plan->sums);
+static Memory memory_of(const Plan *plan, char *scratch, int64_t number) {
+    char *at = scratch + number * (plan->inputs + plan->gradients + plan->sums);
     Memory found = {(uint32_t *)at, (uint32_t *)(at + plan->inputs), (float *)(at + plan->inputs + plan->gradients)};
     return found;
 }
@@ -269,8 +270,8 @@ static void add_block(const Call *call, const Plan *plan, const uint16_t *inputs
 
 /* ------------------------------------------------------------------------------------------------- results */
 
-/* Writes the sums of all threads that share some outputs, of one position of the kernel and one channel tile. */
-static void store(const Call *call, const Plan *plan, char *scratch, int64_t first_thread, int64_t output,
+/* Writes the sums of all parts that share some outputs, of one position of the kernel and one channel tile. */
+static void store(const Call *call, const Plan *plan, char *scratch, int64_t first_part, int64_t output,
                   int64_t place, uint16_t *to) {
     int64_t position = place / plan->channel_tiles, channel = place % plan->channel_tiles * CHANNELS;
     int64_t y = position / call->kernel[1], x = position % call->kernel[1];
@@ -280,7 +281,7 @@ static void store(const Call *call, const Plan *plan, char *scratch, int64_t fir
         int64_t at = begin + o * CHANNELS;
         __m512 low = _mm512_setzero_ps(), high = low;
         for (int64_t part = 0; part < plan->image_parts; part++) {
-            const float *sums = memory_of(plan, scratch, first_thread + part).sums + at;
+            const float *sums = memory_of(plan, scratch, first_part + part).sums + at;
             low = _mm512_add_ps(low, _mm512_loadu_ps(sums)), high = _mm512_add_ps(high, _mm512_loadu_ps(sums + 16));
         }
         uint16_t *out = to + (output + o) * call->result[0] + y * call->result[1] + x * call->result[2] + channel;
@@ -288,24 +289,38 @@ static void store(const Call *call, const Plan *plan, char *scratch, int64_t fir
     }
 }
 
-/* Writes the gradient of the weight, whose channels lie side by side, in bf16. */
-void weight_gradient(const Call *call, const uint16_t *inputs, const uint16_t *gradient, uint16_t *result,
-                           char *scratch, int threads) {
+/* Adds the blocks of one of the parts into which the work is divided. */
+static void add_part(const Call *call, const Plan *plan, const uint16_t *inputs, const uint16_t *gradient, char *scratch,
+                     int64_t part) {
+    int64_t of_images = part % plan->image_parts, output = part / plan->image_parts * plan->tiles_of_part * OUTPUTS;
+    if (output >= call->outputs) return;
+    Memory memory = memory_of(plan, scratch, part);
+    int64_t begin = of_images * plan->blocks / plan->image_parts, end = (of_images + 1) * plan->blocks / plan->image_parts;
+    for (int64_t block = begin; block < end; block++)
+        add_block(call, plan, inputs, gradient, &memory, block, output, block == begin, block + 1 == end);
+}
+
+/* Writes what the parts with the same outputs have summed: each of them some positions and channels. */
+static void store_part(const Call *call, const Plan *plan, char *scratch, int64_t part, uint16_t *result) {
+    int64_t of_images = part % plan->image_parts, output = part / plan->image_parts * plan->tiles_of_part * OUTPUTS;
+    if (output >= call->outputs) return;
+    for (int64_t place = of_images; place < plan->positions * plan->channel_tiles; place += plan->image_parts)
+        store(call, plan, scratch, part - of_images, output, place, result);
+}
+
+/* Writes the gradient of the weight, whose channels lie side by side, in bf16. OpenMP may give fewer threads than are
+   asked for: each then computes several parts. */
+void weight_gradient(const Call *call, const uint16_t *inputs, const uint16_t *gradient, uint16_t *result, char *scratch,
+                     int threads) {
     Plan plan = plan_of(call, threads);
-    int64_t places = plan.positions * plan.channel_tiles;
-#pragma omp parallel num_threads((int)(plan.output_parts * plan.image_parts))
+    int64_t parts = plan.output_parts * plan.image_parts;
+#pragma omp parallel num_threads((int)parts)
     {
-        int64_t thread = omp_get_thread_num(), part = thread % plan.image_parts;
-        int64_t output = thread / plan.image_parts * plan.tiles_of_part * OUTPUTS;
-        Memory memory = memory_of(&plan, scratch, thread);
-        int64_t begin = part * plan.blocks / plan.image_parts, end = (part + 1) * plan.blocks / plan.image_parts;
-        if (output < call->outputs)
-            for (int64_t block = begin; block < end; block++)
-                add_block(call, &plan, inputs, gradient, &memory, block, output, block == begin, block + 1 == end);
+        int64_t thread = omp_get_thread_num(), given = omp_get_num_threads();
+        for (int64_t part = thread; part < parts; part += given)
+            add_part(call, &plan, inputs, gradient, scratch, part);
 #pragma omp barrier
-        if (output < call->outputs)
-            for (int64_t place = part; place < places; place += plan.image_parts)
-                store(call, &plan, scratch, thread - part, output, place, result);
+        for (int64_t part = thread; part < parts; part += given) store_part(call, &plan, scratch, part, result);
     }
 }
 #else

@@ -1,6 +1,9 @@
 """Products in blocks are as exact as torch's, for any sizes, order of the factors and number of threads."""
 
 import ctypes
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -161,3 +164,19 @@ def test_without_a_compiler_nothing_fits(monkeypatch):
 
 def test_a_call_has_the_layout_of_the_c_file():
     assert ctypes.sizeof(module._Call) == 8 * (3 + 2 + 2 + 1)
+
+
+def test_fewer_threads_than_asked_for_compute_all_parts():
+    """OpenMP gives what a limit leaves. torch's own bf16 products are wrong then, so these are compared in numpy."""
+    code = (
+        "import torch; from nano_loop.kernels.product import product; from nano_loop.kernels.weight_gradient import *\n"
+        "torch.set_num_threads(8); a, b = torch.randn(500, 300).bfloat16(), torch.randn(300, 400).bfloat16()\n"
+        "def numbers(x): return x.float().numpy()\n"
+        "def check(found, exact): assert abs(numbers(found) - exact).max() < 0.01 * abs(exact).max()\n"
+        "for x in (a, a.t().contiguous().t()): check(product(x, b), numbers(x) @ numbers(b))\n"
+        "x, g = (torch.randn(8, 20, 20, 64).bfloat16().permute(0, 3, 1, 2) for _ in range(2))\n"
+        "flat = [numbers(each.permute(1, 0, 2, 3).reshape(64, -1)) for each in (g, x)]\n"
+        "check(weight_gradient(g, x, (1, 1), (1, 1), (0, 0), (1, 1))[:, :, 0, 0], flat[0] @ flat[1].T)\n"
+    )
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "2"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
