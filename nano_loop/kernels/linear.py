@@ -15,8 +15,8 @@ from nano_loop.kernels import product
 WORTH_IT = 1 << 24
 _DIMENSIONS = 2
 
-#: The name of the rule that chooses a way, and the ways.
-WAY = "linear"
+#: The name of the rule that chooses a way, which is no operator's, and the ways.
+WAY = "way of products"
 TORCH, BLOCKS = "torch", "blocks"
 
 _Kernel = Callable[..., Any]
