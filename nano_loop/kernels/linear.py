@@ -74,7 +74,7 @@ def fits(given: Arguments) -> bool:
         return False
     if any(type(each) not in (Tensor, torch.nn.Parameter) or each.layout is not torch.strided for each in tensors):
         return False
-    if b.dim() != _DIMENSIONS or a.size(1) != b.size(0) or (bias is not None and bias.shape != b.shape[1:]):
+    if a.size(1) != b.size(0) or (bias is not None and bias.shape != b.shape[1:]):
         return False
     return product.fits(a, b, bias)
 
@@ -88,15 +88,20 @@ def _computed(given: Arguments, by_torch: _Kernel, kwargs: dict[str, Any]) -> An
 def _is_ours(given: Arguments, out: Tensor | None = None, beta: float = 1, alpha: float = 1) -> bool:
     """Whether a call may be computed in blocks. What is asked first costs the least: many calls are small."""
     a, b, _ = given
-    if a.dtype is not torch.bfloat16 or a.numel() * b.size(-1) < WORTH_IT or not belongs_to_set_up_model():
+    if a.dtype is not torch.bfloat16 or b.dim() != _DIMENSIONS or a.numel() * b.size(1) < WORTH_IT:
+        return False
+    if not belongs_to_set_up_model():
         return False
     return beta == alpha == 1 and (out is None or _can_be_filled(given, out)) and fits(given)
 
 
 def _can_be_filled(given: Arguments, out: Tensor) -> bool:
-    """Whether a tensor can be overwritten by the result. torch resizes others, and raises errors."""
-    plain = type(out) is Tensor and out.dtype is torch.bfloat16 and out.shape == (given.a.size(0), given.b.size(-1))
-    return plain and out.stride(1) == 1 and out.stride(0) >= out.size(1)
+    """Whether a tensor can be overwritten by the result. torch resizes others, copies what overlaps, or raises."""
+    plain = type(out) is Tensor and out.dtype is torch.bfloat16 and out.shape == (given.a.size(0), given.b.size(1))
+    if not plain or out.stride(1) != 1 or out.stride(0) < out.size(1):
+        return False
+    storage = out.untyped_storage().data_ptr()
+    return storage != 0 and all(each is None or each.untyped_storage().data_ptr() != storage for each in given)
 
 
 def _way(given: Arguments, by_torch: _Kernel, needs_out: bool) -> str:
@@ -108,7 +113,7 @@ def _way(given: Arguments, by_torch: _Kernel, needs_out: bool) -> str:
     def by_way(way: str, given: Arguments) -> Tensor:
         if way == BLOCKS:
             return product.product(*given)
-        out = {"out": torch.empty(given.a.size(0), given.b.size(1), dtype=torch.bfloat16)} if needs_out else {}
+        out = {"out": given.a.new_empty(given.a.size(0), given.b.size(1))} if needs_out else {}
         found: Tensor = by_torch(given, **out)
         return found
 

@@ -52,6 +52,8 @@ def fits(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
         return False
     if min(a.stride()) < 1 or min(b.stride()) < 1 or (bias is not None and bias.stride() != (1,)):
         return False
+    if not all(each.data_ptr() for each in (a, b, bias) if each is not None):  # the storage was released
+        return False
     return unavailable() is None and _bytes(_call(a, b), torch.get_num_threads()) <= SCRATCH_BOUND
 
 
@@ -72,10 +74,10 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
     torch.Tensor
         bfloat16, of shape (M, N): `out` if it was given. Sums are in fp32, and do not depend on the number of threads.
     """
-    out = torch.empty(a.size(0), b.size(1), dtype=torch.bfloat16) if out is None else out
+    out = torch.empty(a.size(0), b.size(1), dtype=torch.bfloat16, device="cpu") if out is None else out
     call, threads = _call(a, b), torch.get_num_threads()
     call.out_row = out.stride(0)
-    scratch = torch.empty(_bytes(call, threads), dtype=torch.uint8)
+    scratch = torch.empty(_bytes(call, threads), dtype=torch.uint8, device="cpu")
     pointers = [None if each is None else each.data_ptr() for each in (a, b, bias, out, scratch)]
     compiled_for_threads("product").product(ctypes.byref(call), *map(ctypes.c_void_p, pointers), ctypes.c_int(threads))
     return out

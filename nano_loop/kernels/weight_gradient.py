@@ -20,6 +20,8 @@ from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
 SCRATCH_BOUND = 256 * 2**20
 #: Minimum number of channels and of outputs: with fewer, most of a vector is empty.
 _FEWEST = 8
+#: Maximum number of pixels that a step of the geometry may reach: with more, bytes would overflow.
+_FARTHEST = 1 << 12
 _DIMENSIONS = 4  # images, channels, rows, columns
 
 _INT = ctypes.c_int64
@@ -63,9 +65,12 @@ def fits(
     """Whether the kernel supports these arguments of `weight_gradient`."""
     if gradient.dim() != _DIMENSIONS or any(len(each) != 2 for each in (stride, padding, dilation)):
         return False
-    if any(each.size(1) < _FEWEST or each.stride(1) != 1 for each in (gradient, inputs)) or not gradient.numel():
+    if any(each.size(1) < _FEWEST or each.stride(1) != 1 for each in (gradient, inputs)):
         return False
-    if unavailable():
+    # Without elements, or with a storage that was released, there is no address.
+    if gradient.size(0) != inputs.size(0) or not (gradient.data_ptr() and inputs.data_ptr() and gradient.numel()):
+        return False
+    if max(map(abs, (*stride, *padding, *dilation))) > _FARTHEST or unavailable():
         return False
     call = _call(gradient, inputs, kernel, stride, padding, dilation)
     return _bytes(call, torch.get_num_threads()) <= SCRATCH_BOUND
@@ -97,10 +102,10 @@ def weight_gradient(
         threads.
     """
     outputs, channels, threads = gradient.size(1), inputs.size(1), torch.get_num_threads()
-    result = torch.empty(outputs, *kernel, channels, dtype=torch.bfloat16)
+    result = torch.empty(outputs, *kernel, channels, dtype=torch.bfloat16, device="cpu")
     call = _call(gradient, inputs, kernel, stride, padding, dilation)
     call.result = (_INT * 3)(*result.stride()[:3])
-    scratch = torch.empty(_bytes(call, threads), dtype=torch.uint8)
+    scratch = torch.empty(_bytes(call, threads), dtype=torch.uint8, device="cpu")
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in (inputs, gradient, result, scratch)]
     compiled_for_threads("weight_gradient").weight_gradient(ctypes.byref(call), *pointers, ctypes.c_int(threads))
     return result.permute(0, 3, 1, 2)

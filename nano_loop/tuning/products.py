@@ -14,6 +14,9 @@ from nano_loop.tuning.remembered import Remembered
 from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket
 from nano_loop.tuning.tuner import Tuner, Way, Ways
 
+#: Minimum number of rows of a result that are measured.
+_FEWEST_ROWS = 64
+
 
 def chooser(tuner: Tuner) -> Choose:
     """Return what `nano_loop.kernels.linear` asks for a way."""
@@ -47,7 +50,7 @@ def _decided(guess: str, measured: Callable[[], str | None]) -> Decision:
 
 def _ways(by_way: ByWay, given: Arguments) -> Ways:
     """Return the ways. Of a vocabulary's layer, some rows are computed, since each way takes memory for its result."""
-    rows = max(MOST_ELEMENTS // given.b.size(1), 1)
+    rows = max(MOST_ELEMENTS // given.b.size(1), _FEWEST_ROWS)
     some = given._replace(a=given.a[:rows])
 
     def of(name: str) -> Way:

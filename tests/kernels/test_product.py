@@ -115,7 +115,7 @@ def test_memory_is_as_large_as_the_kernel_says(threads, monkeypatch, a_transpose
     behind = 1 << 16
     made = []
 
-    def with_an_end(*shape, dtype):
+    def with_an_end(*shape, dtype, device):
         made.append(torch.full((torch.Size(shape).numel() + behind,), 7, dtype=dtype))
         return made[-1][:-behind].view(shape)
 
@@ -136,6 +136,20 @@ OTHERS = {
     "one row for all": lambda a, b, bias: (a[:1].expand_as(a), b, bias),
     "one number for all": lambda a, b, bias: (a, b, bias[:1].expand_as(bias)),
 }
+
+
+def test_released_tensors_do_not_fit():
+    for released in range(3):
+        tensors = factors(64, 80, 64)
+        tensors[released].untyped_storage().resize_(0)
+        assert not module.fits(*tensors)
+
+
+def test_a_default_device_does_not_matter():
+    a, b, bias = factors(64, 80, 64)
+    exact = module.product(a, b, bias)
+    with torch.device("meta"):
+        assert torch.equal(module.product(a, b, bias), exact)
 
 
 @pytest.mark.parametrize("case", OTHERS)

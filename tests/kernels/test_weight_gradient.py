@@ -149,6 +149,8 @@ OTHERS = {
     "groups": lambda given: given._replace(groups=2, weight=given.weight[:, :8]),
     "few channels": lambda given: arguments(channels=7),
     "few outputs": lambda given: arguments(outputs=7),
+    "more images in the gradient": lambda given: given._replace(inputs=given.inputs[:2]),
+    "a dilation of which bytes would overflow": lambda given: given._replace(dilation=(2**27, 1)),
     "no images": lambda given: given._replace(gradient=given.gradient[:0], inputs=given.inputs[:0]),
 }
 
@@ -158,6 +160,20 @@ def test_other_convolutions_are_not_computed_in_blocks(case):
     given = OTHERS[case](arguments())
     assert "blocks" not in {plan.weight for plan in plans(given)}
     assert first_guess(given).weight != "blocks"
+
+
+@pytest.mark.parametrize("released", [0, 1])
+def test_released_tensors_do_not_fit(released):
+    given = arguments()
+    given[released].untyped_storage().resize_(0)
+    assert "blocks" not in {plan.weight for plan in plans(given)}
+
+
+def test_a_default_device_does_not_matter():
+    given = convolution._for_blocks(arguments())
+    exact = weight_gradient.weight_gradient(*given)
+    with torch.device("meta"):
+        assert torch.equal(weight_gradient.weight_gradient(*given), exact)
 
 
 def test_large_convolutions_are_the_first_guess_without_amx(monkeypatch):
@@ -182,7 +198,7 @@ def test_memory_is_as_large_as_the_kernel_says(threads, monkeypatch, transposed)
     behind = 1 << 16
     made, empty = [], torch.empty
 
-    def with_an_end(*shape, dtype):
+    def with_an_end(*shape, dtype, device):
         if dtype is not torch.uint8:
             return empty(*shape, dtype=dtype)
         made.append(torch.full((shape[0] + behind,), 7, dtype=torch.uint8))

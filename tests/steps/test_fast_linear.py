@@ -178,6 +178,7 @@ def test_second_derivatives_functional_gradients_and_other_dtypes_are_right(comp
         lambda a, b, bias: torch.addmm(bias.expand(64, 64).clone(), a, b),
         lambda a, b, bias: torch.addmm(bias[:1], a, b),
         lambda a, b, bias: torch.mm(a, b, out=torch.empty(64, 64).bfloat16().t()),
+        lambda a, b, bias: torch.addmm(a[0], b, b, out=a),  # torch copies the bias first
         lambda a, b, bias: torch.mm(a[:, ::2], b[::2]),
         lambda a, b, bias: torch.mm(a[:1].expand(64, 64), b),
         lambda a, b, bias: torch.mm(a.float(), b.float()),
@@ -197,10 +198,30 @@ def test_other_products_are_torchs_to_the_bit(computed, call):
             with torch.autocast("cpu", enabled=False):
                 return call(*tensors)
 
-    expected, model = call(*tensors), Calls()
+    expected, model = call(*(each.clone() for each in tensors)), Calls()
     run = nano(precision="bf16", verbose=False, fast_linear=True)(lambda model, optimizer: model())
     assert torch.equal(run(model, torch.optim.SGD(model.parameters(), 0.1)), expected)
     assert not computed
+
+
+@pytest.mark.parametrize("options", [{}, {"tune_operators": False, "fast_linear": True}])
+def test_operators_that_are_named_keep_their_dtype(options):
+    def loop(model, optimizer):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(torch.ones(ROWS, WIDTH)).dtype
+
+    model = built("linear")
+    run = nano(precision="bf16", fp32_ops=["linear"], verbose=False, **options)(loop)
+    assert run(model, torch.optim.SGD(model.parameters(), 0.1)) is torch.float32
+
+
+def test_a_factor_that_is_no_matrix_raises_what_torch_raises():
+    def loop(model, optimizer):
+        torch.mm(torch.ones(64, 64).bfloat16(), torch.tensor(1.0).bfloat16())
+
+    model = built("linear")
+    with pytest.raises(RuntimeError, match="mat2 must be a matrix"):
+        nano(precision="bf16", verbose=False)(loop)(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 def test_wrong_shapes_raise_what_torch_raises():

@@ -72,6 +72,7 @@ def test_orders_and_biases_are_measured_apart_and_batches_together():
 
 def test_of_a_large_result_some_rows_are_measured(monkeypatch):
     monkeypatch.setattr(products, "MOST_ELEMENTS", 56 * 10)
+    monkeypatch.setattr(products, "_FEWEST_ROWS", 1)
     calls = []
     chooser(Tuner(Choices(None), ALWAYS))(by_way(TORCH, calls=calls), given(), TORCH)
     assert {each.a.shape for each in calls} == {(10, 48)}
