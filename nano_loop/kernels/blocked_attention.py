@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
+from nano_loop.kernels import avx512_bf16
+from nano_loop.kernels.compiled import compiled_for_threads
 
 #: Maximum number of bytes that all threads together need for their blocks, which grow with the number of keys.
 SCRATCH_BOUND = 256 * 2**20
@@ -40,11 +41,7 @@ class _Call(ctypes.Structure):
 
 def unavailable() -> str | None:
     """Return why this kernel cannot be used in this process, or None."""
-    try:
-        supported = compiled_for_threads("attention").attention_is_supported()
-    except UnavailableError as error:
-        return str(error)
-    return None if supported else "the CPU has no bf16 instructions of AVX-512"
+    return avx512_bf16.unavailable("attention")
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -236,6 +233,4 @@ def _run(direction: str, call: _Call, *tensors: Tensor | None) -> None:
 
 
 def _bytes(call: _Call, backward: bool) -> int:
-    function = compiled_for_threads("attention").attention_bytes
-    function.restype = _INT
-    return int(function(ctypes.byref(call), int(backward)))
+    return avx512_bf16.needed_bytes("attention", call, int(backward))

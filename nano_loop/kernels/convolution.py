@@ -256,12 +256,12 @@ def _fits_blocks(given: Arguments) -> bool:
     return given.groups == 1 and given.weight.dim() == _DIMENSIONS and weight_gradient.fits(*_for_blocks(given))
 
 
-def _for_blocks(given: Arguments) -> tuple[Any, ...]:
+def _for_blocks(given: Arguments) -> tuple[Tensor, Tensor, weight_gradient.Geometry]:
     """Return the arguments of `weight_gradient`, for which a transposed convolution exchanges input and gradient."""
     gradient, inputs, weight = given[:3]
     if given.transposed:
         gradient, inputs = inputs, gradient
-    return gradient, inputs, weight.shape[2:], given.stride, given.padding, given.dilation
+    return gradient, inputs, weight_gradient.Geometry(weight.shape[2:], given.stride, given.padding, given.dilation)
 
 
 def _product_is_faster(given: Arguments) -> bool:

@@ -7,12 +7,12 @@ memory where this function fetches ahead. It needs a CPU with AVX-512's bf16 ins
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
-from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
+from nano_loop.kernels import avx512_bf16
+from nano_loop.kernels.compiled import compiled_for_threads
 
 #: Maximum number of bytes that all threads together need for packed panels and sums.
 SCRATCH_BOUND = 256 * 2**20
@@ -31,19 +31,14 @@ class _Call(ctypes.Structure):
     )
 
 
-@functools.cache
 def unavailable() -> str | None:
     """Return why this kernel cannot be used in this process, or None."""
-    try:
-        supported = compiled_for_threads("product").product_is_supported()
-    except UnavailableError as error:
-        return str(error)
-    return None if supported else "the CPU has no bf16 instructions of AVX-512"
+    return avx512_bf16.unavailable("product")
 
 
 def is_first_guess() -> bool:
-    """Whether it is faster than oneDNN on most shapes: on CPUs without AMX, whose products are faster still."""
-    return unavailable() is None and bool(compiled_for_threads("product").product_is_first_guess())
+    """Whether it is faster than oneDNN on most shapes."""
+    return avx512_bf16.is_first_guess("product")
 
 
 def fits(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
@@ -54,7 +49,7 @@ def fits(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
         return False
     if not all(each.data_ptr() for each in (a, b, bias) if each is not None):  # the storage was released
         return False
-    return unavailable() is None and _bytes(_call(a, b), torch.get_num_threads()) <= SCRATCH_BOUND
+    return unavailable() is None and _bytes(_call(a, b)) <= SCRATCH_BOUND
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -75,11 +70,13 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
         bfloat16, of shape (M, N): `out` if it was given. Sums are in fp32, and do not depend on the number of threads.
     """
     out = torch.empty(a.size(0), b.size(1), dtype=torch.bfloat16, device="cpu") if out is None else out
-    call, threads = _call(a, b), torch.get_num_threads()
+    call = _call(a, b)
     call.out_row = out.stride(0)
-    scratch = torch.empty(_bytes(call, threads), dtype=torch.uint8, device="cpu")
+    scratch = torch.empty(_bytes(call), dtype=torch.uint8, device="cpu")
     pointers = [None if each is None else each.data_ptr() for each in (a, b, bias, out, scratch)]
-    compiled_for_threads("product").product(ctypes.byref(call), *map(ctypes.c_void_p, pointers), ctypes.c_int(threads))
+    compiled_for_threads("product").product(
+        ctypes.byref(call), *map(ctypes.c_void_p, pointers), torch.get_num_threads()
+    )
     return out
 
 
@@ -88,7 +85,5 @@ def _call(a: Tensor, b: Tensor) -> _Call:
     return _Call(rows, columns, depth, (_INT * 2)(*a.stride()), (_INT * 2)(*b.stride()), columns)
 
 
-def _bytes(call: _Call, threads: int) -> int:
-    function = compiled_for_threads("product").product_bytes
-    function.restype = _INT
-    return int(function(ctypes.byref(call), threads))
+def _bytes(call: _Call) -> int:
+    return avx512_bf16.needed_bytes("product", call, torch.get_num_threads())

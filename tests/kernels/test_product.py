@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nano_loop.kernels import avx512_bf16
 from nano_loop.kernels import product as module
 from nano_loop.kernels.compiled import UnavailableError
 
@@ -166,14 +167,14 @@ def test_without_a_compiler_nothing_fits(monkeypatch):
     def fails(name):
         raise UnavailableError("no C compiler was found")
 
-    monkeypatch.setattr(module, "compiled_for_threads", fails)
-    module.unavailable.cache_clear()
+    monkeypatch.setattr(avx512_bf16, "compiled_for_threads", fails)
+    avx512_bf16.unavailable.cache_clear()
     try:
         assert module.unavailable() == "no C compiler was found"
         assert not module.is_first_guess()
         assert not module.fits(*factors(64, 80, 64))
     finally:
-        module.unavailable.cache_clear()
+        avx512_bf16.unavailable.cache_clear()
 
 
 def test_a_call_has_the_layout_of_the_c_file():
@@ -190,7 +191,7 @@ def test_fewer_threads_than_asked_for_compute_all_parts():
         "for x in (a, a.t().contiguous().t()): check(product(x, b), numbers(x) @ numbers(b))\n"
         "x, g = (torch.randn(8, 20, 20, 64).bfloat16().permute(0, 3, 1, 2) for _ in range(2))\n"
         "flat = [numbers(each.permute(1, 0, 2, 3).reshape(64, -1)) for each in (g, x)]\n"
-        "check(weight_gradient(g, x, (1, 1), (1, 1), (0, 0), (1, 1))[:, :, 0, 0], flat[0] @ flat[1].T)\n"
+        "check(weight_gradient(g, x, Geometry((1, 1), (1, 1), (0, 0), (1, 1)))[:, :, 0, 0], flat[0] @ flat[1].T)\n"
     )
     environment = {**os.environ, "OMP_THREAD_LIMIT": "2"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_loop.kernels import convolution, weight_gradient
+from nano_loop.kernels import avx512_bf16, convolution, weight_gradient
 from nano_loop.kernels.compiled import UnavailableError
 from nano_loop.kernels.convolution import Arguments, Plan, faster_backward, first_guess, plans
 
@@ -219,14 +219,14 @@ def test_without_a_compiler_the_gradient_is_torchs(monkeypatch):
     def fails(name):
         raise UnavailableError("no C compiler was found")
 
-    monkeypatch.setattr(weight_gradient, "compiled_for_threads", fails)
-    weight_gradient.unavailable.cache_clear()
+    monkeypatch.setattr(avx512_bf16, "compiled_for_threads", fails)
+    avx512_bf16.unavailable.cache_clear()
     try:
         assert weight_gradient.unavailable() == "no C compiler was found"
         assert not weight_gradient.is_first_guess()
         assert "blocks" not in {plan.weight for plan in plans(arguments())}
     finally:
-        weight_gradient.unavailable.cache_clear()
+        avx512_bf16.unavailable.cache_clear()
 
 
 def test_a_call_has_the_layout_of_the_c_file():
