@@ -80,8 +80,6 @@ def loss_of(model, batch):
 def test_sound_models_are_not_accused(precision):
     accused = {}
     for seed, (kind, arguments) in enumerate(KINDS):
-        if precision == 16 and kind is recurrent:
-            continue  # torch has no recurrence in fp16 to compare with
         model, batch = made(kind, arguments, seed)
         found = verify(model, loss_of, batch, precision=precision)
         if not found.ok:

@@ -17,7 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.intercept.calls import Call, Entries
 from nano_loop.intercept.nested import find, map_tensors
-from nano_loop.precision.autocast import cpu_autocast
+from nano_loop.precision.autocast import cpu_autocast, disable_casts
+from nano_loop.precision.lstms import can_train_lstms
 from nano_loop.precisions import PrecisionKind
 
 #: How often the scale of fp16 gradients is halved until they are finite.
@@ -84,7 +85,10 @@ def copied(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
-    """Run the calls into a model as a person would write it in a precision, with outputs in fp32."""
+    """Run the calls into a model as a person would write it in a precision, with outputs in fp32.
+
+    The model is changed: it should be a copy.
+    """
     dtype = kind.parameters or torch.float32
 
     def inward(tensor: Tensor) -> Tensor:
@@ -104,6 +108,9 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
 
     entries = Entries()
     entries.add(model.to(dtype), "by hand", layer).is_plain = True
+    for module in model.modules() if kind.autocast is not None and not can_train_lstms(kind.autocast) else ():
+        if isinstance(module, nn.LSTM):
+            module.forward = disable_casts()(module.forward)  # type: ignore[method-assign]
     try:
         yield model
     finally:

@@ -27,6 +27,7 @@ from nano_loop.precision.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.default_ops import in_force
 from nano_loop.precision.dtype_errors import is_about_dtypes
 from nano_loop.precision.layers_in_fp32 import UnlessListed
+from nano_loop.precision.lstms import can_train_lstms
 from nano_loop.precision.mixed_dtypes import mixed_dtypes_accepted
 from nano_loop.precision.op_lists import OpLists
 from nano_loop.precision.output_activations import activations_noticed
@@ -91,7 +92,7 @@ class Precision(Step):
             entry = self.entries.add(model, self.name, layer)
             entry.around_modules(UnlessListed(itertools.chain(*self.config.listed_operators.values())), DTYPES)
             self._entries_of[id(model)] = model, entry
-            if dtype is torch.float16 and _has_lstm(model):
+            if _has_lstm(model) and not can_train_lstms(dtype):
                 entry.rules = {**entry.rules, **self._rules_of_lstms()}
         for optimizer in parts.optimizers:
             self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
@@ -99,7 +100,7 @@ class Precision(Step):
         return "; ".join([self.config.kind.summary, *dict.fromkeys(filter(None, remarks))])
 
     def _rules_of_lstms(self) -> Mapping[str, Rule]:
-        """Return the rules by which LSTMs run in fp32: torch cannot train them in fp16."""
+        """Return the rules by which LSTMs run in fp32."""
         lists = OpLists((), ("lstm",))
         self.undoing.enter_context(lists.registered())
         return lists.rules
@@ -170,8 +171,9 @@ def _has_lstm(model: nn.Module) -> bool:
 
 def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
     """Return what the report says about one model, or None."""
-    if autocast is torch.float16 and _has_lstm(model):
-        return f"LSTMs of {class_name(model)} in fp32, since torch cannot train them in fp16"
+    if _has_lstm(model) and not can_train_lstms(autocast):
+        name = str(autocast).removeprefix("torch.")
+        return f"LSTMs of {class_name(model)} in fp32, since torch cannot train them in {name} on this CPU"
     dtype = _uncast_dtype(model)
     if dtype:
         return f"not {class_name(model)}, whose parameters are {dtype}"

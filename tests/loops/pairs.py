@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import nano_loop
 from nano_loop.kernels import attention, bernoulli, convolution
 from nano_loop.precision import loss_scale
+from nano_loop.precision.lstms import can_train_lstms
 
 from .nested import differences, leaves, mapped
 from .records import laid_otherwise, record, record_strides, surroundings
@@ -148,8 +149,8 @@ WITHOUT_FP64 = {
     "test_a_method_of_the_model_that_holds_the_loop",
     "test_containers_that_the_model_and_the_loop_share",
 }
-# torch has no LSTM in fp16 to train by hand.
-WITHOUT_FP16 = {"test_packed_sequences_through_an_lstm", "test_a_hidden_state_carried_from_call_to_call"}
+# torch has no LSTM in fp16 to train by hand, and in bf16 not on every CPU.
+WITH_LSTMS = {"test_packed_sequences_through_an_lstm", "test_a_hidden_state_carried_from_call_to_call"}
 WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has state of its own
 
 
@@ -166,7 +167,7 @@ def pair(*builds, configs=ALL):
             pytest.param(build, config, id=case_id(build, config), marks=[pytest.mark.slow] * (config is FP16))
             for build in builds
             for config in configs
-            if not (config is FP16 and loop.__name__ in WITHOUT_FP16)
+            if loop.__name__ not in WITH_LSTMS or config.autocast is None or can_train_lstms(config.autocast)
             if not config.dtype or (loop.__name__ not in WITHOUT_FP64 and getattr(build, "name", "") != WRAPPED_TWICE)
         ]
 
@@ -197,7 +198,7 @@ def check(build, loop, config):
         plain = run_plain(build, loop) if config.channels_last else expected
     if config.within_spread:
         with computing_with(threads):
-            compared = beyond(spread(build, loop, config, expected["seen"]), actual["seen"], expected["seen"])
+            compared = beyond_spread(build, loop, config, actual["seen"], expected["seen"])
     else:
         compared = differences(actual["seen"], expected["seen"], config.tolerance)
     found = [
@@ -224,18 +225,38 @@ def raises_about_dtypes(run):
 
 # bf16 keeps 8 bits of a number, so it rounds a weight by up to 2⁻⁹ of it. Two loops whose weights begin within that of
 # each other are the same loop, as far as bf16 can tell, and so are two that sum in another order.
-ROUNDING, VARIANTS = 2.0**-9, 4
+ROUNDING, VARIANTS, MORE_VARIANTS = 2.0**-9, 4, 16
 
 
-def spread(build, loop, config, expected):
+def beyond_spread(build, loop, config, actual, expected):
+    """Return a line for each place that is farther from the loop by hand than this comes from itself; see `spread`.
+
+    Where the accelerated loop is no farther from the same loop in fp32, it is no fault: without bf16 instructions,
+    torch's convolutions in bf16 add up in bf16, so that ours, which add up in fp32, differ by as much as torch's err.
+    """
+
+    def variants(count):
+        for seed in range(count):
+            yield run_plain(moved(build, seed), loop, written_by_hand(config), config.channels_last)["seen"]
+
+    found = beyond(spread(variants(VARIANTS), expected), actual, expected)
+    if found:  # the largest of a few is not the largest there is
+        many = [*variants(MORE_VARIANTS)]
+        exact = run_plain(build, loop, untouched, config.channels_last)["seen"]
+        for others, center in ((many, expected), ([expected, *many], exact)):
+            farther = beyond(spread(others, center), actual, center)
+            found = {place: line for place, line in found.items() if place in farther}
+    return [*found.values()]
+
+
+def spread(variants, expected):
     """How far the loop by hand comes from itself when its first weights are moved by no more than bf16 rounds them.
 
     By each place, the largest absolute error of several such loops; None where they differ in more than numbers.
     """
     found = {}
-    for seed in range(VARIANTS):
-        variant = run_plain(moved(build, seed), loop, written_by_hand(config), config.channels_last)
-        for place, error in errors(variant["seen"], expected):
+    for variant in variants:
+        for place, error in errors(variant, expected):
             found[place] = None if error is None or found.get(place, 0) is None else max(error, found.get(place, 0))
     return found
 
@@ -257,12 +278,13 @@ def moved(build, seed):
 
 
 def beyond(allowed, actual, expected):
-    """Yield a line for each place where two values differ by more than the spread and what fused optimizers round."""
-    values = dict(leaves(expected))
+    """Return a line for each place where two values differ by more than the spread and what fused optimizers round."""
+    values, found = dict(leaves(expected)), {}
     for place, error in errors(actual, expected):
         most = allowed.get(place, 0.0)
         if most is not None and (error is None or error > most + FUSED.tolerance * largest(values.get(place))):
-            yield f"{place}: off by {error}, and the loop by hand by {most:.2e} from itself"
+            found[place] = f"{place}: off by {error}, and the loop by hand by {most:.2e} from itself"
+    return found
 
 
 def largest(value):

@@ -1,11 +1,15 @@
 """Models run under bf16 autocast; what goes in and out stays fp32."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from nano_loop import NanoWarning, disable_casts
 from nano_loop.parts import Parts
+from nano_loop.precision.lstms import can_train_lstms
+from nano_loop.steps import precision
 from nano_loop.steps.precision import Precision
 
 SLOW = ("avx2",)
@@ -136,6 +140,23 @@ def test_auto_takes_bf16_only_where_it_is_fast(step, machine):
     slow, fast = machine(instruction_sets=SLOW), machine()
     assert step(Precision, on=fast, precision="auto").skip_reason(Parts([Net()])) is None
     assert "no bf16 instructions" in step(Precision, on=slow, precision="auto").skip_reason(Parts([Net()]))
+
+
+@pytest.mark.parametrize("can", [False, can_train_lstms(torch.bfloat16)])
+def test_lstms_that_torch_cannot_train_in_bf16_are_fp32(step, monkeypatch, can):
+    monkeypatch.setattr(precision, "can_train_lstms", lambda dtype: can)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"lstm": nn.LSTM(3, 4), "net": Net()})
+    model.forward = lambda x: (*model.lstm(x), model.net(x))
+    plain, x = copy.deepcopy(model.lstm), torch.rand(2, 4, 3)
+    detail = step(Precision, precision="bf16").apply(Parts([model]))
+    assert ("LSTMs of ModuleDict in fp32, since torch cannot train them in bfloat16 on this CPU" in detail) != can
+    found, _, _ = model(x)
+    assert model.net.seen is torch.bfloat16
+    assert torch.equal(found, plain(x)[0]) != can
+    found.sum().backward()
+    plain(x)[0].sum().backward()
+    assert torch.equal(model.lstm.weight_hh_l0.grad, plain.weight_hh_l0.grad) != can
 
 
 def test_fp32_is_silent(step):

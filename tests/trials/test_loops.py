@@ -153,7 +153,7 @@ def test_torch_nano_is_searched_and_then_trained(only):
 def test_search_in_fp16_measures_and_keeps_it(only):
     model, optimizer, batch = made()
     before = state_of(model, optimizer)
-    found = nano_loop.tune(model, optimizer, batch, loss_of, seconds=8, precision=16, **FIXED, **STEPS)
+    found = nano_loop.tune(model, optimizer, batch, loss_of, seconds=60, precision=16, **FIXED, **STEPS)
     assert state_of(model, optimizer) == before
     assert found.options["precision"] == "16-mixed"
     assert "precision=16" in found.line
@@ -183,7 +183,7 @@ class Fails(nn.Linear):
 @pytest.mark.filterwarnings("ignore:precision='16-mixed'")
 def test_candidates_that_raise_or_need_too_much_memory_are_shown_and_the_rest_goes_on(only):
     only({"precision": "bf16-mixed"}, {"precision": "16-mixed"}, {"precision": "64-true"})
-    found = nano_loop.tune(*made(Fails), loss_of, seconds=8, **FIXED, **STEPS)
+    found = nano_loop.tune(*made(Fails), loss_of, seconds=60, **FIXED, **STEPS)
     notes = {row.options.get("precision"): row.note for row in found.rows if not row.plain}
     assert notes["bf16-mixed"].startswith("raised ZeroDivisionError: no such kernel")
     assert "DefaultCPUAllocator: can't allocate memory" in notes["16-mixed"]
