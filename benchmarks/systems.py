@@ -17,6 +17,7 @@ from benchmarks.experts import (
     expert,
     expert_compile,
     expert_jemalloc,
+    has_fast_bf16,
     jemalloc_settings,
     under_autocast,
     why_not_jemalloc,
@@ -77,13 +78,13 @@ def ipex(work: Workload, count: int) -> list[float]:
 
 
 def nano(work: Workload, count: int) -> list[float]:
-    """nano_loop in bf16, and with channels_last where there are images."""
-    return nano_with(work, count, precision="bf16", channels_last=work.images)
+    """nano_loop with channels_last where there are images, and in bf16 if the CPU has the instructions."""
+    return nano_with(work, count, **_reduced(), channels_last=work.images)
 
 
 def nano_compile(work: Workload, count: int) -> list[float]:
     """nano_loop as in `nano`, with ``compile=True``."""
-    return nano_with(work, count, precision="bf16", channels_last=work.images, compile=True)
+    return nano_with(work, count, **_reduced(), channels_last=work.images, compile=True)
 
 
 def nano_fp32(work: Workload, count: int) -> list[float]:
@@ -99,7 +100,7 @@ def nano_ipex(work: Workload, count: int) -> list[float]:
 def nano_without(lever: str, work: Workload, count: int) -> tuple[list[float], tuple[str, ...]]:
     """nano_loop as in `nano` less one of its `LEVERS`, or with all; returns the seconds and the steps it applied."""
     options = {"channels_last": work.images, **LEVERS[lever]}
-    train = _train(precision="bf16", **options)
+    train = _train(**_reduced(), **options)
     seconds = train(work.model, work.optimizer, work.batches, work.loss, count)
     return seconds, train.report.applied
 
@@ -107,7 +108,11 @@ def nano_without(lever: str, work: Workload, count: int) -> tuple[list[float], t
 def nano_ranks(work: Workload, count: int, cpus: Sequence[int]) -> list[float]:
     """nano_loop as in `nano`, in one process for each of these CPUs; each trains on whole batches."""
     options: dict[str, Any] = {"num_processes": len(cpus), "cpu_for_each_process": [[cpu] for cpu in cpus]}
-    return nano_with(work, count, precision="bf16", channels_last=work.images, **options)
+    return nano_with(work, count, **_reduced(), channels_last=work.images, **options)
+
+
+def _reduced() -> dict[str, Any]:
+    return {"precision": "bf16"} if has_fast_bf16() else {}
 
 
 def nano_with(work: Workload, count: int, **options: Any) -> list[float]:
