@@ -13,6 +13,7 @@ SCRIPT = ROOT / ".ci/check_no_test_skipped.py"
 RUN = "<testcase classname='t' name='{}'/>"
 FAILED = "<testcase classname='t' name='{}'><failure/></testcase>"
 SKIPPED = "<testcase classname='t' name='{}'><skipped type='pytest.skip'/></testcase>"
+IMPOSSIBLE = "<testcase classname='t' name='{}'><skipped type='pytest.skip' message='the CPU has no arms'/></testcase>"
 EXPECTED = "<testcase classname='t' name='{}'><skipped type='pytest.xfail'/></testcase>"
 
 
@@ -53,6 +54,13 @@ def test_what_has_run_somewhere_is_enough(check, environments):
 def test_what_is_skipped_everywhere_is_named(check, environments):
     done = check(*environments)
     assert (done.returncode, done.stderr) == (1, "skipped in every environment: t::a\n")
+
+
+def test_what_the_processor_cannot_run_is_counted(check):
+    done = check({"a": IMPOSSIBLE, "b": IMPOSSIBLE, "c": RUN}, {"a": SKIPPED})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "2 tests did not run: the CPU has no arms\n"
+    assert check({"a": IMPOSSIBLE, "b": SKIPPED}).returncode == 1
 
 
 def test_no_file_is_an_error(check):
