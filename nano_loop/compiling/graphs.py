@@ -26,7 +26,11 @@ from nano_loop.kernels import cross_entropy as losses
 
 ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU = "attention", "batch_norm", "cross_entropy", "dropout", "relu"
 _KERNELS = (kernels, blocked_attention, plain_attention, losses)
-_SOURCES = (__file__, operators.__file__, *(str(each.__file__) for each in _KERNELS))
+_SOURCES = (
+    Path(__file__),
+    *sorted(Path(operators.__file__).parent.glob("*.py")),
+    *(Path(str(each.__file__)) for each in _KERNELS),
+)
 
 
 def _in_place_of(theirs: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
@@ -197,7 +201,7 @@ def keeping(names: Collection[str]) -> Any:
         Of `ATTENTION`, `BATCH_NORM`, `CROSS_ENTROPY`, `DROPOUT` and `RELU`.
     """
     functions = {theirs: ours for name in names for theirs, ours in _FUNCTIONS[name].items()}
-    digest = hashlib.sha256(b"".join(Path(each).read_bytes() for each in _SOURCES)).hexdigest()
+    digest = hashlib.sha256(b"".join(each.read_bytes() for each in _SOURCES)).hexdigest()
 
     def identity() -> object:
         """Return what the graphs in Inductor's cache depend on, besides what torch looks at."""
