@@ -8,7 +8,7 @@ import torch
 from command_line import OWN
 from torch._dynamo.utils import counters
 
-from benchmarks import experts
+from benchmarks import experts, limits
 from benchmarks.case import build, perform
 from benchmarks.fresh import fresh
 from benchmarks.limits import step_flops
@@ -216,3 +216,14 @@ def test_the_files_of_a_case_go_with_it():
     _, _, folder = fresh(job("littering"), limit=60)["reason"].partition(": ")
     assert folder.startswith("/")
     assert not Path(folder).exists()
+
+
+def test_products_that_would_take_too_long_are_not_measured(monkeypatch):
+    measured = []
+    monkeypatch.setattr(limits, "_gflops", lambda size, dtype: measured.append(size) or 0.1 * size)
+    assert limits.matmul_gflops(small=False) == {"float32": 409.6, "bfloat16": 409.6}
+    assert measured == [*limits.SIZES] * 2
+    measured.clear()
+    monkeypatch.setattr(limits, "_gflops", lambda size, dtype: measured.append(size) or 0.1)
+    assert limits.matmul_gflops(small=False) == {"float32": 0.1, "bfloat16": 0.1}
+    assert measured == [limits.SIZES[0]] * 2
