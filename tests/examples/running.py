@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+OF_THE_CPU = "this CPU has no bf16 instructions"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 # Runs the script that is named first among the arguments, in a Python that has no nano_loop.
@@ -46,9 +47,13 @@ def run(script, *options, nano_loop=True):
 
 
 def results(script, *options, folder, nano_loop=True):
-    """Run an example that must succeed without a warning, and return its results and what it has printed."""
+    """Run an example that must succeed without a warning, and return its results and what it has printed.
+
+    That this CPU has no bf16 instructions is no fault of an example.
+    """
     file = folder / "results.json"
     process = run(script, *options, "--json", file, nano_loop=nano_loop)
     assert process.returncode == 0, process.stderr
-    assert "Warning" not in process.stderr, process.stderr
+    warned = [line for line in process.stderr.splitlines() if "Warning" in line and OF_THE_CPU not in line]
+    assert not warned, process.stderr
     return json.loads(file.read_text()) | {"stdout": process.stdout, "stderr": process.stderr}
