@@ -21,7 +21,6 @@ from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.run import Task
 from nano_loop.settings import Settings
 from nano_loop.trials.candidates import (
-    OF_NUMBERS,
     STAGES,
     Changes,
     Stage,
@@ -32,6 +31,8 @@ from nano_loop.trials.candidates import (
     effective,
     for_trial,
 )
+from nano_loop.trials.clock import Clock
+from nano_loop.trials.exactness import Exactness
 from nano_loop.trials.live import LiveTrial, Measured
 from nano_loop.trials.progress import Progress
 from nano_loop.trials.race import Race
@@ -41,13 +42,12 @@ from nano_loop.trials.tuning import Row, Tuning
 SECONDS = 90.0
 #: How many times as fast as the best so far a candidate has to be, in nearly all turns, to replace it.
 PAYS = 1.02
-#: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes
-#: something else under autocast does so by hand as well, so `verify` finds no fault there.
-TOLERANCE = 0.1
 #: Part of the memory that is free which the trials at one time may take.
 _MEMORY = 0.7
-#: Seconds that a stage needs at least, and the part of the time in which a comparison of numbers has to end.
-_LEAST, _COMPARISON = 3.0, 0.35
+#: What a stage is worth beginning with: seconds, and steps of the best trial, which are some of two trials.
+_LEAST, _STEPS = 3.0, 8
+#: Part of the time in which a comparison of numbers has to end.
+_COMPARISON = 0.35
 _SLOWER, _NO_TIME = "slower", "not measured: no time was left"
 
 
@@ -70,11 +70,10 @@ class Search:
         self._task = task
         self._start = settings
         self._fixed = fixed
-        self._seconds = seconds
-        self._began = time.monotonic()
+        self._clock = Clock(seconds)
         self._all: list[Measured] = []
         self._changes: Changes = {}
-        self._numbers: dict[str, dict[str, Any]] = {}
+        self._exactness = Exactness(self._start, self._compared)
 
     def run(self) -> Tuning:
         """Search, and return what was found. The user's objects and the files stay as they are.
@@ -86,7 +85,7 @@ class Search:
         """
         with ExitStack() as stack:
             self._stack = stack
-            self._progress = Progress(self._seconds)
+            self._progress = Progress(self._clock.seconds)
             stack.callback(self._progress.close)
             base = for_trial(self._start)
             self._server, folder = stack.enter_context(server_of_trials(base.options, base.machine))
@@ -121,15 +120,15 @@ class Search:
             others.insert(0, Measured({}, is_plain=True))
         if not others:
             return best
-        begins, left = time.monotonic(), self._left()
-        if left < max(_LEAST, self._least(stage, best)):
+        begins, left = time.monotonic(), self._clock.left
+        if left < max(_LEAST, _STEPS * (best.measured.median or 0.0)):
             for each in others:
                 each.note = _NO_TIME
             self._all += others
             return best
         until = begins + stage.share * left
         fastest = self._raced(stage.name, best, others, until)
-        while fastest is not best and not self._is_exact(fastest):
+        while fastest is not best and not self._exactness.holds(fastest.measured, self._all):
             fastest = self._second(fastest, best)
         if fastest is not best:
             best.end()
@@ -142,7 +141,7 @@ class Search:
         while waiting:
             count = self._fitting(waiting, best)
             group, waiting = waiting[:count], waiting[count:]
-            self._progress.at(self._spent(), name)
+            self._progress.at(self._clock.spent, name)
             trials = {id(each): trial for each in group if (trial := self._started(each, until)) is not None}
             best = self._race(best, trials, until, keep=best is first)
         return best
@@ -156,7 +155,7 @@ class Search:
             trial.end()
 
         def clock() -> float:
-            self._progress.at(self._spent())
+            self._progress.at(self._clock.spent)
             return time.monotonic()
 
         measured = {str(key): each.measured for key, each in live.items()}
@@ -199,7 +198,7 @@ class Search:
             return None
         self._stack.callback(trial.end)
         try:
-            trial.ready(max((until or self._until()) - time.monotonic(), 10.0 if until else 60.0))
+            trial.ready(max((until or self._clock.until) - time.monotonic(), 10.0 if until else 60.0))
         except TrialFailedError as error:
             measured.note = _first_line(error)
         else:
@@ -227,34 +226,15 @@ class Search:
 
     # --- numbers ---
 
-    def _is_exact(self, trial: LiveTrial) -> bool:
-        """Whether the numbers of a trial differ from those of the plain model by rounding alone."""
-        measured = trial.measured
-        settings = changed(for_trial(self._start), measured.changes)
-        key = self._numbers_of(measured)
-        if key not in self._numbers:
-            self._numbers[key] = self._compared(settings, measured)
-        measured.comparison = self._numbers[key]
-        for each in self._all:
-            if each.seconds and not each.is_plain and self._numbers_of(each) == key:
-                each.comparison = self._numbers[key]
-        fault = self._numbers[key].get("fault")
-        loss = self._numbers[key].get("loss") or 0.0
-        if fault:
-            measured.note = f"not exact: {fault} is off by more than rounding"
-        elif loss > TOLERANCE:
-            measured.note = f"not exact: the loss is off by {loss:.0%}"
-        return not measured.note.startswith("not exact")
-
     def _compared(self, settings: Settings, measured: Measured) -> dict[str, Any]:
-        self._progress.at(self._spent(), "comparison with fp32")
+        self._progress.at(self._clock.spent, "comparison with fp32")
         one = changed(settings, {"verify": True, "num_processes": None})
         try:
             trial = LiveTrial(Measured(measured.changes), one, self._server, self._payload, verifies=True)
         except (TrialFailedError, NanoConfigError) as error:
             return {"remark": _first_line(error)}
         try:
-            return trial.compared(max(_COMPARISON * self._seconds, 10.0))
+            return trial.compared(max(_COMPARISON * self._clock.seconds, 10.0))
         except TrialFailedError as error:
             return {"remark": _first_line(error)}
         finally:
@@ -263,36 +243,13 @@ class Search:
     def _second(self, failed: LiveTrial, best: LiveTrial) -> LiveTrial:
         """Return the trial of the next best candidate, whose processes have ended, or the best so far."""
         failed.end()
-        faulty = [each for each in self._all if each.note.startswith("not exact")]
-        faulty_numbers = [self._numbers_of(each) for each in faulty]
-        rest = [each for each in self._all if each.speed and not each.is_plain]
-        rest = [each for each in rest if self._numbers_of(each) not in faulty_numbers]
+        rest = [each for each in self._exactness.not_faulty(self._all) if each.speed and not each.is_plain]
         fastest = max(rest, key=lambda each: each.speed or 0.0, default=best.measured)
         if fastest is best.measured or (fastest.speed or 0.0) < PAYS * (best.measured.speed or 1.0):
             return best
         trial = self._started(Measured(fastest.changes, seconds=fastest.seconds, speed=fastest.speed))
         self._all.remove(fastest)
         return trial or best
-
-    def _numbers_of(self, measured: Measured) -> str:
-        """Return what the numbers of a candidate depend on."""
-        options = changed(for_trial(self._start), measured.changes).options
-        return repr([getattr(options, name) for name in OF_NUMBERS])
-
-    # --- time ---
-
-    def _spent(self) -> float:
-        return time.monotonic() - self._began
-
-    def _until(self) -> float:
-        return self._began + self._seconds
-
-    def _left(self) -> float:
-        return self._until() - time.monotonic()
-
-    def _least(self, stage: Stage, best: LiveTrial) -> float:
-        """Return the seconds that a stage is worth beginning with: some steps of two trials."""
-        return 8.0 * (best.measured.median or 0.0)
 
     # --- the result ---
 
@@ -306,7 +263,7 @@ class Search:
             line=f"{before}{as_text(values)}{after}",
             rows=[Row.of(each, self._start.options) for each in self._all],
             chosen=self._all.index(best),
-            seconds=self._spent(),
+            seconds=self._clock.spent,
             changes=best.changes,
             remarks=remarks,
         )
