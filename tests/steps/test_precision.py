@@ -129,10 +129,11 @@ def test_undoing_gives_fp32_back(step):
     assert model.seen is torch.float32
 
 
-def test_cpu_without_the_instructions_is_warned_about_and_told_of_auto(step, machine):
-    made = step(Precision, on=machine(instruction_sets=SLOW), precision="bf16")
+@pytest.mark.parametrize(("sets", "cost"), [(SLOW, "400 times"), ((*SLOW, "avx512bw"), "slower than fp32")])
+def test_cpu_without_the_instructions_is_warned_about_and_told_of_auto(step, machine, sets, cost):
+    made = step(Precision, on=machine(instruction_sets=sets), precision="bf16")
     assert made.skip_reason(Parts([Net()])) is None
-    with pytest.warns(NanoWarning, match='precision="auto"'):
+    with pytest.warns(NanoWarning, match=f'no bf16 instructions.*{cost}.*precision="auto"'):
         made.apply(Parts([Net()]))
 
 
