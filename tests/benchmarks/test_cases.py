@@ -90,6 +90,8 @@ OF_TEST_IPEX = [
 @pytest.mark.parametrize("system", [*(each for each in SYSTEMS if each not in {*NEEDED, *SAME}), *OF_TEST_IPEX])
 def test_a_system_trains_the_workload(system):
     result = fresh(job("plain", workload=f"{OWN}convolution", system=system), limit=110)
+    if system == "ipex" and "BF16 weight prepack needs" in result.get("reason", ""):
+        pytest.skip("the CPU has no AVX-512, without which IPEX by hand does not optimize for bf16")
     assert set(result) == {"median_ms", "first_step_ms", "peak_rss_mb"}, result
 
 

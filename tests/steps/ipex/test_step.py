@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from nano_loop import NanoConfigError, NanoError, nano
-from nano_loop.cpu import Machine
+from nano_loop.cpu import Machine, read_machine
 from nano_loop.parts import Parts
 from nano_loop.steps.ipex import Ipex
 from nano_loop.steps.ipex import step as ipex
@@ -357,8 +357,10 @@ def by_hand(kind, optimizer, precision):
 
     model, made, loader = job(kind, optimizer)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    optimize = intel_extension_for_pytorch.optimize
-    model, made = optimize(model, dtype=dtype, optimizer=made, inplace=True)
+    options = {"dtype": dtype, "inplace": True}
+    if precision == "bf16" and "avx512bw" not in read_machine().instruction_sets:
+        options["weights_prepack"] = False  # IPEX raises otherwise
+    model, made = intel_extension_for_pytorch.optimize(model, optimizer=made, **options)
     return fitted(model, made, loader, bf16=precision == "bf16"), model.state_dict()
 
 
