@@ -1,6 +1,7 @@
 """Whatever ends a rank on a Ray cluster, an error names rank, node and cause, and nothing is left."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -181,11 +182,13 @@ def test_file_that_is_not_on_every_node_is_an_error_that_says_so():
 
 def test_rank_that_is_late_is_named_with_the_line_that_it_is_in():
     def sleep():
-        time.sleep(40)
+        time.sleep(60)
 
-    error = refused(failing(sleep, rank=2), timeout=4, worker_init=apart)
-    assert "rank 0 has waited 4 seconds" in str(error)
-    assert "time.sleep(40)" in str(error)
+    error = refused(
+        failing(sleep, rank=2), timeout=12, worker_init=apart
+    )  # on a busy machine, joining takes some seconds
+    assert "rank 0 has waited 12 seconds" in str(error)
+    assert "time.sleep(60)" in str(error)
 
 
 BROKEN = """
@@ -206,8 +209,7 @@ def test_node_without_nano_loop_is_an_error_that_names_runtime_env(connected, tm
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nano_loop'] = None")
     code, out, err = processes_of([sys.executable, "-c", BROKEN, connected.address, str(tmp_path)])
     assert code == 0, err
-    assert "rank 1 on node " in out
-    assert "could not import nano_loop (" in out
+    assert re.search(r"rank [12] on node .* could not import nano_loop \(", out)  # the one that says so first
     assert "every node needs the same Python environment as the caller's. Install it there" in out
     assert 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})' in out
 
