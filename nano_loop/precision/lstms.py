@@ -16,7 +16,9 @@ def can_train_lstms(dtype: torch.dtype) -> bool:
     """Return whether torch can train LSTMs on this CPU under autocast in a dtype."""
     if dtype is torch.float16:
         return False
-    state, weight, bias = (torch.zeros(shape, device="cpu") for shape in ((1, 1, 1), (4, 1), (4,)))
+    # The user may have set another default dtype or device.
+    shapes = (1, 1, 1), (4, 1), (4,)
+    state, weight, bias = (torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in shapes)
     with torch.no_grad(), torch.autocast("cpu", dtype):
         try:
             torch.lstm(state, (state, state), (weight, weight, bias, bias), True, 1, 0.0, False, False, False)

@@ -15,6 +15,7 @@ from benchmarks.limits import step_flops
 from benchmarks.loop import endless, steps
 from benchmarks.systems import SYSTEMS, settings_of, why_not
 from benchmarks.workloads import ALL, LISTS, UNTUNED, WORKLOADS
+from nano_loop.cpu import read_machine
 from nano_loop.precision.lstms import can_train_lstms
 
 FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
@@ -135,6 +136,10 @@ def test_a_lever_is_left_out_and_no_other(monkeypatch, lever):
     expected = {"precision", "fused_optimizer", "channels_last"} - {lever}
     assert expected <= set(found["applied"])
     assert lever not in found["applied"]
+
+
+def test_an_expert_knows_of_bf16_what_nano_loop_does():
+    assert experts.has_fast_bf16() == read_machine().has_fast_bf16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

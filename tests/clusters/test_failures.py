@@ -184,9 +184,8 @@ def test_rank_that_is_late_is_named_with_the_line_that_it_is_in():
     def sleep():
         time.sleep(60)
 
-    error = refused(
-        failing(sleep, rank=2), timeout=12, worker_init=apart
-    )  # on a busy machine, joining takes some seconds
+    # On a busy machine, joining takes some seconds.
+    error = refused(failing(sleep, rank=2), timeout=12, worker_init=apart)
     assert "rank 0 has waited 12 seconds" in str(error)
     assert "time.sleep(60)" in str(error)
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import nano_loop
+from nano_loop.cpu import read_machine
 from nano_loop.kernels import attention, bernoulli, convolution
 from nano_loop.precision import loss_scale
 from nano_loop.precision.lstms import can_train_lstms
@@ -231,8 +232,9 @@ ROUNDING, VARIANTS, MORE_VARIANTS = 2.0**-9, 4, 16
 def beyond_spread(build, loop, config, actual, expected):
     """Return a line for each place that is farther from the loop by hand than this comes from itself; see `spread`.
 
-    Where the accelerated loop is no farther from the same loop in fp32, it is no fault: without bf16 instructions,
-    torch's convolutions in bf16 add up in bf16, so that ours, which add up in fp32, differ by as much as torch's err.
+    On CPUs without bf16 instructions, torch's convolutions in bf16 add up in bf16, so that ours, which add up in fp32,
+    differ by as much as torch's err. There a place is also right if it is within the spread of more variants, or no
+    farther from the same loop in fp32 than they are.
     """
 
     def variants(count):
@@ -240,7 +242,7 @@ def beyond_spread(build, loop, config, actual, expected):
             yield run_plain(moved(build, seed), loop, written_by_hand(config), config.channels_last)["seen"]
 
     found = beyond(spread(variants(VARIANTS), expected), actual, expected)
-    if found:  # the largest of a few is not the largest there is
+    if found and not read_machine().has_fast_bf16:
         many = [*variants(MORE_VARIANTS)]
         exact = run_plain(build, loop, untouched, config.channels_last)["seen"]
         for others, center in ((many, expected), ([expected, *many], exact)):
