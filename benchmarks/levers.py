@@ -40,7 +40,7 @@ def _row(rounds: list[dict[str, Result]], name: str) -> dict[str, Any]:
 
 def levers_table(workload: str, rows: dict[str, dict[str, Any]]) -> str:
     """Return it as a table for the terminal."""
-    lines = [f"\n{workload}, nano in bf16", f"  {'without':<18}{'ms a step':>11}{'all is faster by':>24}{'peak MB':>9}"]
+    lines = [f"\n{workload}, nano", f"  {'without':<18}{'ms a step':>11}{'all is faster by':>24}{'peak MB':>9}"]
     for name, row in rows.items():
         if row["reason"]:
             lines.append(f"  {name or 'nothing':<18}{'–':>11}  {row['reason']}")

@@ -68,7 +68,7 @@ def _row(rounds: list[dict[str, Result]], name: str, cores: int) -> dict[str, An
 def scaling_table(workload: str, rows: dict[str, dict[str, Any]]) -> str:
     """Return it as a table for the terminal."""
     lines = [
-        f"\n{workload}, nano in bf16",
+        f"\n{workload}, nano",
         f"  {'':<14}{'ms a step':>11}{'batches/s over one core':>27}{'efficiency':>12}",
     ]
     for name, row in rows.items():
