@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # its class has no public name
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
@@ -257,6 +259,62 @@ def forget_fused_check(optimizer: Optimizer) -> None:
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks can be registered on an optimizer: its class has called ``Optimizer.__init__``."""
     return _STEP_HOOKS in vars(optimizer)
+
+
+def hooks_before_step(optimizer: Optimizer) -> Iterator[Any]:
+    """Return the hooks that an optimizer's ``step()`` calls first. torch can register hooks, but not list them."""
+    return chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
+
+
+def hooks_after_step(optimizer: Optimizer) -> Iterator[Any]:
+    """Return the hooks that it calls last."""
+    return chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
+
+
+def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what torch has wrapped to run hooks around it, or None where something else than torch has wrapped it.
+
+    torch wraps ``step`` of a class when the class's first optimizer is built, and marks what it has wrapped.
+    """
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        if step.__globals__.get("__name__", "").partition(".")[0] not in ("torch", "nano_loop"):
+            return None
+        step = step.__wrapped__
+        if getattr(step, "__globals__", {}).get("__name__") == torch_optimizer.__name__ and not hasattr(step, "hooked"):
+            return step
+    return None
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs. The public names only start and stop one."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def fused_adam(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    means: list[torch.Tensor],
+    squares: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    *,
+    is_decoupled: bool,
+    **numbers: Any,
+) -> None:
+    """Call the kernel of Adam, or of AdamW, whose weight decay is decoupled. torch's public functions sort first."""
+    kernel = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+    kernel(parameters, gradients, means, squares, [], steps, amsgrad=False, **numbers)
+
+
+def fused_sgd(
+    parameters: list[torch.Tensor], gradients: list[torch.Tensor], momenta: list[torch.Tensor], **numbers: Any
+) -> None:
+    """Call the kernel of SGD after its first step, likewise."""
+    torch._fused_sgd_(parameters, gradients, momenta, is_first_step=False, **numbers)
+
+
+def foreach_increment(counters: list[torch.Tensor]) -> None:
+    """Add 1 to each of the counters, which are not empty."""
+    torch._foreach_add_(counters, 1)
 
 
 def is_loss(module: nn.Module) -> bool:

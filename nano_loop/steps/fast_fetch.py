@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
@@ -54,8 +55,8 @@ class _WholeBatches(Dataset[Any]):
         while isinstance(dataset, Subset):
             positions = [dataset.indices[position] for position in positions]
             dataset = dataset.dataset
-        index = torch.as_tensor(positions, dtype=torch.long)
-        batch = [tensor[index].contiguous() for tensor in _tensors(dataset)]  # the layout that torch.stack returns
+        index = _index(positions)
+        batch = [_rows(tensor, index) for tensor in _tensors(dataset)]
         return batch[0] if isinstance(dataset, torch.Tensor) else batch
 
 
@@ -74,6 +75,22 @@ _FETCHING = _Fetching()
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _index(positions: list[int]) -> torch.Tensor:
+    """Return the positions as a tensor, which numpy makes of plain ints in a third of torch's time."""
+    if positions and type(positions[0]) is int:
+        return torch.from_numpy(np.fromiter(positions, np.int64, len(positions)))
+    return torch.as_tensor(positions, dtype=torch.long)
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a tensor at these positions, in the layout that `torch.stack` returns."""
+    try:
+        rows = tensor.index_select(0, index)
+    except IndexError:  # a negative position counts from the end; what is out of range gets the usual error
+        rows = tensor[index]
+    return rows.contiguous()
 
 
 def _tensors(dataset: Any) -> Sequence[torch.Tensor]:

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.direct_steps import stepped_directly
 from nano_loop.intercept.optimizers import guard_layout, is_dense, once_gradients_exist
 from nano_loop.intercept.torch_private import forget_fused_check, fused_check_pending
 from nano_loop.options import Options
@@ -71,6 +72,7 @@ class FusedOptimizer(Step):
             switch.optimizer.register_state_dict_post_hook(switch.users_flags),
         ):
             self.undoing.callback(handle.remove)
+        self.undoing.enter_context(stepped_directly(switch.optimizer))
 
 
 class _Switch:

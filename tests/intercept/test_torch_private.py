@@ -2,10 +2,12 @@
 
 import pickle
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from nano_loop import disable_casts
@@ -29,20 +31,26 @@ from nano_loop.intercept.torch_private import (
     foreach_add,
     foreach_copy,
     foreach_divide,
+    foreach_increment,
     foreach_multiply,
     forget_compiled,
     forget_empty_hooks,
     forget_fused_check,
     forget_group_count,
+    fused_adam,
     fused_check_pending,
+    fused_sgd,
     graph_pass,
     graph_task,
     has_hooks,
+    hooks_after_step,
+    hooks_before_step,
     in_backward,
     in_functorch,
     in_mode_of_others,
     is_compiled,
     is_loss,
+    is_profiling,
     is_watched_by_scheduler,
     kept_iterator,
     mode_options,
@@ -55,6 +63,7 @@ from nano_loop.intercept.torch_private import (
     softmax_backward,
     stop_kept_workers,
     uncompiled,
+    unhooked_step,
     version,
     without_kept_iterator,
 )
@@ -196,6 +205,58 @@ def test_first_fused_step_leaves_a_mark_that_can_be_removed(kind):
     assert not fused_check_pending(optimizer)
     forget_fused_check(optimizer)
     assert set(vars(optimizer)) == before
+
+
+def test_step_of_an_optimizer_can_be_taken_apart():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5, fused=True)
+    first, last, of_all = Mock(return_value=None), Mock(), Mock()
+    handles = [
+        optimizer.register_step_pre_hook(first),
+        optimizer.register_step_post_hook(last),
+        register_optimizer_step_pre_hook(of_all),
+    ]
+    assert list(hooks_before_step(optimizer)) == [of_all, first]
+    assert list(hooks_after_step(optimizer)) == [last]
+    weight.grad = torch.ones(3)
+    body = unhooked_step(torch.optim.SGD.step)
+    body(optimizer)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(weight.detach(), torch.full((3,), 0.5))
+    assert not first.called
+    assert not last.called
+    assert unhooked_step(body) is None
+    assert unhooked_step(lambda self: None) is None
+
+
+def test_running_profiler_is_seen():
+    assert not is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert is_profiling()
+    assert not is_profiling()
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_fused_kernels_are_those_of_the_optimizers(is_decoupled):
+    kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = kind([weight], lr=0.1, weight_decay=0.1, fused=True)
+    weight.grad = torch.tensor([1.0, -2.0, 0.0])
+    ours, mean, square, counter = torch.ones(3), torch.zeros(3), torch.zeros(3), torch.tensor(0.0)
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
+    for _ in range(2):
+        optimizer.step()
+        foreach_increment([counter])
+        fused_adam([ours], [weight.grad], [mean], [square], [counter], is_decoupled=is_decoupled, **numbers)
+    assert torch.equal(ours, weight.detach())
+    assert torch.equal(counter, torch.tensor(2.0))
+    momentum = torch.ones(3)
+    numbers = {"lr": 0.5, "momentum": 0.5, "weight_decay": 0, "dampening": 0, "nesterov": False, "maximize": False}
+    ours = torch.ones(3)
+    fused_sgd([ours], [torch.ones(3)], [momentum], **numbers)
+    assert torch.equal(momentum, torch.full((3,), 1.5))
+    assert torch.equal(ours, torch.full((3,), 0.25))
 
 
 def test_hooks_of_optimizers_come_with_their_init():

@@ -4,6 +4,7 @@ import pickle
 import re
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -70,6 +71,9 @@ LOADERS = {
     "subset": lambda data: DataLoader(Subset(data, [5, 3, 3, 20, 1]), batch_size=2, shuffle=True),
     "subset of a subset": lambda data: DataLoader(Subset(Subset(data, list(range(0, 20, 2))), [9, 0, 4]), batch_size=2),
     "subset by tensor": lambda data: DataLoader(Subset(data, torch.tensor([5, 3, 1])), batch_size=2),
+    "positions from the end": lambda data: DataLoader(data, 4, sampler=[3, -1, 0, -23, 5]),
+    "positions in tensors": lambda data: DataLoader(data, 4, sampler=torch.arange(22, -1, -1)),
+    "positions of numpy": lambda data: DataLoader(data, 4, sampler=np.arange(23)),
     "batch sampler": lambda data: DataLoader(
         data, batch_sampler=BatchSampler(SequentialSampler(data), 5, drop_last=False)
     ),
@@ -87,7 +91,20 @@ def test_batches_order_and_random_draws_are_the_default_loaders(step, dataset, m
         assert_same(epochs(loader), expected)
 
 
+def test_position_out_of_range_has_the_default_loaders_kind_of_error(step, dataset):
+    loader = DataLoader(dataset, 4, sampler=[0, 23])
+    step(FastFetch).apply(Parts(loaders=[loader]))
+    with pytest.raises(IndexError, match="index 23 is out of bounds"):
+        next(iter(loader))
+
+
 TENSORS = {
+    "bools": lambda: torch.rand(23, 4) > 0.5,
+    "bytes": lambda: torch.randint(256, (23, 3, 5), dtype=torch.uint8),
+    "complex": lambda: torch.randn(23, 2, dtype=torch.complex64),
+    "bf16": lambda: torch.randn(23, 3).bfloat16(),
+    "nothing in a row": lambda: torch.empty(23, 0),
+    "channels_last": lambda: torch.rand(23, 3, 4, 4).to(memory_format=torch.channels_last),
     "rows": lambda: torch.rand(23, 4),
     "numbers": lambda: torch.arange(23),
     "transposed": lambda: torch.rand(4, 23).t(),

@@ -1,0 +1,348 @@
+"""An optimizer that is stepped directly computes bit for bit what torch's ``step()`` does, and calls the same hooks."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from nano_loop.intercept.direct_steps import stepped_directly
+
+KINDS = {
+    "Adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "AdamW": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "AdamW, maximized": (AdamW, {"lr": 0.01, "maximize": True}),
+    "SGD": (SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "SGD with momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    "SGD of Nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+}
+OF_EACH_KIND = pytest.mark.parametrize(("kind", "settings"), KINDS.values(), ids=KINDS)
+#: What torch's ``step()`` calls and a direct one does not.
+SORTING = {Adam: "adam", AdamW: "adam", SGD: "sgd"}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+
+
+def build(kind, settings, parameters=None):
+    return kind(model().parameters() if parameters is None else parameters, fused=True, **settings)
+
+
+def fill(optimizer, seed, skip=()):
+    """Give each parameter a gradient that the seed determines, but for those at the places to skip."""
+    generator = torch.Generator().manual_seed(seed)
+    for place, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.grad = None if place in skip else gradient
+
+
+def values(optimizer):
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            found += [parameter.detach(), *(each for each in state.values() if each is not None)]
+    return [each.clone() for each in found]
+
+
+def assert_equal(one, other):
+    pairs = list(zip(values(one), values(other), strict=True))
+    assert pairs
+    assert all(torch.equal(*each) for each in pairs)
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Return a function that lets torch's own step of a kind of optimizer fail from now on."""
+
+    def refuse(kind):
+        def fails(*args, **kwargs):
+            raise AssertionError("torch's own step was called")
+
+        monkeypatch.setattr(sys.modules[f"torch.optim.{SORTING[kind]}"], SORTING[kind], fails)
+
+    return refuse
+
+
+@OF_EACH_KIND
+def test_steps_are_torchs_bit_for_bit_while_the_loop_changes_the_settings(kind, settings, refused):
+    direct, plain = build(kind, settings), build(kind, settings)
+    for seed in range(6):
+        for each in (direct, plain):
+            fill(each, seed)
+            each.param_groups[0]["lr"] = 0.01 * (seed + 1)
+        plain.step()
+    with stepped_directly(direct):
+        fill(direct, 0)
+        direct.param_groups[0]["lr"] = 0.01
+        assert direct.step() is None  # torch's own, which makes the state
+        refused(kind)
+        for seed in range(1, 6):
+            fill(direct, seed)
+            direct.param_groups[0]["lr"] = 0.01 * (seed + 1)
+            assert direct.step() is None
+    assert_equal(direct, plain)
+    fill(direct, 7)
+    with pytest.raises(AssertionError, match="torch's own step"):
+        direct.step()
+
+
+@OF_EACH_KIND
+def test_groups_of_several_settings_and_missing_gradients_are_torchs_too(kind, settings, refused):
+    def grouped():
+        first, second = model()
+        groups = [{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.5, "weight_decay": 0.0}]
+        return build(kind, settings, groups)
+
+    direct, plain = grouped(), grouped()
+    skipped = ((), (1,), (2, 3), (0, 1, 2, 3))
+    with stepped_directly(direct):
+        for seed, skip in enumerate(skipped):
+            fill(plain, seed, skip)
+            plain.step()
+        fill(direct, 0)
+        direct.step()
+        refused(kind)
+        for seed, skip in enumerate(skipped[1:], 1):
+            fill(direct, seed, skip)
+            direct.step()
+    assert_equal(direct, plain)
+
+
+# torch's fused SGD raises where some momenta are missing; the fused_optimizer step adds them.
+@pytest.mark.parametrize("name", [name for name, (_, settings) in KINDS.items() if "momentum" not in settings])
+def test_parameter_whose_gradient_comes_late_is_stepped_by_torch(name):
+    kind, settings = KINDS[name]
+    direct, plain = build(kind, settings), build(kind, settings)
+    with stepped_directly(direct):
+        for seed, skip in enumerate(((0,), (0,), (), ())):
+            for each in (direct, plain):
+                fill(each, seed, skip)
+                each.step()
+    assert_equal(direct, plain)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"amsgrad": True},
+        {"lr": torch.tensor(0.01)},
+        {"fused": False, "foreach": True},
+        {"fused": False, "differentiable": False},
+    ],
+    ids=["amsgrad", "a tensor as lr", "foreach", "not fused"],
+)
+def test_unusual_settings_are_left_to_torch(change, refused):
+    def built():
+        return AdamW(model().parameters(), **{"lr": 0.01, "fused": True, **change})
+
+    direct, plain = built(), built()
+    with stepped_directly(direct):
+        for seed in range(3):
+            for each in (direct, plain):
+                fill(each, seed)
+                each.step()
+        assert_equal(direct, plain)
+        refused(AdamW)
+        with pytest.raises(AssertionError, match="torch's own step"):
+            direct.step()
+
+
+def test_mixture_of_dtypes_and_a_gradient_scale_are_left_to_torch(refused):
+    def mixed():
+        first, second = model()
+        return AdamW([*first.parameters(), *second.double().parameters()], fused=True)
+
+    direct, plain = mixed(), mixed()
+    with stepped_directly(direct):
+        for seed in range(3):
+            for each in (direct, plain):
+                fill(each, seed)
+                each.grad_scale = torch.tensor(4.0) if seed == 2 else None
+                each.step()
+    assert_equal(direct, plain)
+    scaled = build(AdamW, {})
+    with stepped_directly(scaled):
+        fill(scaled, 0)
+        scaled.step()
+        refused(AdamW)
+        scaled.step()
+        scaled.found_inf = torch.tensor(1.0)
+        with pytest.raises(AssertionError, match="torch's own step"):
+            scaled.step()
+
+
+@OF_EACH_KIND
+def test_hooks_run_in_torchs_order_and_may_change_the_arguments(kind, settings):
+    def run(optimizer):
+        seen = []
+        handles = [
+            register_optimizer_step_pre_hook(lambda *given: seen.append(("all", len(given)))),
+            register_optimizer_step_post_hook(lambda *given: seen.append(("all, after", given[1:]))),
+            optimizer.register_step_pre_hook(lambda *given: seen.append(("one", len(given[1]), given[2]))),
+            optimizer.register_step_post_hook(lambda *given: seen.append(("one, after", len(given[1]), given[2]))),
+        ]
+        try:
+            for seed in range(2):
+                fill(optimizer, seed)
+                optimizer.step()
+            handles.append(optimizer.register_step_pre_hook(lambda self, args, kwargs: ((self, lambda: 7), kwargs)))
+            seen.append(optimizer.step())
+            handles.append(optimizer.register_step_pre_hook(lambda *given: "nonsense"))
+            with pytest.raises(RuntimeError, match=r"None or a tuple|None, or the new arguments"):
+                optimizer.step()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [each if each == 7 else (each[0], len(each)) for each in seen]
+
+    direct, plain = build(kind, settings), build(kind, settings)
+    expected = run(plain)
+    with stepped_directly(direct):
+        assert run(direct) == expected
+    assert 7 in expected
+    assert_equal(direct, plain)
+
+
+def test_closure_is_called_by_torch():
+    direct = build(AdamW, {})
+    with stepped_directly(direct):
+        fill(direct, 0)
+        direct.step()
+        assert direct.step(lambda: 3) == 3
+        assert direct.step(closure=lambda: 4) == 4
+    assert next(iter(direct.state.values()))["step"] == 3
+
+
+@OF_EACH_KIND
+def test_gradients_are_dropped_or_filled_with_zeros(kind, settings):
+    direct = build(kind, settings)
+    parameters = direct.param_groups[0]["params"]
+    with stepped_directly(direct):
+        fill(direct, 0, skip=(1,))
+        direct.zero_grad()
+        assert [each.grad for each in parameters] == [None] * 4
+        fill(direct, 0, skip=(1,))
+        direct.zero_grad(set_to_none=False)
+        assert parameters[1].grad is None
+        assert not parameters[0].grad.any()
+
+
+def test_profiler_sees_torchs_labels_and_nothing_else_does_while_none_runs():
+    direct = build(AdamW, {})
+    with stepped_directly(direct):
+        fill(direct, 0)
+        direct.step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            direct.step()
+            direct.zero_grad()
+    names = {each.key for each in profile.key_averages()}
+    assert {"Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad"} <= names
+
+
+def test_classes_are_restored_and_other_optimizers_of_a_class_are_torchs(refused):
+    direct, other = build(AdamW, {}), build(AdamW, {})
+    before = {kind: dict(vars(kind)) for kind in (Adam, AdamW, SGD)}
+    for each in (direct, other):
+        fill(each, 0)
+        each.step()
+    refused(AdamW)
+    with stepped_directly(direct), stepped_directly(direct):
+        direct.step()
+        with pytest.raises(AssertionError, match="torch's own step"):
+            other.step()
+        assert type(direct) is AdamW
+        assert set(vars(direct)) == set(vars(other))
+        pickle.loads(pickle.dumps(direct))
+        twin = copy.deepcopy(direct)
+        build(AdamW, {})  # torch looks whether the class is wrapped already
+    assert {kind: dict(vars(kind)) for kind in (Adam, AdamW, SGD)} == before
+    with pytest.raises(AssertionError, match="torch's own step"):
+        twin.step()
+
+
+def test_both_classes_of_a_family_can_be_direct_and_hooks_run_once():
+    counted = []
+    adam, adamw = build(Adam, {}), build(AdamW, {})
+    with stepped_directly(adam), stepped_directly(adamw):
+        for each in (adam, adamw):
+            each.register_step_pre_hook(lambda *given: counted.append(1))
+            for seed in range(3):  # the first is torch's own
+                fill(each, seed)
+                each.step()
+    assert len(counted) == 6
+
+
+@pytest.mark.parametrize("is_built_before", [True, False])
+def test_scheduler_knows_of_the_step(is_built_before, recwarn):
+    direct, plain = build(SGD, {"lr": 1.0}), build(SGD, {"lr": 1.0})
+    of_plain = StepLR(plain, 1)
+    scheduler = StepLR(direct, 1) if is_built_before else None
+    with stepped_directly(direct):
+        scheduler = scheduler or StepLR(direct, 1)
+        for seed in range(3):
+            for optimizer, each in ((direct, scheduler), (plain, of_plain)):
+                fill(optimizer, seed)
+                optimizer.step()
+                each.step()
+    for optimizer, each in ((direct, scheduler), (plain, of_plain)):  # also when the run has ended
+        fill(optimizer, 4)
+        optimizer.step()
+        each.step()
+    assert_equal(direct, plain)
+    assert not recwarn.list
+
+
+def test_state_that_is_loaded_is_the_one_that_is_stepped():
+    direct, plain = build(AdamW, {}), build(AdamW, {})
+    with stepped_directly(direct):
+        for seed in range(3):
+            for each in (direct, plain):
+                fill(each, seed)
+                each.step()
+        saved = copy.deepcopy(plain.state_dict())
+        for each in (direct, plain):
+            fill(each, 3)
+            each.step()
+            each.load_state_dict(copy.deepcopy(saved))
+            fill(each, 4)
+            each.step()
+    assert_equal(direct, plain)
+
+
+def test_step_that_somebody_else_has_wrapped_is_left_alone(monkeypatch):
+    calls = []
+    original = AdamW.step
+
+    def wrapped(self, *args, **kwargs):
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    wrapped.hooked, wrapped.__wrapped__ = True, original  # as functools.wraps would have it
+    direct = build(AdamW, {})
+    monkeypatch.setattr(AdamW, "step", wrapped)
+    with stepped_directly(direct):
+        assert AdamW.step is wrapped
+        for seed in range(2):
+            fill(direct, seed)
+            direct.step()
+    assert len(calls) == 2
+
+
+def test_compiled_loop_traces_torchs_own_step():
+    direct, plain = build(SGD, {"lr": 0.1}), build(SGD, {"lr": 0.1})
+    with stepped_directly(direct):
+        compiled = torch.compile(lambda: direct.step(), backend="eager")
+        for seed in range(2):
+            fill(direct, seed)
+            compiled()
+            fill(plain, seed)
+            plain.step()
+    assert_equal(direct, plain)
