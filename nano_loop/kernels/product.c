@@ -23,6 +23,7 @@ typedef struct {
 #define PAIRS 320          /* pairs of a panel of a divided depth, where A is read where it lies */
 #define PACKED_PAIRS 1024  /* the same, where A is packed */
 #define WORDS (1 << 17)    /* of the panels of a block: half of a second cache of 1 MB */
+#define STEP 8             /* pairs between two looks at what is to be fetched */
 
 extern int omp_get_thread_num(void);
 extern int omp_get_num_threads(void);
@@ -101,18 +102,25 @@ typedef struct {
     const char *base;
     int64_t within, between, shift, mask;
     int64_t at, step; /* lines, in units of 2^-20 */
+    int64_t count;    /* lines in each step */
 } Ahead;
 
+/* What is fetched in as many steps. */
 static Ahead ahead_of(const void *base, int64_t shift, int64_t within, int64_t between, int64_t groups, int64_t steps) {
-    Ahead ahead = {base, within, between, shift, ((int64_t)1 << shift) - 1, 0, 0};
-    if (steps) ahead.step = (groups << shift << 20) / steps;
+    Ahead ahead = {base, within, between, shift, ((int64_t)1 << shift) - 1, 0, 0, 0};
+    if (steps) {
+        ahead.count = divided(groups << shift, steps);
+        ahead.step = (groups << shift << 20) / (steps * ahead.count);
+    }
     return ahead;
 }
 
 INLINE void fetch(Ahead *ahead) {
-    int64_t line = ahead->at >> 20;
-    _mm_prefetch(ahead->base + (line & ahead->mask) * ahead->within + (line >> ahead->shift) * ahead->between, _MM_HINT_T0);
-    ahead->at += ahead->step;
+    for (int64_t i = 0; i < ahead->count; i++, ahead->at += ahead->step) {
+        int64_t line = ahead->at >> 20;
+        _mm_prefetch(ahead->base + (line & ahead->mask) * ahead->within + (line >> ahead->shift) * ahead->between,
+                     _MM_HINT_T0);
+    }
 }
 
 /* ------------------------------------------------------------------------------------------------ products */
@@ -143,6 +151,22 @@ INLINE void store(const int rows, __m512 sums[ROWS][4], const Target *to) {
     }
 }
 
+/* Adds the products of one pair of the depth. Nothing is fetched in the loop around it: the compiler would have too few
+   registers for the addresses, and keep some of them in vectors. */
+INLINE void add_pair(const int rows, const char *a, int64_t a_row, const uint32_t *b, __m512 sums[ROWS][4]) {
+    __m512bh columns[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) columns[j] = (__m512bh)_mm512_loadu_si512(b + 16 * j);
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++) {
+        int pair;
+        memcpy(&pair, a + i * a_row, sizeof pair);
+        __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], of_row, columns[j]);
+    }
+}
+
 /* `a` has pairs at a row and at a pair apart, in bytes. If the depth is odd, its last number has no other beside it. */
 INLINE void add_products(const int rows, int64_t pairs, int odd, const char *a, int64_t a_row, int64_t a_pair,
                          const uint32_t *b, const Target *to, Ahead *of_a, Ahead *of_b) {
@@ -152,21 +176,14 @@ INLINE void add_products(const int rows, int64_t pairs, int odd, const char *a, 
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++)
             sums[i][j] = to->begins ? _mm512_setzero_ps() : _mm512_loadu_ps(to->sums + i * TILE + 16 * j);
-    for (int64_t k = 0; k < pairs - odd; k++, a += a_pair, b += TILE) {
-        __m512bh columns[4];
+    int64_t k = 0;
+    for (; k + STEP <= pairs - odd; k += STEP) {
         fetch(of_a);
         fetch(of_b);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) columns[j] = (__m512bh)_mm512_loadu_si512(b + 16 * j);
-#pragma GCC unroll 6
-        for (int i = 0; i < rows; i++) {
-            int pair;
-            memcpy(&pair, a + i * a_row, sizeof pair);
-            __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], of_row, columns[j]);
-        }
+#pragma GCC unroll 1
+        for (int i = 0; i < STEP; i++, a += a_pair, b += TILE) add_pair(rows, a, a_row, b, sums);
     }
+    for (; k < pairs - odd; k++, a += a_pair, b += TILE) add_pair(rows, a, a_row, b, sums);
     if (odd) {
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
@@ -262,11 +279,11 @@ static void compute(const Work *work, int64_t row, int64_t rows, int64_t tile, i
     float *sums = (float *)(own + plan->own);
     for (int64_t block = 0; block < plan->blocks; block++) {
         int64_t from = 2 * block * plan->pairs_of_block, depth = least(call->depth - from, 2 * plan->pairs_of_block);
-        int64_t pairs = divided(depth, 2), steps = divided(rows, ROWS) * tiles * pairs;
+        int64_t pairs = divided(depth, 2), steps = divided(rows, ROWS) * tiles * (pairs / STEP);
         pack_b(work, tile, tiles, from, depth, packed);
         Ahead of_b = ahead_of_panels(work, tile + tiles, tiles, steps);
         for (int64_t i = 0; i < rows; i += ROWS) {
-            Ahead of_a = ahead_of_rows(work, row + i, from, depth, tiles * pairs);
+            Ahead of_a = ahead_of_rows(work, row + i, from, depth, tiles * (pairs / STEP));
             const char *a = (const char *)(work->a + (row + i) * call->a[0] + from);
             for (int64_t t = 0; t < tiles; t++) {
                 Target to = target_of(work, sums + (i * tiles + t * ROWS) * TILE, row + i, tile + t, block);
@@ -289,7 +306,7 @@ static void compute_packed(const Work *work, int64_t row, int64_t rows, const ui
         Ahead of_a = ahead_of(work->a, 0, 0, 0, 1, 0), of_b = of_a;
         if (next < work->call->rows)
             of_a = ahead_of(work->a + from * work->call->a[1] + next, 1, 64, 2 * work->call->a[1], depth,
-                            divided(rows, ROWS) * plan->tiles * pairs);
+                            divided(rows, ROWS) * plan->tiles * (pairs / STEP));
         for (int64_t t = 0; t < plan->tiles; t++)
             for (int64_t i = 0; i < rows; i += ROWS) {
                 Target to = target_of(work, sums + (t * CHUNK + i) * TILE, row + i, t, block);
