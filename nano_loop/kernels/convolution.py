@@ -190,7 +190,7 @@ def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.Dispatch
     if plan.weight == "product":
         ours[1] = _of_weight(*given[:3], given.stride, given.padding, given.dilation)
     elif plan.weight == "blocks":
-        ours[1] = weight_gradient.weight_gradient(*_for_blocks(given))
+        ours[1] = weight_gradient.weight_gradient(*_for_blocks(given), in_nchw=given.weight.is_contiguous())
     # oneDNN computes the weight's gradient again where the bias's is asked for.
     if mask[2] and (plan.weight != "torch" or given.transposed):
         ours[2] = gradient.sum([0, *range(2, gradient.dim())])

@@ -10,13 +10,14 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Strides are numbers of elements. Channels, and outputs in the gradient, lie side by side. */
+/* Strides are numbers of elements. Channels, and outputs in the gradient, lie side by side; in the result, it may be the
+   kernel's positions. */
 typedef struct {
     int64_t images, channels, outputs, rows, columns;  /* of the inputs */
     int64_t out_rows, out_columns;                     /* of the gradient */
     int64_t kernel[2], stride[2], padding[2], dilation[2];
     int64_t input[3], gradient[3];                     /* strides of an image, a row and a column */
-    int64_t result[3];                                 /* strides of an output, and of the kernel's rows and columns */
+    int64_t result[4];                                 /* strides of an output, a channel, the kernel's rows and columns */
 } Call;
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
@@ -26,6 +27,7 @@ typedef struct {
 #define OUTPUTS 8   /* of a tile of sums, one broadcast for each */
 #define CHANNELS 32 /* of a tile of sums: two vectors */
 #define SUMS (OUTPUTS * CHANNELS)
+#define MOST_POSITIONS 25 /* of a kernel whose positions lie side by side in the result */
 #define PIXELS 144  /* of a block, about: a tile reads 64 bytes of the outputs' and 128 of the inputs' for each */
 
 extern int omp_get_thread_num(void);
@@ -270,7 +272,17 @@ static void add_block(const Call *call, const Plan *plan, const uint16_t *inputs
 
 /* ------------------------------------------------------------------------------------------------- results */
 
-/* Writes the sums of all parts that share some outputs, of one position of the kernel and one channel tile. */
+/* The sum of what all parts that share some outputs have of 32 channels, in bf16. */
+INLINE __m512i summed(const Plan *plan, char *scratch, int64_t first_part, int64_t at) {
+    __m512 low = _mm512_setzero_ps(), high = low;
+    for (int64_t part = 0; part < plan->image_parts; part++) {
+        const float *sums = memory_of(plan, scratch, first_part + part).sums + at;
+        low = _mm512_add_ps(low, _mm512_loadu_ps(sums)), high = _mm512_add_ps(high, _mm512_loadu_ps(sums + 16));
+    }
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+/* Writes the sums of one position of the kernel and one channel tile, whose channels lie side by side. */
 static void store(const Call *call, const Plan *plan, char *scratch, int64_t first_part, int64_t output,
                   int64_t place, uint16_t *to) {
     int64_t position = place / plan->channel_tiles, channel = place % plan->channel_tiles * CHANNELS;
@@ -278,14 +290,50 @@ static void store(const Call *call, const Plan *plan, char *scratch, int64_t fir
     int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output), begin = place * plan->tiles_of_part * SUMS;
     __mmask32 here = first_of_32(call->channels - channel);
     for (int64_t o = 0; o < outputs; o++) {
-        int64_t at = begin + o * CHANNELS;
-        __m512 low = _mm512_setzero_ps(), high = low;
-        for (int64_t part = 0; part < plan->image_parts; part++) {
-            const float *sums = memory_of(plan, scratch, first_part + part).sums + at;
-            low = _mm512_add_ps(low, _mm512_loadu_ps(sums)), high = _mm512_add_ps(high, _mm512_loadu_ps(sums + 16));
+        uint16_t *out = to + (output + o) * call->result[0] + y * call->result[2] + x * call->result[3] + channel;
+        _mm512_mask_storeu_epi16(out, here, summed(plan, scratch, first_part, begin + o * CHANNELS));
+    }
+}
+
+/* How the vectors of some positions, of 32 channels each, become as many vectors in which the positions of a channel lie
+   side by side: which channel goes to each place, and from which vector. */
+typedef struct {
+    __m512i channel[MOST_POSITIONS];
+    __mmask32 from[MOST_POSITIONS][MOST_POSITIONS];
+} Turn;
+
+static void turn_of(int64_t positions, Turn *turn) {
+    memset(turn, 0, sizeof *turn);
+    for (int64_t vector = 0; vector < positions; vector++) {
+        uint16_t channels[CHANNELS];
+        for (int64_t i = 0; i < CHANNELS; i++) {
+            int64_t place = vector * CHANNELS + i;
+            channels[i] = (uint16_t)(place / positions);
+            turn->from[vector][place % positions] |= (__mmask32)1 << i;
         }
-        uint16_t *out = to + (output + o) * call->result[0] + y * call->result[1] + x * call->result[2] + channel;
-        _mm512_mask_storeu_epi16(out, here, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        memcpy(&turn->channel[vector], channels, sizeof channels);
+    }
+}
+
+/* Writes the sums of one channel tile, whose positions lie side by side. */
+static void store_turned(const Call *call, const Plan *plan, const Turn *turn, char *scratch, int64_t first_part,
+                         int64_t output, int64_t tile, uint16_t *to) {
+    int64_t outputs = least(plan->tiles_of_part * OUTPUTS, call->outputs - output), positions = plan->positions;
+    int64_t elements = least(CHANNELS, call->channels - tile * CHANNELS) * positions;
+    for (int64_t o = 0; o < outputs; o++) {
+        __m512i found[MOST_POSITIONS];
+        for (int64_t position = 0; position < positions; position++) {
+            int64_t place = position * plan->channel_tiles + tile;
+            found[position] = summed(plan, scratch, first_part, place * plan->tiles_of_part * SUMS + o * CHANNELS);
+        }
+        uint16_t *out = to + (output + o) * call->result[0] + tile * CHANNELS * positions;
+        for (int64_t vector = 0; vector < positions; vector++) {
+            __m512i turned = _mm512_setzero_si512();
+            for (int64_t position = 0; position < positions; position++)
+                turned = _mm512_mask_permutexvar_epi16(turned, turn->from[vector][position], turn->channel[vector],
+                                                       found[position]);
+            _mm512_mask_storeu_epi16(out + vector * CHANNELS, first_of_32(elements - vector * CHANNELS), turned);
+        }
     }
 }
 
@@ -301,26 +349,35 @@ static void add_part(const Call *call, const Plan *plan, const uint16_t *inputs,
 }
 
 /* Writes what the parts with the same outputs have summed: each of them some positions and channels. */
-static void store_part(const Call *call, const Plan *plan, char *scratch, int64_t part, uint16_t *result) {
+static void store_part(const Call *call, const Plan *plan, const Turn *turn, char *scratch, int64_t part,
+                       uint16_t *result) {
     int64_t of_images = part % plan->image_parts, output = part / plan->image_parts * plan->tiles_of_part * OUTPUTS;
     if (output >= call->outputs) return;
+    if (turn) {
+        for (int64_t tile = of_images; tile < plan->channel_tiles; tile += plan->image_parts)
+            store_turned(call, plan, turn, scratch, part - of_images, output, tile, result);
+        return;
+    }
     for (int64_t place = of_images; place < plan->positions * plan->channel_tiles; place += plan->image_parts)
         store(call, plan, scratch, part - of_images, output, place, result);
 }
 
-/* Writes the gradient of the weight, whose channels lie side by side, in bf16. OpenMP may give fewer threads than are
-   asked for: each then computes several parts. */
+/* Writes the gradient of the weight in bf16. Where its channels do not lie side by side, the positions do, of which there
+   are at most MOST_POSITIONS. OpenMP may give fewer threads than are asked for: each then computes several parts. */
 void weight_gradient(const Call *call, const uint16_t *inputs, const uint16_t *gradient, uint16_t *result, char *scratch,
                      int threads) {
     Plan plan = plan_of(call, threads);
     int64_t parts = plan.output_parts * plan.image_parts;
+    int turns = call->result[1] != 1;
+    Turn turn;
+    if (turns) turn_of(plan.positions, &turn);
 #pragma omp parallel num_threads((int)parts)
     {
         int64_t thread = omp_get_thread_num(), given = omp_get_num_threads();
         for (int64_t part = thread; part < parts; part += given)
             add_part(call, &plan, inputs, gradient, scratch, part);
 #pragma omp barrier
-        for (int64_t part = thread; part < parts; part += given) store_part(call, &plan, scratch, part, result);
+        for (int64_t part = thread; part < parts; part += given) store_part(call, &plan, turns ? &turn : 0, scratch, part, result);
     }
 }
 #else

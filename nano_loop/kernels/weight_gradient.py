@@ -8,6 +8,7 @@ instructions.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ SCRATCH_BOUND = 256 * 2**20
 _FEWEST = 8
 #: Maximum number of pixels that a step of the geometry may reach: with more, bytes would overflow.
 _FARTHEST = 1 << 12
+#: Maximum number of positions of a kernel whose gradient is written in NCHW: `MOST_POSITIONS` of the C file.
+_MOST_POSITIONS = 25
 _DIMENSIONS = 4  # images, channels, rows, columns
 
 _INT = ctypes.c_int64
@@ -44,7 +47,8 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in _SIZES),
         *((name, _INT * 2) for name in Geometry._fields),
-        *((name, _INT * 3) for name in ("input", "gradient", "result")),
+        *((name, _INT * 3) for name in ("input", "gradient")),
+        ("result", _INT * 4),
     )
 
 
@@ -72,7 +76,7 @@ def fits(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
     return _bytes(_call(gradient, inputs, geometry)) <= SCRATCH_BOUND
 
 
-def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> Tensor:
+def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry, in_nchw: bool = False) -> Tensor:
     """Compute the gradient of the weight of a convolution without groups.
 
     Parameters
@@ -83,20 +87,25 @@ def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> Ten
         bfloat16, of shape (N, C, H, W). `fits` is True of both: the channels of a pixel lie side by side.
     geometry : Geometry
         Of the convolution.
+    in_nchw : bool
+        Whether the result is wanted in the layout of weights in NCHW, which autograd would copy it to. Kernels of more
+        than 25 positions are in channels_last all the same.
 
     Returns
     -------
     torch.Tensor
-        bfloat16, of shape (O, C, *kernel), in channels_last. Sums are in fp32. Their order depends on the number of
-        threads.
+        bfloat16, of shape (O, C, *kernel), in channels_last or contiguous. Sums are in fp32. Their order depends on the
+        number of threads.
     """
-    result = torch.empty(gradient.size(1), *geometry.kernel, inputs.size(1), dtype=torch.bfloat16, device="cpu")
+    sizes, positions = (gradient.size(1), inputs.size(1), *geometry.kernel), math.prod(geometry.kernel)
+    form = torch.contiguous_format if in_nchw and 1 < positions <= _MOST_POSITIONS else torch.channels_last
+    result = torch.empty(sizes, dtype=torch.bfloat16, device="cpu", memory_format=form)
     call = _call(gradient, inputs, geometry)
-    call.result = (_INT * 3)(*result.stride()[:3])
+    call.result = (_INT * 4)(*result.stride())
     scratch = torch.empty(_bytes(call), dtype=torch.uint8, device="cpu")
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in (inputs, gradient, result, scratch)]
     compiled_for_threads("weight_gradient").weight_gradient(ctypes.byref(call), *pointers, torch.get_num_threads())
-    return result.permute(0, 3, 1, 2)
+    return result
 
 
 def _call(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> _Call:

@@ -117,6 +117,25 @@ def test_blocks_of_many_pixels_are_right_for_any_number_of_threads(threads, size
     assert torch.equal(gradients(given)[1], first)  # the same for the same threads, though memory was used before
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    images=st.integers(1, 4),
+    channels=st.integers(8, 70),
+    outputs=st.integers(8, 40),
+    size=st.tuples(st.integers(7, 12), st.integers(7, 12)),
+    kernel=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    transposed=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_gradient_has_the_layout_of_its_weight(kernel, transposed, **sizes):
+    given = arguments(kernel=kernel, transposed=transposed, **sizes)
+    expected = gradients(given)[1]
+    found = gradients(given._replace(weight=given.weight.contiguous()))[1]
+    assert torch.equal(found, expected)
+    assert expected.is_contiguous(memory_format=NHWC)
+    assert found.is_contiguous() == (kernel[0] * kernel[1] <= 25)
+
+
 def test_parts_of_larger_tensors_are_read_where_they_lie():
     given = arguments(images=6, channels=32, outputs=24)
     gradient = torch.full((6, 9, 12, 40), torch.nan).bfloat16().permute(0, 3, 1, 2)[:, 8:32, :, 2:11]
@@ -198,9 +217,9 @@ def test_memory_is_as_large_as_the_kernel_says(threads, monkeypatch, transposed)
     behind = 1 << 16
     made, empty = [], torch.empty
 
-    def with_an_end(*shape, dtype, device):
+    def with_an_end(*shape, dtype, device, **kwargs):
         if dtype is not torch.uint8:
-            return empty(*shape, dtype=dtype)
+            return empty(*shape, dtype=dtype, **kwargs)
         made.append(torch.full((shape[0] + behind,), 7, dtype=torch.uint8))
         return made[-1][: shape[0]]
 
@@ -230,4 +249,4 @@ def test_without_a_compiler_the_gradient_is_torchs(monkeypatch):
 
 
 def test_a_call_has_the_layout_of_the_c_file():
-    assert ctypes.sizeof(weight_gradient._Call) == 8 * (7 + 4 * 2 + 3 * 3)
+    assert ctypes.sizeof(weight_gradient._Call) == 8 * (7 + 4 * 2 + 2 * 3 + 4)
