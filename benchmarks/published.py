@@ -78,7 +78,7 @@ def overview(results: Results) -> str:
             [
                 WORKLOADS[name],
                 _ms(systems["plain"]),
-                _ms(systems["autocast"]),
+                _ms(systems["autocast"]) if "autocast" in systems else "–",
                 f"{_ms(systems[best])}, {SYSTEMS[best]}",
                 f"**{_ms(nano)}**",
                 f"{nano['ratio_to_plain']:.2f}",
@@ -121,7 +121,7 @@ def ratios(results: Results) -> str:
                 each["best_peer"],
                 _ratio(nano["ratio_to_best_peer"], nano["ratio_to_best_peer_range"]),
                 f"{nano['ratio_to_plain']:.2f}",
-                f"{each['systems']['nano_fp32']['ratio_to_plain']:.2f}",
+                f"{each['systems']['nano_fp32']['ratio_to_plain']:.2f}" if "nano_fp32" in each["systems"] else "–",
                 by_hand,
                 f"{nano['matmul_share']:.0%}",
                 ", ".join(map(str, each["disturbed_rounds"])) or "none",
@@ -166,14 +166,18 @@ def _ratio(median: float, bounds: list[float]) -> str:
 def headline(results: Results) -> str:
     """Return the README's sentences: the means over the workloads, the workloads' range, and the rounds' range."""
     workloads, means = results["workloads"].values(), results["geometric_means"]
-    nano, fp32 = ([each["systems"][system] for each in workloads] for system in ("nano", "nano_fp32"))
+    nano = [each["systems"]["nano"] for each in workloads]
     rounds = [bound for row in nano for bound in row["ratio_to_best_peer_range"]]
-    return (
+    in_bf16 = (
         f"**{means['nano']['over_plain']:.1f}× plain PyTorch** ({_range(nano, 'ratio_to_plain')}) and "
         f"**{means['nano']['over_best_peer']:.2f}× the best peer** ({_range(nano, 'ratio_to_best_peer')}; "
-        f"in single rounds {min(rounds):.2f}× to {max(rounds):.2f}×). With the default options, in fp32, it is "
-        f"{means['nano_fp32']['over_plain']:.2f}× plain PyTorch ({_range(fp32, 'ratio_to_plain')})."
+        f"in single rounds {min(rounds):.2f}× to {max(rounds):.2f}×)."
     )
+    if "nano_fp32" not in means:
+        return in_bf16
+    fp32 = [each["systems"]["nano_fp32"] for each in workloads]
+    ratio = f"{means['nano_fp32']['over_plain']:.2f}× plain PyTorch ({_range(fp32, 'ratio_to_plain')})"
+    return f"{in_bf16} With the default options, in fp32, it is {ratio}."
 
 
 def _range(rows: list[Results], key: str) -> str:

@@ -40,9 +40,9 @@ def summarize(measured: Measured) -> Summary:
 def _use_ipex(measured: Measured, medians: dict[str, float | None]) -> Summary | None:
     """Return how ``use_ipex=True`` does beside IPEX by hand, and which of ours is faster; None where one is missing."""
     with_ipex, without = medians.get("nano_ipex"), medians.get("nano")
-    by_hand = _ratios(measured, "ipex", "nano_ipex")
-    if not with_ipex or not without or not by_hand:
+    if not with_ipex or not without or not medians.get("ipex"):
         return None
+    by_hand = _ratios(measured, "ipex", "nano_ipex")
     return {
         "ratio_to_ipex_by_hand": _median(by_hand),
         "ratio_to_ipex_by_hand_range": [min(by_hand), max(by_hand)],
