@@ -173,7 +173,7 @@ def headline(results: Results) -> str:
         f"**{means['nano']['over_best_peer']:.2f}× the best peer** ({_range(nano, 'ratio_to_best_peer')}; "
         f"in single rounds {min(rounds):.2f}× to {max(rounds):.2f}×)."
     )
-    if "nano_fp32" not in means:
+    if not all("nano_fp32" in each["systems"] for each in workloads):
         return in_bf16
     fp32 = [each["systems"]["nano_fp32"] for each in workloads]
     ratio = f"{means['nano_fp32']['over_plain']:.2f}× plain PyTorch ({_range(fp32, 'ratio_to_plain')})"
