@@ -276,13 +276,18 @@ def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any] | None:
 
     torch wraps ``step`` of a class when the class's first optimizer is built, and marks what it has wrapped.
     """
-    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
-        if step.__globals__.get("__name__", "").partition(".")[0] not in ("torch", "nano_loop"):
+    if not getattr(step, "hooked", False):
+        return None
+    while getattr(step, "hooked", False):
+        if _module_of(step).partition(".")[0] not in ("torch", "nano_loop"):
             return None
-        step = step.__wrapped__
-        if getattr(step, "__globals__", {}).get("__name__") == torch_optimizer.__name__ and not hasattr(step, "hooked"):
-            return step
-    return None
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step if _module_of(step) == torch_optimizer.__name__ else None
+
+
+def _module_of(function: Any) -> str:
+    """Return where a function was defined. `functools.wraps` copies ``__module__`` from another one."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def is_profiling() -> bool:

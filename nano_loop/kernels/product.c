@@ -151,23 +151,24 @@ INLINE void store(const int rows, __m512 sums[ROWS][4], const Target *to) {
     }
 }
 
-/* Adds the products of one pair of the depth. Nothing is fetched in the loop around it: the compiler would have too few
-   registers for the addresses, and keep some of them in vectors. */
-INLINE void add_pair(const int rows, const char *a, int64_t a_row, const uint32_t *b, __m512 sums[ROWS][4]) {
+/* Adds the products of one pair of the depth, or of its last number, which has no other beside it. Nothing is fetched in
+   the loop around it: the compiler would have too few registers for the addresses, and keep some of them in vectors. */
+INLINE void add_pair(const int rows, const int alone, const char *a, int64_t a_row, const uint32_t *b,
+                     __m512 sums[ROWS][4]) {
     __m512bh columns[4];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) columns[j] = (__m512bh)_mm512_loadu_si512(b + 16 * j);
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++) {
-        int pair;
-        memcpy(&pair, a + i * a_row, sizeof pair);
+        int pair = 0;
+        memcpy(&pair, a + i * a_row, alone ? sizeof(uint16_t) : sizeof pair);
         __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], of_row, columns[j]);
     }
 }
 
-/* `a` has pairs at a row and at a pair apart, in bytes. If the depth is odd, its last number has no other beside it. */
+/* `a` has pairs at a row and at a pair apart, in bytes. */
 INLINE void add_products(const int rows, int64_t pairs, int odd, const char *a, int64_t a_row, int64_t a_pair,
                          const uint32_t *b, const Target *to, Ahead *of_a, Ahead *of_b) {
     __m512 sums[ROWS][4];
@@ -181,20 +182,10 @@ INLINE void add_products(const int rows, int64_t pairs, int odd, const char *a, 
         fetch(of_a);
         fetch(of_b);
 #pragma GCC unroll 1
-        for (int i = 0; i < STEP; i++, a += a_pair, b += TILE) add_pair(rows, a, a_row, b, sums);
+        for (int i = 0; i < STEP; i++, a += a_pair, b += TILE) add_pair(rows, 0, a, a_row, b, sums);
     }
-    for (; k < pairs - odd; k++, a += a_pair, b += TILE) add_pair(rows, a, a_row, b, sums);
-    if (odd) {
-#pragma GCC unroll 6
-        for (int i = 0; i < rows; i++) {
-            uint16_t last;
-            memcpy(&last, a + i * a_row, sizeof last);
-            __m512bh of_row = (__m512bh)_mm512_set1_epi32(last);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++)
-                sums[i][j] = _mm512_dpbf16_ps(sums[i][j], of_row, (__m512bh)_mm512_loadu_si512(b + 16 * j));
-        }
-    }
+    for (; k < pairs - odd; k++, a += a_pair, b += TILE) add_pair(rows, 0, a, a_row, b, sums);
+    if (odd) add_pair(rows, 1, a, a_row, b, sums);
     if (to->ends) {
         store(rows, sums, to);
         return;

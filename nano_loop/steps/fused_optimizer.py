@@ -27,6 +27,7 @@ class FusedOptimizer(Step):
 
     The layouts of gradients and state are guarded (see `nano_loop.intercept.optimizers`). ``state_dict()`` returns the
     user's flags. After ``load_state_dict()``, which overwrites the flags, the step sets them again.
+    Where they can, steps of the optimizer call the kernels directly (see `nano_loop.intercept.direct_steps`).
     """
 
     name = "fused_optimizer"

@@ -235,7 +235,7 @@ def test_gradients_are_dropped_or_filled_with_zeros(kind, settings):
         assert not parameters[0].grad.any()
 
 
-def test_profiler_sees_torchs_labels_and_nothing_else_does_while_none_runs():
+def test_profiler_sees_torchs_labels():
     direct = build(AdamW, {})
     with stepped_directly(direct):
         fill(direct, 0)

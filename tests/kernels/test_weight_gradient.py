@@ -1,6 +1,7 @@
 """The weight's gradient in blocks is as exact as torch's, for any shape, stride and number of threads."""
 
 import ctypes
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,5 +249,7 @@ def test_without_a_compiler_the_gradient_is_torchs(monkeypatch):
         avx512_bf16.unavailable.cache_clear()
 
 
-def test_a_call_has_the_layout_of_the_c_file():
+def test_bounds_and_calls_are_those_of_the_c_file():
+    source = Path(weight_gradient.__file__).with_suffix(".c").read_text()
+    assert f"#define MOST_POSITIONS {weight_gradient._MOST_POSITIONS} " in source
     assert ctypes.sizeof(weight_gradient._Call) == 8 * (7 + 4 * 2 + 2 * 3 + 4)
