@@ -37,6 +37,9 @@ _Kernel = Callable[[], None]
 #: The ids of the optimizers whose steps are direct.
 _direct: set[int] = set()
 
+#: Not empty while somebody needs torch's labels.
+_labelled: set[str] = set()
+
 
 @contextmanager
 def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
@@ -66,6 +69,26 @@ def _listed(identity: int) -> Iterator[None]:
         _direct.discard(identity)
 
 
+@contextmanager
+def steps_labelled() -> Iterator[None]:
+    """Leave every step to torch, which labels it, for an observer that is no profiler of torch."""
+    with shared_change("labelled steps", _labels_needed):
+        yield
+
+
+@contextmanager
+def _labels_needed() -> Iterator[None]:
+    _labelled.add("steps")
+    try:
+        yield
+    finally:
+        _labelled.clear()
+
+
+def _is_left_to_torch(optimizer: Optimizer) -> bool:
+    return torch.compiler.is_compiling() or id(optimizer) not in _direct or bool(_labelled) or is_profiling()
+
+
 def _step(original: _Method) -> _Method:
     """Return the replacement of ``step``, which torch has wrapped in what runs the hooks."""
     body = unhooked_step(original)
@@ -73,7 +96,7 @@ def _step(original: _Method) -> _Method:
 
     @functools.wraps(original)  # with torch's mark, or it would wrap the replacement when an optimizer is built
     def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or id(self) not in _direct or args or kwargs or is_profiling():
+        if args or kwargs or _is_left_to_torch(self):
             return original(self, *args, **kwargs)
         given: tuple[Any, ...] = (self,)
         for hook in hooks_before_step(self):
@@ -103,7 +126,7 @@ def _zero_grad(original: _Method) -> _Method:
 
     @functools.wraps(original)
     def zero_grad(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or id(self) not in _direct or args or kwargs or is_profiling():
+        if args or kwargs or _is_left_to_torch(self):
             return original(self, *args, **kwargs)
         for group in self.param_groups:
             for parameter in group["params"]:

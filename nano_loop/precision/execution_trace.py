@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ExecutionTraceObserver, record_function
 
+from nano_loop.intercept.direct_steps import steps_labelled
 from nano_loop.native_output import without_lines
 
 #: What torch's dtypes are called in a trace, and here.
@@ -141,6 +142,7 @@ class Recorder:
             self._observer.start()
         with record_function(_BEGIN):
             pass
+        self._ending.enter_context(steps_labelled())
         self._ending.enter_context(_calls_marked(self._names))
 
     def mark_optimizer(self) -> AbstractContextManager[None]:

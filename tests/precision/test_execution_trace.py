@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ExecutionTraceObserver
 
+from nano_loop.intercept.direct_steps import stepped_directly
 from nano_loop.precision import execution_trace
 from nano_loop.precision.execution_trace import Recorder
 
@@ -60,6 +61,20 @@ def test_part_and_module_are_those_of_the_loop():
         ("mm", "backward", 'first "layer"'),
     }
     assert {part for name, part, _ in places if name in ("_foreach_add_", "add_")} == {"optimizer"}
+
+
+def test_steps_that_are_direct_otherwise_are_noted_as_the_optimizers():
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+
+    def step():
+        weight.grad = torch.ones(4)
+        optimizer.step()
+
+    with stepped_directly(optimizer):
+        step()  # the first makes the state, and is torch's anyway
+        operators = recorded(step)
+    assert {each.part for each in operators if each.name == "_fused_adamw_"} == {"optimizer"}
 
 
 def test_tensors_in_lists_are_noted():
