@@ -88,7 +88,8 @@ def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return the rows of a tensor at these positions, in the layout that `torch.stack` returns."""
     try:
         rows = tensor.index_select(0, index)
-    except IndexError:  # a negative position counts from the end; what is out of range gets the usual error
+    except (IndexError, RuntimeError):  # IPEX's is a RuntimeError
+        # A negative position counts from the end. What is out of range gets the usual error.
         rows = tensor[index]
     return rows.contiguous()
 
