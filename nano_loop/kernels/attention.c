@@ -22,7 +22,8 @@ typedef struct {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512BF16__)
-#include "packing.h"
+#include "tiles.h"
+#include "vectors.h"
 
 #define ROWS 64 /* rows of a block, an even number */
 
@@ -30,88 +31,7 @@ extern int omp_get_thread_num(void);
 
 int attention_is_supported(void) { return 1; }
 
-/* ------------------------------------------------------------------------------------------------ products */
-
-/* C (mr × 16·nv, fp32) = or += A B. `a` has pairs of bf16 numbers at a row and at a pair of positions apart, in bytes;
-   `b` has for each pair of positions a row of TILE such pairs. */
-INLINE void product_of_tile(const int mr, const int nv, int64_t pairs, const char *a, int64_t a_row, int64_t a_pair,
-                            const uint32_t *b, float *c, int64_t c_row, int added) {
-    __m512 sums[6][4];
-#pragma GCC unroll 6
-    for (int i = 0; i < mr; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) sums[i][j] = added ? _mm512_loadu_ps(c + i * c_row + 16 * j) : _mm512_setzero_ps();
-    for (int64_t k = 0; k < pairs; k++) {
-        __m512bh columns[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) columns[j] = (__m512bh)_mm512_loadu_si512(b + k * TILE + 16 * j);
-#pragma GCC unroll 6
-        for (int i = 0; i < mr; i++) {
-            int pair;
-            memcpy(&pair, a + i * a_row + k * a_pair, sizeof pair);
-            __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 4
-            for (int j = 0; j < nv; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], of_row, columns[j]);
-        }
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < mr; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) _mm512_storeu_ps(c + i * c_row + 16 * j, sums[i][j]);
-}
-
-#define OF_ROWS(NV)                                                                                                    \
-    static void product_##NV(int64_t rows, int64_t pairs, const char *a, int64_t a_row, int64_t a_pair,                \
-                             const uint32_t *b, float *c, int64_t c_row, int added) {                                  \
-        int64_t i = 0;                                                                                                 \
-        for (; i + 6 <= rows; i += 6)                                                                                  \
-            product_of_tile(6, NV, pairs, a + i * a_row, a_row, a_pair, b, c + i * c_row, c_row, added);               \
-        a += i * a_row, c += i * c_row;                                                                                \
-        switch (rows - i) {                                                                                            \
-            case 1: product_of_tile(1, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
-            case 2: product_of_tile(2, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
-            case 3: product_of_tile(3, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
-            case 4: product_of_tile(4, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
-            case 5: product_of_tile(5, NV, pairs, a, a_row, a_pair, b, c, c_row, added); break;                        \
-        }                                                                                                              \
-    }
-OF_ROWS(1)
-OF_ROWS(2)
-OF_ROWS(3)
-OF_ROWS(4)
-
-/* C (rows × columns) = or += A B, with B in tiles of `b_pairs` rows. Columns are filled up to a multiple of 16. */
-static void product(int64_t rows, int64_t columns, int64_t pairs, const void *a, int64_t a_row, int64_t a_pair,
-                    const uint32_t *b, int64_t b_pairs, float *c, int64_t c_row, int added) {
-    for (int64_t at = 0; at < columns; at += TILE, b += b_pairs * TILE, c += TILE) {
-        switch ((least(columns - at, TILE) + 15) / 16) {
-            case 1: product_1(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
-            case 2: product_2(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
-            case 3: product_3(rows, pairs, a, a_row, a_pair, b, c, c_row, added); break;
-            default: product_4(rows, pairs, a, a_row, a_pair, b, c, c_row, added);
-        }
-    }
-}
-
 /* ------------------------------------------------------------------------------------------------- softmax */
-
-/* exp of numbers that are not much larger than 0, by the scheme of Cephes' expf. Below -87 it is 0. A NaN stays one. */
-INLINE __m512 exponential(__m512 x) {
-    const __m512 lowest = _mm512_set1_ps(-87.0f);
-    __mmask16 is_zero = _mm512_cmp_ps_mask(x, lowest, _CMP_LT_OQ);
-    x = _mm512_max_ps(lowest, x);
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
-    return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), is_zero, _mm512_setzero_ps());
-}
 
 /* Of one row: what is read along with its scores. */
 typedef struct {

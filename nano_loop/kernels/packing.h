@@ -61,24 +61,27 @@ INLINE void transpose(__m512i *r) {
     }
 }
 
-/* Packs a matrix of rows, whose transpose is the second factor: tiles of 64 rows, in which each pair of columns has a
-   row of words. Rows, and the second column of the last pair, that are not there are zero. */
-static inline void pack_transposed(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+/* Packs 16 columns of a tile: rows of a matrix whose transpose is the second factor. Each pair of its columns has a row of
+   words. Rows, and the second column of the last pair, that are not there are zero. */
+INLINE void pack_group(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
     int64_t pairs = divided(width, 2);
-    for (int64_t tile = 0; tile < rows; tile += TILE, to += pairs * TILE)
-        for (int64_t group = 0; group < TILE; group += 16)
-            for (int64_t pair = 0; pair < pairs; pair += 16) {
-                __m512i r[16];
+    for (int64_t pair = 0; pair < pairs; pair += 16) {
+        __m512i r[16];
 #pragma GCC unroll 16
-                for (int i = 0; i < 16; i++) {
-                    int64_t at = tile + group + i;
-                    r[i] = at < rows ? _mm512_maskz_loadu_epi16(first_of_32(width - 2 * pair), from + at * row + 2 * pair)
-                                     : _mm512_setzero_si512();
-                }
-                transpose(r);
-                int64_t count = least(16, pairs - pair);
-                for (int64_t i = 0; i < count; i++) _mm512_storeu_si512(to + (pair + i) * TILE + group, r[i]);
-            }
+        for (int i = 0; i < 16; i++)
+            r[i] = i < rows ? _mm512_maskz_loadu_epi16(first_of_32(width - 2 * pair), from + i * row + 2 * pair)
+                            : _mm512_setzero_si512();
+        transpose(r);
+        int64_t count = least(16, pairs - pair);
+        for (int64_t i = 0; i < count; i++) _mm512_storeu_si512(to + (pair + i) * TILE, r[i]);
+    }
+}
+
+/* Packs a matrix of rows, whose transpose is the second factor: tiles of 64 rows. */
+static inline void pack_transposed(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+    for (int64_t tile = 0; tile < rows; tile += TILE, to += divided(width, 2) * TILE)
+        for (int64_t group = 0; group < TILE; group += 16)
+            pack_group(from + (tile + group) * row, row, rows - tile - group, width, to + group);
 }
 
 /* Packs a matrix that is the second factor itself: tiles of 64 columns, in which each pair of rows has a row of words.

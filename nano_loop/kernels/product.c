@@ -11,6 +11,7 @@
 typedef struct {
     int64_t rows, columns, depth;
     int64_t a[2], b[2], out_row;
+    int64_t is_wide; /* whether the result has fp32 numbers */
 } Call;
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
@@ -130,8 +131,9 @@ typedef struct {
     float *sums;          /* CHUNK or ROWS rows of TILE numbers, if the depth is divided */
     int64_t begins, ends; /* whether this is the first and the last part of the depth */
     const uint16_t *bias; /* of the tile's columns, or NULL */
-    uint16_t *out;
+    char *out;
     int64_t out_row, columns;
+    int64_t is_wide;
 } Target;
 
 INLINE void store(const int rows, __m512 sums[ROWS][4], const Target *to) {
@@ -145,8 +147,12 @@ INLINE void store(const int rows, __m512 sums[ROWS][4], const Target *to) {
         }
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
-            __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(sums[i][j], added));
-            _mm256_mask_storeu_epi16(to->out + i * to->out_row + 16 * j, here, rounded);
+            __m512 found = _mm512_add_ps(sums[i][j], added);
+            if (to->is_wide) {
+                _mm512_mask_storeu_ps(to->out + 4 * (i * to->out_row + 16 * j), here, found);
+                continue;
+            }
+            _mm256_mask_storeu_epi16(to->out + 2 * (i * to->out_row + 16 * j), here, (__m256i)_mm512_cvtneps_pbh(found));
         }
     }
 }
@@ -215,14 +221,15 @@ typedef struct {
     const Call *call;
     const Plan *plan;
     const uint16_t *a, *b, *bias;
-    uint16_t *out;
+    char *out;
 } Work;
 
 static Target target_of(const Work *work, float *sums, int64_t row, int64_t tile, int64_t block) {
     const Call *call = work->call;
-    Target to = {sums, block == 0, block + 1 == work->plan->blocks, 0, 0, call->out_row, call->columns - tile * TILE};
+    Target to = {sums, block == 0, block + 1 == work->plan->blocks, 0, 0, call->out_row, call->columns - tile * TILE,
+                 call->is_wide};
     to.bias = work->bias ? work->bias + tile * TILE : 0;
-    to.out = work->out + row * call->out_row + tile * TILE;
+    to.out = work->out + (call->is_wide ? 4 : 2) * (row * call->out_row + tile * TILE);
     return to;
 }
 
@@ -332,9 +339,9 @@ static void compute_part(const Work *work, int64_t part, char *scratch) {
     }
 }
 
-/* Writes A B, plus `bias` if it is not NULL, in bf16. Columns of `out` lie side by side. OpenMP may give fewer threads than
+/* Writes A B, plus `bias` if it is not NULL, in bf16 or in fp32. Columns of `out` lie side by side. OpenMP may give fewer threads than
    are asked for: each then computes several parts. */
-void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint16_t *bias, uint16_t *out, char *scratch,
+void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint16_t *bias, void *out, char *scratch,
              int threads) {
     Plan plan = plan_of(call, threads);
     Work work = {call, &plan, a, b, bias, out};
@@ -351,6 +358,6 @@ void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint1
 int product_is_supported(void) { return 0; }
 int product_is_first_guess(void) { return 0; }
 int64_t product_bytes(const Call *call, int threads) { return 0; }
-void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint16_t *bias, uint16_t *out, char *scratch,
+void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint16_t *bias, void *out, char *scratch,
              int threads) {}
 #endif

@@ -27,7 +27,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("rows", "columns", "depth")),
-        *(("a", _INT * 2), ("b", _INT * 2), ("out_row", _INT)),
+        *(("a", _INT * 2), ("b", _INT * 2), ("out_row", _INT), ("is_wide", _INT)),
     )
 
 
@@ -62,16 +62,17 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
     bias : torch.Tensor, optional
         bfloat16, of shape (N,).
     out : torch.Tensor, optional
-        bfloat16, of shape (M, N), with the columns of a row side by side. Is overwritten.
+        bfloat16 or float32, of shape (M, N), with the columns of a row side by side. Is overwritten.
 
     Returns
     -------
     torch.Tensor
-        bfloat16, of shape (M, N): `out` if it was given. Sums are in fp32, and do not depend on the number of threads.
+        Of shape (M, N): `out` if it was given, else bfloat16. Sums are in fp32, and do not depend on the number of
+        threads.
     """
     out = torch.empty(a.size(0), b.size(1), dtype=torch.bfloat16, device="cpu") if out is None else out
     call = _call(a, b)
-    call.out_row = out.stride(0)
+    call.out_row, call.is_wide = out.stride(0), out.dtype is torch.float32
     scratch = torch.empty(_bytes(call), dtype=torch.uint8, device="cpu")
     pointers = [None if each is None else each.data_ptr() for each in (a, b, bias, out, scratch)]
     compiled_for_threads("product").product(

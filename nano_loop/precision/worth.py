@@ -24,6 +24,7 @@ from nano_loop.intercept.torch_private import (
     is_compiled,
     next_node_number,
 )
+from nano_loop.kernels import lstm
 
 #: What is equal for calls that take about as long: the module's id, its method, and the size of the inputs.
 Kind = tuple[int, str | None, int]
@@ -42,6 +43,13 @@ MOST_NODES = 1000
 CALLS_WORTH_SAYING = 100
 
 _ATEN = torch.ops.aten
+
+
+def _of_recurrence(args: tuple[Any, ...], out: Tensor) -> int:
+    inputs, of_inputs, of_outputs = args[:3]
+    return int(inputs.numel() // inputs.size(-1) * (of_inputs.numel() + of_outputs.numel()))
+
+
 #: How to count the multiplications of an operator, from its arguments and its output.
 _MULTIPLICATIONS: dict[Any, Callable[[tuple[Any, ...], Tensor], int]] = {
     _ATEN.mm: lambda args, out: out.numel() * args[0].size(-1),
@@ -49,7 +57,8 @@ _MULTIPLICATIONS: dict[Any, Callable[[tuple[Any, ...], Tensor], int]] = {
     _ATEN.addmm: lambda args, out: out.numel() * args[1].size(-1),
     _ATEN.baddbmm: lambda args, out: out.numel() * args[1].size(-1),
     _ATEN.convolution: lambda args, out: (args[0] if args[6] else out).numel() * args[1][0].numel(),
-    _ATEN.mkldnn_rnn_layer: lambda args, out: args[0].numel() // args[0].size(-1) * (args[1].numel() + args[2].numel()),
+    _ATEN.mkldnn_rnn_layer: _of_recurrence,
+    lstm.AS_OPERATOR: _of_recurrence,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda args, out: 2 * out.numel() * args[1].size(-2),
 }
 
@@ -155,9 +164,10 @@ class Worth:
     def counting(self, function: Callable[..., Any], call: Kind) -> AbstractContextManager[None] | None:
         """Return a context in which a call of this kind is counted, or None if it cannot be counted, or not yet.
 
-        Calls in `torch.func` and in a backward cannot, nor can those of compiled models.
+        Calls in `torch.func` and in a backward cannot, nor can those of compiled models. In inference mode torch shows
+        operators that are made of others whole, and computes those without autocast.
         """
-        if in_functorch() or in_backward():
+        if in_functorch() or in_backward() or torch.is_inference_mode_enabled():
             return None
         if any(map(is_compiled, self.model.modules())):
             self._decide(call, True)

@@ -18,6 +18,7 @@ _ATTENTION = ("_softmax", "_softmax_backward_data")
 _CASTS = ("copy_", "_to_copy", "to", "contiguous", "clone")
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "einsum")
 _LOSSES = ("_Losses", "_LossesBackward")  # of fast_cross_entropy
+_LSTMS = ("_LstmLayer", "_LstmLayerBackward")  # of fast_lstm
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 #: A part of the step from which on a kind of work is worth a change, and what to change.
 _ADVICE = {
@@ -83,6 +84,8 @@ def kind_of(event: Event) -> str:
         return ATTENTION
     if event.name in _LOSSES:
         return ELEMENTWISE
+    if event.name in _LSTMS:
+        return PRODUCTS
     return kind_of_operator(inside[0]) if inside and event.name.startswith("aten::") else PYTHON
 
 

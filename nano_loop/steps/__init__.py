@@ -14,6 +14,7 @@ from nano_loop.steps.fast_dropout import FastDropout
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.fast_images import FastImages
 from nano_loop.steps.fast_linear import FastLinear
+from nano_loop.steps.fast_lstm import FastLstm
 from nano_loop.steps.fast_norm import FastNorm
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
@@ -55,8 +56,9 @@ STEPS: tuple[type[Step], ...] = (
     FastConvolution,  # likewise
     FastCrossEntropy,  # likewise
     FastLinear,  # likewise
+    FastLstm,  # likewise
     FastNorm,  # before TuneOperators, which leaves group norms to it
-    TuneOperators,  # after Precision, FastLinear and FastConvolution, whose choices by rules it replaces
+    TuneOperators,  # after Precision, FastLinear, FastLstm and FastConvolution, whose choices by rules it replaces
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
     LoaderWorkers,  # after FastFetch, which asks for the number of the loader's own workers

@@ -1,4 +1,4 @@
-"""Times the ways to compute layers, products, attention and gradients of convolutions within the first steps."""
+"""Times the ways to compute layers, products, LSTMs, attention and gradients of convolutions within the first steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from nano_loop.intercept.ownership import Rule
 from nano_loop.kernels.attention import WAY
 from nano_loop.kernels.convolution import OPERATOR
 from nano_loop.kernels.linear import WAY as OF_LINEAR
+from nano_loop.kernels.lstm import WAY as OF_LSTM
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.precision.tuned_layers import TunedLayers
 from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
-from nano_loop.tuning import attention, convolutions, products
+from nano_loop.tuning import attention, convolutions, lstms, products
 from nano_loop.tuning.budget import Budget
 from nano_loop.tuning.choices import Choice, Choices, choices_for
 from nano_loop.tuning.tuner import Tuner
@@ -28,10 +29,10 @@ _FIRST_SHARING = 4
 
 
 class TuneOperators(Step):
-    """Chooses by measurement which layers compute in fp32, and ways of products, attention and convolutions' gradients.
+    """Chooses which layers compute in fp32, and ways of products, LSTMs, attention and convolutions' gradients.
 
     The bounds in `nano_loop.precision.layers_in_fp32` and `nano_loop.kernels.convolution`, which are right for the CPUs
-    on which they were found, are first guesses then. Rank 0 measures, and all ranks compute as it does.
+    on which they were found, are first guesses of measurements then. Rank 0 measures, and all ranks compute as it does.
     """
 
     name = "tune_operators"
@@ -79,6 +80,7 @@ class TuneOperators(Step):
                 OPERATOR: of_gradients,
                 WAY: attention.chooser(self._tuner),
                 OF_LINEAR: products.chooser(self._tuner),
+                OF_LSTM: lstms.chooser(self._tuner),
             }
             entry.rules = {**entry.rules, **rules}
             if self.config.kind.autocast is torch.bfloat16:

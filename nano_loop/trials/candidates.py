@@ -21,7 +21,7 @@ Changes = dict[str, Any]
 #: Each on by default where it applies; a trial leaves one out.
 STEPS_TO_LEAVE_OUT = (
     *("allocator", "fused_optimizer", "fast_dropout", "fast_attention", "fast_convolution"),
-    *("fast_activation", "fast_linear", "fast_cross_entropy", "fast_norm", "tune_operators", "fast_fetch"),
+    *("fast_activation", "fast_linear", "fast_lstm", "fast_cross_entropy", "fast_norm", "tune_operators", "fast_fetch"),
 )
 #: The options that are varied.
 VARIED = (

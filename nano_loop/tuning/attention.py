@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nano_loop.intercept.torch_private import in_mode
 from nano_loop.kernels.attention import TORCH, WAYS, Arguments, Choose
-from nano_loop.tuning.decisions import Decision, Decisions
+from nano_loop.tuning.decisions import Decision, Decisions, decided
+from nano_loop.tuning.hooks import none_for_saved_tensors
 from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket, layout, most_elements
 from nano_loop.tuning.tuner import Tuner, Way, Ways
 
@@ -42,10 +42,8 @@ def _is_measured(given: Arguments, possible: Sequence[str]) -> bool:
 def _decided(tuner: Tuner, given: Arguments, possible: list[str], guess: str) -> Decision:
     if not _is_measured(given, possible):
         return Decision(guess)
-    if in_mode() or torch.is_inference_mode_enabled():
-        return Decision(guess, is_settled=False)
-    way = tuner.choose(_key(given), guess, lambda: _ways(given, possible))
-    return Decision(guess, is_settled=False) if way is None else Decision(way if way in possible else guess)
+    found = decided(guess, lambda: tuner.choose(_key(given), guess, lambda: _ways(given, possible)))
+    return found if found.way in possible else Decision(guess)
 
 
 def _ways(given: Arguments, possible: Sequence[str]) -> Ways:
@@ -56,7 +54,7 @@ def _ways(given: Arguments, possible: Sequence[str]) -> Ways:
 
     def of(name: str) -> Way:
         def way() -> Sequence[Tensor]:
-            with torch.enable_grad(), _hooks_of_the_loop_are_not_called():
+            with torch.enable_grad(), none_for_saved_tensors():
                 out = WAYS[name](*leaves, given.mask, 0.0, given.is_causal, given.scale)
                 return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
@@ -65,15 +63,11 @@ def _ways(given: Arguments, possible: Sequence[str]) -> Ways:
     def reference() -> Sequence[Tensor]:
         in_fp32 = [each.detach().float().requires_grad_() for each in leaves]
         mask = given.mask if given.mask is None or given.mask.dtype is torch.bool else given.mask.float()
-        with torch.enable_grad(), _hooks_of_the_loop_are_not_called():
+        with torch.enable_grad(), none_for_saved_tensors():
             out = WAYS[TORCH](*in_fp32, mask, 0.0, given.is_causal, given.scale)
             return [out.detach(), *torch.autograd.grad(out, in_fp32, gradient.float())]
 
     return Ways({name: of(name) for name in possible}, TORCH, reference, _AS_EXACT)
-
-
-def _hooks_of_the_loop_are_not_called() -> torch.autograd.graph.saved_tensors_hooks:
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _key(given: Arguments) -> str:

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from nano_loop.intercept.torch_private import current_node_number, in_backward, next_node_number
+import torch
+
+from nano_loop.intercept.torch_private import current_node_number, in_backward, in_mode, next_node_number
 from nano_loop.tuning.tuner import Tuner
 
 #: Maximum number of kinds that are remembered: a loop may have a new shape in each batch.
@@ -27,6 +29,12 @@ class Decision(NamedTuple):
 
     way: str
     is_settled: bool = True
+
+
+def decided(guess: str, measure: Callable[[], str | None]) -> Decision:
+    """Measure a way now, if the call is none that is traced or has no gradients, and there is time for it."""
+    way = None if in_mode() or torch.is_inference_mode_enabled() else measure()
+    return Decision(guess, is_settled=False) if way is None else Decision(way)
 
 
 class _Known(NamedTuple):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nano_loop.intercept.torch_private import in_backward, in_mode
+from nano_loop.intercept.torch_private import in_backward
 from nano_loop.kernels.linear import BLOCKS, TORCH, Arguments, ByWay, Choose
-from nano_loop.tuning.decisions import Decision, Decisions
+from nano_loop.tuning.decisions import Decisions, decided
 from nano_loop.tuning.remembered import Remembered
 from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket
 from nano_loop.tuning.tuner import Tuner, Way, Ways
@@ -36,16 +36,9 @@ def chooser(tuner: Tuner) -> Choose:
         # A layer that an activation checkpoint calls again computes as in its forward; what is new is a gradient.
         if in_backward() and key not in of_layers:
             return of_gradients.way(key, guess, measured)
-        return of_layers.way(key, lambda: guess, lambda: _decided(guess, measured), stored)
+        return of_layers.way(key, lambda: guess, lambda: decided(guess, measured), stored)
 
     return choose
-
-
-def _decided(guess: str, measured: Callable[[], str | None]) -> Decision:
-    if in_mode() or torch.is_inference_mode_enabled():
-        return Decision(guess, is_settled=False)
-    way = measured()
-    return Decision(guess, is_settled=False) if way is None else Decision(way)
 
 
 def _ways(by_way: ByWay, given: Arguments) -> Ways:

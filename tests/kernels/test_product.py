@@ -70,6 +70,19 @@ def test_any_sizes_are_as_exact_as_torch(with_bias, **sizes):
     assert_as_exact_as_torch(a, b, bias if with_bias else None)
 
 
+@pytest.mark.parametrize("sizes", [(40, 50, 70), (33, 4500, 130)], ids=str)
+@pytest.mark.parametrize("a_transposed", [False, True])
+def test_result_in_fp32_is_not_rounded(sizes, a_transposed):
+    a, b, bias = factors(*sizes, a_transposed)
+    out = torch.full((sizes[0], 3 * sizes[2]), 7.0)
+    found = module.product(a, b, bias, out=out[:, sizes[2] : 2 * sizes[2]])
+    exact = a.double() @ b.double() + bias.double()
+    assert error(found, exact) < 1e-5 * exact.square().mean().sqrt()
+    assert torch.equal(found.bfloat16(), module.product(a, b, bias))
+    assert (out[:, : sizes[2]] == 7).all()
+    assert (out[:, 2 * sizes[2] :] == 7).all()
+
+
 #: Depths that are divided into blocks, more columns than a block has, and more rows than a chunk.
 LARGE = [(70, 4500, 130), (40, 5001, 700), (500, 33, 4000), (2000, 300, 65), (33, 12000, 64)]
 
@@ -178,7 +191,7 @@ def test_without_a_compiler_nothing_fits(monkeypatch):
 
 
 def test_a_call_has_the_layout_of_the_c_file():
-    assert ctypes.sizeof(module._Call) == 8 * (3 + 2 + 2 + 1)
+    assert ctypes.sizeof(module._Call) == 8 * (3 + 2 + 2 + 2)
 
 
 def test_fewer_threads_than_asked_for_compute_all_parts():

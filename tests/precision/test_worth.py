@@ -198,6 +198,15 @@ def test_compiled_models_and_torch_func_are_not_counted(run, monkeypatch):
     model(x)
 
 
+@pytest.mark.skipif(not can_train_lstms(torch.bfloat16), reason="torch has no LSTM in bf16 for this CPU")
+def test_an_lstm_can_be_evaluated_in_inference_mode(run):
+    model, _ = run(nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8)))
+    x = torch.ones(3, 2, 8)
+    with torch.inference_mode():  # a counted call would have inputs of two dtypes, for which oneDNN has no LSTM
+        first, *later = (model(x)[0] for _ in range(4))
+    assert all(torch.equal(each, first) for each in later)
+
+
 @pytest.mark.usefixtures("compiles_anew")
 def test_a_compiled_function_that_a_counted_model_calls_stays_compiled(run):
     def backend(graph, inputs):

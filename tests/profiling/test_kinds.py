@@ -26,6 +26,8 @@ from profiling.events import Event
         (["aten::_fused_adam_", "Optimizer.step#Adam.step"], kinds.OPTIMIZER),
         (["aten::bmm", "_AttentionBackward"], kinds.ATTENTION),
         (["_LossesBackward"], kinds.ELEMENTWISE),
+        (["_LstmLayerBackward"], kinds.PRODUCTS),
+        (["aten::cat", "_LstmLayerBackward"], kinds.ELEMENTWISE),
         (["aten::copy_", kinds.AVERAGING_EVENT, "autograd::engine"], kinds.AVERAGING),
         (["aten::stack", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"], kinds.LOADER),
         (["autograd::engine::evaluate_function: AddmmBackward0"], kinds.PYTHON),

@@ -1,0 +1,290 @@
+"""Layers of LSTMs in bf16: large products before and after all steps, and the recurrence by a C function (``lstm.c``).
+
+oneDNN adds the gradient of the states' weights up step by step, which reads and writes all of it in each, and keeps the
+gates in bf16. It needs a CPU with AVX-512's bf16 instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nano_loop.intercept.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.intercept.torch_private import in_functorch, in_mode
+from nano_loop.kernels import avx512_bf16, product
+from nano_loop.kernels.compiled import compiled_for_threads
+
+#: The operator, without its overload.
+OPERATOR = "mkldnn_rnn_layer"
+#: Under this name, a call into a set-up model may have a rule that chooses the way (see `Choose`), and the ways.
+WAY = "the way of an LSTM"
+TORCH, BLOCKS = "torch", "blocks"
+
+#: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
+WORTH_IT = 1 << 22
+#: Minimum number of steps: the weights are packed once for all of them.
+_FEWEST_STEPS = 4
+#: Minimum number of units: those of a quarter of a tile.
+_FEWEST_UNITS = 16
+#: Number of inputs below which their product is computed in the steps, and number of weights up to which it is: 1 MiB.
+_FEW_INPUTS, _CACHED = 32, 1 << 19
+_GATES = 4
+_LSTM = 2  # torch's mode
+
+_Kernel = Callable[..., Any]
+
+
+class _Call(ctypes.Structure):
+    """`Call` of the C file."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("steps", "batch", "inputs", "hidden", "is_reversed"))
+
+
+class Arguments(NamedTuple):
+    """The arguments of a layer. All tensors are bfloat16.
+
+    Attributes
+    ----------
+    inputs : torch.Tensor
+        Of shape (steps, batch, input size).
+    of_inputs, of_outputs : torch.Tensor
+        The weights, of shapes (4 · hidden, input size) and (4 · hidden, hidden).
+    biases : tuple of torch.Tensor
+        Two, of shape (4 · hidden,), or none.
+    output, cells : torch.Tensor
+        The state before the first step, of shape (batch, hidden).
+    is_reversed : bool
+        Whether the last step is computed first.
+    """
+
+    inputs: Tensor
+    of_inputs: Tensor
+    of_outputs: Tensor
+    biases: tuple[Tensor, ...]
+    output: Tensor
+    cells: Tensor
+    is_reversed: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in the order of torch's operator."""
+        biases = self.biases or (self.of_inputs, self.of_outputs)
+        return [self.inputs, self.of_inputs, self.of_outputs, *biases, self.output, self.cells]
+
+
+#: Outputs of all steps, and the output and the cells after the last one.
+Found = tuple[Tensor, Tensor, Tensor]
+#: Computes by torch, in any dtype, from the tensors in the order of torch's operator.
+ByTorch = Callable[[Sequence[Tensor]], Found]
+#: Chooses the way of a call. Takes a function that computes by torch, the call, and the way to take by default.
+Choose = Callable[[ByTorch, Arguments, str], str]
+
+
+def unavailable() -> str | None:
+    """Return why this kernel cannot be used in this process, or None."""
+    return avx512_bf16.unavailable("lstm") or product.unavailable()
+
+
+def for_set_up_models(original: _Kernel | None) -> _Kernel:
+    """Return the replacement of the kernel of autograd on the CPU of ``aten::mkldnn_rnn_layer``.
+
+    Calls that do not belong to a set-up model return torch's own result, bitwise identical. What a call of ours has
+    kept for the backward is for no kernel of torch, also if the backward comes after the run.
+
+    Parameters
+    ----------
+    original : callable
+        The original kernel. None is not supported.
+    """
+    assert original is not None
+
+    def dispatched(keys: torch.DispatchKeySet, *args: Any) -> Any:
+        def by_torch(tensors: Sequence[Tensor]) -> Found:
+            outputs, output, cells, _ = original(keys, *tensors, *args[len(tensors) :])
+            return outputs, output, cells
+
+        given = _ours(args)
+        if given is None or _way(given, by_torch) == TORCH:
+            return original(keys, *args)
+        return *lstm(given), None  # torch ignores the workspace, which is for its own kernel
+
+    return dispatched
+
+
+def lstm(given: Arguments) -> Found:
+    """Compute a layer of an LSTM.
+
+    Parameters
+    ----------
+    given : Arguments
+        With an even number of hidden units, of 16 or more.
+
+    Returns
+    -------
+    outputs : torch.Tensor
+        bfloat16, of shape (steps, batch, hidden).
+    output, cells : torch.Tensor
+        The state after the last step: bfloat16, of shape (batch, hidden). All three can be differentiated once.
+    """
+    biases = given.biases or (None, None)
+    found: Found = _LstmLayer.apply(*given[:3], *biases, *given[4:])  # type: ignore[no-untyped-call]
+    return found
+
+
+class _LstmLayer(torch.autograd.Function):
+    """As `lstm`."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Found:
+        # What counts products in the first call of a model sees operators only.
+        outputs, output, cells, states, first_cells = AS_OPERATOR(*args) if in_mode() else _forward(*args)
+        inputs, of_inputs, of_outputs, _, _, first_output, _, ctx.is_reversed = args
+        ctx.save_for_backward(inputs, of_inputs, of_outputs, first_output, first_cells, states, outputs)
+        ctx.set_materialize_grads(False)
+        return outputs, output, cells
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_all: Tensor | None, of_last: Tensor | None, of_last_cells: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        inputs, of_inputs, of_outputs, output, cells, states, outputs = ctx.saved_tensors
+        call = _Call(*outputs.shape[:2], 0, outputs.size(2), ctx.is_reversed)
+        gates, bias, of_output, of_cells = _differentiated(
+            call, of_outputs, cells, states, of_all, of_last, of_last_cells
+        )
+        needed = ctx.needs_input_grad
+        before = [output.unsqueeze(0), outputs[:-1]]
+        if ctx.is_reversed:
+            before = [outputs[1:], output.unsqueeze(0)]
+        return (
+            _product(gates, of_inputs).view_as(inputs) if needed[0] else None,
+            _product(gates.t(), inputs.reshape(gates.size(0), -1)) if needed[1] else None,
+            _product(gates.t(), torch.cat(before).view(gates.size(0), -1)) if needed[2] else None,
+            bias if needed[3] else None,
+            bias if needed[4] else None,
+            of_output if needed[5] else None,
+            of_cells if needed[6] else None,
+            None,
+        )
+
+
+def _forward(
+    inputs: Tensor,
+    of_inputs: Tensor,
+    of_outputs: Tensor,
+    input_bias: Tensor | None,
+    output_bias: Tensor | None,
+    output: Tensor,
+    cells: Tensor,
+    is_reversed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what `lstm` does, gates and cells of all steps, and the cells before the first step, both in fp32."""
+    steps, batch, size = inputs.shape
+    hidden = output.size(1)
+    call = _Call(steps, batch, 0, hidden, is_reversed)
+    inputs, of_inputs, of_outputs = inputs.contiguous(), of_inputs.contiguous(), of_outputs.contiguous()
+    output, first_cells = output.contiguous(), cells.float().contiguous()
+    states = _empty(steps * batch, (_GATES + 1) * hidden, dtype=torch.float32)
+    rows = inputs.view(-1, size)
+    in_steps: tuple[Tensor | None, ...] = (None, None)
+    if _is_computed_in_steps(size, hidden) or not product.fits(rows, of_inputs.t()):
+        call.inputs = size + size % 2
+        in_steps = tuple(F.pad(each, (0, 1)) if size % 2 else each for each in (inputs, of_inputs))
+    else:
+        product.product(rows, of_inputs.t(), out=states[:, : _GATES * hidden])
+    bias = _empty(_GATES * hidden, dtype=torch.float32).zero_()
+    for each in (input_bias, output_bias):
+        bias += 0 if each is None else each
+    outputs = _empty(steps, batch, hidden)
+    _run("forward", call, *in_steps, of_outputs, bias, output, first_cells, states, outputs)
+    last = 0 if is_reversed else steps - 1
+    last_cells = states[last * batch : (last + 1) * batch, _GATES * hidden :]
+    return outputs, outputs[last].clone(), last_cells.to(torch.bfloat16), states, first_cells
+
+
+torch.library.define(
+    "nano_loop::lstm",
+    "(Tensor inputs, Tensor of_inputs, Tensor of_outputs, Tensor? input_bias, Tensor? output_bias, Tensor output, "
+    "Tensor cells, bool is_reversed) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.impl("nano_loop::lstm", "CPU", _forward)
+#: The forward as an operator, of which the first arguments are those of torch's.
+AS_OPERATOR = torch.ops.nano_loop.lstm
+
+
+def _differentiated(
+    call: _Call,
+    of_outputs: Tensor,
+    cells: Tensor,
+    states: Tensor,
+    of_all: Tensor | None,
+    of_last: Tensor | None,
+    of_last_cells: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the gates before their activations, of the bias, and of the state before the first step.
+
+    The gates have a row for each step and sequence.
+    """
+    of_cells = torch.zeros_like(cells) if of_last_cells is None else of_last_cells.float().contiguous()
+    gates = _empty(call.steps * call.batch, _GATES * call.hidden)
+    bias = _empty(_GATES * call.hidden, dtype=torch.float32)
+    of_output = _empty(call.batch, call.hidden)
+    given = [None if each is None else each.contiguous() for each in (of_all, of_last)]
+    _run("backward", call, of_outputs.contiguous(), cells, states, *given, of_cells, gates, bias, of_output)
+    return gates, bias, of_output, of_cells
+
+
+def _empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return an empty tensor, where the user may have set another default device."""
+    return torch.empty(sizes, dtype=dtype, device="cpu")
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return product.product(a, b) if product.fits(a, b) else a @ b
+
+
+def _is_computed_in_steps(size: int, hidden: int) -> bool:
+    """Whether inputs are multiplied in the steps: where they are few, or the weights of both stay in the cache."""
+    return size < _FEW_INPUTS or _GATES * hidden * (size + hidden) <= _CACHED
+
+
+def _run(direction: str, call: _Call, *tensors: Tensor | None) -> None:
+    needed = avx512_bf16.needed_bytes("lstm", call, int(direction == "backward"))
+    scratch = _empty(needed, dtype=torch.uint8)
+    pointers = [ctypes.c_void_p(None if each is None else each.data_ptr()) for each in (*tensors, scratch)]
+    function = getattr(compiled_for_threads("lstm"), f"lstm_{direction}")
+    function(ctypes.byref(call), *pointers, ctypes.c_int(torch.get_num_threads()))
+
+
+def _ours(args: Sequence[Any]) -> Arguments | None:
+    """Return the arguments of torch's operator, if this kernel supports them and the call is large enough."""
+    tensors, (is_reversed, batch_sizes, mode, hidden, _, has_biases) = args[:7], args[7:13]
+    inputs, of_inputs, of_outputs, *biases, output, cells = tensors
+    if mode != _LSTM or batch_sizes or any(each.dtype is not torch.bfloat16 for each in tensors):
+        return None
+    steps, batch, size = inputs.shape
+    if steps < _FEWEST_STEPS or hidden < _FEWEST_UNITS or hidden % 2:
+        return None
+    if steps * batch * _GATES * hidden * (size + hidden) < WORTH_IT or not belongs_to_set_up_model():
+        return None
+    if in_functorch() or any(not _is_plain(each) for each in tensors):
+        return None
+    return Arguments(inputs, of_inputs, of_outputs, tuple(biases) if has_biases else (), output, cells, is_reversed)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no subclass, and its storage is not released."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.data_ptr() != 0
+
+
+def _way(given: Arguments, by_torch: ByTorch) -> str:
+    guess = BLOCKS if avx512_bf16.is_first_guess("lstm") else TORCH
+    rule: Choose | None = rule_for(WAY)
+    return guess if rule is None else rule(by_torch, given, guess)

@@ -1,0 +1,45 @@
+"""Computes the layers of LSTMs by large products and a C function for the recurrence, in reduced precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nano_loop.intercept.operators import gives_kernels, overridden
+from nano_loop.kernels import lstm
+from nano_loop.parts import Parts
+from nano_loop.steps.step import Step
+
+
+class FastLstm(Step):
+    """Replaces oneDNN's LSTM in bf16, in the calls of set-up models and in their backward."""
+
+    name = "fast_lstm"
+    auto_is_for_reduced_precision = True
+
+    def concerns(self, parts: Parts) -> bool:
+        """Return whether the step was asked for, or a model has an LSTM: the others have no line."""
+        return super().concerns(parts) and (self.required or any(map(_has_lstm, parts.models)))
+
+    def skip_reason(self, parts: Parts) -> str | None:
+        """See `Step.skip_reason`."""
+        if not self.config.reduced_precision:
+            return "it is for bf16"
+        if not gives_kernels():
+            return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+        return lstm.unavailable()
+
+    def apply(self, parts: Parts) -> str:
+        """See `Step.apply`."""
+        for model in parts.models:
+            self.entries.meet(model)
+        if not self._overridden:
+            self.undoing.enter_context(overridden(lstm.OPERATOR, lstm.for_set_up_models, "AutogradCPU"))
+            self._overridden = True
+        return "recurrences in C, by bf16 instructions"
+
+    _overridden = False
+
+
+def _has_lstm(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.LSTM) for module in model.modules())

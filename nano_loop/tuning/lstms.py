@@ -1,0 +1,72 @@
+"""Chooses how the layers of LSTMs are computed: by oneDNN, or by large products and a C function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.lstm import BLOCKS, TORCH, Arguments, ByTorch, Choose, Found, lstm
+from nano_loop.tuning.decisions import Decisions, decided
+from nano_loop.tuning.hooks import none_for_saved_tensors
+from nano_loop.tuning.sizes import bucket
+from nano_loop.tuning.tuner import Tuner, Way, Ways
+
+#: Maximum number of steps that are measured: each takes as long as another.
+_MOST_STEPS = 16
+
+
+def chooser(tuner: Tuner) -> Choose:
+    """Return what `nano_loop.kernels.lstm` asks for a way."""
+    decisions = Decisions(tuner)
+
+    def choose(by_torch: ByTorch, given: Arguments, guess: str) -> str:
+        key = (*((each.shape, each.stride()) for each in given.tensors), given.is_reversed)
+
+        def measured() -> str | None:
+            return tuner.choose(_key(given), guess, lambda: _ways(by_torch, given))
+
+        def stored() -> str | None:
+            found = tuner.choices.get(_key(given))
+            return None if found is None else found.way
+
+        return decisions.way(key, lambda: guess, lambda: decided(guess, measured), stored)
+
+    return choose
+
+
+def _ways(by_torch: ByTorch, given: Arguments) -> Ways:
+    """Return the ways to compute some steps and their gradients."""
+    some = given._replace(inputs=given.inputs[:_MOST_STEPS])
+    shape = (*some.inputs.shape[:2], some.output.size(1))
+    gradient = torch.linspace(-1, 1, shape[-1]).sin_().expand(shape).contiguous()
+
+    def of(compute: ByTorch, dtype: torch.dtype) -> Way:
+        def way() -> Sequence[Tensor]:
+            leaves = [each.detach().to(dtype).requires_grad_() for each in some.tensors]
+            wanted = (
+                leaves if some.biases else leaves[:3]
+            )  # in place of biases, torch's operator takes the weights again
+            with torch.enable_grad(), none_for_saved_tensors():
+                outputs = compute(leaves)[0]
+                return [outputs.detach(), *torch.autograd.grad(outputs, wanted, gradient.to(dtype))]
+
+        return way
+
+    def ours(leaves: Sequence[Tensor]) -> Found:
+        inputs, of_inputs, of_outputs, *biases, output, cells = leaves
+        return lstm(
+            Arguments(
+                inputs, of_inputs, of_outputs, tuple(biases) if some.biases else (), output, cells, some.is_reversed
+            )
+        )
+
+    ways = {TORCH: of(by_torch, torch.bfloat16), BLOCKS: of(ours, torch.bfloat16)}
+    return Ways(ways, TORCH, of(by_torch, torch.float32))
+
+
+def _key(given: Arguments) -> str:
+    steps, batch, size = given.inputs.shape
+    flags = ["biases"] * bool(given.biases) + ["reversed"] * given.is_reversed
+    return " ".join(map(str, ["lstm", bucket(steps), bucket(batch), size, given.output.size(1), *flags]))
