@@ -19,9 +19,10 @@
 #define NEIGHBOURS 1024 /* elements of a contiguous row, likewise */
 #define SOME_ROWS 32    /* rows whose mean is subtracted before squares are taken */
 #define SOME_NEIGHBOURS 128
-#define ROWS_OF_A_CHUNK 256
-#define LEAST_ROWS 32 /* of a chunk of a layer norm, of which fp32 sums are taken in its backward */
-#define CHUNKS 128 /* about as many, where there are many rows */
+#define ROWS_OF_A_CHUNK 256 /* about as many, where there are few rows */
+#define LEAST_ROWS 32       /* of a chunk. Of as many, fp32 sums are taken in the backward of a layer norm */
+#define CHUNKS 128          /* about as many, where there are many rows */
+#define SHARED 8            /* chunks that 2, 4 or 8 threads share equally */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
@@ -85,16 +86,14 @@ INLINE vector last_lanes(int64_t count) {
     return mask;
 }
 
-static int64_t rows_of_chunk(const Shape *shape) {
-    if (!shape->nhwc) return shape->rows;
-    int64_t chunks = CHUNKS / shape->segments + 1, rows = (shape->rows + chunks - 1) / chunks;
-    rows = (rows + ROWS - 1) / ROWS * ROWS;
-    return rows > ROWS_OF_A_CHUNK ? rows : ROWS_OF_A_CHUNK;
-}
-
+/* Into how many chunks the rows of a segment are divided. They are equally long, and their number is one that threads
+   share equally, or segments are. */
 static int64_t chunks_of(const Shape *shape) {
-    int64_t rows = rows_of_chunk(shape);
-    return (shape->rows + rows - 1) / rows;
+    if (!shape->nhwc) return 1;
+    int64_t chunks = least(shape->rows / ROWS_OF_A_CHUNK, CHUNKS / shape->segments), most = shape->rows / LEAST_ROWS;
+    if (shape->segments % SHARED) chunks = (chunks / SHARED + 1) * SHARED;
+    chunks = least(chunks, most);
+    return chunks > 1 ? chunks : 1;
 }
 
 /* What is summed of `wide` x 16 channels, for some rows in NHWC: x - shift and its square, or gradients and their
@@ -228,7 +227,7 @@ INLINE double statistics(double sum, double squares, double count, double eps, d
 /* The sums of each segment's chunks: [segment, chunk, c]. */
 static void sums(const Shape *shape, const void *gradient, const void *x, const float *centers, int64_t center_stride,
                  double *first, double *second, int threads) {
-    int64_t chunks = chunks_of(shape), length = rows_of_chunk(shape), channels = shape->channels;
+    int64_t chunks = chunks_of(shape), channels = shape->channels;
     if (!shape->nhwc) {
         _Pragma("omp parallel for num_threads(threads) schedule(static)")
         for (int64_t at = 0; at < shape->segments * channels; at++) {
@@ -242,8 +241,8 @@ static void sums(const Shape *shape, const void *gradient, const void *x, const 
     }
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t at = 0; at < shape->segments * chunks; at++) {
-        int64_t segment = at / chunks, begin = at % chunks * length;
-        int64_t count = least(length, shape->rows - begin), start = segment * shape->rows + begin;
+        int64_t segment = at / chunks, begin = shape->rows * (at % chunks) / chunks;
+        int64_t count = shape->rows * (at % chunks + 1) / chunks - begin, start = segment * shape->rows + begin;
         const float *center = centers ? centers + segment * center_stride : 0;
         double *plain = first + at * channels, *products = second + at * channels;
         if (shape->bf16)
@@ -251,6 +250,12 @@ static void sums(const Shape *shape, const void *gradient, const void *x, const 
         else
             chunk(gradient, x, start, count, channels, 0, center, plain, products);
     }
+}
+
+/* Makes the sums of some parts those of the first one. */
+static void add_parts(double *sums, int64_t parts, int64_t channels) {
+    for (int64_t part = 1; part < parts; part++)
+        for (int64_t c = 0; c < channels; c++) sums[c] += sums[part * channels + c];
 }
 
 /* out = (x - centers) * scales + offsets, or with a gradient: gradient * scales + (x - centers) * slopes + offsets. All
@@ -321,13 +326,10 @@ int batch_norm(const Shape *shape, const void *x, const float *weight, const flo
     double *second = first + count, elements = (double)(shape->segments * shape->rows);
     float *offsets = scales + channels;
     sums(shape, 0, x, 0, 0, first, second, threads);
+    add_parts(first, parts, channels);
+    add_parts(second, parts, channels);
     for (int64_t c = 0; c < channels; c++) {
-        double sum = 0, squares = 0, mean, inverse;
-        for (int64_t part = 0; part < parts; part++) {
-            sum += first[part * channels + c];
-            squares += second[part * channels + c];
-        }
-        double apart = statistics(sum, squares, elements, eps, &mean, &inverse);
+        double mean, inverse, apart = statistics(first[c], second[c], elements, eps, &mean, &inverse);
         means[c] = (float)mean;
         inverses[c] = (float)inverse;
         scales[c] = (float)((weight ? weight[c] : 1) * inverse);
@@ -358,12 +360,11 @@ int batch_norm_backward(const Shape *shape, const void *gradient, const void *x,
     double *second = first + count, elements = (double)(shape->segments * shape->rows);
     float *slopes = scales + channels, *offsets = slopes + channels;
     sums(shape, gradient, x, means, 0, first, second, threads);
+    add_parts(first, parts, channels);
+    add_parts(second, parts, channels);
     for (int64_t c = 0; c < channels; c++) {
-        double plain = 0, products = 0, inverse = inverses[c], scale = (weight ? weight[c] : 1) * inverse;
-        for (int64_t part = 0; part < parts; part++) {
-            plain += first[part * channels + c];
-            products += second[part * channels + c];
-        }
+        double plain = first[c], products = second[c], inverse = inverses[c];
+        double scale = (weight ? weight[c] : 1) * inverse;
         if (of_weight) of_weight[c] = (float)(products * inverse);
         if (of_bias) of_bias[c] = (float)plain;
         scales[c] = (float)scale;
@@ -596,14 +597,11 @@ int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64
             }
         }
     }
-    for (int64_t c = 0; c < width && (of_weight || of_bias); c++) {
-        double products = 0, plain = 0;
-        for (int64_t part = 0; part < chunks; part++) {
-            products += first[part * width + c];
-            plain += second[part * width + c];
-        }
-        if (of_weight) of_weight[c] = (float)products;
-        if (of_bias) of_bias[c] = (float)plain;
+    add_parts(first, chunks, width);
+    add_parts(second, chunks, width);
+    for (int64_t c = 0; c < width; c++) {
+        if (of_weight) of_weight[c] = (float)first[c];
+        if (of_bias) of_bias[c] = (float)second[c];
     }
     free(first);
     free(summed);
