@@ -11,10 +11,9 @@ hooks, checkpoints and vmap are torch's.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,44 +21,25 @@ from torch import Tensor
 from nano_loop.intercept.operators import overridden
 from nano_loop.intercept.ownership import belongs_to_set_up_model
 from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
+from nano_loop.kernels.norm_arguments import (
+    NHWC,
+    are_fp32,
+    fits_rows,
+    is_fp32,
+    layout_of,
+    library,
+    pointer,
+    rows_of,
+    shape_of,
+    thread_count,
+)
 
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
 WORTH_IT = 1 << 18
-#: Minimum number of neighbours in memory: of channels in NHWC, of pixels in NCHW, of elements of a row.
-_FEW = 16
-#: Minimum number of pixels of an image in NCHW for a forward: with fewer, torch's kernel was faster.
-_FEW_PIXELS = 128
-_DTYPES = (torch.float32, torch.bfloat16)
-_NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 _Results = tuple[Tensor | None, Tensor | None, Tensor | None]
 #: Takes the arguments of an operator. Returns its results, or None where torch has to compute them.
 _Ours = Callable[..., _Results | None]
-
-
-class _Shape(ctypes.Structure):
-    """How a tensor is read: ``Shape`` of ``norms.c``."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "rows", "channels", "nhwc", "bf16")]
-
-
-class _Layout(NamedTuple):
-    """The sizes and the memory format of a tensor of shape (N, C, *)."""
-
-    images: int
-    channels: int
-    pixels: int
-    format: torch.memory_format
-
-    @property
-    def is_nhwc(self) -> bool:
-        """Whether channels are next to each other: they are where there is one pixel."""
-        return self.pixels == 1 or self.format is not torch.contiguous_format
-
-    @property
-    def is_worth_a_forward(self) -> bool:
-        """Whether statistics and outputs are computed faster than by torch's kernels."""
-        return self.is_nhwc or self.pixels >= _FEW_PIXELS
 
 
 def unavailable() -> str | None:
@@ -100,16 +80,16 @@ def batch_norm(
     eps: float,
 ) -> _Results | None:
     """Compute ``aten::native_batch_norm`` by the statistics of the batch, or return None where torch has to."""
-    layout = _layout(x)
+    layout = layout_of(x)
     # The dtype of the statistics follows from all of these.
     parameters = (weight, bias, running_mean, running_var)
-    if layout is None or not training or not layout.is_worth_a_forward or not _are_fp32(x, *parameters):
+    if layout is None or not training or not layout.is_worth_a_forward or not are_fp32(x, *parameters):
         return None
     out, means, inverses = torch.empty_like(x), *(torch.empty(layout.channels) for _ in range(2))
     numbers = ctypes.c_double(momentum), ctypes.c_double(eps)
-    outputs = map(_pointer, (out, means, inverses))
-    shape = _shape(x, layout, together=True)
-    if not _library().batch_norm(shape, _pointer(x), *map(_pointer, parameters), *numbers, *outputs, _threads()):
+    outputs = map(pointer, (out, means, inverses))
+    shape = shape_of(x, layout, together=True)
+    if not library().batch_norm(shape, pointer(x), *map(pointer, parameters), *numbers, *outputs, thread_count()):
         return None
     return out, means, inverses
 
@@ -127,10 +107,10 @@ def batch_norm_backward(
     mask: Sequence[bool],
 ) -> _Results | None:
     """Compute ``aten::native_batch_norm_backward``, likewise."""
-    layout = _layout(x)
-    if layout is None or not training or means is None or not _are_fp32(x, weight, means, inverses):
+    layout = layout_of(x)
+    if layout is None or not training or means is None or not are_fp32(x, weight, means, inverses):
         return None
-    return _gradients("batch_norm", (_shape(x, layout, together=True),), gradient, x, weight, means, inverses, mask)
+    return _gradients("batch_norm", (shape_of(x, layout, together=True),), gradient, x, weight, means, inverses, mask)
 
 
 def group_norm(
@@ -144,13 +124,13 @@ def group_norm(
     eps: float,
 ) -> _Results | None:
     """Compute ``aten::native_group_norm``, or return None where torch has to."""
-    layout = _layout(x)
-    if layout is None or not layout.is_worth_a_forward or not _are_fp32(x, weight, bias):
+    layout = layout_of(x)
+    if layout is None or not layout.is_worth_a_forward or not are_fp32(x, weight, bias):
         return None
     out, means, inverses = torch.empty_like(x), *(torch.empty(images, groups) for _ in range(2))
-    inputs, outputs = map(_pointer, (x, weight, bias)), map(_pointer, (out, means, inverses))
-    arguments = (_shape(x, layout), ctypes.c_int64(groups), *inputs, ctypes.c_double(eps), *outputs)
-    return (out, means, inverses) if _library().group_norm(*arguments, _threads()) else None
+    inputs, outputs = map(pointer, (x, weight, bias)), map(pointer, (out, means, inverses))
+    arguments = (shape_of(x, layout), ctypes.c_int64(groups), *inputs, ctypes.c_double(eps), *outputs)
+    return (out, means, inverses) if library().group_norm(*arguments, thread_count()) else None
 
 
 def group_norm_backward(
@@ -166,10 +146,10 @@ def group_norm_backward(
     mask: Sequence[bool],
 ) -> _Results | None:
     """Compute ``aten::native_group_norm_backward``, likewise."""
-    layout = _layout(x)
-    if layout is None or not _are_fp32(x, weight, means, inverses):
+    layout = layout_of(x)
+    if layout is None or not are_fp32(x, weight, means, inverses):
         return None
-    sizes = _shape(x, layout), ctypes.c_int64(groups)
+    sizes = shape_of(x, layout), ctypes.c_int64(groups)
     return _gradients("group_norm", sizes, gradient, x, weight, means, inverses, mask)
 
 
@@ -177,13 +157,13 @@ def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> _Results | None:
     """Compute ``aten::native_layer_norm``, or return None where torch has to."""
-    if not _fits_rows(x, shape) or not all(each is None or _is_fp32(each) for each in (weight, bias)):
+    if not fits_rows(x, shape) or not all(each is None or is_fp32(each) for each in (weight, bias)):
         return None
     x, rows = x.contiguous(), x.shape[: x.dim() - len(shape)]
     out, means, inverses = torch.empty_like(x), *(torch.empty(*rows, *[1] * len(shape)) for _ in range(2))
-    outputs = map(_pointer, (out, means, inverses))
-    arguments = (*_rows(x, shape), _pointer(weight), _pointer(bias), ctypes.c_double(eps), *outputs)
-    _library().layer_norm(_pointer(x), *arguments, _threads())
+    outputs = map(pointer, (out, means, inverses))
+    arguments = (*rows_of(x, shape), pointer(weight), pointer(bias), ctypes.c_double(eps), *outputs)
+    library().layer_norm(pointer(x), *arguments, thread_count())
     if weight is None and bias is None:  # torch's statistics have the dtype of the input then
         return out, means.to(x.dtype), inverses.to(x.dtype)
     return out, means, inverses
@@ -200,10 +180,10 @@ def layer_norm_backward(
     mask: Sequence[bool],
 ) -> _Results | None:
     """Compute ``aten::native_layer_norm_backward``, likewise."""
-    if not _fits_rows(x, shape) or not all(each is None or _is_fp32(each) for each in (weight, bias)):
+    if not fits_rows(x, shape) or not all(each is None or is_fp32(each) for each in (weight, bias)):
         return None
     x, means, inverses = x.contiguous(), means.float(), inverses.float()
-    return _gradients("layer_norm", _rows(x, shape), gradient, x, weight, means, inverses, mask)
+    return _gradients("layer_norm", rows_of(x, shape), gradient, x, weight, means, inverses, mask)
 
 
 _REPLACEMENTS = {
@@ -234,7 +214,7 @@ def replaced() -> Iterator[None]:
 
 def computes_group_norm(x: Tensor) -> bool:
     """Return whether a group norm of this input, with weights in fp32, is computed here in a set-up model."""
-    layout = _layout(x) if _users and x.numel() >= WORTH_IT else None
+    layout = layout_of(x) if _users and x.numel() >= WORTH_IT else None
     return layout is not None and layout.is_worth_a_forward
 
 
@@ -251,77 +231,18 @@ def _gradients(
     """Call a backward of ``norms.c`` for the gradients of input, weight and bias that `mask` asks for."""
     if gradient.dtype is not x.dtype or gradient.layout is not torch.strided or inverses is None:
         return None
-    form = torch.contiguous_format if x.is_contiguous() else _NHWC[x.dim()]
+    form = torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()]
     gradient, means, inverses = gradient.contiguous(memory_format=form), means.contiguous(), inverses.contiguous()
     weights = weight.shape if weight is not None else _sizes_of_weights(norm, x, sizes)
     of_weight, of_bias = (torch.empty(weights) if each else None for each in mask[1:])
     found = torch.empty_like(x) if mask[0] else None, of_weight, of_bias
-    first, tensors = map(_pointer, (gradient, x)), map(_pointer, (weight, means, inverses, *found))
-    function = getattr(_library(), f"{norm}_backward")
+    first, tensors = map(pointer, (gradient, x)), map(pointer, (weight, means, inverses, *found))
+    function = getattr(library(), f"{norm}_backward")
     before = first if norm == "layer_norm" else sizes
     after = sizes if norm == "layer_norm" else first
-    return found if function(*before, *after, *tensors, _threads()) else None
+    return found if function(*before, *after, *tensors, thread_count()) else None
 
 
 def _sizes_of_weights(norm: str, x: Tensor, sizes: tuple[Any, ...]) -> Sequence[int]:
     """Return the sizes of the gradients of a weight that there is not."""
     return (sizes[1].value if norm == "layer_norm" else x.size(1),)
-
-
-def _layout(x: Tensor) -> _Layout | None:
-    """Return how a tensor lies in memory, or None where torch has to compute."""
-    if not _is_plain(x) or x.dim() < 2:
-        return None
-    if x.is_contiguous():
-        form = torch.contiguous_format
-    elif x.dim() in _NHWC and x.is_contiguous(memory_format=_NHWC[x.dim()]):
-        form = _NHWC[x.dim()]
-    else:
-        return None
-    found = _Layout(x.size(0), x.size(1), math.prod(x.shape[2:]), form)
-    return found if (found.channels if found.is_nhwc else found.pixels) >= _FEW else None
-
-
-def _shape(x: Tensor, layout: _Layout, together: bool = False) -> Any:
-    """Return the ``Shape``. Images in NHWC that have their statistics together are one segment."""
-    one = together and layout.is_nhwc
-    segments, rows = (1, layout.images * layout.pixels) if one else (layout.images, layout.pixels)
-    return ctypes.byref(_Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16))
-
-
-def _fits_rows(x: Tensor, shape: Sequence[int]) -> bool:
-    return _is_plain(x) and tuple(x.shape[x.dim() - len(shape) :]) == tuple(shape) and math.prod(shape) >= _FEW
-
-
-def _rows(x: Tensor, shape: Sequence[int]) -> tuple[ctypes.c_int64, ...]:
-    width = math.prod(shape)
-    return ctypes.c_int64(x.numel() // width), ctypes.c_int64(width), ctypes.c_int64(x.dtype is torch.bfloat16)
-
-
-def _is_plain(x: Tensor) -> bool:
-    return x.dtype in _DTYPES and x.layout is torch.strided and x.is_cpu and not x.is_neg()
-
-
-def _are_fp32(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether all weights and statistics that there are are in fp32, and torch's results would be.
-
-    That of a bf16 input without any of them has statistics in bf16.
-    """
-    given = [each for each in parameters if each is not None]
-    return all(map(_is_fp32, given)) and (bool(given) or x.dtype is torch.float32)
-
-
-def _is_fp32(each: Tensor) -> bool:
-    return each.dtype is torch.float32 and each.is_contiguous() and each.is_cpu
-
-
-def _library() -> Any:
-    return compiled_for_threads("norms")
-
-
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
-    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
-
-
-def _threads() -> ctypes.c_int:
-    return ctypes.c_int(torch.get_num_threads())

@@ -1,0 +1,111 @@
+"""How the C functions of ``norms.c`` get their tensors: which ones they take, their sizes, layouts and addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.compiled import compiled_for_threads
+
+#: Minimum number of neighbours in memory: of channels in NHWC, of pixels in NCHW, of elements of a row.
+_FEW = 16
+#: Minimum number of pixels of an image in NCHW for a forward: with fewer, torch's kernel was faster.
+_FEW_PIXELS = 128
+_DTYPES = (torch.float32, torch.bfloat16)
+#: The memory formats with channels side by side, by number of dimensions.
+NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class _Shape(ctypes.Structure):
+    """How a tensor is read: ``Shape`` of ``norms.c``."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("segments", "rows", "channels", "nhwc", "bf16")]
+
+
+class Layout(NamedTuple):
+    """The sizes and the memory format of a tensor of shape (N, C, *)."""
+
+    images: int
+    channels: int
+    pixels: int
+    format: torch.memory_format
+
+    @property
+    def is_nhwc(self) -> bool:
+        """Whether channels are next to each other: they are where there is one pixel."""
+        return self.pixels == 1 or self.format is not torch.contiguous_format
+
+    @property
+    def is_worth_a_forward(self) -> bool:
+        """Whether statistics and outputs are computed faster than by torch's kernels."""
+        return self.is_nhwc or self.pixels >= _FEW_PIXELS
+
+
+def layout_of(x: Tensor) -> Layout | None:
+    """Return how a tensor lies in memory, or None where torch has to compute."""
+    if not _is_plain(x) or x.dim() < 2:
+        return None
+    if x.is_contiguous():
+        form = torch.contiguous_format
+    elif x.dim() in NHWC and x.is_contiguous(memory_format=NHWC[x.dim()]):
+        form = NHWC[x.dim()]
+    else:
+        return None
+    found = Layout(x.size(0), x.size(1), math.prod(x.shape[2:]), form)
+    return found if (found.channels if found.is_nhwc else found.pixels) >= _FEW else None
+
+
+def shape_of(x: Tensor, layout: Layout, together: bool = False) -> Any:
+    """Return the ``Shape``. Images in NHWC that have their statistics together are one segment."""
+    one = together and layout.is_nhwc
+    segments, rows = (1, layout.images * layout.pixels) if one else (layout.images, layout.pixels)
+    return ctypes.byref(_Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16))
+
+
+def fits_rows(x: Tensor, shape: Sequence[int]) -> bool:
+    """Whether the last dimensions of a tensor have this shape, and are rows that the functions take."""
+    return _is_plain(x) and tuple(x.shape[x.dim() - len(shape) :]) == tuple(shape) and math.prod(shape) >= _FEW
+
+
+def rows_of(x: Tensor, shape: Sequence[int]) -> tuple[ctypes.c_int64, ...]:
+    """Return the number of rows of this shape, how long each is, and whether they are in bf16."""
+    width = math.prod(shape)
+    return ctypes.c_int64(x.numel() // width), ctypes.c_int64(width), ctypes.c_int64(x.dtype is torch.bfloat16)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype in _DTYPES and x.layout is torch.strided and x.is_cpu and not x.is_neg()
+
+
+def are_fp32(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether all weights and statistics that there are are in fp32, and torch's results would be.
+
+    That of a bf16 input without any of them has statistics in bf16.
+    """
+    given = [each for each in parameters if each is not None]
+    return all(map(is_fp32, given)) and (bool(given) or x.dtype is torch.float32)
+
+
+def is_fp32(each: Tensor) -> bool:
+    """Whether a tensor is a plain one of fp32 on the CPU."""
+    return each.dtype is torch.float32 and each.is_contiguous() and each.is_cpu
+
+
+def library() -> Any:
+    """Return the compiled functions."""
+    return compiled_for_threads("norms")
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
+    """Return the address of a tensor's elements, or NULL where there is none."""
+    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
+
+
+def thread_count() -> ctypes.c_int:
+    """Return the number of torch's threads."""
+    return ctypes.c_int(torch.get_num_threads())
