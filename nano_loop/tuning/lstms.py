@@ -45,9 +45,7 @@ def _ways(by_torch: ByTorch, given: Arguments) -> Ways:
     def of(compute: ByTorch, dtype: torch.dtype) -> Way:
         def way() -> Sequence[Tensor]:
             leaves = [each.detach().to(dtype).requires_grad_() for each in some.tensors]
-            wanted = (
-                leaves if some.biases else leaves[:3]
-            )  # in place of biases, torch's operator takes the weights again
+            wanted = leaves if some.biases else leaves[:3]  # where there are no biases, the weights stand there again
             with torch.enable_grad(), none_for_saved_tensors():
                 outputs = compute(leaves)[0]
                 return [outputs.detach(), *torch.autograd.grad(outputs, wanted, gradient.to(dtype))]
@@ -56,11 +54,8 @@ def _ways(by_torch: ByTorch, given: Arguments) -> Ways:
 
     def ours(leaves: Sequence[Tensor]) -> Found:
         inputs, of_inputs, of_outputs, *biases, output, cells = leaves
-        return lstm(
-            Arguments(
-                inputs, of_inputs, of_outputs, tuple(biases) if some.biases else (), output, cells, some.is_reversed
-            )
-        )
+        given = tuple(biases) if some.biases else ()
+        return lstm(Arguments(inputs, of_inputs, of_outputs, given, output, cells, some.is_reversed))
 
     ways = {TORCH: of(by_torch, torch.bfloat16), BLOCKS: of(ours, torch.bfloat16)}
     return Ways(ways, TORCH, of(by_torch, torch.float32))
