@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nano_loop.intercept.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.intercept.torch_private import in_functorch, in_mode
@@ -35,6 +34,7 @@ _FEWEST_UNITS = 16
 #: Number of inputs below which their product is computed in the steps, and number of weights up to which it is: 1 MiB.
 _FEW_INPUTS, _CACHED = 32, 1 << 19
 _GATES = 4
+_DIMENSIONS = 3  # steps, batch, inputs
 _LSTM = 2  # torch's mode
 
 _Kernel = Callable[..., Any]
@@ -91,6 +91,11 @@ def unavailable() -> str | None:
     return avx512_bf16.unavailable("lstm") or product.unavailable()
 
 
+def is_first_guess() -> bool:
+    """Whether it is faster than oneDNN on most shapes."""
+    return avx512_bf16.is_first_guess("lstm")
+
+
 def for_set_up_models(original: _Kernel | None) -> _Kernel:
     """Return the replacement of the kernel of autograd on the CPU of ``aten::mkldnn_rnn_layer``.
 
@@ -130,7 +135,7 @@ def lstm(given: Arguments) -> Found:
     outputs : torch.Tensor
         bfloat16, of shape (steps, batch, hidden).
     output, cells : torch.Tensor
-        The state after the last step: bfloat16, of shape (batch, hidden). All three can be differentiated once.
+        The state after the last step: bfloat16, of shape (batch, hidden).
     """
     biases = given.biases or (None, None)
     found: Found = _LstmLayer.apply(*given[:3], *biases, *given[4:])  # type: ignore[no-untyped-call]
@@ -144,29 +149,27 @@ class _LstmLayer(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Found:
         # What counts products in the first call of a model sees operators only.
         outputs, output, cells, states, first_cells = AS_OPERATOR(*args) if in_mode() else _forward(*args)
-        inputs, of_inputs, of_outputs, _, _, first_output, _, ctx.is_reversed = args
-        ctx.save_for_backward(inputs, of_inputs, of_outputs, first_output, first_cells, states, outputs)
+        *tensors, ctx.is_reversed = args
+        ctx.save_for_backward(*tensors, first_cells, states, outputs)
         ctx.set_materialize_grads(False)
         return outputs, output, cells
 
     @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, of_all: Tensor | None, of_last: Tensor | None, of_last_cells: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        inputs, of_inputs, of_outputs, output, cells, states, outputs = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, first_cells, states, outputs = ctx.saved_tensors
+        if all(each is None for each in gradients):
+            return (None,) * 8
+        if torch.is_grad_enabled():  # for a second derivative
+            return *_differentiable(tensors, ctx.is_reversed, gradients, ctx.needs_input_grad), None
+        inputs, of_inputs, of_outputs, _, _, output, _ = tensors
         call = _Call(*outputs.shape[:2], 0, outputs.size(2), ctx.is_reversed)
-        gates, bias, of_output, of_cells = _differentiated(
-            call, of_outputs, cells, states, of_all, of_last, of_last_cells
-        )
-        needed = ctx.needs_input_grad
-        before = [output.unsqueeze(0), outputs[:-1]]
-        if ctx.is_reversed:
-            before = [outputs[1:], output.unsqueeze(0)]
+        gates, bias, of_output, of_cells = _differentiated(call, of_outputs, first_cells, states, *gradients)
+        needed, rows = ctx.needs_input_grad, gates.size(0)
+        before = [outputs[1:], output.unsqueeze(0)] if ctx.is_reversed else [output.unsqueeze(0), outputs[:-1]]
         return (
             _product(gates, of_inputs).view_as(inputs) if needed[0] else None,
-            _product(gates.t(), inputs.reshape(gates.size(0), -1)) if needed[1] else None,
-            _product(gates.t(), torch.cat(before).view(gates.size(0), -1)) if needed[2] else None,
+            _product(gates.t(), inputs.reshape(rows, -1)) if needed[1] else None,
+            _product(gates.t(), torch.cat(before).view(rows, -1)) if needed[2] else None,
             bias if needed[3] else None,
             bias if needed[4] else None,
             of_output if needed[5] else None,
@@ -219,6 +222,28 @@ torch.library.impl("nano_loop::lstm", "CPU", _forward)
 AS_OPERATOR = torch.ops.nano_loop.lstm
 
 
+def _differentiable(
+    tensors: Sequence[Tensor | None],
+    is_reversed: bool,
+    gradients: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of all tensors, computed in fp32 from operators that can be differentiated again."""
+    inputs, of_inputs, of_outputs, input_bias, output_bias, *state = [
+        None if each is None else each.float() for each in tensors
+    ]
+    outputs = []
+    for step in reversed(inputs) if is_reversed else inputs:
+        state = torch.lstm_cell(step, state, of_inputs, of_outputs, input_bias, output_bias)
+        outputs.append(state[0])
+    found = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
+    used = [(a, b.float()) for a, b in zip(found, gradients, strict=True) if b is not None]
+    wanted = [each for each, is_needed in zip(tensors, needed, strict=False) if is_needed]
+    outs, of_outs = zip(*used, strict=True)
+    computed = iter(torch.autograd.grad(outs, wanted, of_outs, create_graph=True))
+    return [next(computed) if is_needed else None for is_needed in needed[: len(tensors)]]
+
+
 def _differentiated(
     call: _Call,
     of_outputs: Tensor,
@@ -269,14 +294,27 @@ def _ours(args: Sequence[Any]) -> Arguments | None:
     inputs, of_inputs, of_outputs, *biases, output, cells = tensors
     if mode != _LSTM or batch_sizes or any(each.dtype is not torch.bfloat16 for each in tensors):
         return None
+    if inputs.dim() != _DIMENSIONS:
+        return None
     steps, batch, size = inputs.shape
     if steps < _FEWEST_STEPS or hidden < _FEWEST_UNITS or hidden % 2:
         return None
     if steps * batch * _GATES * hidden * (size + hidden) < WORTH_IT or not belongs_to_set_up_model():
         return None
-    if in_functorch() or any(not _is_plain(each) for each in tensors):
-        return None
-    return Arguments(inputs, of_inputs, of_outputs, tuple(biases) if has_biases else (), output, cells, is_reversed)
+    given = Arguments(inputs, of_inputs, of_outputs, tuple(biases) if has_biases else (), output, cells, is_reversed)
+    return None if in_functorch() or not all(map(_is_plain, tensors)) or not _is_one_layer(given) else given
+
+
+def _is_one_layer(given: Arguments) -> bool:
+    """Whether the shapes are those that torch calls its operator with, and not those of its decomposition."""
+    (_, batch, size), hidden = given.inputs.shape, given.output.size(-1)
+    gates = _GATES * hidden
+    return (
+        given.output.shape == given.cells.shape == (batch, hidden)
+        and given.of_inputs.shape == (gates, size)
+        and given.of_outputs.shape == (gates, hidden)
+        and all(each.shape == (gates,) for each in given.biases)
+    )
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -285,6 +323,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _way(given: Arguments, by_torch: ByTorch) -> str:
-    guess = BLOCKS if avx512_bf16.is_first_guess("lstm") else TORCH
+    guess = BLOCKS if is_first_guess() else TORCH
     rule: Choose | None = rule_for(WAY)
     return guess if rule is None else rule(by_torch, given, guess)

@@ -87,11 +87,11 @@ INLINE vector last_lanes(int64_t count) {
 }
 
 /* Into how many chunks the rows of a segment are divided. They are equally long, and their number is one that threads
-   share equally, or segments are. */
+   share equally, unless segments are many, or such a number. */
 static int64_t chunks_of(const Shape *shape) {
     if (!shape->nhwc) return 1;
     int64_t chunks = least(shape->rows / ROWS_OF_A_CHUNK, CHUNKS / shape->segments), most = shape->rows / LEAST_ROWS;
-    if (shape->segments % SHARED) chunks = (chunks / SHARED + 1) * SHARED;
+    if (shape->segments < CHUNKS && shape->segments % SHARED) chunks = (chunks / SHARED + 1) * SHARED;
     chunks = least(chunks, most);
     return chunks > 1 ? chunks : 1;
 }

@@ -32,7 +32,7 @@ class Decision(NamedTuple):
 
 
 def decided(guess: str, measure: Callable[[], str | None]) -> Decision:
-    """Measure a way now, if the call is none that is traced or has no gradients, and there is time for it."""
+    """Measure a way now, outside of modes and of inference mode, and if there is time for it."""
     way = None if in_mode() or torch.is_inference_mode_enabled() else measure()
     return Decision(guess, is_settled=False) if way is None else Decision(way)
 

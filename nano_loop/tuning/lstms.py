@@ -10,11 +10,13 @@ from torch import Tensor
 from nano_loop.kernels.lstm import BLOCKS, TORCH, Arguments, ByTorch, Choose, Found, lstm
 from nano_loop.tuning.decisions import Decisions, decided
 from nano_loop.tuning.hooks import none_for_saved_tensors
-from nano_loop.tuning.sizes import bucket
+from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket, most_elements
 from nano_loop.tuning.tuner import Tuner, Way, Ways
 
-#: Maximum number of steps that are measured: each takes as long as another.
-_MOST_STEPS = 16
+#: Number of steps that are measured, or of multiplications if that is more steps: what a call takes besides should not
+#: decide.
+_SOME_STEPS, _ENOUGH = 16, 1 << 26
+_GATES = 4  # of each output, in memory
 
 
 def chooser(tuner: Tuner) -> Choose:
@@ -25,7 +27,9 @@ def chooser(tuner: Tuner) -> Choose:
         key = (*((each.shape, each.stride()) for each in given.tensors), given.is_reversed)
 
         def measured() -> str | None:
-            return tuner.choose(_key(given), guess, lambda: _ways(by_torch, given))
+            if most_elements(_some_steps(given).tensors) * _GATES > MOST_ELEMENTS:
+                return guess
+            return tuner.choose(_key(given), guess, lambda: _ways(by_torch, _some_steps(given)))
 
         def stored() -> str | None:
             found = tuner.choices.get(_key(given))
@@ -36,9 +40,13 @@ def chooser(tuner: Tuner) -> Choose:
     return choose
 
 
-def _ways(by_torch: ByTorch, given: Arguments) -> Ways:
-    """Return the ways to compute some steps and their gradients."""
-    some = given._replace(inputs=given.inputs[:_MOST_STEPS])
+def _some_steps(given: Arguments) -> Arguments:
+    of_a_step = given.inputs.size(1) * (given.of_inputs.numel() + given.of_outputs.numel())
+    return given._replace(inputs=given.inputs[: max(_SOME_STEPS, _ENOUGH // of_a_step)])
+
+
+def _ways(by_torch: ByTorch, some: Arguments) -> Ways:
+    """Return the ways to compute a layer and its gradients."""
     shape = (*some.inputs.shape[:2], some.output.size(1))
     gradient = torch.linspace(-1, 1, shape[-1]).sin_().expand(shape).contiguous()
 

@@ -77,11 +77,21 @@ def test_the_fastest_way_is_kept(slow, other, fast, guess, has_biases):
     assert {choose(torchs, given(has_biases=has_biases), guess) for _ in range(3)} == {fast}
     assert tuner.measured == 1
     assert chooser(Tuner(tuner.choices, TimeFor(0.0)))(torchs, given(has_biases=has_biases), guess) == fast  # later
-    assert set(slow.steps) == {lstms._MOST_STEPS}  # of 20
+    assert set(slow.steps) == {20}
 
 
 def test_a_wrong_way_is_rejected(slow):
     assert chooser(Tuner(Choices(None), ALWAYS))(slow(TORCH, factor=1.05), given(), BLOCKS) == TORCH
+
+
+def test_some_steps_of_a_large_layer_and_none_of_a_very_large_one_are_timed(slow, monkeypatch):
+    monkeypatch.setattr(lstms, "_ENOUGH", 1)
+    tuner, torchs = Tuner(Choices(None), ALWAYS), slow(TORCH)
+    assert chooser(tuner)(torchs, given(), TORCH) == BLOCKS
+    assert set(slow.steps) == {lstms._SOME_STEPS}  # of 20
+    monkeypatch.setattr(lstms, "MOST_ELEMENTS", 1)
+    assert chooser(tuner)(torchs, given(size=8), TORCH) == TORCH
+    assert tuner.measured == 1
 
 
 def test_shapes_are_measured_apart_and_lengths_and_batches_roughly_together(slow):
