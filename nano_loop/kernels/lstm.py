@@ -223,23 +223,19 @@ AS_OPERATOR = torch.ops.nano_loop.lstm
 
 
 def _differentiable(
-    tensors: Sequence[Tensor | None],
-    is_reversed: bool,
-    gradients: Sequence[Tensor | None],
-    needed: Sequence[bool],
+    tensors: Sequence[Any], is_reversed: bool, gradients: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of all tensors, computed in fp32 from operators that can be differentiated again."""
-    inputs, of_inputs, of_outputs, input_bias, output_bias, *state = [
-        None if each is None else each.float() for each in tensors
-    ]
-    outputs = []
+    in_fp32: list[Any] = [None if each is None else each.float() for each in tensors]
+    inputs, *weights, output, cells = in_fp32
+    state, outputs = (output, cells), []
     for step in reversed(inputs) if is_reversed else inputs:
-        state = torch.lstm_cell(step, state, of_inputs, of_outputs, input_bias, output_bias)
+        state = torch.lstm_cell(step, state, *weights)
         outputs.append(state[0])
     found = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
     used = [(a, b.float()) for a, b in zip(found, gradients, strict=True) if b is not None]
-    wanted = [each for each, is_needed in zip(tensors, needed, strict=False) if is_needed]
     outs, of_outs = zip(*used, strict=True)
+    wanted = [each for each, is_needed in zip(tensors, needed, strict=False) if is_needed]
     computed = iter(torch.autograd.grad(outs, wanted, of_outs, create_graph=True))
     return [next(computed) if is_needed else None for is_needed in needed[: len(tensors)]]
 
@@ -301,8 +297,11 @@ def _ours(args: Sequence[Any]) -> Arguments | None:
         return None
     if steps * batch * _GATES * hidden * (size + hidden) < WORTH_IT or not belongs_to_set_up_model():
         return None
+    # torch.func calls first with its own tensors, and then with those inside of them, which need no gradients.
+    if in_functorch() or (torch.is_grad_enabled() and not any(each.requires_grad for each in tensors)):
+        return None
     given = Arguments(inputs, of_inputs, of_outputs, tuple(biases) if has_biases else (), output, cells, is_reversed)
-    return None if in_functorch() or not all(map(_is_plain, tensors)) or not _is_one_layer(given) else given
+    return given if all(map(_is_plain, tensors)) and _is_one_layer(given) else None
 
 
 def _is_one_layer(given: Arguments) -> bool:

@@ -36,7 +36,7 @@ class Noting:
 def called(monkeypatch):
     """The C functions that were called. Every size is worth it."""
     noting = Noting()
-    monkeypatch.setattr(norms, "_library", lambda: noting)
+    monkeypatch.setattr(norms, "library", lambda: noting)
     monkeypatch.setattr(norms, "WORTH_IT", 1)
     return noting.called
 
