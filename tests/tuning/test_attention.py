@@ -28,13 +28,13 @@ def given(batch=2, length=40, dropout=0.0, mask=None):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Let a way take 20 milliseconds longer, and another one compute something else."""
+    """Let a way take 60 milliseconds longer, and another one compute something else."""
 
     def change(name, wrong=False):
         original = WAYS[name]
 
         def changed(*args):
-            time.sleep(0 if wrong else 0.02)
+            time.sleep(0 if wrong else 0.06)
             return original(*args) * (1.1 if wrong else 1)
 
         monkeypatch.setitem(WAYS, name, changed)

@@ -47,18 +47,18 @@ def by_torch(tensors):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Let a way take 20 milliseconds longer, or ours compute something else. Returns the numbers of steps of ours."""
+    """Let a way take 60 milliseconds longer, or ours compute something else. Returns the numbers of steps of ours."""
     original, steps = kernel.lstm, []
 
     def change(way, factor=1.0):
         def ours(given):
             steps.append(given.inputs.size(0))
-            time.sleep(0.02 * (way == BLOCKS))
+            time.sleep(0.06 * (way == BLOCKS))
             outputs, *state = original(given)
             return outputs * factor, *state
 
         def torchs(tensors):
-            time.sleep(0.02 * (way == TORCH))
+            time.sleep(0.06 * (way == TORCH))
             return by_torch(tensors)
 
         monkeypatch.setattr(lstms, "lstm", ours)

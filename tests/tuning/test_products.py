@@ -25,13 +25,13 @@ def given(rows=40, bias=False, transposed=False):
 
 
 def by_way(slow, factor=1.0, calls=None):
-    """Compute by any way, where one takes 20 milliseconds, and blocks are off by a factor."""
+    """Compute by any way, where one takes 60 milliseconds, and blocks are off by a factor."""
 
     def compute(way, given):
         if calls is not None:
             calls.append(given)
         if way == slow:
-            time.sleep(0.02)
+            time.sleep(0.06)
         return given.a @ given.b * (factor if way == BLOCKS else 1.0)
 
     return compute
