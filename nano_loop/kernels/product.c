@@ -339,8 +339,8 @@ static void compute_part(const Work *work, int64_t part, char *scratch) {
     }
 }
 
-/* Writes A B, plus `bias` if it is not NULL, in bf16 or in fp32. Columns of `out` lie side by side. OpenMP may give fewer threads than
-   are asked for: each then computes several parts. */
+/* Writes A B, plus `bias` if it is not NULL, in bf16 or in fp32. Columns of `out` lie side by side. OpenMP may give fewer
+   threads than are asked for: each then computes several parts. */
 void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint16_t *bias, void *out, char *scratch,
              int threads) {
     Plan plan = plan_of(call, threads);

@@ -24,7 +24,7 @@ from nano_loop.intercept.torch_private import (
     is_compiled,
     next_node_number,
 )
-from nano_loop.kernels import lstm
+from nano_loop.kernels import lstm_layer
 
 #: What is equal for calls that take about as long: the module's id, its method, and the size of the inputs.
 Kind = tuple[int, str | None, int]
@@ -58,7 +58,7 @@ _MULTIPLICATIONS: dict[Any, Callable[[tuple[Any, ...], Tensor], int]] = {
     _ATEN.baddbmm: lambda args, out: out.numel() * args[1].size(-1),
     _ATEN.convolution: lambda args, out: (args[0] if args[6] else out).numel() * args[1][0].numel(),
     _ATEN.mkldnn_rnn_layer: _of_recurrence,
-    lstm.AS_OPERATOR: _of_recurrence,
+    lstm_layer.AS_OPERATOR: _of_recurrence,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda args, out: 2 * out.numel() * args[1].size(-2),
 }
 

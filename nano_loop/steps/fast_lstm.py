@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nano_loop.intercept.operators import gives_kernels, overridden
-from nano_loop.kernels import lstm
+from nano_loop.kernels import lstm, lstm_layer
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
@@ -27,7 +27,7 @@ class FastLstm(Step):
             return "it is for bf16"
         if not gives_kernels():
             return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
-        return lstm.unavailable()
+        return lstm_layer.unavailable()
 
     def apply(self, parts: Parts) -> str:
         """See `Step.apply`."""
@@ -36,7 +36,7 @@ class FastLstm(Step):
         if not self._overridden:
             self.undoing.enter_context(overridden(lstm.OPERATOR, lstm.for_set_up_models, "AutogradCPU"))
             self._overridden = True
-        return "recurrences in C, by bf16 instructions" if lstm.is_first_guess() else "in C where that is faster"
+        return "recurrences in C, by bf16 instructions" if lstm_layer.is_first_guess() else "in C where that is faster"
 
     _overridden = False
 

@@ -32,7 +32,7 @@ class TuneOperators(Step):
     """Chooses which layers compute in fp32, and ways of products, LSTMs, attention and convolutions' gradients.
 
     The bounds in `nano_loop.precision.layers_in_fp32` and `nano_loop.kernels.convolution`, which are right for the CPUs
-    on which they were found, are first guesses of measurements then. Rank 0 measures, and all ranks compute as it does.
+    on which they were found, are first guesses then. Rank 0 measures, and all ranks compute as it does.
     """
 
     name = "tune_operators"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nano_loop.kernels.lstm import BLOCKS, TORCH, Arguments, ByTorch, Choose, Found, lstm
+from nano_loop.kernels.lstm import BLOCKS, TORCH, ByTorch, Choose
+from nano_loop.kernels.lstm_layer import GATES, Arguments, Found, lstm
 from nano_loop.tuning.decisions import Decisions, decided
 from nano_loop.tuning.hooks import none_for_saved_tensors
 from nano_loop.tuning.sizes import MOST_ELEMENTS, bucket, most_elements
@@ -16,7 +17,6 @@ from nano_loop.tuning.tuner import Tuner, Way, Ways
 #: Number of steps that are measured, or of multiplications if that is more steps: what a call takes besides should not
 #: decide.
 _SOME_STEPS, _ENOUGH = 16, 1 << 26
-_GATES = 4  # of each output, in memory
 
 
 def chooser(tuner: Tuner) -> Choose:
@@ -27,7 +27,7 @@ def chooser(tuner: Tuner) -> Choose:
         key = (*((each.shape, each.stride()) for each in given.tensors), given.is_reversed)
 
         def measured() -> str | None:
-            if most_elements(_some_steps(given).tensors) * _GATES > MOST_ELEMENTS:
+            if most_elements(_some_steps(given).tensors) * GATES > MOST_ELEMENTS:
                 return guess
             return tuner.choose(_key(given), guess, lambda: _ways(by_torch, _some_steps(given)))
 

@@ -17,14 +17,6 @@ from nano_loop.kernels.compiled import UnavailableError
 pytestmark = pytest.mark.skipif(module.unavailable() is not None, reason=str(module.unavailable()))
 
 
-@pytest.fixture
-def threads():
-    """Set torch's threads, and put them back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def matrix(rows, columns, transposed, generator):
     """A matrix in bf16: of contiguous rows, or of contiguous columns."""
     made = torch.randn((columns, rows) if transposed else (rows, columns), generator=generator).bfloat16()

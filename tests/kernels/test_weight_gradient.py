@@ -18,14 +18,6 @@ NHWC = torch.channels_last
 pytestmark = pytest.mark.skipif(weight_gradient.unavailable() is not None, reason=str(weight_gradient.unavailable()))
 
 
-@pytest.fixture
-def threads():
-    """Set torch's threads, and put them back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def arguments(
     images=4,
     channels=16,

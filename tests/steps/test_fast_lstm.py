@@ -8,11 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from nano_loop import nano
 from nano_loop.intercept.operators import gives_kernels
-from nano_loop.kernels import lstm
+from nano_loop.kernels import lstm, lstm_layer
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
-    pytest.mark.skipif(lstm.unavailable() is not None, reason=str(lstm.unavailable())),
+    pytest.mark.skipif(lstm_layer.unavailable() is not None, reason=str(lstm_layer.unavailable())),
 ]
 SIZE, STEPS, BATCH = 24, 10, 12
 
@@ -45,10 +45,10 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def computed(monkeypatch):
     """Count the layers in C, and let all be large enough."""
-    calls, original = [], lstm.lstm
+    calls, original = [], lstm_layer.lstm
     monkeypatch.setattr(lstm, "WORTH_IT", 1)
-    monkeypatch.setattr(lstm, "is_first_guess", lambda: True)
-    monkeypatch.setattr(lstm, "lstm", lambda given: calls.append(given) or original(given))
+    monkeypatch.setattr(lstm_layer, "is_first_guess", lambda: True)
+    monkeypatch.setattr(lstm_layer, "lstm", lambda given: calls.append(given) or original(given))
     return calls
 
 

@@ -9,7 +9,9 @@ from torch import nn
 from nano_loop import nano
 from nano_loop.intercept.operators import gives_kernels
 from nano_loop.kernels import lstm as kernel
-from nano_loop.kernels.lstm import BLOCKS, TORCH, Arguments
+from nano_loop.kernels import lstm_layer
+from nano_loop.kernels.lstm import BLOCKS, TORCH
+from nano_loop.kernels.lstm_layer import Arguments
 from nano_loop.tuning import lstms
 from nano_loop.tuning.choices import Choices
 from nano_loop.tuning.lstms import chooser
@@ -18,7 +20,7 @@ from tuning.time_for import ALWAYS, TimeFor
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
-    pytest.mark.skipif(kernel.unavailable() is not None, reason=str(kernel.unavailable())),
+    pytest.mark.skipif(lstm_layer.unavailable() is not None, reason=str(lstm_layer.unavailable())),
 ]
 
 
@@ -48,7 +50,7 @@ def by_torch(tensors):
 @pytest.fixture
 def slow(monkeypatch):
     """Let a way take 60 milliseconds longer, or ours compute something else. Returns the numbers of steps of ours."""
-    original, steps = kernel.lstm, []
+    original, steps = lstm_layer.lstm, []
 
     def change(way, factor=1.0):
         def ours(given):
