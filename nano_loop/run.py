@@ -58,6 +58,11 @@ class Task(ABC):
         self.loop = loop
 
     @property
+    def modules(self) -> Sequence[str]:
+        """The module of its class, with what that imports."""
+        return [type(self).__module__]
+
+    @property
     def parts(self) -> Parts | None:
         """What it trains, as far as that is known before it begins."""
         return None

@@ -15,7 +15,7 @@ PACKAGE = Path(nano_loop.__file__).parent
 # from those below it, never from one above. A new room is written in here.
 ROOMS = (
     ("__init__", "__main__"),
-    ("option_search", "verification", "rehearsal"),
+    ("option_search", "verification"),
     ("torch_nano", "decorator", "context_manager", "cli", "lightning", "pytorch_lightning"),
     ("commanded", "trainers"),
     ("profiling", "trials"),

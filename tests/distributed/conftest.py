@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from leaks import is_kept_for_the_next_run
 
 from nano_loop.distributed.launch import under_way
 from nano_loop.distributed.launch.local import kept_server as servers
@@ -48,16 +47,13 @@ def runs_that_have_the_process():
 
 def _processes():
     # Workers are children of the process that is kept to fork them, which is no child of this one.
-    for child in [
-        child for root in (os.getpid(), *(server.pid for server in servers.kept())) for child in _below(root)
-    ]:
+    roots = (os.getpid(), *(server.pid for server in servers.kept()))
+    for child in [child for root in roots for child in _below(root)]:
         try:
             command = " ".join(child.cmdline())
         except psutil.ZombieProcess:
             command = "ended, and nobody waited for it"
         except psutil.NoSuchProcess:
-            continue
-        if is_kept_for_the_next_run(child):
             continue
         # torch.compile keeps them, and those of torch 2.8 fork more of them seconds after the test that compiled.
         if "_inductor/compile_worker" not in command:

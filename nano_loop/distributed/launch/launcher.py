@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ class Task(Protocol):
         pickled says which. Not needed in a worker, so it need not be pickled.
     loop : Loop
         The user's function, for messages.
+    modules : sequence of str
+        The modules of nano_loop that it takes, which a process may import before it gets the task.
     """
 
     @property
@@ -31,6 +33,10 @@ class Task(Protocol):
 
     @property
     def loop(self) -> Loop:
+        """See the class."""
+
+    @property
+    def modules(self) -> Sequence[str]:
         """See the class."""
 
     def run_in(self, seat: Seat) -> object:
@@ -103,13 +109,15 @@ class Launcher(ABC):
             If another rank fails; raised when the context is left.
         """
 
-    def prepare(self, machine: Machine) -> None:  # noqa: B027 - most launchers have nothing to prepare
+    def prepare(self, machine: Machine, modules: Sequence[str]) -> None:  # noqa: B027 - most launchers have nothing to prepare
         """Start what takes long, before a run needs it. By default, nothing does.
 
         Parameters
         ----------
         machine : Machine
             What all ranks of this host may use together.
+        modules : sequence of str
+            `Task.modules` of the task to come.
 
         Raises
         ------

@@ -24,7 +24,6 @@ from nano_loop.distributed.launch.local.kept_server import keep, server_for
 from nano_loop.distributed.launch.local.launcher import PAYLOAD, seats_of
 from nano_loop.distributed.launch.local.process import WorkerProcess, forked
 from nano_loop.distributed.launch.local.server import Server
-from nano_loop.distributed.launch.local.start import Start
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.seat import Seat, shares_of
@@ -98,7 +97,7 @@ class Throwaway:
         folder = self._ending.enter_context(private_folder())
         self._ending.enter_context(workers_files(folder))
         for each in (folder, Path(place_of(folder))):
-            server.begin(str(each))
+            server.begin(str(each), task.modules)
             self._ending.callback(server.finish, str(each))
         seats = _seats(options, machine, folder)
         self.size = len(seats)
@@ -108,7 +107,7 @@ class Throwaway:
         self._asking = [self._opened(folder / f"{_ASKED}-{rank}") for rank in range(self.size)]
         self._hearing = [self._opened(folder / f"{_SAID}-{rank}") for rank in range(self.size)]
         self._heard = [b""] * self.size
-        self._processes = forked(server, [Start.of_seat(seat, verbose=False) for seat in seats], quiet=True)
+        self._processes = forked(server, seats, quiet=True)
         for process in self._processes:
             self._ending.callback(process.close)
 
@@ -165,9 +164,8 @@ class Line:
 def server_of_trials(options: Options, machine: Machine) -> Iterator[tuple[Server, Path]]:
     """Give the process that forks those of the runs, and a folder in memory for what all of them read."""
     with private_folder() as folder:
-        server = server_for(_seats(options, machine, folder)[0])
+        server = server_for(_seats(options, machine, folder)[0], ())
         try:
-            server.begin(str(folder))
             yield server, folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)

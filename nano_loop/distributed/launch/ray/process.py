@@ -42,7 +42,7 @@ class ActorProcess:
         self._node, self._actor, self._connection = node, actor, connection
         self._running: Any = None
         self._frames = Frames()
-        self._warnings = Awaiting(Output(-1, sys.stderr, f"[rank {rank}] ").say)
+        self._warnings = Awaiting()
         self._silent_since: float | None = None
         self._failure: Failure | None = None
         self._answer: str | None = None
@@ -62,7 +62,6 @@ class ActorProcess:
     def poll(self) -> Failure | None:
         """See `Worker.poll`."""
         self._read()
-        self._warnings.show()
         if self._failure is None and not self.finished:
             self._failure = self._outcome() or self._loss()
         return self._failure
@@ -87,7 +86,7 @@ class ActorProcess:
         while self._is_open and time.monotonic() < deadline:
             self._read()
             time.sleep(0.01)
-        self._warnings.show(all_of_them=True)
+        self._warnings.show(Output(-1, sys.stderr, f"[rank {self.rank}] ").say)
         self._is_open = False
         self._connection.close()
         self._running = None

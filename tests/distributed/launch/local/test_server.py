@@ -20,7 +20,7 @@ from distributed import small
 from distributed.launch.started import LOOP, environment
 from nano_loop import NanoError, NanoWorkerError, nano
 from nano_loop.distributed.launch.local import kept_server as servers
-from nano_loop.distributed.launch.local import start
+from nano_loop.run import Task
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -327,11 +327,21 @@ def test_limit_on_open_files_is_told_as_such_wherever_it_is_reached():
     assert run(small.rank) == [0, 1]
 
 
+def test_working_folder_arguments_and_volatile_variables_are_those_of_the_call(tmp_path, monkeypatch):
+    first = parent_of_the_worker()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["another.py"])
+    state = run(lambda: (os.getcwd(), os.environ["PWD"], sys.argv))
+    assert state == [(str(tmp_path), str(tmp_path), ["another.py"])] * 2
+    assert kept().pid == first
+
+
 @pytest.mark.slow
 def test_what_a_later_import_makes_in_the_temporary_folder_goes_with_the_run(tmp_path, monkeypatch):
     (tmp_path / "makes_a_folder.py").write_text("import tempfile\nplace = tempfile.mkdtemp()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(start, "ALL_MODULES", ("makes_a_folder",))
+    monkeypatch.setattr(Task, "modules", ["makes_a_folder"])
     first = parent_of_the_worker()
     mine = importlib.import_module("makes_a_folder").place
     server, place = run(lambda: (os.getppid(), sys.modules["makes_a_folder"].place))[1]
