@@ -238,7 +238,7 @@ def test_models_without_large_matrices_have_no_line(step, monkeypatch):
     assert not made.is_relevant(Parts([nn.Linear(64, 63)]))
     assert not made.is_relevant(Parts([nn.Embedding(100, 64)]))
     assert not made.is_relevant(Parts([nn.Conv2d(64, 64, 3)]))
-    assert step(FastLinear, precision="bf16", fast_linear=True).concerns(Parts([nn.Linear(2, 2)]))
+    assert step(FastLinear, precision="bf16", fast_linear=True).is_relevant(Parts([nn.Linear(2, 2)]))
     assert not step(FastLinear, precision="bf16", fast_linear=False).enabled
 
 
