@@ -29,7 +29,8 @@ def belongings():
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("nano_loop")]
     places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
     folders = [str(path) for place in places for path in place.glob(f"nano_loop-{os.getpid()}-*")]
-    kept = {fd for server in servers.kept() for fd in server.descriptors}
+    sources = [source for server in servers.kept() for source in server.sources]
+    kept = {source if isinstance(source, int) else source.fileno() for source in sources}
     descriptors = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd) and fd not in kept]
     return {
         "processes": dict(_processes()),

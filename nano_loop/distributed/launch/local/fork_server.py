@@ -30,8 +30,7 @@ import torch
 
 from nano_loop.distributed.files.redirection import prepare
 from nano_loop.distributed.launch.local import stack_dump
-from nano_loop.distributed.launch.local.frames import Frames, framed
-from nano_loop.distributed.launch.local.server import KILL, handle_of
+from nano_loop.distributed.launch.local.frames import DUMP, Frames, framed
 from nano_loop.distributed.launch.local.worker import main
 from nano_loop.glibc import allocator_of_this_process
 from nano_loop.parent_process import end_with
@@ -87,7 +86,7 @@ class ForkServer:
     def __init__(self, control: socket.socket, caller: int, idle: float) -> None:
         self._control = control
         self._idle = idle
-        self._caller = handle_of(caller)
+        self._caller = _handle_of(caller)
         self._frames = Frames()
         self._descriptors: list[int] = []  # that have come for workers to be forked
         self._workers: dict[int, socket.socket] = {}  # the channels that the caller has to them, by their processes
@@ -160,10 +159,10 @@ class ForkServer:
             request = channel.recv(1)
         except ConnectionResetError:
             request = b""
-        if request in (KILL, b""):
-            _kill_group(pid)
-        else:
+        if request == DUMP:
             _say(channel, {"state": stack_dump.request(pid)})
+        else:
+            _kill_group(pid)
         if not request:
             channel.close()
 
@@ -215,6 +214,17 @@ class ForkServer:
                 del self._workers[pid]
                 _say(channel, {"exited": os.waitstatus_to_exitcode(status)})
                 channel.close()
+
+
+def _handle_of(process: int) -> int | None:
+    """Return a descriptor that stands for a process, and is readable once that has ended.
+
+    None where this system has none (Linux has, from 5.3 on, unless a sandbox forbids it), or the process has ended.
+    """
+    try:
+        return os.pidfd_open(process)
+    except (AttributeError, OSError):
+        return None
 
 
 def _say(connection: socket.socket, header: dict[str, Any]) -> None:

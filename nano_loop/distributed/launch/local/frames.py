@@ -8,6 +8,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+#: The two requests about a worker to the process that has forked it.
+KILL, DUMP = b"k", b"d"
 _READ = 1 << 16  # bytes at a time
 
 

@@ -18,6 +18,7 @@ from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.local.kept_server import keep, server_for, start_early
 from nano_loop.distributed.launch.local.process import forked
 from nano_loop.distributed.launch.local.server import Server
+from nano_loop.distributed.launch.local.start import PAYLOAD, WORKER_INIT
 from nano_loop.distributed.launch.local.warned import noted
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.workers import Workers
@@ -26,8 +27,6 @@ from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.errors import NanoError, NanoWorkerError
-
-PAYLOAD, WORKER_INIT = "payload", "worker_init"  # the folders of both, beside the store
 
 
 class Local(Launcher):

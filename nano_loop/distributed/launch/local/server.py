@@ -17,11 +17,9 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from nano_loop.distributed.launch.local import stack_dump
-from nano_loop.distributed.launch.local.frames import Frames, framed, read_available
+from nano_loop.distributed.launch.local.frames import DUMP, KILL, Frames, framed, read_available
 from nano_loop.distributed.launch.local.output import Output, above_stdio, pipe
 
-#: The two requests about a worker.
-KILL, DUMP = b"k", b"d"
 _HELLO = 1.0  # seconds in which a process that is there answers
 _STOPPED = ("T", "t")  # states of a process, as in /proc
 _ENDING = 2.0  # seconds that its workers may take to end
@@ -84,7 +82,6 @@ class Server:
         self.ready = self.gone = self._answered = False
         self.pid: int | None = None  # known once it has begun
         self.reading = threading.RLock()
-        self._handle: int | None = None
         self._frames = Frames()
         self._sending = threading.Lock()
         setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": idle}
@@ -114,12 +111,6 @@ class Server:
     def last_words(self) -> str:
         """The end of what it wrote to standard error."""
         return self._output.last_words
-
-    @property
-    def descriptors(self) -> list[int]:
-        """The descriptors that it takes in this process."""
-        taken = (self._control.fileno(), self._output.descriptor, self._handle)
-        return [] if self.gone else [descriptor for descriptor in taken if descriptor is not None]
 
     @property
     def exitcode(self) -> int | None:
@@ -182,7 +173,6 @@ class Server:
         for header, _ in self._frames.feed(data):
             if "hello" in header:
                 self.pid = header["hello"]
-                self._handle = handle_of(header["hello"])
                 self._process.wait()  # the process that was started has forked this one, and ended
             self.ready = self.ready or "ready" in header
             self._answered = self._answered or "answer" in header
@@ -202,9 +192,7 @@ class Server:
     def _kill(self) -> None:
         self._process.kill()
         with contextlib.suppress(ProcessLookupError):
-            if self._handle is not None:
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-            elif self.pid is not None:
+            if self.pid is not None:  # nobody else has the number: the process has not closed its end
                 os.kill(self.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
@@ -215,8 +203,6 @@ class Server:
         self._output.relay()
         self._output.finish()
         self._closing.close()
-        if self._handle is not None:
-            os.close(self._handle)
 
 
 class Fork:
@@ -305,17 +291,6 @@ class Fork:
     def _ask(self, request: bytes) -> None:
         with contextlib.suppress(OSError):
             self._channel.send(request)
-
-
-def handle_of(process: int) -> int | None:
-    """Return a descriptor that stands for a process, and is readable once that has ended.
-
-    None where this system has none (Linux has, from 5.3 on, unless a sandbox forbids it), or the process has ended.
-    """
-    try:
-        return os.pidfd_open(process)
-    except (AttributeError, OSError):
-        return None
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -21,9 +21,10 @@ from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.failure import Failure, first
 from nano_loop.distributed.launch.launcher import Task
 from nano_loop.distributed.launch.local.kept_server import keep, server_for
-from nano_loop.distributed.launch.local.launcher import PAYLOAD, seats_of
+from nano_loop.distributed.launch.local.launcher import seats_of
 from nano_loop.distributed.launch.local.process import WorkerProcess, forked
 from nano_loop.distributed.launch.local.server import Server
+from nano_loop.distributed.launch.local.start import PAYLOAD
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.seat import Seat, shares_of
