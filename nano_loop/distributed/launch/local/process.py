@@ -78,9 +78,9 @@ class WorkerProcess:
             return None
         return self._death() if ended else self._silence()
 
-    def whereabouts(self) -> str:
-        """See `Worker.whereabouts`."""
-        return self._fork.stack(self._folder, self.rank)
+    def stack_dump(self) -> str:
+        """See `Worker.stack_dump`."""
+        return self._fork.stack_dump(self._folder, self.rank)
 
     def kill(self) -> None:
         """See `Worker.kill`."""

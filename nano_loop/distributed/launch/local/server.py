@@ -262,7 +262,7 @@ class Fork:
         else:
             self._ask(KILL)
 
-    def stack(self, folder: str, rank: int) -> str:
+    def stack_dump(self, folder: str, rank: int) -> str:
         """Have it write down where it is, and return that; what stops it where it is stopped."""
         self._replies.pop("state", None)
         self._ask(DUMP)

@@ -66,8 +66,8 @@ class ActorProcess:
             self._failure = self._outcome() or self._loss()
         return self._failure
 
-    def whereabouts(self) -> str:
-        """See `Worker.whereabouts`."""
+    def stack_dump(self) -> str:
+        """See `Worker.stack_dump`."""
         self._answered.clear()
         ask(self._connection)
         deadline = time.monotonic() + _ANSWER
