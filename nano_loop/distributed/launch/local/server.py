@@ -20,6 +20,7 @@ from nano_loop.distributed.launch.local import stack_dump
 from nano_loop.distributed.launch.local.frames import DUMP, KILL, Frames, framed, read_available
 from nano_loop.distributed.launch.local.output import Output, above_stdio, pipe
 
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE may end the caller's process
 _HELLO = 1.0  # seconds in which a process that is there answers
 _STOPPED = ("T", "t")  # states of a process, as in /proc
 _ENDING = 2.0  # seconds that its workers may take to end
@@ -140,7 +141,7 @@ class Server:
         channel, other = _socket_pair()
         with other, self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `read_replies` notices
             message = framed({"ask": "fork", "start": start})
-            socket.send_fds(self._control, [message], [other.fileno(), *streams])
+            socket.send_fds(self._control, [message], [other.fileno(), *streams], _NO_SIGNAL)
         return Fork(self, channel)
 
     def read_replies(self) -> None:
@@ -167,7 +168,7 @@ class Server:
 
     def _ask(self, request: dict[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):
-            self._control.sendall(framed(request))
+            self._control.sendall(framed(request), _NO_SIGNAL)
 
     def _take(self, data: bytes) -> None:
         for header, _ in self._frames.feed(data):
@@ -290,7 +291,7 @@ class Fork:
 
     def _ask(self, request: bytes) -> None:
         with contextlib.suppress(OSError):
-            self._channel.send(request)
+            self._channel.send(request, _NO_SIGNAL)
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
