@@ -1,6 +1,5 @@
 """The process that workers are forked from: kept for the next run, replaced where it does not fit, never in the way."""
 
-import ctypes
 import importlib
 import multiprocessing
 import os
@@ -101,30 +100,6 @@ def test_it_ends_by_itself_without_runs_and_the_next_run_starts_another(monkeypa
 
 
 @pytest.mark.slow
-def test_it_is_not_missed_where_somebody_has_killed_it_between_two_runs():
-    first = parent_of_the_worker()
-    os.kill(first, signal.SIGKILL)
-    assert parent_of_the_worker() != first
-
-
-def test_killed_in_a_run_it_takes_its_workers_with_it_and_the_run_ends_with_an_error():
-    def train(model):
-        pids = everywhere((os.getpid(), os.getppid()))
-        if small.rank() == 0:
-            left.append(pids[1][0])
-            os.kill(pids[1][1], signal.SIGKILL)
-        time.sleep(30 * small.rank())
-        everywhere(0)
-
-    left = []
-    with pytest.raises(NanoWorkerError) as caught:
-        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
-    assert caught.value.rank == 1
-    wait_until(lambda: is_gone(left[0]))
-    assert run(small.rank) == [0, 1]
-
-
-@pytest.mark.slow
 def test_forked_child_of_the_caller_starts_another(tmp_path):
     def child():
         (tmp_path / "found").write_text(str(parent_of_the_worker()))
@@ -204,23 +179,6 @@ def test_nothing_is_left_open_when_the_caller_ends(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_child_of_a_worker_that_left_its_group_does_not_hide_that_the_worker_has_died():
-    def train(model):
-        if small.rank() == 1:
-            subprocess.Popen(["sleep", "30"], start_new_session=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        everywhere(0)
-
-    started = time.monotonic()
-    with pytest.raises(NanoWorkerError) as caught:
-        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
-    assert caught.value.exitcode == -signal.SIGKILL
-    assert time.monotonic() - started < 10
-    for each in psutil.process_iter(["cmdline"]):
-        if each.info["cmdline"] == ["sleep", "30"]:
-            each.kill()
-
-
 @pytest.mark.slow
 def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -232,34 +190,6 @@ def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
         assert run(small.rank) == [0, 1]
     finally:
         signal.signal(signal.SIGCHLD, before)
-
-
-KILLED = """
-import ctypes
-
-@nano(**OPTIONS)
-def train(model):
-    pids = everywhere((os.getpid(), os.getppid()))
-    if torch.distributed.get_rank() == 1:
-        ctypes.PyDLL(None).sleep(60)  # which holds the interpreter's lock: no thread of this process runs
-    print(json.dumps([pids[1], str(OPTIONS)]), flush=True)
-    everywhere(0)
-
-train(Line())
-"""
-
-
-def test_workers_end_with_a_killed_caller_also_while_they_hold_the_interpreter_s_lock(tmp_path):
-    (tmp_path / "train.py").write_text(LOOP + KILLED)
-    with subprocess.Popen(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
-    ) as process:
-        line = process.stdout.readline()
-        worker, server = map(int, line[2:].partition("]")[0].split(","))
-        assert not is_gone(worker)
-        process.kill()
-    wait_until(lambda: is_gone(worker) and is_gone(server), 5)
-    assert [path for path in os.listdir("/dev/shm") if path.startswith(f"nano_loop-{process.pid}-")] == []
 
 
 STREAMS = {
@@ -306,10 +236,6 @@ def test_fifty_megabytes_without_a_line_s_end_are_shown_in_pieces(capfd):
     shown = capfd.readouterr().err
     assert shown.count("x") == 50 << 20
     assert all(line.startswith("[rank 1] x") for line in shown.splitlines())
-
-
-def test_interpreter_s_lock_can_be_held_by_a_call_into_c():
-    assert ctypes.PyDLL(None).sleep(0) == 0  # what a test above relies on
 
 
 @pytest.mark.slow
