@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from torch.profiler import ProfilerActivity, profile
 
 import nano_loop
+from benchmarks.execution_trace import Operator, Recorder
 from benchmarks.loop import endless
 from benchmarks.workloads import Workload
-from nano_loop.precision.execution_trace import Operator, Recorder
 from nano_loop.profiling.kinds import PRODUCTS, Event, kind_of_operator
 from nano_loop.profiling.machine_rates import memory_rate
 from nano_loop.profiling.rates import VIEWS
