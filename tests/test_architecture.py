@@ -15,10 +15,10 @@ PACKAGE = Path(nano_loop.__file__).parent
 # from those below it, never from one above. A new room is written in here.
 ROOMS = (
     ("__init__", "__main__"),
-    ("option_search", "verification", "rehearsal"),
+    ("tuning_call", "verification", "rehearsal"),
     ("torch_nano", "decorator", "context_manager", "cli", "lightning", "pytorch_lightning"),
-    ("commanded", "trainers"),
-    ("profiling", "trials"),
+    ("search", "trainers"),
+    ("profiling",),
     ("run",),
     ("settings", "report_start"),
     ("call_parts", "rewriting"),
@@ -36,7 +36,7 @@ ROOMS = (
     ("options",),
     ("cpu", "environment"),
     ("option_checks",),
-    ("command_note", "op_names", "exports", "run_note"),
+    ("protocol", "op_names", "exports"),
     ("cache_folder", "errors", "glibc", "native_output", "parent_process", "precisions", "version"),
 )
 

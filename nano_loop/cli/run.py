@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -19,7 +20,6 @@ from nano_loop.cpu import read_machine
 from nano_loop.environment import read_options, variable_of
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.options import CHECKS, Options
-from nano_loop.run_note import environment_with_note
 
 _T = TypeVar("_T")
 _SWITCHES = (checks.boolean, checks.auto_or_boolean)
@@ -79,13 +79,18 @@ def run(
         return
     sys.stdout.flush()
     # The same process, so that signals, standard streams and the exit code are the script's.
-    os.execve(sys.executable, command, environment_with_note(environ, _no_run(script)))
+    os.execve(sys.executable, command, with_line_at_end(environ, script))
 
 
-def _no_run(script: str) -> str:
-    """Return the line for a script that ends and has begun no run."""
+def with_line_at_end(environ: Mapping[str, str], script: str) -> dict[str, str]:
+    """Return the environment for the Python that this process becomes; it prints a line if nano_loop is not used."""
     needed = "options act on functions under @nano, TorchNano, accelerated and Lightning's Trainer"
-    return f"nano-loop: {problem(f'{script} has begun no run of nano_loop', needed, 'Decorate its training function')}"
+    message = problem(f"{script} has begun no run of nano_loop", needed, "Decorate its training function")
+    path = environ.get("PYTHONPATH")
+    # Lines, which the start of Python reads without a module such as json, that the script may never import.
+    note = [" ".join(f"nano-loop: {message}".split()), *([] if path is None else [path])]
+    paths = [str(Path(__file__).parent / "at_start"), *([path] if path else [])]
+    return {**environ, "_NANO_LOOP_AT_START": "\n".join(note), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:
