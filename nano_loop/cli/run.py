@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import TypeVar
 
 import click
 
 from nano_loop import option_checks as checks
+from nano_loop.cli.at_start import with_line_at_end
 from nano_loop.cli.output import print_json
 from nano_loop.cli.preload_options import preload_options
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
@@ -80,17 +80,6 @@ def run(
     sys.stdout.flush()
     # The same process, so that signals, standard streams and the exit code are the script's.
     os.execve(sys.executable, command, with_line_at_end(environ, script))
-
-
-def with_line_at_end(environ: Mapping[str, str], script: str) -> dict[str, str]:
-    """Return the environment for the Python that this process becomes; it prints a line if nano_loop is not used."""
-    needed = "options act on functions under @nano, TorchNano, accelerated and Lightning's Trainer"
-    message = problem(f"{script} has begun no run of nano_loop", needed, "Decorate its training function")
-    path = environ.get("PYTHONPATH")
-    # Lines, which the start of Python reads without a module such as json, that the script may never import.
-    note = [" ".join(f"nano-loop: {message}".split()), *([] if path is None else [path])]
-    paths = [str(Path(__file__).parent / "at_start"), *([path] if path else [])]
-    return {**environ, "_NANO_LOOP_AT_START": "\n".join(note), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:

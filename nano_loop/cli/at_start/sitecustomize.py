@@ -10,7 +10,7 @@ import sys
 
 
 def _begin() -> None:
-    line, *path = os.environ.pop("_NANO_LOOP_AT_START").split("\n", 1)  # see `nano_loop.cli.run`
+    line, *path = os.environ.pop("_NANO_LOOP_AT_START").split("\n", 1)  # see `nano_loop.cli.at_start`
     if path:
         os.environ["PYTHONPATH"] = path[0]
     else:
