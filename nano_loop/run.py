@@ -29,7 +29,7 @@ from nano_loop.parts import Parts
 from nano_loop.report import Printed, Printer, SetupReport, StepResult
 from nano_loop.report_start import empty_report
 from nano_loop.settings import Settings
-from nano_loop.steps import STEPS, GradientAveraging, Step, Verify
+from nano_loop.steps import STEPS, GradientAveraging, Step, StepContext, Verify
 
 
 class Task(ABC):
@@ -140,7 +140,8 @@ class Run:
     def _enter(self, ending: ExitStack) -> None:
         seat = self._seat = ending.enter_context(self._joined)
         ending.callback(self._leave)
-        self._steps = [step(self._options, seat.machine, self._entries, seat.ranks) for step in self._kinds]
+        context = StepContext(self._options, seat.machine, self._entries, seat.ranks)
+        self._steps = [step(context) for step in self._kinds]
         for verify in (step for step in self._steps if isinstance(step, Verify)):
             verify.acceleration = partial(accelerated_copy, Settings(self._options, seat.machine))
         ending.callback(self._entries.close)
@@ -214,8 +215,8 @@ class Run:
         """
         seat = self._place
         for step in self._steps:
-            step.see(parts)
-        results = [self._apply(step, parts) for step in self._steps if self._concerns(step, parts)]
+            step.observe(parts)
+        results = [self._apply(step, parts) for step in self._steps if self._is_relevant(step, parts)]
         if self.report is None:
             self.report = empty_report(seat, self._options)
             self.report.add(results)
@@ -240,18 +241,18 @@ class Run:
         self._seat = None
 
     def _close_report(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Add the closing results of the steps to the report, unless the run raised."""
+        """Add the final results of the steps to the report, unless the run raised."""
         if kind is None and self.report is not None:
-            self._print(self.report.add([result for step in self._steps if (result := step.closing())]))
+            self._print(self.report.add([result for step in self._steps if (result := step.final_result())]))
 
     def _print(self, lines: Sequence[SetupReport | StepResult]) -> None:
         if lines and self._options.verbose and self.ranks.rank == 0:
             self._printer.print(lines)
 
-    def _concerns(self, step: Step, parts: Parts) -> bool:
-        if not step.asked or (step.once and self.report is not None):
+    def _is_relevant(self, step: Step, parts: Parts) -> bool:
+        if not step.enabled or (step.once and self.report is not None):
             return False
-        return step.concerns(parts)
+        return step.is_relevant(parts)
 
     def _apply(self, step: Step, parts: Parts) -> StepResult:
         reason = step.skip_reason(parts)
@@ -267,7 +268,7 @@ class Run:
 @contextmanager
 def accelerated_copy(settings: Settings, model: nn.Module) -> Iterator[Run]:
     """Accelerate a copy of a model, to compare it: in one process, and without a report on standard error."""
-    options = settings.options.of_a_copy()
+    options = settings.options.for_nested_run()
     with Run(Settings(options, settings.machine), launcher=Alone(options)) as run:
         run.setup(model)
         yield run

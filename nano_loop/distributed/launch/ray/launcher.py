@@ -18,7 +18,7 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.launch.assignment import State
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.external.environment import Launch
-from nano_loop.distributed.launch.external.launcher import Terms, joined_at
+from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher, Task
@@ -101,7 +101,7 @@ def _joined_first(
         watched=True,
     )
     launch = Launch("ray", 0, options.num_processes or 1)
-    connecting = joined_at(store, without_number(options), machine, launch, terms)
+    connecting = join_run(store, without_number(options), machine, launch, terms)
     with connecting as seat, interrupts.heard():
         joined = True
         yield seat
