@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.external.environment import found_launch
 from nano_loop.distributed.ranks import Loop
+from nano_loop.intercept.torch_private import put_back_signal_handlers
 from nano_loop.run import Run, Task
 from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding, Verify
 
@@ -49,7 +50,7 @@ class RunLauncher:
         names = {} if trainer is None else _names(trainer, args, kwargs)
         task = _EntryPoint(settings, names, self._strategy, (function, args, kwargs))
         launcher = Alone(settings.options) if alone else None
-        run = Run(settings, task, launcher=launcher, printed=self._strategy._nano_printed)
+        run = Run(settings, task, launcher=launcher, printed=self._strategy.nano_printed)
         return run.complete()
 
     def kill(self, signum: int) -> None:
@@ -72,19 +73,9 @@ class _EntryPoint(Task):
             try:
                 return function(*args, **kwargs)
             except BaseException:
-                _put_back_signal_handlers(function)
+                # Lightning does it when the run has ended, and would set the run's own handler of Ctrl-C for good.
+                put_back_signal_handlers(getattr(function, "__self__", None))
                 raise
-
-
-def _put_back_signal_handlers(function: Any) -> None:
-    """Let Lightning put back the handlers of signals that it has found in the run, while the run lasts.
-
-    After an error it does so when the run has ended, and would set the run's own handler of Ctrl-C for good. There is
-    no public name for it.
-    """
-    connector = getattr(getattr(function, "__self__", None), "_signal_connector", None)
-    if connector is not None:
-        connector.teardown()
 
 
 def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
