@@ -14,7 +14,7 @@ from nano_loop.distributed.launch.under_way import innermost
 from nano_loop.environment import option_of
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
-from nano_loop.run import Task
+from nano_loop.run import RunTask
 from nano_loop.settings import Settings
 from nano_loop.trials.candidates import changed
 
@@ -30,14 +30,14 @@ def is_commanded() -> bool:
     return command is not None and command.name == "tune" and innermost() is None
 
 
-def settings_for(task: Task, given: Collection[str]) -> Settings:
+def settings_for(task: RunTask, given: Collection[str]) -> Settings:
     """Return the settings with which a task is to run.
 
     Under ``nano-loop tune`` it does not return: it searches, leaves the result to the command, and ends the process.
 
     Parameters
     ----------
-    task : Task
+    task : RunTask
         The task, with the settings that the code and the environment ask for.
     given : collection of str
         The options that the code gives.
@@ -72,7 +72,7 @@ def settings_for(task: Task, given: Collection[str]) -> Settings:
     return tuning.settings(settings)
 
 
-def _answer(command: Command, task: Task, settings: Settings) -> NoReturn:
+def _answer(command: Command, task: RunTask, settings: Settings) -> NoReturn:
     from nano_loop.trials.remembered import found_before_or_now
 
     code = 0

@@ -13,7 +13,7 @@ from nano_loop.environment import option_of
 from nano_loop.errors import NanoConfigError, problem, shown
 from nano_loop.parts import Parts
 from nano_loop.precision.verification import LossFunction
-from nano_loop.run import Run, Task
+from nano_loop.run import Run, RunTask
 from nano_loop.settings import Settings
 from nano_loop.trials.remembered import found_before_or_now
 from nano_loop.trials.search import SECONDS
@@ -82,7 +82,7 @@ def tune(
     return found_before_or_now(task, settings, {*options, *environment}, seconds, again)
 
 
-class _OnBatch(Task):
+class _OnBatch(RunTask):
     """Steps of an optimizer on one batch."""
 
     def __init__(self, settings: Settings, model: Any, optimizer: Any, batch: Any, loss_fn: LossFunction) -> None:
@@ -93,16 +93,16 @@ class _OnBatch(Task):
 
     @property
     def parts(self) -> Parts:
-        """See `Task.parts`."""
+        """See `RunTask.parts`."""
         return self._parts
 
     def do(self, run: Run) -> None:
-        """See `Task.do`."""
+        """See `RunTask.do`."""
         run.apply(self._parts)
         self.repeat(run)
 
     def repeat(self, run: Run) -> None:
-        """See `Task.repeat`."""
+        """See `RunTask.repeat`."""
         (model,) = self._parts.models
         for optimizer in self._parts.optimizers:
             optimizer.zero_grad()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nano_loop.cache_folder import cache_folder
-from nano_loop.run import Task
+from nano_loop.run import RunTask
 from nano_loop.settings import Settings
 from nano_loop.trials.description import key_of
 from nano_loop.trials.search import SECONDS, Search
@@ -20,13 +20,13 @@ _MOST_BYTES = 1 << 24
 
 
 def found_before_or_now(
-    task: Task, settings: Settings, fixed: Collection[str], seconds: float = SECONDS, again: bool = False
+    task: RunTask, settings: Settings, fixed: Collection[str], seconds: float = SECONDS, again: bool = False
 ) -> Tuning:
     """Return what an earlier search has found for such a task, or search.
 
     Parameters
     ----------
-    task : Task
+    task : RunTask
         The user's loop.
     settings : Settings
         The options that the search begins with.

@@ -18,7 +18,7 @@ from nano_loop.cpu.tree import Tree
 from nano_loop.distributed.launch.local.throwaway import TrialFailedError, server_of_trials
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.errors import NanoConfigError, NanoError, problem
-from nano_loop.run import Task
+from nano_loop.run import RunTask
 from nano_loop.settings import Settings
 from nano_loop.trials.candidates import (
     STAGES,
@@ -56,7 +56,7 @@ class Search:
 
     Parameters
     ----------
-    task : Task
+    task : RunTask
         The user's loop.
     settings : Settings
         The options that it begins with.
@@ -66,7 +66,7 @@ class Search:
         How long it may take, about.
     """
 
-    def __init__(self, task: Task, settings: Settings, fixed: Collection[str], seconds: float = SECONDS) -> None:
+    def __init__(self, task: RunTask, settings: Settings, fixed: Collection[str], seconds: float = SECONDS) -> None:
         self._task = task
         self._start = settings
         self._fixed = fixed

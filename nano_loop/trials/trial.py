@@ -19,7 +19,7 @@ from nano_loop.distributed.payload.payload import load
 from nano_loop.distributed.ranks import Loop
 from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoError, problem
-from nano_loop.run import Run, Task
+from nano_loop.run import Run, RunTask
 from nano_loop.settings import Settings
 from nano_loop.steps import STEPS, GradientAveraging
 
@@ -31,7 +31,7 @@ class _EnoughStepsError(BaseException):
     """Leaves the user's loop, through handlers for `Exception`."""
 
 
-class Trial(Task):
+class Trial(RunTask):
     """The task of a run, repeated until the process is ended.
 
     Parameters
@@ -54,7 +54,7 @@ class Trial(Task):
         self.steps = (GradientAveraging,) if is_plain else STEPS
 
     def run_in(self, seat: Seat) -> Any:
-        """See `Task.run_in`."""
+        """See `RunTask.run_in`."""
         line = Line(seat)
         self._gate = _Gate(line, ends_after=1 if self._verifies else None)
         run = Run(self.settings, self, seat=seat)
@@ -62,7 +62,7 @@ class Trial(Task):
         line.say(comparison=_comparison(run))
 
     def do(self, run: Run) -> Any:
-        """See `Task.do`."""
+        """See `RunTask.do`."""
         gate, task = self._gate, load(self._payload)
         assert gate is not None
         gate.begin(run)
