@@ -30,7 +30,6 @@ from nano_loop.intercept.user_code import leads_to_user
 from nano_loop.parts import Parts
 from nano_loop.report import Printed, Printer, SetupReport, StepResult
 from nano_loop.report_start import empty_report
-from nano_loop.run_note import note_run
 from nano_loop.settings import Settings
 from nano_loop.steps import STEPS, Step, StepContext
 
@@ -112,7 +111,6 @@ class Run:
         self._options = settings.options
         self._task = task
         self._printer = Printer(printed or Printed())
-        self._is_worker = seat is not None
         self._joined = nullcontext(seat) if seat else joined(settings.options, settings.machine, task, launcher)
         self._seat: Seat | None = None
         self._entries = Entries()
@@ -134,8 +132,6 @@ class Run:
         return self
 
     def _enter(self, ending: ExitStack) -> None:
-        if not self._is_worker:
-            note_run()
         seat = self._seat = ending.enter_context(self._joined)
         ending.callback(self._leave)
         accelerated = partial(accelerated_copy, Settings(self._options, seat.machine))

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from nano_loop.call_parts import parts_in
 from nano_loop.checks import check_kinds, check_loop
-from nano_loop.commanded import settings_for
 from nano_loop.distributed.ranks import Loop
 from nano_loop.distributed.strategy import RanksFabric
 from nano_loop.errors import NanoConfigError, NanoError, problem
@@ -24,6 +23,7 @@ from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import Printed, SetupReport
 from nano_loop.run import Run, RunTask
+from nano_loop.search.requested import measure, requested
 from nano_loop.settings import Settings
 from nano_loop.signatures import documented, method_takes, named
 
@@ -307,7 +307,7 @@ class TorchNano(RanksFabric):
         if self._nano_run is not None:  # train calls super().train(), or a worker's run has begun
             return train(self, *args, **kwargs)
         task = _Training(self, train, args, kwargs)
-        self._nano_settings = task.settings = settings_for(task, self._nano_given)
+        self._nano_settings = task.settings = measure(requested(task.settings.options), task, self._nano_given)
         return Run(self._nano_settings, task, printed=self._nano_printed).complete()
 
     @contextmanager

@@ -20,11 +20,11 @@ PACKAGE = Path(nano_loop.__file__).parent
 # a room of its own, at any depth, and so is a module that stands here by its name. A new room is written in here.
 ROOMS = (
     ("__init__", "__main__"),
-    ("option_search", "verification", "rehearsal"),
+    ("tuning_call", "verification", "rehearsal"),
     ("torch_nano", "decorator", "context_manager", "cli", "cli.findings", "lightning", "pytorch_lightning"),
     ("cli.at_start",),
-    ("commanded", "trainers"),
-    ("profiling", "trials"),
+    ("search", "trainers"),
+    ("profiling",),
     ("run",),
     ("settings", "report_start"),
     ("call_parts", "rewriting"),
@@ -49,7 +49,7 @@ ROOMS = (
     ("options",),
     ("cpu", "environment"),
     ("option_checks",),
-    ("command_note", "op_names", "exports", "run_note"),
+    ("protocol", "op_names", "exports"),
     ("cache_folder", "errors", "glibc", "native_output", "parent_process", "precisions", "version"),
 )
 
@@ -64,7 +64,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch.local.launcher": "likewise",
         "distributed.launch.local.start": "names the process that it starts by string",
         "distributed.launch.ray.call": "likewise",
-        "trials.tuning": "for types",
     },
     "private_names_of_others": {
         "compiling.operators.attention": "functions of kernels as operators",

@@ -1,4 +1,4 @@
-"""What the fastest options depend on: the model, the batch, the machine and the versions, as one key."""
+"""The key of a search: what its result depends on, which is the model, the batch, the machine and the versions."""
 
 from __future__ import annotations
 
