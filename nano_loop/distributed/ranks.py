@@ -114,8 +114,6 @@ class Ranks:
         #: Where the ranks of several hosts are; None on one host.
         self.hosts: Hosts | None = None
         self._channel: Channel | None = None
-        #: Is called while this rank waits for another, as `check` is, and carries on what it has begun besides.
-        self.meanwhile: Callable[[], None] = _nothing
         #: Are called on all ranks when gradients have been averaged, with the number of averagings until then.
         self.after_averaging: list[Callable[[int], None]] = []
         #: Finds ranks that wait for each other; None between hosts.
@@ -250,10 +248,6 @@ class Ranks:
         except NanoError as error:
             send(self.channel.codec.refusal(str(error)))
             raise
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 #: A run of one process.

@@ -57,7 +57,6 @@ class HostRing:
             self._memory = torch.empty(slots, 1, room, dtype=torch.uint8, device="cpu")
             return
         local = Ranks(self._rank, self._size, check=lambda: ranks.check(), timeout=ranks.timeout)
-        local.meanwhile = lambda: ranks.meanwhile()
         local.loop = ranks.loop
         mapped = partial(map_by_name, folder / _FILE)
         nbytes = slots * (self._size + 1) * room
