@@ -63,11 +63,11 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
     channel = SharedChannel(ranks, folder)
     returned = False
     try:
-        ranks.channel, ranks.waits = channel, Waits(ranks.rank, ranks.size, folder)
+        ranks.channel, ranks.context.waits = channel, Waits(ranks.rank, ranks.size, folder)
         yield channel
         returned = True
     finally:
-        ranks.channel = ranks.waits = None
+        ranks.channel = ranks.context.waits = None
         channel.leave(returned=returned)
         channel.close()
 
