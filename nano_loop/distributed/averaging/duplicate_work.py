@@ -53,7 +53,7 @@ class _Evidence(NamedTuple):
 class DuplicateWork:
     """Notes what this rank computes between two averagings, and compares it with the other ranks.
 
-    The result is in ``ranks.division.undivided``.
+    The result is in ``ranks.context.sharding.undivided``.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class DuplicateWork:
     @property
     def _asks(self) -> bool:
         """Whether more than the batches' origin has to be compared."""
-        return self.is_due and not self._ranks.division.delivered
+        return self.is_due and not self._ranks.context.sharding.delivered
 
     def before_call(self, *arguments: Any) -> None:
         """Take note of a call into a model for which gradients are on."""
@@ -106,12 +106,12 @@ class DuplicateWork:
         if not self.is_due:
             return b""
         total, norm = _total_and_norm(parameters) if self._asks else (0.0, 0.0)
-        delivered = self._ranks.division.delivered
+        delivered = self._ranks.context.sharding.delivered
         return _EVIDENCE.pack(*_Evidence(delivered, self._drew(), self._inputs, self._places, total, norm))
 
     def compare(self, packed: Sequence[bytes]) -> None:
         """Judge what all ranks have returned from `evidence`, and begin anew."""
-        division = self._ranks.division
+        division = self._ranks.context.sharding
         if self.is_due:
             by_rank = [_Evidence(*_EVIDENCE.unpack(evidence)) for evidence in packed]
             division.undivided = _same(by_rank, division.undivided)
@@ -125,7 +125,7 @@ class DuplicateWork:
     def _begin_anew(self) -> None:
         self._inputs = self._places = self._calls = 0
         self._states = process_states() if self.is_due and self._averagings else []
-        self._ranks.division.delivered = False
+        self._ranks.context.sharding.delivered = False
         if not self._expects_comparison:
             self._returned.clear()
 
@@ -143,7 +143,7 @@ class DuplicateWork:
 
     def _count(self) -> None:
         """Warn once enough has been averaged; a single step is nothing to warn of."""
-        division, place = self._ranks.division, users_place()
+        division, place = self._ranks.context.sharding, users_place()
         if place is None or "undivided" in division.warned or division.chosen:
             return
         line = place.filename, place.number
