@@ -17,7 +17,7 @@ from nano_loop.errors import NanoConfigError, problem
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import Printed
-from nano_loop.run import Run, Task
+from nano_loop.run import Run, RunTask
 from nano_loop.search.requested import measure, requested
 from nano_loop.settings import Settings
 from nano_loop.signatures import named, takes, with_options
@@ -90,7 +90,7 @@ def nano(*args: Any, **others: Any) -> Any:
     return functools.partial(_decorated, options=options, settings=settings)
 
 
-class _Call(Task):
+class _Call(RunTask):
     """``function(*args, **kwargs)``, with the models, optimizers and loaders that it uses set up."""
 
     def __init__(
@@ -103,16 +103,16 @@ class _Call(Task):
 
     @property
     def parts(self) -> Parts:
-        """See `Task.parts`."""
+        """See `RunTask.parts`."""
         return self._parts
 
     def do(self, run: Run) -> Any:
-        """See `Task.do`."""
+        """See `RunTask.do`."""
         run.apply(self._parts)
         return self.repeat(run)
 
     def repeat(self, run: Run) -> Any:
-        """See `Task.repeat`."""
+        """See `RunTask.repeat`."""
         return self._function(*self._args, **self._kwargs)
 
 

@@ -12,7 +12,7 @@ from nano_loop.distributed.ranks import Loop
 from nano_loop.errors import NanoConfigError, problem, shown
 from nano_loop.parts import Parts
 from nano_loop.precision.verification import LossFunction
-from nano_loop.run import Run, Task
+from nano_loop.run import Run, RunTask
 from nano_loop.search.requested import options_of_environment
 from nano_loop.search.result import Row, Tuning
 from nano_loop.search.search import SECONDS, search
@@ -80,7 +80,7 @@ def tune(
     return search(task, settings, {*options, *options_of_environment(settings.options)}, seconds, again)
 
 
-class _OnBatch(Task):
+class _OnBatch(RunTask):
     """Steps of an optimizer on one batch."""
 
     def __init__(self, settings: Settings, model: Any, optimizer: Any, batch: Any, loss_fn: LossFunction) -> None:
@@ -91,16 +91,16 @@ class _OnBatch(Task):
 
     @property
     def parts(self) -> Parts:
-        """See `Task.parts`."""
+        """See `RunTask.parts`."""
         return self._parts
 
     def do(self, run: Run) -> None:
-        """See `Task.do`."""
+        """See `RunTask.do`."""
         run.apply(self._parts)
         self.repeat(run)
 
     def repeat(self, run: Run) -> None:
-        """See `Task.repeat`."""
+        """See `RunTask.repeat`."""
         (model,) = self._parts.models
         for optimizer in self._parts.optimizers:
             optimizer.zero_grad()

@@ -58,15 +58,12 @@ ALLOWED: dict[str, dict[str, str]] = {
     "upward_imports": {
         "distributed.launch.local.fork_server": "names what workers need from above by string",
         "distributed.launch.local.start": "likewise",
-        "distributed.ranks": "holds the waits of the ranks, for types",
     },
     "import_cycles": {
         "distributed.launch.joining": "chooses launchers, whose workers, named by string, join runs",
         "distributed.launch.local.launcher": "likewise",
         "distributed.launch.local.start": "names the process that it starts by string",
         "distributed.launch.ray.call": "likewise",
-        "precision.loss_scale": "for types",
-        "trainers.strategy": "for types",
     },
     "private_names_of_others": {
         "compiling.operators.attention": "functions of kernels as operators",

@@ -14,7 +14,7 @@ from nano_loop.environment import option_of
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
 from nano_loop.protocol import Command, commanded
-from nano_loop.run import Task
+from nano_loop.run import RunTask
 from nano_loop.search.candidates import changed
 from nano_loop.settings import Settings
 
@@ -41,7 +41,7 @@ def requested(options: Options) -> Request | None:
     return Request("tune", None) if options.tune else None
 
 
-def measure(request: Request | None, task: Task, written: Collection[str]) -> Settings:
+def measure(request: Request | None, task: RunTask, written: Collection[str]) -> Settings:
     """Do what is requested, which may take minutes, and return the settings with which the task is to run.
 
     For ``nano-loop tune`` it does not return: it leaves the result to the command, and ends the process.
@@ -50,7 +50,7 @@ def measure(request: Request | None, task: Task, written: Collection[str]) -> Se
     ----------
     request : Request or None
         What `requested` has returned.
-    task : Task
+    task : RunTask
         The task, with the settings that the code and the environment ask for.
     written : collection of str
         The options that the code gives.
@@ -72,7 +72,7 @@ def measure(request: Request | None, task: Task, written: Collection[str]) -> Se
     return changed(settings, {"tune": False}) if settings.options.tune else settings
 
 
-def _searched(task: Task, written: Collection[str]) -> Settings:
+def _searched(task: RunTask, written: Collection[str]) -> Settings:
     from nano_loop.search.search import search
 
     options = task.settings.options
@@ -83,7 +83,7 @@ def _searched(task: Task, written: Collection[str]) -> Settings:
     return tuning.settings(task.settings)
 
 
-def _answer(command: Command, task: Task) -> NoReturn:
+def _answer(command: Command, task: RunTask) -> NoReturn:
     from nano_loop.search.search import search
 
     code = 0

@@ -13,7 +13,7 @@ from nano_loop.cache_folder import JsonFile, cache_folder
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.errors import NanoError, problem
 from nano_loop.options import Options
-from nano_loop.run import Task
+from nano_loop.run import RunTask
 from nano_loop.search.candidates import OF_NUMBERS, Changes, candidates, changed
 from nano_loop.search.key import key_of
 from nano_loop.search.result import Row, Tuning, as_text, differing
@@ -114,7 +114,7 @@ class Measured:
 
 
 def search(
-    task: Task, settings: Settings, fixed: Collection[str], seconds: float = SECONDS, again: bool = False
+    task: RunTask, settings: Settings, fixed: Collection[str], seconds: float = SECONDS, again: bool = False
 ) -> Tuning:
     """Return the fastest options for a task, or what an earlier search for such a task has chosen.
 
@@ -122,7 +122,7 @@ def search(
 
     Parameters
     ----------
-    task : Task
+    task : RunTask
         The user's loop.
     settings : Settings
         The options that the search begins with.
@@ -151,7 +151,7 @@ def search(
 class Search:
     """One search. Its arguments are those of `search`."""
 
-    def __init__(self, task: Task, settings: Settings, fixed: Collection[str], seconds: float) -> None:
+    def __init__(self, task: RunTask, settings: Settings, fixed: Collection[str], seconds: float) -> None:
         self._task = task
         self._start = settings
         self._fixed = fixed

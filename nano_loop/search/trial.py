@@ -18,7 +18,7 @@ from nano_loop.distributed.payload.payload import load
 from nano_loop.distributed.ranks import Loop
 from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoError, problem
-from nano_loop.run import Run, Task
+from nano_loop.run import Run, RunTask
 from nano_loop.search.trial_processes import Line
 from nano_loop.settings import Settings
 from nano_loop.steps import STEPS, GradientAveraging
@@ -31,7 +31,7 @@ class _EnoughStepsError(BaseException):
     """Leaves the user's loop, through handlers for `Exception`."""
 
 
-class Trial(Task):
+class Trial(RunTask):
     """The task of a run, repeated until the process is ended.
 
     Parameters
@@ -50,14 +50,14 @@ class Trial(Task):
         self.steps = (GradientAveraging,) if is_plain else STEPS
 
     def run_in(self, seat: Seat) -> Any:
-        """See `Task.run_in`."""
+        """See `RunTask.run_in`."""
         self._line = Line(seat)
         run = Run(self.settings, self, seat=seat)
         run.complete()
         self._line.answer(comparison=_comparison(run))
 
     def do(self, run: Run) -> Any:
-        """See `Task.do`."""
+        """See `RunTask.do`."""
         task = load(self._payload)
         gate = _Gate(self._line, run, ends_after_one=self.settings.options.verify)
         try:

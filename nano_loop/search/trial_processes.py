@@ -20,13 +20,13 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.failure import Failure, first
-from nano_loop.distributed.launch.launcher import Task
 from nano_loop.distributed.launch.local.kept_server import keep, server_for
 from nano_loop.distributed.launch.local.launcher import PAYLOAD, seats_of
 from nano_loop.distributed.launch.local.process import WorkerProcess, forked
 from nano_loop.distributed.launch.local.server import Server
 from nano_loop.distributed.launch.local.start import Start
 from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.options import Options
