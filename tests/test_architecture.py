@@ -73,7 +73,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch.local.start": "preloads what torch imports late",
         "distributed.launch.local.worker": "multiprocessing has no public way to let a worker have children",
         "distributed.launch.ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
-        "precision.cast_log": "to be moved",
         "rehearsal": "preloads what torch imports late",
     },
 }

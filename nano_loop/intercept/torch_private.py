@@ -361,6 +361,13 @@ def destroy_library(library: torch.library.Library) -> None:
     library._destroy()  # type: ignore[no-untyped-call]
 
 
+def copy_as_torch(target: torch.Tensor, source: Any, non_blocking: bool) -> torch.Tensor:
+    """Do what ``aten::copy_`` does on a CPU, also while its kernel for the CPU is replaced."""
+    kernel = torch.ops.aten.copy_.default._op_dk
+    copied: torch.Tensor = kernel(torch._C.DispatchKey.CompositeExplicitAutograd, target, source, non_blocking)
+    return copied
+
+
 def kept_iterator(loader: DataLoader[Any]) -> Any:
     """Return the iterator that a loader with ``persistent_workers`` keeps between epochs, or None."""
     return vars(loader).get(_KEPT_ITERATOR)

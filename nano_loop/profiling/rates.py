@@ -20,7 +20,7 @@ _SIZES = {
     **dict.fromkeys(("bool", "unsigned char", "signed char"), 1),
 }
 #: Operators that move nothing, without the underscore that some begin with.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     (
         *("alias", "as_strided", "broadcast_to", "chunk", "detach", "detach_", "diagonal", "expand", "expand_as"),
         *("flatten", "movedim", "narrow", "numpy_T", "permute", "reshape", "resize_", "select", "slice", "split"),
@@ -100,7 +100,7 @@ def _is_inside(event: Event, names: Collection[str]) -> bool:
 
 
 def _bytes_of(event: ShapedEvent) -> list[int]:
-    if event.name.removeprefix("aten::").removeprefix("_") in _VIEWS:
+    if event.name.removeprefix("aten::").removeprefix("_") in VIEWS:
         return []
     dtypes = getattr(event, "input_dtypes", None) or []
     pairs = zip(event.input_shapes, dtypes, strict=False)
