@@ -58,7 +58,8 @@ def descriptor(flags):
 
 def described(path):
     found = os.lstat(path)
-    return oct(found.st_mode), found.st_size if not stat.S_ISDIR(found.st_mode) else None
+    # A real folder keeps its mode: it is rank 0's.
+    return (oct(found.st_mode), found.st_size) if not stat.S_ISDIR(found.st_mode) else "folder"
 
 
 def scanned(path):
@@ -118,7 +119,7 @@ ONE = {
     "rmtree": shutil.rmtree,
     "truncate": lambda path: os.truncate(path, 2),
     "chmod": lambda path: os.chmod(path, 0o700),
-    "utime": lambda path: (os.utime(path, (5, 6)), os.stat(path).st_mtime),
+    "utime": lambda path: (os.utime(path, (5, 6)), os.path.isdir(path) or os.stat(path).st_mtime),
     "touch": lambda path: Path(path).touch(),
     "write_text": lambda path: Path(path).write_text("text"),
     "access": lambda path: os.access(path, os.R_OK),

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nano_loop.distributed.files.redirection import prepare
+from nano_loop.distributed.files.private_files import prepare
 from nano_loop.distributed.launch.local import whereabouts
 from nano_loop.distributed.launch.local.frames import Frames, framed
 from nano_loop.distributed.launch.local.handle import handle_of

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from nano_loop.distributed.files.folder import redirect_files
+from nano_loop.distributed.files.private_files import redirect_files
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
 from nano_loop.distributed.launch.joining import run_task

@@ -1,0 +1,188 @@
+"""Changes of the caller's files that no replaced function has seen: they are errors, which are explained."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import errno
+import linecache
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+from nano_loop.distributed.files.functions import WRITING, redirected
+from nano_loop.distributed.files.originals import real
+from nano_loop.distributed.files.table import Table, lower
+from nano_loop.errors import NanoError, problem
+
+# Events of `sys.addaudithook`, with the positions of the paths of what is changed.
+_EVENTS = {
+    **{f"os.{name}": (0,) for name in ("chmod", "chown", "remove", "setxattr", "truncate", "utime")},
+    "open": (0,),
+    "os.link": (1,),
+    "os.rename": (0, 1),
+    "os.symlink": (1,),
+    "sqlite3.connect": (0,),
+}
+_NO_FOLDER = -1  # the descriptor in an event where a path is not meant from an open folder on
+_DENIED = re.compile(r"permission denied|readonly database|read-only file", re.IGNORECASE)
+_MISSING = re.compile(r"no such file|not found|does not exist|unable to open|cannot open", re.IGNORECASE)
+_QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"|`([^`]+)`|(/[^\s:'\",]+)")
+_ONE_RULE = "only rank 0 writes your files, and what another rank writes is its own, which compiled code does not see"
+_ADVICE = "Do it on rank 0 alone: if nano_loop.is_global_zero()"
+# Expressions that can be computed once more: they change nothing.
+_PURE = (
+    *(ast.Name, ast.Constant, ast.BinOp, ast.Add, ast.Div, ast.JoinedStr, ast.FormattedValue, ast.Attribute),
+    *(ast.Load, ast.Subscript),
+)
+
+
+def refuse_unseen_changes(table: Table) -> None:
+    """Raise where the caller's files would be changed by a function that no table is asked by, while there is a table.
+
+    Such a hook of Python's cannot be taken away.
+    """
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if not table.root or event not in _EVENTS or redirected.depth:
+            return
+        for path in _changed_paths(event, arguments):
+            if _is_of_the_caller(table, path):
+                message = _message(f"compiled code, or a function from before the run, changes {path} ({event})")
+                raise PermissionError(errno.EACCES, message)
+
+    sys.addaudithook(hook)
+
+
+def _message(what: str) -> str:
+    return problem(what, _ONE_RULE, _ADVICE)
+
+
+def _changed_paths(event: str, arguments: tuple[Any, ...]) -> Iterator[str]:
+    if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & WRITING):
+        return
+    from_folder = event != "open" and isinstance(arguments[-1], int) and arguments[-1] != _NO_FOLDER
+    for position in _EVENTS[event]:
+        path = arguments[position]
+        if isinstance(path, (str, bytes, os.PathLike)):
+            path = os.fsdecode(path)
+            if not path.startswith((":", "file:")) and path and (os.path.isabs(path) or not from_folder):
+                yield path
+
+
+def _is_of_the_caller(table: Table, path: str) -> bool:
+    try:
+        key = table.key(path)
+    except OSError:  # it cannot be changed either
+        return False
+    if table.is_shared(key) or "/__pycache__/" in key:
+        return False
+    found = table.seen(key)
+    return found is None or stat.S_ISREG(found.st_mode)
+
+
+@contextlib.contextmanager
+def explaining_files(table: Table) -> Iterator[None]:
+    """Let the error of compiled code that has opened a file by its path name the file, and say what to do.
+
+    Raises
+    ------
+    NanoError
+        Instead of it.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = None if isinstance(error, NanoError) or not table.root else _explained(table, error)
+        if text is None:
+            raise
+        raise NanoError(_message(f"{text} ({type(error).__name__}: {error})")) from error
+
+
+def _explained(table: Table, error: Exception) -> str | None:
+    number = error.errno if isinstance(error, OSError) else None
+    if "readonly database" in str(error):
+        return f"compiled code, SQLite, writes to {' or '.join(sorted(table.read_only))}" if table.read_only else None
+    paths = [path for path in _paths(error) if path not in ("", ".", "/")]
+    if number in (errno.EACCES, errno.EROFS) or _DENIED.search(str(error)):
+        refused = next((path for path in paths if _would_be_written(table, path)), None)
+        if refused is None and (paths or table.outside is None):
+            return None
+        return f"compiled code opened {refused or _source(error)} to write it"
+    if number == errno.ENOENT or _MISSING.search(str(error)):
+        private = next((path for path in paths if _is_private(table, path)), None)
+        return private and f"compiled code opened {private}, which this rank has written or renamed"
+    return None
+
+
+def _would_be_written(table: Table, path: str) -> bool:
+    """Whether the user may write a file, so that it was refused to this process alone."""
+    with contextlib.suppress(OSError):
+        key = table.key(path)
+        return not table.is_shared(key) and real.access(key if lower(key) else os.path.dirname(key), os.W_OK)
+    return False
+
+
+def _is_private(table: Table, path: str) -> bool:
+    """Whether a file, or the folder that it is to be in, is the rank's own."""
+    with contextlib.suppress(OSError):
+        key = table.key(path)
+        above = os.path.dirname(key)
+        return not table.is_shared(key) and (table.place(key) != key or table.place(above) != above)
+    return False
+
+
+# --- which file it is: that is in the error, or in the call that has failed ---
+
+
+def _paths(error: Exception) -> Iterator[str]:
+    if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)):
+        yield os.fsdecode(error.filename)
+    for match in _QUOTED.finditer(str(error)):
+        yield next(filter(None, match.groups()))
+    frame = _innermost(error)
+    if frame is not None:
+        yield from _arguments(frame)
+
+
+def _innermost(error: Exception) -> TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _source(error: Exception) -> str:
+    trace = _innermost(error)
+    if trace is None:
+        return "a file"
+    file = trace.tb_frame.f_code.co_filename
+    return f"a file in line {trace.tb_lineno} of {file} ({linecache.getline(file, trace.tb_lineno).strip()})"
+
+
+def _arguments(trace: TracebackType) -> Iterator[str]:
+    """Yield the paths that the call was given which has failed, as far as they can be computed once more."""
+    frame = trace.tb_frame
+    with contextlib.suppress(SyntaxError):
+        for node in ast.walk(ast.parse(_failed_call(trace))):
+            if isinstance(node, ast.expr) and all(isinstance(part, _PURE) for part in ast.walk(node)):
+                with contextlib.suppress(Exception):  # of the user's objects
+                    value = eval(compile(ast.Expression(node), "", "eval"), frame.f_globals, frame.f_locals)
+                    if isinstance(value, (str, os.PathLike)):
+                        yield os.fsdecode(value)
+
+
+def _failed_call(trace: TracebackType) -> str:
+    """Return the source of the call; of the line, before Python 3.11."""
+    code = trace.tb_frame.f_code
+    line = linecache.getline(code.co_filename, trace.tb_lineno)
+    positions = getattr(code, "co_positions", None)
+    if positions is None:
+        return line.strip()
+    first, last, start, end = next(islice(positions(), trace.tb_lasti // 2, None))
+    return line.encode()[start:end].decode() if first == last else line.strip()
