@@ -11,7 +11,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +30,8 @@ _EVENTS = {
     "sqlite3.connect": (0,),
 }
 _NO_FOLDER = -1  # the descriptor in an event where a path is not meant from an open folder on
-_DENIED = re.compile(r"permission denied|readonly database|read-only file", re.IGNORECASE)
+_OF_SQLITE = re.compile("readonly database|unable to open database")
+_DENIED = re.compile(r"permission denied|read-only file", re.IGNORECASE)
 _MISSING = re.compile(r"no such file|not found|does not exist|unable to open|cannot open", re.IGNORECASE)
 _QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"|`([^`]+)`|(/[^\s:'\",]+)")
 _ONE_RULE = "only rank 0 writes your files, and what another rank writes is its own, which compiled code does not see"
@@ -106,8 +107,8 @@ def explaining_files(table: Table) -> Iterator[None]:
 
 def _explained(table: Table, error: Exception) -> str | None:
     number = error.errno if isinstance(error, OSError) else None
-    if "readonly database" in str(error):
-        return f"compiled code, SQLite, writes to {' or '.join(sorted(table.read_only))}" if table.read_only else None
+    if _OF_SQLITE.search(str(error)) and table.read_only:
+        return f"compiled code, SQLite, writes to {' or '.join(sorted(table.read_only))}"
     paths = [path for path in _paths(error) if path not in ("", ".", "/")]
     if number in (errno.EACCES, errno.EROFS) or _DENIED.search(str(error)):
         refused = next((path for path in paths if _would_be_written(table, path)), None)
@@ -145,22 +146,21 @@ def _paths(error: Exception) -> Iterator[str]:
         yield os.fsdecode(error.filename)
     for match in _QUOTED.finditer(str(error)):
         yield next(filter(None, match.groups()))
-    frame = _innermost(error)
-    if frame is not None:
-        yield from _arguments(frame)
+    for trace in _traces(error)[::-1]:
+        yield from (path for path in _arguments(trace) if path not in str(error))
 
 
-def _innermost(error: Exception) -> TracebackType | None:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+def _traces(error: Exception) -> list[TracebackType]:
+    """Return where the error has come through, the innermost last."""
+    traces, trace = [], error.__traceback__
+    while trace is not None:
+        traces.append(trace)
         trace = trace.tb_next
-    return trace
+    return traces
 
 
 def _source(error: Exception) -> str:
-    trace = _innermost(error)
-    if trace is None:
-        return "a file"
+    trace = _traces(error)[-1]
     file = trace.tb_frame.f_code.co_filename
     return f"a file in line {trace.tb_lineno} of {file} ({linecache.getline(file, trace.tb_lineno).strip()})"
 
@@ -169,8 +169,9 @@ def _arguments(trace: TracebackType) -> Iterator[str]:
     """Yield the paths that the call was given which has failed, as far as they can be computed once more."""
     frame = trace.tb_frame
     with contextlib.suppress(SyntaxError):
-        for node in ast.walk(ast.parse(_failed_call(trace))):
-            if isinstance(node, ast.expr) and all(isinstance(part, _PURE) for part in ast.walk(node)):
+        calls = [node for node in ast.walk(ast.parse(_failed_call(trace))) if isinstance(node, ast.Call)]
+        for node in [*chain(*(call.args for call in calls)), *(word.value for call in calls for word in call.keywords)]:
+            if all(isinstance(part, _PURE) for part in ast.walk(node)):
                 with contextlib.suppress(Exception):  # of the user's objects
                     value = eval(compile(ast.Expression(node), "", "eval"), frame.f_globals, frame.f_locals)
                     if isinstance(value, (str, os.PathLike)):

@@ -39,12 +39,17 @@ def place_of(run: Path) -> str:
     return os.readlink(run / _LINK)
 
 
-def own_folder(run: Path, rank: int) -> tuple[str, int]:
-    """Make the folder of one rank in it; return that, and when the run began, in ns by the clock of file systems."""
+def began(run: Path) -> int:
+    """Return when `workers_files` has made it, in ns by the clock of the file systems."""
+    return (run / _LINK).lstat().st_ctime_ns
+
+
+def own_folder(run: Path, rank: int) -> str:
+    """Make the folder of one rank in it, with one for temporary files."""
     place = f"{place_of(run)}/{rank}"
-    real.mkdir(place, 0o700)
-    real.mkdir(f"{place}/temporary", 0o700)
-    return place, real.lstat(run / _LINK).st_ctime_ns
+    for folder in (place, f"{place}/temporary"):
+        real.mkdir(folder, 0o700)
+    return place
 
 
 def folders_of(run: Path) -> list[str]:

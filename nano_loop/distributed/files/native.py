@@ -50,12 +50,12 @@ def _by_mode(position: int, default: str) -> Callable[[Table, Any, _Argument], A
 
 
 def _opens_sqlite(table: Table, path: Any, argument: _Argument) -> Any:
-    """Give a new database for a private file, and one of the caller's for reading: SQLite refuses to write to it."""
+    """Give a database of the caller's for reading alone: SQLite refuses to write to it, or to make it."""
     name = os.fsdecode(path)
     if name in ("", ":memory:") or argument(7, "uri", False) or table.is_shared(key := table.key(name)):
         return path
-    if table.place(key) != key or table.seen(key) is None:
-        return table.new(key)
+    if (place := table.place(key)) != key:
+        return place or table.new(key)
     table.read_only.add(key)
     return _ReadOnly(key)
 

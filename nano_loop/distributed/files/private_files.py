@@ -19,7 +19,14 @@ from typing import Any
 
 from nano_loop.distributed.files.caches import cache_folders
 from nano_loop.distributed.files.explained import explaining_files, refuse_unseen_changes
-from nano_loop.distributed.files.folder import discard, explaining_full_disk, folders_of, own_folder, workers_files
+from nano_loop.distributed.files.folder import (
+    began,
+    discard,
+    explaining_full_disk,
+    folders_of,
+    own_folder,
+    workers_files,
+)
 from nano_loop.distributed.files.functions import Functions, Replacement
 from nano_loop.distributed.files.landlock import keep_writes_in
 from nano_loop.distributed.files.native import WhenImported, natives_by_module, replacements_in
@@ -61,7 +68,7 @@ def redirect_files(run: Path, rank: int) -> None:
         The rank of this process.
     """
     prepare()
-    place = _begin(run, run, rank)
+    place = _begin(run, run, rank, began(run))
     _keep_temporary_files_in(f"{place}/temporary")
     outside = ThreadPoolExecutor(1)
     outside.submit(os.getpid).result()  # it is there before the boundary is drawn around this thread
@@ -71,7 +78,7 @@ def redirect_files(run: Path, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def private_files(run: Path, rank: int) -> Iterator[None]:
+def private_files(run: Path, rank: int, since: int) -> Iterator[None]:
     """Keep what this process writes in the body private, unless it is rank 0, and leave it as it was.
 
     Parameters
@@ -80,6 +87,8 @@ def private_files(run: Path, rank: int) -> Iterator[None]:
         A private folder that the ranks of this host have in common.
     rank : int
         The rank of this process, which somebody else has started.
+    since : int
+        When the run began, in ns: what has changed later, rank 0 has changed.
     """
     if rank == 0:
         with folders_made_together(run):
@@ -92,7 +101,7 @@ def private_files(run: Path, rank: int) -> Iterator[None]:
         temporary = _temporary_of_process()
         _replace_functions(_table, stack)
         stack.callback(_table.end)
-        _begin(run, own, rank, temporary)
+        _begin(run, own, rank, since, temporary)
         stack.callback(_keep_temporary_files_in(temporary))
         stack.enter_context(explaining(own))
         yield
@@ -137,8 +146,8 @@ def folders_made_together(run: Path) -> Iterator[None]:
         made.clean()
 
 
-def _begin(run: Path, own: Path, rank: int, *shared: str) -> str:
-    place, since = own_folder(own, rank)
+def _begin(run: Path, own: Path, rank: int, since: int, *shared: str) -> str:
+    place = own_folder(own, rank)
     _table.begin(place, run, since, (*folders_of(own), os.path.realpath(run), *shared, *cache_folders()))
     return place
 

@@ -18,11 +18,9 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nano_loop.distributed.files.caches import cache_folders
 from nano_loop.distributed.files import private_files
 
 STRICT, ALL_IS_RANK_0S = 1 << 62, 0  # when the run began: after and before all that the caller has
-SEEDS, COUNT = 8, 60  # of random operations
 CAPTURED = {"replace": os.replace, "libc": ctypes.CDLL(None)}  # which nothing can redirect
 
 
@@ -41,12 +39,6 @@ RANK_0 = ThreadPoolExecutor(1)
 def shell(command):
     """Let another process do something to the caller's files, as rank 0 does."""
     RANK_0.submit(subprocess.run, ["sh", "-c", command], check=True).result()
-
-
-def operations():
-    import operations
-
-    return operations.main(os.getcwd(), SEEDS, COUNT)
 
 
 def functions():
@@ -117,7 +109,10 @@ def unseen():
     Path("here").touch()
     shell("echo 1 > theirs")
     errors = []
-    for change in (lambda: CAPTURED["replace"]("theirs", "moved"), lambda: CAPTURED["libc"].rename(b"theirs", b"moved")):
+    for change in (
+        lambda: CAPTURED["replace"]("theirs", "moved"),
+        lambda: CAPTURED["libc"].rename(b"theirs", b"moved"),
+    ):
         try:
             errors.append(change())
         except PermissionError as error:

@@ -16,7 +16,7 @@ from distributed.launch.started import environment
 
 LIBRARIES = ("safetensors", "tensorboard", "torchvision", "transformers")
 # The one that warns comes after those that must not, and the one that forks last.
-CHECKS = ("operations", "functions", "not_redirected", "temporary", "behind", "compiled", *LIBRARIES)
+CHECKS = ("functions", "not_redirected", "temporary", "behind", "compiled", *LIBRARIES)
 CHECKS += ("unseen", "removed_and_made_again", "forked")
 TOUCHED = ("not_redirected", "unseen", "removed_and_made_again")
 
@@ -56,11 +56,7 @@ def files(folder):
 
 
 def prepare(name, folder):
-    if name == "operations":
-        for seed in range(redirected.SEEDS):
-            (folder / str(seed)).mkdir()
-            operations.fill(folder / str(seed))
-    elif name == "not_redirected":
+    if name == "not_redirected":
         os.mkfifo(folder / "before pipe")
     else:
         operations.fill(folder)
@@ -70,17 +66,6 @@ def prepare(name, folder):
 
 def test_files_of_the_caller_stay_as_they_are(found):
     assert set(found.changed) <= set(TOUCHED)
-
-
-def test_it_is_a_file_system_like_the_real_one(found, tmp_path):
-    prepare("operations", tmp_path)
-    before = os.getcwd()
-    try:
-        expected = operations.main(tmp_path, redirected.SEEDS, redirected.COUNT)
-    finally:
-        os.chdir(before)
-    for ours, theirs in zip(found.checks["operations"], expected, strict=True):
-        assert ours == theirs
 
 
 def test_functions_are_like_the_ones_they_replace(found):
