@@ -35,7 +35,7 @@ from benchmarks.names import at_least_one
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.averaging.averaging import Averaging
 from nano_loop.distributed.launch.external.environment import Launch
-from nano_loop.distributed.launch.external.launcher import Terms, joined_at
+from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.transport.hosts import HostsTransport
 from nano_loop.distributed.transport.process_group import ProcessGroupTransport
@@ -139,7 +139,7 @@ def work(args: argparse.Namespace) -> None:
     options, machine = Options(verbose=False), read_machine()
     address = ADDRESSES[rank // args.ranks]
     launch = Launch("the benchmark", rank, size)
-    with joined_at(store, options, machine, launch, Terms(address=address, threads=1)) as seat:
+    with join_run(store, options, machine, launch, Terms(address=address, threads=1)) as seat:
         found = {name: measure(seat.ranks, name, args.rounds, args.steps) for name in args.only}
         seat.ranks.barrier()
     if rank == 0:

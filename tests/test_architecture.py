@@ -1,44 +1,81 @@
 """Holds the rooms of the package to their order, by reading the imports of every file without running it."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 import nano_loop
 
 PACKAGE = Path(nano_loop.__file__).parent
 
-# From top to bottom. A room (a module, or a folder with all that is in it) may import from its own line and
-# from those below it, never from one above. A new room is written in here.
+# From top to bottom. A room may import from its own line and from those below it, never from one above. Each folder is
+# a room of its own, at any depth, and so is a module that stands here by its name. A new room is written in here.
 ROOMS = (
     ("__init__", "__main__"),
-    ("option_search", "verification", "rehearsal"),
-    ("torch_nano", "decorator", "context_manager", "cli", "lightning", "pytorch_lightning"),
-    ("commanded", "trainers"),
-    ("profiling", "trials"),
+    ("tuning_call", "verification", "rehearsal"),
+    ("torch_nano", "decorator", "context_manager", "cli", "cli.findings", "lightning", "pytorch_lightning"),
+    ("cli.at_start",),
+    ("search", "trainers"),
+    ("profiling",),
     ("run",),
     ("settings", "report_start"),
     ("call_parts", "rewriting"),
-    ("steps",),
+    ("steps", "steps.ipex"),
     ("vision",),
     ("cuda_calls",),
+    ("distributed.strategy", "distributed.collectives"),
+    ("distributed.launch.joining", "distributed.launch.choice", "distributed.launch.local", "distributed.launch.ray"),
+    ("distributed.launch.external",),
+    ("distributed.launch",),
+    ("distributed.averaging",),
+    ("distributed.transport",),
+    ("distributed.loaders", "distributed.payload", "distributed.files"),
     ("distributed",),
     ("fabric", "rank_zero"),
     ("precision",),
     ("tuning",),
-    ("compiling",),
+    ("compiling", "compiling.operators"),
     ("kernels", "parts"),
     ("intercept",),
     ("signatures", "checks", "report", "optim"),
     ("options",),
     ("cpu", "environment"),
     ("option_checks",),
-    ("command_note", "op_names", "exports", "run_note"),
+    ("protocol", "op_names", "exports"),
     ("cache_folder", "errors", "glibc", "native_output", "parent_process", "precisions", "version"),
 )
+
+# What does not keep a rule yet, or never will: rule → module → the reason. An entry that is not needed is an error.
+ALLOWED: dict[str, dict[str, str]] = {
+    "upward_imports": {
+        "distributed.launch.local.fork_server": "names what workers need from above by string",
+        "distributed.launch.local.start": "likewise",
+    },
+    "import_cycles": {
+        "distributed.launch.joining": "chooses launchers, whose workers, named by string, join runs",
+        "distributed.launch.local.launcher": "likewise",
+        "distributed.launch.local.start": "names the process that it starts by string",
+        "distributed.launch.ray.call": "likewise",
+    },
+    "private_names_of_others": {
+        "compiling.operators.attention": "functions of kernels as operators",
+        "compiling.operators.cross_entropy": "likewise",
+        "distributed.files.python_io": "tempfile decides on its folder in a private function",
+        "distributed.files.redirection": "numpy and io open files by functions without public names",
+        "distributed.launch.local.start": "preloads what torch imports late",
+        "distributed.launch.local.worker": "multiprocessing has no public way to let a worker have children",
+        "distributed.launch.ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
+        "rehearsal": "preloads what torch imports late",
+    },
+}
 
 # How many files may import what is likely to change or to vanish.
 FILES_THAT_MAY_IMPORT = {
@@ -50,23 +87,26 @@ FILES_THAT_MAY_IMPORT = {
 }
 
 WITHOUT_TORCH = "cpu"
-PRIVATE_TORCH_MODULE = "intercept.torch_private"
+PRIVATE_NAMES_MODULE = "intercept.torch_private"
+#: Names with an underscore that Python documents for everybody.
+DOCUMENTED = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace"}
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 
 
 @dataclass
 class Module:
-    """One file: what it imports of the package and of others, and what it uses of torch's private names."""
+    """One file: what it imports of the package and of others, and what it uses of others' private names."""
 
     name: str
+    room: str
     imports: set[str] = field(default_factory=set)
     imports_for_types: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
     private: list[str] = field(default_factory=list)
 
     @property
-    def room(self) -> str:
-        return self.name.split(".")[0]
+    def all_imports(self) -> set[str]:
+        return (self.imports | self.imports_for_types) - {self.name}
 
 
 # --- reading ---
@@ -85,19 +125,23 @@ def read_package(package: Path) -> dict[str, Module]:
 
 
 def read_module(name: str, path: Path, package: str, known: set[str]) -> Module:
-    module = Module(name)
+    folder = [*name.split(".")[: None if path.stem == "__init__" and name != "__init__" else -1]]
+    module = Module(name, name if any(name in rooms for rooms in ROOMS) else ".".join(folder) or name)
     tree = ast.parse(path.read_text(), str(path))
     for_types = set(type_checking_nodes(tree))
-    folder = [package, *name.split(".")[: None if path.stem == "__init__" and name != "__init__" else -1]]
+    said = set(docstrings(tree))
     for node in ast.walk(tree):
-        for target in imported(node, folder):
+        by_string = isinstance(node, ast.Constant) and node not in said
+        for target in (
+            imported_by_string(node.value, package, known) if by_string else imported(node, [package, *folder])
+        ):
             top, _, rest = target.partition(".")
             if top != package:
                 module.outside.add(target)
             else:
-                found = module.imports_for_types if node in for_types else module.imports
-                found.add(longest_known(rest, known))
-    module.private = list(private_torch_names(tree))
+                imports = module.imports_for_types if node in for_types else module.imports
+                imports.add(longest_known(rest, known))
+    module.private = list(private_names(tree, said))
     return module
 
 
@@ -106,6 +150,13 @@ def type_checking_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for statement in node.body:
                 yield from ast.walk(statement)
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the strings that are statements of their own, and so said to people alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield node.value
 
 
 def imported(node: ast.AST, folder: list[str]) -> Iterator[str]:
@@ -120,6 +171,17 @@ def imported(node: ast.AST, folder: list[str]) -> Iterator[str]:
         yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
 
 
+def imported_by_string(text: object, package: str, known: set[str]) -> Iterator[str]:
+    """Yield the modules of the package that a string names, or imports where it is a program for ``python -c``."""
+    if not isinstance(text, str):
+        return
+    if text.startswith(f"{package}.") and text.partition(".")[2] in known:
+        yield text
+    for origin, names in re.findall(rf"^\s*from ({package}[\w.]*) import ([\w, ]+)", text, re.MULTILINE):
+        yield from (f"{origin}.{name.split()[0]}" for name in names.split(","))
+    yield from re.findall(rf"^\s*import ({package}[\w.]*)", text, re.MULTILINE)
+
+
 def called_name(call: ast.Call) -> str:
     return ast.unparse(call.func).split(".")[-1]
 
@@ -131,68 +193,114 @@ def longest_known(dotted: str, known: set[str]) -> str:
     return dotted or "__init__"
 
 
-def private_torch_names(tree: ast.AST) -> Iterator[str]:
-    """Yield private names of torch: imported ones, and attributes of something imported."""
-    from_torch = set()
+def private_names(tree: ast.AST, said: set[ast.AST]) -> Iterator[str]:
+    """Yield names with an underscore that the file has not defined itself: imported, reached in objects, in strings."""
+    own = set(defined(tree)) - private_to_torch() | DOCUMENTED
+    pieces = {piece for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values} | said
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "level", 0):
-            continue
-        for alias in node.names:
-            origin = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-            if origin.split(".")[0] != "torch":
-                continue
-            from_torch.add(alias.asname or alias.name.split(".")[0])
-            if any(map(is_private, origin.split("."))):
-                yield origin
-    for node in ast.walk(tree):
-        reached = attribute_reached(node)
-        if reached and is_private(reached[1]) and root_name(reached[0]) in from_torch:
-            yield f"{ast.unparse(reached[0])}.{reached[1]}"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (name for name in imported(node, [""]) if any(map(is_private, name.split("."))))
+        for value, name in reached(node):
+            if is_private(name) and name not in own and ast.unparse(value) not in OWN:
+                yield f"{ast.unparse(value)}.{name}"
+        if isinstance(node, ast.Assign) and text_of(node.value) not in own and is_private(text_of(node.value)):
+            yield ast.unparse(node)
+        if isinstance(node, ast.Constant) and node not in pieces and is_foreign(text_of(node)):
+            yield repr(node.value)
 
 
-def attribute_reached(node: ast.AST) -> tuple[ast.expr, str] | None:
+#: What a file may reach into, besides objects of the classes that it defines.
+OWN = {"self", "cls", "super()", "vars(self)", "vars(cls)"}
+
+
+def is_foreign(text: str) -> bool:
+    """Whether a string is a dotted name with a private part, or a private name of torch."""
+    dotted = re.fullmatch(r"(\w+(\.|::))+_[a-z]\w*(\.\w+)*", text)
+    return dotted is not None or text.split(".")[0] in private_to_torch()
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a file gives to functions, classes, variables, and attributes of its own objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if ast.unparse(node.value) in OWN else []
+
+
+def reached(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Yield the attributes that an expression reaches: ``x.a``, ``getattr(x, "a")``, ``vars(x)["a"]`` and the like."""
     if isinstance(node, ast.Attribute):
-        return node.value, node.attr
-    by_name = {"getattr", "hasattr", "setattr", "delattr"}
-    if isinstance(node, ast.Call) and len(node.args) > 1 and called_name(node) in by_name:
-        return node.args[0], str(getattr(node.args[1], "value", ""))
-    return None
+        yield node.value, node.attr
+    elif isinstance(node, ast.Subscript) and is_dictionary(node.value):
+        yield node.value, text_of(node.slice)
+    elif isinstance(node, ast.Call) and called_name(node) in {"getattr", "hasattr", "setattr", "delattr"}:
+        yield from ((node.args[0], text_of(name)) for name in node.args[1:2])
+    elif isinstance(node, ast.Call) and called_name(node) in {"attrgetter", "methodcaller", "import_module"}:
+        yield from ((node.func, text_of(name)) for name in node.args)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_dictionary(node.func.value):
+        yield from ((node.func.value, text_of(name)) for name in node.args[:1])
+    elif isinstance(node, ast.Compare) and is_dictionary(node.comparators[0]):
+        yield node.comparators[0], text_of(node.left)
 
 
-def root_name(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
+def is_dictionary(node: ast.expr) -> bool:
+    return ast.unparse(node).startswith("vars(") or ast.unparse(node).endswith(".__dict__")
+
+
+def text_of(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+@cache
+def private_to_torch() -> frozenset[str]:
+    """Return the private names of torch's functions, operators, and of the objects that users meet."""
+    layer = nn.Linear(1, 1)
+    optimizer, loader = torch.optim.SGD(layer.parameters()), DataLoader([1])
+    names = {name for owner in (torch, layer, layer.weight, optimizer, loader) for name in dir(owner)}
+    names.update(name.removeprefix("aten::").split(".")[0] for name in torch._C._dispatch_get_all_op_names())
+    return frozenset(filter(is_private, names))
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return re.fullmatch(r"_(?!nano_loop)[A-Za-z]\w*", name) is not None
 
 
 # --- judging ---
 
 
 def upward_imports(modules: dict[str, Module]) -> Iterator[str]:
-    height = {room: -line for line, rooms in enumerate(ROOMS) for room in rooms}
     for module in modules.values():
-        if module.room not in height:
+        if module.room not in HEIGHT:
             yield f"{module.name}: its room is not in ROOMS"
             continue
-        for target in sorted(module.imports | module.imports_for_types):
-            if height.get(target.split(".")[0], height[module.room]) > height[module.room]:
-                yield f"{module.name} imports {target}, which is in a room above it"
+        yield from (
+            f"{module.name} imports {target}, which is in a room above it"
+            for target in sorted(module.all_imports)
+            if is_above(modules[target], module)
+        )
+
+
+HEIGHT = {room: -line for line, rooms in enumerate(ROOMS) for room in rooms}
+
+
+def is_above(target: Module, module: Module) -> bool:
+    return HEIGHT.get(target.room, 0) > HEIGHT.get(module.room, 0)
 
 
 def import_cycles(modules: dict[str, Module]) -> Iterator[str]:
-    """Yield each cycle that a walk along the imports runs into; imports for types alone are no part of it."""
+    """Yield each cycle that a walk along the imports runs into; one with an upward import is found by that."""
     done: set[str] = set()
 
     def walk(name: str, path: list[str]) -> Iterator[str]:
         if name in path:
-            yield "a cycle: " + " → ".join([*path[path.index(name) :], name])
+            yield f"{name} is in a cycle: " + " → ".join([*path[path.index(name) :], name])
         elif name not in done:
-            for target in sorted(modules[name].imports - {name}):
-                yield from walk(target, [*path, name])
+            for target in sorted(modules[name].all_imports):
+                if not is_above(modules[target], modules[name]):
+                    yield from walk(target, [*path, name])
             done.add(name)
 
     for name in modules:
@@ -219,10 +327,10 @@ def spread_imports(modules: dict[str, Module]) -> Iterator[str]:
             yield f"{library} is imported by {', '.join(users)}, and {limit} may"
 
 
-def private_torch(modules: dict[str, Module]) -> Iterator[str]:
+def private_names_of_others(modules: dict[str, Module]) -> Iterator[str]:
     for module in modules.values():
-        if module.name != PRIVATE_TORCH_MODULE:
-            yield from (f"{module.name} uses {name}, which is private to torch" for name in module.private)
+        if module.name != PRIVATE_NAMES_MODULE:
+            yield from (f"{module.name} uses {name}, which is private" for name in module.private)
 
 
 def names_that_say_nothing(modules: dict[str, Module]) -> Iterator[str]:
@@ -236,7 +344,7 @@ JUDGES = (
     import_cycles,
     torch_where_it_may_not_be,
     spread_imports,
-    private_torch,
+    private_names_of_others,
     names_that_say_nothing,
 )
 
@@ -251,7 +359,25 @@ def faults(package: Path) -> list[str]:
 
 @pytest.mark.parametrize("judge", JUDGES, ids=lambda judge: judge.__name__)
 def test_package_keeps_the_rule(judge):
-    assert list(judge(read_package(PACKAGE))) == []
+    assert judged(list(judge(read_package(PACKAGE))), ALLOWED.get(judge.__name__, {})) == []
+
+
+def judged(faults: list[str], allowed: dict[str, str]) -> list[str]:
+    """Return the faults of modules that are not allowed to have any, and the modules that are and have none."""
+    faulty = {fault: fault.split(" ")[0] for fault in faults}
+    idle = [f"{module} keeps the rule: take it out of ALLOWED" for module in allowed if module not in faulty.values()]
+    return [fault for fault, module in faulty.items() if module not in allowed] + idle
+
+
+def test_allowed_rules_exist():
+    assert set(ALLOWED) <= {judge.__name__ for judge in JUDGES}
+
+
+def test_allowed_module_without_fault_is_an_error():
+    assert judged(["a uses torch._C", "b uses torch._C"], {"a": "why", "c": "why"}) == [
+        "b uses torch._C",
+        "c keeps the rule: take it out of ALLOWED",
+    ]
 
 
 # --- the rules themselves, on a small package with planted faults ---
@@ -265,6 +391,9 @@ SOUND = {
     "steps/__init__.py": "from nano_loop.steps.ipex import Ipex\nSTEPS = [Ipex]",
     "steps/ipex.py": "def apply():\n    import intel_extension_for_pytorch as ipex",
     "distributed/strategy.py": "from lightning_fabric.strategies import DDPStrategy\nimport torch.__config__",
+    "distributed/channel.py": "import nano_loop.errors",
+    "distributed/averaging/mean.py": "from nano_loop.distributed.transport.ring import Ring",
+    "distributed/transport/ring.py": "class Ring:\n    def __init__(self, other):\n        self._next = other._next",
     "cpu/__init__.py": "from .quota import quota",
     "cpu/quota.py": "from ..errors import NanoError",
     "errors.py": "class NanoError(RuntimeError): ...",
@@ -294,14 +423,49 @@ PLANTED = {
         {"intercept/calls.py": "import_module('nano_loop.decorator')"},
         "intercept.calls imports decorator",
     ),
+    "upward, in a constant": (
+        {"intercept/calls.py": "ENTRY = 'nano_loop.decorator'"},
+        "intercept.calls imports decorator",
+    ),
+    "upward, in a program": (
+        {"intercept/calls.py": "RUN = '''\nimport sys\nfrom nano_loop.decorator import nano, kept\nnano()\n'''"},
+        "intercept.calls imports decorator",
+    ),
+    "upward, a whole module in a program": (
+        {"intercept/calls.py": "RUN = 'import nano_loop.decorator'"},
+        "intercept.calls imports decorator",
+    ),
+    "upward, in a folder": (
+        {"distributed/transport/ring.py": "from nano_loop.distributed.averaging.mean import Ring"},
+        "distributed.transport.ring imports distributed.averaging.mean",
+    ),
+    "upward, to a folder inside": (
+        {"distributed/channel.py": "from nano_loop.distributed.transport.ring import Ring"},
+        "distributed.channel imports distributed.transport.ring",
+    ),
+    "unknown room inside": (
+        {"distributed/gadgets/one.py": ""},
+        "distributed.gadgets.one: its room is not in ROOMS",
+    ),
     "unknown room": ({"gadgets/one.py": ""}, "gadgets.one: its room is not in ROOMS"),
     "cycle": (
         {"steps/a.py": "from . import b", "steps/b.py": "from . import a"},
         "steps.a → steps.b → steps.a",
     ),
+    "cycle, for types": (
+        {
+            "steps/a.py": "from . import b",
+            "steps/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import Parts",
+        },
+        "steps.a is in a cycle: steps.a → steps.b → steps.a",
+    ),
+    "cycle, by string": (
+        {"steps/a.py": "from . import b", "steps/b.py": "ENTRY = 'nano_loop.steps.a'"},
+        "steps.a is in a cycle: steps.a → steps.b → steps.a",
+    ),
     "cycle of a folder with its file": (
         {"steps/ipex.py": "from nano_loop.steps import STEPS"},
-        "a cycle: steps → steps.ipex → steps",
+        "steps is in a cycle: steps → steps.ipex → steps",
     ),
     "torch in cpu": ({"cpu/quota.py": "import torch.nn"}, "cpu.quota imports torch"),
     "torch in cpu, later": (
@@ -350,6 +514,66 @@ PLANTED = {
         {"intercept/calls.py": "import torch\ngetattr(torch, '_C')"},
         "intercept.calls uses torch._C",
     ),
+    "private attribute of an instance": (
+        {"intercept/calls.py": "def f(module):\n    return module._parameters"},
+        "intercept.calls uses module._parameters",
+    ),
+    "private attribute of an own attribute": (
+        {"intercept/calls.py": "class C:\n    def f(self):\n        return self.tensor._version"},
+        "intercept.calls uses self.tensor._version",
+    ),
+    "private attribute of what is not torch's": (
+        {"intercept/calls.py": "import sys\nsys._xoptions"},
+        "intercept.calls uses sys._xoptions",
+    ),
+    "private attribute of another file's": (
+        {"intercept/calls.py": "def f(ring):\n    return ring._next"},
+        "intercept.calls uses ring._next",
+    ),
+    "private attribute set by setattr": (
+        {"intercept/calls.py": "def f(tensor):\n    setattr(tensor, '_kept', None)"},
+        "intercept.calls uses tensor._kept",
+    ),
+    "private attribute in vars": (
+        {"intercept/calls.py": "def f(module):\n    return vars(module)['_kept']"},
+        "intercept.calls uses vars(module)._kept",
+    ),
+    "private attribute got from vars": (
+        {"intercept/calls.py": "def f(module):\n    return vars(module).pop('_kept', None)"},
+        "intercept.calls uses vars(module)._kept",
+    ),
+    "private attribute looked for in __dict__": (
+        {"intercept/calls.py": "def f(module):\n    return '_kept' in module.__dict__"},
+        "intercept.calls uses module.__dict__._kept",
+    ),
+    "private attribute, its name in a constant": (
+        {"intercept/calls.py": "_NAME = '_kept'\ndef f(module):\n    return getattr(module, _NAME)"},
+        "intercept.calls uses _NAME = '_kept'",
+    ),
+    "private attribute of torch in a table": (
+        {"intercept/calls.py": "NAMES = ('_parameters', 'weight')"},
+        "intercept.calls uses '_parameters'",
+    ),
+    "private operator": (
+        {"intercept/calls.py": "NAMES = {'_softmax.out': 1}"},
+        "intercept.calls uses '_softmax.out'",
+    ),
+    "private operator with its library": (
+        {"intercept/calls.py": "f('aten::_softmax')"},
+        "intercept.calls uses 'aten::_softmax'",
+    ),
+    "private module in a string": (
+        {"intercept/calls.py": "MODULES = ('torch._dynamo',)"},
+        "intercept.calls uses 'torch._dynamo'",
+    ),
+    "private module by name": (
+        {"intercept/calls.py": "import_module('_io')"},
+        "intercept.calls uses import_module._io",
+    ),
+    "private import of another library": (
+        {"intercept/calls.py": "from ray._private import state"},
+        "intercept.calls uses ray._private.state",
+    ),
     "utils.py": ({"steps/utils.py": ""}, "steps.utils does not say what it is for"),
     "common/": ({"cpu/common/__init__.py": ""}, "cpu.common does not say what it is for"),
 }
@@ -372,13 +596,3 @@ def test_sound_package_has_no_faults(tmp_path):
 def test_planted_fault_is_found(tmp_path, files, fault):
     found = faults(plant(tmp_path, SOUND | files))
     assert any(fault in line for line in found), found
-
-
-def test_import_for_types_closes_no_cycle(tmp_path):
-    for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import Parts"
-    files = {"steps/a.py": "from . import b", "steps/b.py": for_types}
-    assert faults(plant(tmp_path, SOUND | files)) == []
-
-
-def test_instances_may_have_private_attributes(tmp_path):
-    assert faults(plant(tmp_path, SOUND | {"intercept/calls.py": "import torch\nself._depth = torch.float32"})) == []

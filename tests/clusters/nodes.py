@@ -28,8 +28,8 @@ def apart():
     context = ray.get_runtime_context()
     first = next(each["NodeID"] for each in ray.nodes() if "node:__internal_head__" in each["Resources"])
     if context.get_node_id() != first:
-        here = launcher._this_host()
-        launcher._this_host = lambda: here._replace(name=context.get_node_id())
+        here = launcher.this_host()
+        launcher.this_host = lambda: here._replace(name=context.get_node_id())
 
 
 def processes_of(command, **variables):

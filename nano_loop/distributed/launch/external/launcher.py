@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from torch import distributed
@@ -17,22 +15,24 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.hosts import Hosts, by_host
-from nano_loop.distributed.launch.external.connecting import (
-    ByBackend,
-    Connecting,
-    InGroupOfUser,
-    common_folder,
-    connected_on_one_host,
-)
 from nano_loop.distributed.launch.external.environment import Launch, local_size
-from nano_loop.distributed.launch.external.meeting import GroupMeeting, Host, Meeting, Presence, StoreMeeting
+from nano_loop.distributed.launch.external.liveness import watching_each_other
+from nano_loop.distributed.launch.external.rendezvous import (
+    Presence,
+    common_folder,
+    gather_at,
+    gather_in_group,
+    this_host,
+)
 from nano_loop.distributed.launch.external.store import external_store
-from nano_loop.distributed.launch.launcher import Launcher, Task
-from nano_loop.distributed.launch.shared_folder import shared_memory_device
+from nano_loop.distributed.launch.group import leaders_group, local_group, process_group, shared_channel
+from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.distributed.signed import SignedCodec, secret_of
 from nano_loop.distributed.transport.process_group_channel import ProcessGroupChannel
+from nano_loop.distributed.transport.shared_channel import SharedChannel
 from nano_loop.environment import SECRET
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
@@ -99,123 +99,106 @@ class External(Launcher):
     @contextmanager
     def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
         """See `Launcher.joined`."""
-        launch = self.launch
-        everyone = Ranks(launch.rank, launch.size, timeout=self.options.timeout)
+        launch, store = self.launch, None
         if not distributed.is_initialized():
             store = external_store(launch, os.environ, self.options.timeout)
-            with joined_at(store, self.options, machine, launch) as seat:
-                yield seat
-            return
-        if distributed.get_world_size() != launch.size:
+        elif distributed.get_world_size() != launch.size:
             given = f"this process is in a process group of {distributed.get_world_size()}"
             needed = f"{launch.launcher} has started {launch.size} processes"
             raise NanoError(problem(given, needed, "Call torch.distributed.destroy_process_group() before"))
-        meeting = GroupMeeting(ProcessGroupChannel(everyone, SignedCodec(launch.rank, b"", None)))
-        with _seated(self.options, machine, everyone, meeting, InGroupOfUser(), Terms()) as seat:
+        with join_run(store, self.options, machine, launch) as seat:
             yield seat
 
 
 @contextmanager
-def joined_at(
-    store: Store,
+def join_run(
+    store: Store | None,
     options: Options,
     machine: Machine,
     launch: Launch,
-    terms: Terms | None = None,
+    terms: Terms = Terms(),
 ) -> Iterator[Seat]:
-    """Join the other processes of a launch at a store, whoever has started them and on whichever hosts they are.
+    """Join the other processes of a launch, whoever has started them, and divide this host among its ranks. Collective.
 
     Parameters
     ----------
-    store : torch.Store
-        Where all of them meet, used by no other run.
+    store : torch.Store or None
+        Where all of them meet, used by no other run. None: in the process group that the user has made, which is used
+        and left as it is.
     options : Options
         The options of the run.
     machine : Machine
         What this process may use, which the launcher may have restricted already.
     launch : Launch
         The place of this process.
-    terms : Terms or None
-        What the launcher gives besides; None: nothing.
+    terms : Terms
+        What the launcher gives besides.
     """
-    terms = terms or Terms()
     everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=terms.check)
-    connecting = ByBackend(PrefixStore("group", store), options.process_group_backend, terms.address)
-    with _seated(options, machine, everyone, StoreMeeting(store, everyone), connecting, terms) as seat:
-        yield seat
-
-
-@contextmanager
-def _seated(
-    options: Options,
-    machine: Machine,
-    everyone: Ranks,
-    meeting: Meeting,
-    connecting: Connecting,
-    terms: Terms,
-) -> Iterator[Seat]:
-    """Find out who is on which host, connect all, and divide this host. Collective."""
-    threads = terms.threads
+    gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
+    secret = terms.secret or secret_of(os.environ)
+    own = Presence.here(this_host(), machine.allowed, signs=secret is not None)
+    presences = [Presence.from_text(text, rank) for rank, text in enumerate(gather(own.as_text()))]
+    members = by_host([presence.host for presence in presences])
+    here = next(ranks for ranks in members if launch.rank in ranks)
+    masks = [presences[rank].cpus for rank in here]
+    shares = _shares(options, machine, here, masks) if terms.threads is None else ()
+    share = shares[here.index(launch.rank)] if shares else None
     with ExitStack() as stack:
-        secret = terms.secret or secret_of(os.environ)
-        mine = Presence.here(_this_host(), machine.allowed, signs=secret is not None)
-        texts = meeting.gather(mine.as_text())
-        found = [Presence.from_text(text, rank) for rank, text in enumerate(texts)]
-        here = [rank for rank, each in enumerate(found) if each.host == mine.host]
-        masks = [found[rank].cpus for rank in here]
-        local_rank = here.index(everyone.rank)
-        shares = _shares(options, machine, here, masks) if threads is None else ()
-        share = shares[local_rank] if shares else None
-        on_one_host = len(here) == everyone.size
-        members = by_host([each.host for each in found])
-        shared = any(len(each) > 1 for each in members)
-        folder = stack.enter_context(common_folder(everyone, meeting, here, terms.parent)) if shared else None
+        folder = None
+        if any(len(ranks) > 1 for ranks in members):
+            folder = stack.enter_context(common_folder(launch.rank, gather, here, terms.parent))
         ranks = Ranks(
-            everyone.rank,
-            everyone.size,
-            local_rank=local_rank,
+            launch.rank,
+            launch.size,
+            local_rank=here.index(launch.rank),
             local_size=len(here),
-            check=everyone.check,
-            timeout=everyone.timeout,
-            shares=tuple(each.cpus for each in shares),
+            check=terms.check,
+            timeout=options.timeout,
+            shares=tuple(share.cpus for share in shares),
             loader_cpus=share.loader_cpus if share else (),
-            folder=folder if on_one_host else None,
+            folder=folder if len(members) == 1 else None,
         )
+        backend = options.process_group_backend
         if ranks.folder is not None:
-            local = connecting.on_one_host if terms.watched else partial(connected_on_one_host, connecting)
-            stack.enter_context(local(ranks, ranks.folder))
+            local = shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend)
+            stack.enter_context(local if terms.watched else _watched_by_each_other(local, ranks, ranks.folder))
         else:
-            leaders = stack.enter_context(connecting.between_hosts(ranks, members))
-            _refuse_different_secrets(found)
+            if store is not None:
+                group = PrefixStore("group", store)
+                stack.enter_context(process_group(group, ranks, backend, address=terms.address))
+            leaders = stack.enter_context(leaders_group(ranks, members, address=terms.address))
+            _refuse_different_secrets(presences)
             if leaders is not None:
                 ranks.hosts = Hosts(members, members.index(here), folder if len(here) > 1 else None, leaders)
-            ranks.channel = ProcessGroupChannel(ranks, SignedCodec(ranks.rank, _run_of(found), secret))
+            ranks.channel = ProcessGroupChannel(ranks, SignedCodec(ranks.rank, _run_of(presences), secret))
         if share is not None:
             stack.enter_context(bound(share.cpus))
-        part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, threads)
-        stack.callback(note_rank, note_rank(everyone.rank))
+        part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, terms.threads)
+        stack.callback(note_rank, note_rank(launch.rank))
         yield Seat(ranks, part, machine)
 
 
-def _this_host() -> Host:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return Host(socket.gethostname(), boot, shared_memory_device())
+@contextmanager
+def _watched_by_each_other(connected: AbstractContextManager[object], ranks: Ranks, folder: Path) -> Iterator[None]:
+    """Connect ranks of one host that see each other's ends by themselves: no launcher of ours watches them."""
+    with watching_each_other(ranks, folder) as liveness, connected:
+        if isinstance(ranks.channel, SharedChannel):
+            liveness.has_left = ranks.channel.segment.has_left
+        yield
 
 
-def _refuse_different_secrets(found: list[Presence]) -> None:
+def _refuse_different_secrets(presences: list[Presence]) -> None:
     """Raise on every rank if some have a secret and others have none."""
-    without = [rank for rank, each in enumerate(found) if not each.signs]
-    if without and len(without) < len(found):
+    without = [rank for rank, each in enumerate(presences) if not each.signs]
+    if without and len(without) < len(presences):
         given = f"{SECRET} is not set for rank {', '.join(map(str, without))}"
         raise NanoError(problem(given, "all ranks have the same secret, or none has one", "Set it for every rank"))
 
 
-def _run_of(found: list[Presence]) -> bytes:
+def _run_of(presences: list[Presence]) -> bytes:
     """Return what only this run has, as each rank's own nonce is in it."""
-    return hashlib.sha256(json.dumps([each.nonce for each in found]).encode()).digest()
+    return hashlib.sha256(json.dumps([each.nonce for each in presences]).encode()).digest()
 
 
 def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:

@@ -18,14 +18,15 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.launch.assignment import State
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.external.environment import Launch
-from nano_loop.distributed.launch.external.launcher import Terms, joined_at
+from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
-from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.local.warned import noted
 from nano_loop.distributed.launch.ray.call import PAYLOAD, WORKER_INIT, Call, threads_for, without_number
 from nano_loop.distributed.launch.ray.undoing import changes_undone_by
 from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.payload.payload import dump
@@ -101,7 +102,7 @@ def _joined_first(
         watched=True,
     )
     launch = Launch("ray", 0, options.num_processes or 1)
-    connecting = joined_at(store, without_number(options), machine, launch, terms)
+    connecting = join_run(store, without_number(options), machine, launch, terms)
     with connecting as seat, interrupts.heard():
         joined = True
         yield seat

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.files.private_files import redirect_files
 from nano_loop.distributed.launch.external.environment import Launch
-from nano_loop.distributed.launch.external.launcher import Terms, joined_at
+from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.launch.failure import flush_output, pickled, raised
 from nano_loop.distributed.launch.joining import run_joined
 from nano_loop.distributed.launch.local.warned import sent
@@ -118,7 +118,7 @@ class RankWorker:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=call.waiting)
             launch = Launch("ray", self._rank, call.size)
             terms = Terms(address=address, secret=self._secret, threads=threads, watched=True, parent=self._folder.path)
-            seat = joined_at(store, call.options, machine, launch, terms)
+            seat = join_run(store, call.options, machine, launch, terms)
             noting = self._noting(seat)
             run_joined(call.task, call.state, threads or machine.num_threads, noting, call.size, self._folder.path)
         except BaseException as error:

@@ -14,7 +14,7 @@ from distributed.launch.external.test_launcher import HOSTS, TRAIN, told
 from distributed.launch.started import LOOP, agents, environment, run_together
 from nano_loop import NanoError
 from nano_loop.distributed.launch.external.liveness import Liveness
-from nano_loop.distributed.launch.external.meeting import Host, Presence
+from nano_loop.distributed.launch.external.rendezvous import Host, Presence
 from nano_loop.distributed.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -80,7 +80,7 @@ import sys, time
 from pathlib import Path
 from nano_loop.distributed.launch.external.liveness import Liveness
 from nano_loop.distributed.ranks import Ranks
-Liveness(Ranks(1, 2), Path(sys.argv[1]), lambda rank: False)
+liveness = Liveness(Ranks(1, 2), Path(sys.argv[1]))
 import os
 if os.fork() == 0:
     time.sleep(60)  # what a rank has forked does not keep it alive
@@ -92,7 +92,7 @@ time.sleep(60)
 
 def test_process_is_dead_once_it_is_killed_and_not_before(tmp_path):
     tmp_path.chmod(0o700)
-    mine = Liveness(Ranks(0, 2), tmp_path, lambda rank: False)
+    mine = Liveness(Ranks(0, 2), tmp_path)
     assert not mine.is_dead(1)  # it has not come yet
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), start_new_session=True)
@@ -105,7 +105,7 @@ def test_process_is_dead_once_it_is_killed_and_not_before(tmp_path):
         time.sleep(0.3)
         with pytest.raises(NanoError, match="rank 1 ended its process"):
             mine.check()
-        mine._has_left = lambda rank: True
+        mine.has_left = lambda rank: True
         time.sleep(0.3)
         mine.check()
     finally:
