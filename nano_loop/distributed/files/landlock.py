@@ -10,6 +10,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from nano_loop.distributed.files.originals import real
 
@@ -55,7 +56,7 @@ class _Rule(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
 
 
-def _allow(call: ctypes._CFuncPtr, rules: int, folder: str, rights: int) -> None:  # type: ignore[name-defined]
+def _allow(call: Any, rules: int, folder: str, rights: int) -> None:
     try:
         descriptor = real.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:  # it is not there
