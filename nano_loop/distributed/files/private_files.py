@@ -70,6 +70,16 @@ def redirect_files(run: Path, rank: int) -> None:
     prepare()
     place = _begin(run, run, rank, began(run))
     _keep_temporary_files_in(f"{place}/temporary")
+
+
+def guard_files(run: Path) -> None:
+    """Let the kernel refuse to this thread, and to what it starts, to change the caller's files past the table.
+
+    Parameters
+    ----------
+    run : pathlib.Path
+        The private folder of the run.
+    """
     outside = ThreadPoolExecutor(1)
     outside.submit(os.getpid).result()  # it is there before the boundary is drawn around this thread
     if keep_writes_in((*SYSTEM, *folders_of(run), *_made(cache_folders()))):

@@ -327,11 +327,11 @@ class MadeFolders:
                 claimed = True
         return claimed
 
-    def clean(self) -> None:
-        """Remove the folders that no rank wants, where they are empty; the innermost first."""
+    def clean(self, removed_only: bool = True) -> None:
+        """Remove the folders that no rank wants, or all of them, where they are empty; the innermost first."""
         removed = []
         for name in _names(self._folder):
-            if name.endswith(".removed"):
+            if name.endswith(".removed") or not removed_only:
                 with real.open_file(os.path.join(self._folder, name)) as file:
                     removed.append(file.read())
         for key in sorted(removed, reverse=True):
