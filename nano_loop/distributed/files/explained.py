@@ -30,6 +30,7 @@ _EVENTS = {
     "sqlite3.connect": (0,),
 }
 _NO_FOLDER = -1  # the descriptor in an event where a path is not meant from an open folder on
+_MOST_TEXT = 10_000  # characters
 _OF_SQLITE = re.compile("readonly database|unable to open database")
 _DENIED = re.compile(r"permission denied|read-only file", re.IGNORECASE)
 _MISSING = re.compile(r"no such file|not found|does not exist|unable to open|cannot open", re.IGNORECASE)
@@ -102,20 +103,28 @@ def explaining_files(table: Table) -> Iterator[None]:
         text = None if isinstance(error, NanoError) or not table.root else _explained(table, error)
         if text is None:
             raise
-        raise NanoError(_message(f"{text} ({type(error).__name__}: {error})")) from error
+        raise NanoError(_message(f"{text} ({type(error).__name__}: {_text(error)})")) from error
+
+
+def _text(error: Exception) -> str:
+    """Return the beginning of an error's message; none of one that has no sound message."""
+    try:
+        return str(error)[:_MOST_TEXT]
+    except Exception:  # the user's class may raise any
+        return ""
 
 
 def _explained(table: Table, error: Exception) -> str | None:
     number = error.errno if isinstance(error, OSError) else None
-    if _OF_SQLITE.search(str(error)) and table.read_only:
+    if _OF_SQLITE.search(_text(error)) and table.read_only:
         return f"compiled code, SQLite, writes to {' or '.join(sorted(table.read_only))}"
     paths = [path for path in _paths(error) if path not in ("", ".", "/")]
-    if number in (errno.EACCES, errno.EROFS) or _DENIED.search(str(error)):
+    if number in (errno.EACCES, errno.EROFS) or _DENIED.search(_text(error)):
         refused = next((path for path in paths if _would_be_written(table, path)), None)
         if refused is None and (paths or table.outside is None):
             return None
         return f"compiled code opened {refused or _source(error)} to write it"
-    if number == errno.ENOENT or _MISSING.search(str(error)):
+    if number == errno.ENOENT or _MISSING.search(_text(error)):
         private = next((path for path in paths if _is_private(table, path)), None)
         return private and f"compiled code opened {private}, which this rank has written or renamed"
     return None
@@ -144,10 +153,10 @@ def _is_private(table: Table, path: str) -> bool:
 def _paths(error: Exception) -> Iterator[str]:
     if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)):
         yield os.fsdecode(error.filename)
-    for match in _QUOTED.finditer(str(error)):
+    for match in _QUOTED.finditer(_text(error)):
         yield next(filter(None, match.groups()))
     for trace in _traces(error)[::-1]:
-        yield from (path for path in _arguments(trace) if path not in str(error))
+        yield from (path for path in _arguments(trace) if path not in _text(error))
 
 
 def _traces(error: Exception) -> list[TracebackType]:
