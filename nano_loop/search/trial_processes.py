@@ -22,13 +22,14 @@ from nano_loop.distributed.files.table import MadeFolders
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.failure import Failure, first
 from nano_loop.distributed.launch.local.kept_server import keep, server_for
-from nano_loop.distributed.launch.local.launcher import PAYLOAD, seats_of
+from nano_loop.distributed.launch.local.launcher import seats_of
 from nano_loop.distributed.launch.local.process import WorkerProcess, forked
 from nano_loop.distributed.launch.local.server import Server
-from nano_loop.distributed.launch.local.start import Start
+from nano_loop.distributed.launch.local.start import PAYLOAD
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import dump
+from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.options import Options
 from nano_loop.settings import Settings
@@ -109,7 +110,7 @@ class TrialProcesses:
         self._ending.enter_context(workers_files(folder))
         self._ending.callback(MadeFolders(folder).clean, removed_only=False)
         for place in (folder, Path(place_of(folder))):
-            server.begin(str(place))
+            server.begin(str(place), task.modules)
             self._ending.callback(server.finish, str(place))
         seats = _seats(options, machine, folder)
         (folder / PAYLOAD).mkdir()
@@ -118,7 +119,7 @@ class TrialProcesses:
         self._requests = [self._opened(folder / f"{_REQUESTS}-{rank}") for rank in range(len(seats))]
         self._answers = [self._opened(folder / f"{_ANSWERS}-{rank}") for rank in range(len(seats))]
         self._texts = [b""] * len(seats)
-        self._processes = forked(server, [Start.of_seat(seat, verbose=False) for seat in seats], quiet=True)
+        self._processes = forked(server, seats, quiet=True)
         for process in self._processes:
             self._ending.callback(process.close)
 
@@ -175,9 +176,8 @@ class Line:
 def trial_server(settings: Settings) -> Iterator[tuple[Server, Path]]:
     """Give the process that forks those of the trials, and a folder in memory for what all of them read."""
     with private_folder() as folder:
-        server = server_for(_seats(settings.options, settings.machine, folder)[0])
+        server = server_for(_seats(settings.options, settings.machine, folder)[0], ())
         try:
-            server.begin(str(folder))
             yield server, folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -187,11 +187,9 @@ def trial_server(settings: Settings) -> Iterator[tuple[Server, Path]]:
 
 def _seats(options: Options, machine: Machine, folder: Path) -> list[Seat]:
     count = options.num_processes or 1
-    seats = seats_of(machine, shares_of(options, machine, range(count)), folder, options.timeout)
-    if count == 1 and options.cpu_for_each_process is None:
-        (seat,) = seats
-        seat.ranks.shares, seat.ranks.loader_cpus, seat.machine = (), (), machine  # bound to nothing, as without ranks
-    return seats
+    if count == 1 and options.cpu_for_each_process is None:  # bound to nothing, as without ranks
+        return [Seat(Ranks(timeout=options.timeout, folder=folder), machine, machine)]
+    return seats_of(machine, shares_of(options, machine, range(count)), folder, options.timeout)
 
 
 def _mean_without_pauses(seconds: list[float]) -> float:

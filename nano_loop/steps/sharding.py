@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from nano_loop.distributed.launch.under_way import innermost
-from nano_loop.distributed.loaders.alike import Known
+from nano_loop.distributed.loaders.dataset_digest import Known
 from nano_loop.distributed.loaders.found import FoundSharding
 from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_served, serving, sharded_by_user
 from nano_loop.intercept.loaders import changed, found
@@ -61,7 +61,7 @@ class Sharding(RanksStep):
 
     @override
     def final_result(self) -> StepResult | None:
-        if not self.ranks.division.found:
+        if not self.ranks.context.sharding.implicit_loaders:
             return None
         return StepResult(self.name, "applied", f"loaders that were not set up, {_BY_BATCH}")
 

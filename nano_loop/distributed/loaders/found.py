@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from nano_loop.distributed.channel import ITERATION
-from nano_loop.distributed.loaders.alike import Digest, Known
+from nano_loop.distributed.loaders.dataset_digest import Digest, Known
 from nano_loop.distributed.loaders.sharding import BatchSharding, sharded, sharded_by_user
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.intercept.loaders import Start
@@ -58,7 +58,7 @@ class FoundSharding(BatchSharding):
             groups = itertools.chain(ahead, iter(lambda: take(self.ranks.size), []))
             yield from itertools.chain.from_iterable(groups)
         else:
-            self.ranks.division.found = True
+            self.ranks.context.sharding.implicit_loaders = True
             yield from sharded(lambda n: ahead.pop() if ahead else take(n), self.ranks.rank, self.ranks.size)
 
     def _compare(self, mine: Digest) -> None:

@@ -86,18 +86,6 @@ class SharedSegment:
         """Whether a rank has announced that it leaves."""
         return self.words[self._left[rank]] != 0
 
-    def refuse_if_left(self, rank: int, arrived: Callable[[], bool], what: str = "") -> None:
-        """Raise a `RankLeftError` if `rank` has left without having done what is waited for."""
-        if self.has_left(rank):
-            self.fence()
-            if not arrived():  # it may have arrived, and left, since we looked
-                raise RankLeftError(self._has_left(rank, what), rank)
-
-    def refuse_if_late(self, rank: int, started: float) -> None:
-        """Raise a NanoError if this rank has waited for `rank` since ``time.monotonic()`` was `started`."""
-        if time.monotonic() - started > self._ranks.timeout:
-            raise RankLateError(self._is_late(rank), rank)
-
     def publish(self, place: int, value: int) -> None:
         """Set the counter at `place`: a rank that sees its new value sees all that this rank has written before."""
         self.fence()
@@ -145,14 +133,17 @@ class SharedSegment:
             _give_way()  # where ranks share a core, the one that is waited for may be waiting for it
             return False
 
-        waits = self._ranks.waits
+        waits = self._ranks.context.waits
         wait = None if waits is None else waits.begin(self._names[rank], what or AVERAGING)
 
         def look_around() -> None:
             self._ranks.check()
-            self._ranks.meanwhile()
-            self.refuse_if_left(rank, arrived, what)
-            self.refuse_if_late(rank, started)
+            if self.has_left(rank):
+                self.fence()
+                if not arrived():  # it may have arrived, and left, since we looked
+                    raise RankLeftError(self._has_left(rank, what), rank)
+            if time.monotonic() - started > self._ranks.timeout:
+                raise RankLateError(self._is_late(rank), rank)
             if wait is not None and (ring := wait.look()):
                 raise NanoError(parted(self._names[self._ranks.rank], ring))
 
@@ -167,7 +158,7 @@ class SharedSegment:
         if self.words[self._left[rank]] == _FAILED:
             given, needed = f"rank {name} has failed, and rank {mine} still {still}", "a run needs all of its ranks"
             return problem(given, needed, f"See the error of rank {name}")
-        return left_behind(mine, name, what if what == ITERATION else still, self._ranks.loop)
+        return left_behind(mine, name, what if what == ITERATION else still, self._ranks.context.loop)
 
     def _is_late(self, rank: int) -> str:
         name, mine = self._names[rank], self._names[self._ranks.rank]

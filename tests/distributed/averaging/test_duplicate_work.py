@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from distributed.averaging.averaged import Setup, trained
-from nano_loop.distributed.averaging import sameness
+from nano_loop.distributed.averaging import duplicate_work
 from nano_loop.errors import NanoWarning
 from nano_loop.intercept import user_code
 
@@ -22,7 +22,7 @@ class Task:
     """A model that was set up, and data that every rank has."""
 
     def __init__(self, setup, model=None):
-        setup.ranks.common_seed = torch.initial_seed()  # ranks draw other numbers from the first call on
+        setup.ranks.context.common_seed = torch.initial_seed()  # ranks draw other numbers from the first call on
         self.model = model or nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         setup.setup(self.model, self.optimizer)
@@ -84,6 +84,45 @@ def actions_of_an_agent(setup):
     return step
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4 + 6, 6), nn.Linear(6, 2)
+
+    def forward(self, x, state):
+        state = nn.functional.dropout(self.inner(torch.cat([x, state], 1)).tanh(), 0.3)
+        return self.outer(state), state
+
+
+def carried_state_with_dropout(setup):
+    task = Task(setup, Recurrent())
+    state = torch.zeros(12, 6)
+
+    def step():
+        nonlocal state
+        task.optimizer.zero_grad()
+        out, state = task.model(task.x, state.detach())
+        cross_entropy(out, task.y).backward()
+        task.optimizer.step()
+
+    return step
+
+
+def own_outputs_as_inputs_with_dropout(setup):
+    task = Task(setup, nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 4)))
+    x = task.x
+
+    def step():
+        nonlocal x
+        task.optimizer.zero_grad()
+        rollout = task.model(x)  # continues where the last step ended
+        cross_entropy(rollout, task.y).backward()
+        task.optimizer.step()
+        x = rollout.data
+
+    return step
+
+
 def same_sparse_gradients(setup):
     task = Task(setup, nn.Embedding(12, 2, sparse=True))
     return lambda: task.step(torch.arange(6), task.y[:6])
@@ -119,7 +158,7 @@ def of_a_divided_loader(setup):
     task = Task(setup)
 
     def step():
-        setup.ranks.division.delivered = True  # and happens to be the same
+        setup.ranks.context.sharding.delivered = True  # and happens to be the same
         task.step(task.x, task.y)
 
     return step
@@ -134,6 +173,8 @@ SAME = (
     same_batches,
     same_batches_with_dropout,
     same_graph_with_dropout_and_a_mask,
+    carried_state_with_dropout,
+    own_outputs_as_inputs_with_dropout,
     same_sparse_gradients,
 )
 DIVIDED = (
@@ -153,12 +194,12 @@ def judged(setup, make, steps, forget=True):
     undivided = []
     if forget:
         user_code._given.clear()
-        sameness._counts.clear()
+        duplicate_work._counts.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
             step()
-            undivided.append(setup.ranks.division.undivided)
+            undivided.append(setup.ranks.context.sharding.undivided)
     return (
         undivided[0],
         undivided[-1],
@@ -192,14 +233,14 @@ def test_few_steps_are_not_warned_of_until_many_calls_have_taken_them(team):
     def loop(setup):
         setup.close()
         results = []
-        sameness._counts.clear()
+        duplicate_work._counts.clear()
         user_code._given.clear()
         for _ in range(14):
             run = Setup(setup.ranks)
             torch.manual_seed(0)  # models begin equal
             results.append(judged(run, same_batches, 1, forget=False)[1:])
             run.close()
-            setup.ranks.division.warned.clear()
+            setup.ranks.context.sharding.warned.clear()
         return results
 
     first, second = team(2)(trained, loop)
@@ -211,12 +252,12 @@ def test_few_steps_are_not_warned_of_until_many_calls_have_taken_them(team):
 def test_ranks_that_divide_after_some_steps_are_found_out(team):
     def loop(setup):
         task = Task(setup)
-        setup.ranks.division.warned.add("undivided")
+        setup.ranks.context.sharding.warned.add("undivided")
         found = []
         for step in range(12):
             mine = slice(None) if step < 10 else slice(task.rank, None, 2)
             task.step(task.x[mine], task.y[mine])
-            found.append(setup.ranks.division.undivided)
+            found.append(setup.ranks.context.sharding.undivided)
         return found
 
     assert team(2)(trained, loop) == [[True] * 10 + [False] * 2] * 2
@@ -226,17 +267,17 @@ def test_batch_of_a_divided_loader_ends_it_at_once(team):
     def loop(setup):
         task = Task(setup)
         task.step(task.x, task.y)
-        before = setup.ranks.division.undivided
-        setup.ranks.division.delivered = True
+        before = setup.ranks.context.sharding.undivided
+        setup.ranks.context.sharding.delivered = True
         task.step(task.x, task.y)
-        return before, setup.ranks.division.undivided
+        return before, setup.ranks.context.sharding.undivided
 
     assert team(2)(trained, loop) == [[True, False]] * 2
 
 
 def test_loader_that_was_not_to_be_divided_is_not_warned_of(team):
     def loop(setup):
-        setup.ranks.division.chosen = True
+        setup.ranks.context.sharding.chosen = True
         return judged(setup, same_batches, 12)
 
     assert team(2)(trained, loop) == [[True, True, []]] * 2
