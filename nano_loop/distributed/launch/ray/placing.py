@@ -113,9 +113,9 @@ def _fits(cpus: Sequence[int], count: int, each: int) -> bool:
 
 
 def _too_few(options: Options, count: int, each: int, found: Sequence[Node]) -> str:
-    given = options.given["num_processes"]
+    given = options.as_written["num_processes"]
     if options.cpu_for_each_process is not None:
-        given += f", {options.given['cpu_for_each_process']}"
+        given += f", {options.as_written['cpu_for_each_process']}"
     cpus = f"{each} CPU{'s' * (each > 1)}"
     needed = f"{count} ranks of {cpus} need room, rank 0 on this node, and the cluster has {_list(found)}"
     return problem(given, needed, "Lower num_processes, or add nodes to the cluster before the call")
