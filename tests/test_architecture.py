@@ -28,7 +28,7 @@ ROOMS = (
     ("run",),
     ("settings", "report_start"),
     ("call_parts", "rewriting"),
-    ("steps", "steps.ipex"),
+    ("steps", "steps.ipex", "steps.kernels"),
     ("vision",),
     ("cuda_calls",),
     ("distributed.strategy", "distributed.collectives"),

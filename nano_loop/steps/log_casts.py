@@ -14,7 +14,7 @@ from nano_loop.parts import Parts
 from nano_loop.precision.cast_log import CastLog, cast_log
 from nano_loop.precision.execution_trace import Recorder
 from nano_loop.report import StepResult, print_to_stderr
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 #: The first steps are not like the others: optimizers make their state, and products of new sizes are counted.
 _AFTER_STEPS = 2
@@ -53,7 +53,7 @@ class LogCasts(Step):
             self._models.append(model)
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         return None
 
     @override
@@ -69,7 +69,7 @@ class LogCasts(Step):
     def final_result(self) -> StepResult | None:
         if self._optimizer is None:
             return None
-        return self._result or StepResult(self.name, "skipped", "fewer than three steps")
+        return self._result or StepResult(self.name, "skipped", "fewer than three steps", code="few_steps")
 
     def _mark(self, *_: object) -> None:
         if self._recorder is not None:
