@@ -51,8 +51,8 @@ class GradientAveraging(RanksStep):
         narrowed = f", as {self.options.gradient_compression}" if self.options.gradient_compression else ""
         return f"{self._way}{narrowed}"
 
-    def paused(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Return a context in which the gradients of `models` are not averaged; see `Averaging.paused`."""
+    @override
+    def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         return nullcontext() if self._averaging is None else self._averaging.paused(models)
 
     def _open(self) -> Averaging:

@@ -1,4 +1,4 @@
-"""Logs the casts of one step of the loop: which operator caused them, and what they cost."""
+"""A step that logs the casts of one step of the loop: where they are, and what they cost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.parts import Parts
-from nano_loop.precision.cast_log import CastLog, cast_log
-from nano_loop.precision.execution_trace import Recorder
+from nano_loop.precision.cast_log import CastLog, CastRecorder
 from nano_loop.report import StepResult, print_to_stderr
 from nano_loop.steps.step import SkipReason, Step
 
@@ -21,7 +20,7 @@ _AFTER_STEPS = 2
 
 
 class LogCasts(Step):
-    """Records the operators of the third step, from the end of ``optimizer.step()`` to the next, on rank 0.
+    """Records the casts of the third step, from the end of ``optimizer.step()`` to the next, on rank 0.
 
     With several optimizers, the first one that is set up counts.
     """
@@ -35,7 +34,7 @@ class LogCasts(Step):
         self._models: list[nn.Module] = []  # keeps the ids
         self._optimizer: Optimizer | None = None
         self._steps = 0
-        self._recorder: Recorder | None = None
+        self._recorder: CastRecorder | None = None
         self._ending = ExitStack()
         self._result: StepResult | None = None
 
@@ -73,7 +72,7 @@ class LogCasts(Step):
 
     def _mark(self, *_: object) -> None:
         if self._recorder is not None:
-            self._ending.enter_context(self._recorder.mark_optimizer())
+            self._ending.enter_context(self._recorder.in_optimizer())
 
     def _note(self, *_: object) -> None:
         self._ending.close()
@@ -81,25 +80,15 @@ class LogCasts(Step):
         if self._recorder is not None:
             self._finish(self._recorder)
         elif self._steps == _AFTER_STEPS:
-            self._begin()
+            self._recorder = CastRecorder(self._names)
 
-    def _begin(self) -> None:
-        try:
-            self._recorder = Recorder(self._names)
-        except OSError as error:  # the training goes on without a log
-            self._result = StepResult(self.name, "skipped", f"torch's trace could not be written: {error}")
-            return
-        if not self._recorder.is_recording:
-            self._close()
-            self._result = StepResult(self.name, "skipped", "another ExecutionTraceObserver of torch is active")
-
-    def _finish(self, recorder: Recorder) -> None:
+    def _finish(self, recorder: CastRecorder) -> None:
         self._recorder = None
+        log = recorder.finish()
         try:
-            log = cast_log(recorder.finish())
             self._result = StepResult(self.name, "measured", log.summary() + self._written(log), log)
-        except Exception as error:  # of the disk, or of a trace in another form: the training goes on without a log
-            self._result = StepResult(self.name, "skipped", f"there is no log: {type(error).__name__}: {error}")
+        except OSError as error:  # the training goes on without a log
+            self._result = StepResult(self.name, "skipped", f"the log could not be written: {error}")
             return
         if self.options.log_casts is True and self.options.verbose:
             print_to_stderr([log])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
+from torch import nn
 from typing_extensions import override
 
 from nano_loop.cpu import Machine
@@ -55,12 +56,15 @@ class StepContext:
         Registers layers around the calls into a model.
     ranks : Ranks
         The processes of the run; a single one by default.
+    accelerated : callable
+        Returns a context in which a copy of a model is accelerated as the run accelerates it.
     """
 
     options: Options
     machine: Machine
     interceptors: Entries
     ranks: Ranks = ALONE
+    accelerated: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
 
 
 class Step(ABC):
@@ -96,6 +100,7 @@ class Step(ABC):
         self.machine = context.machine
         self.interceptors = context.interceptors
         self.ranks = context.ranks
+        self.accelerated = context.accelerated
         self.undoing = ExitStack()
         self.begin()
 
@@ -129,6 +134,10 @@ class Step(ABC):
     @abstractmethod
     def apply(self, parts: Parts) -> str:
         """Change `parts` in place, and return a description of the change, in one line for the report."""
+
+    def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Return a context in which the step does not average the gradients of `models`, as most steps never do."""
+        return nullcontext()
 
     def final_result(self) -> StepResult | None:
         """Return a final result for the report at the end of the run, before `undo`, or None."""

@@ -14,7 +14,7 @@ from typing_extensions import override
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.noted_calls import NO_GRADIENT, NotedCalls, loss_of
-from nano_loop.precision.verification import Acceleration, Verification, verified
+from nano_loop.precision.verification import Verification, verified
 from nano_loop.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
 
@@ -24,17 +24,10 @@ class Verify(Step):
 
     The loss is the loop's own and cannot be computed again. So copies of the model run backwards from its outputs, each
     with the gradient that reaches them in the loop. Rank 0 compares for all ranks.
-
-    Attributes
-    ----------
-    acceleration : callable
-        Takes a copy of a model, and accelerates it as the run does. The run sets it.
     """
 
     name = "verify"
     needs = "trained"
-
-    acceleration: Acceleration
 
     @override
     def begin(self) -> None:
@@ -81,7 +74,7 @@ class Verify(Step):
         name = class_name(noted.model)
         model, calls = noted.take()
         with self._gradients_kept():
-            found = verified(model, loss_of, calls, self.options.kind, self.acceleration)
+            found = verified(model, loss_of, calls, self.options.kind, self.accelerated)
         self._found[_another(name, self._found)] = found
         if not found.ok:
             given = f"{found.fault} of {name} is off by more than rounding"

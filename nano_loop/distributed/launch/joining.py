@@ -14,7 +14,8 @@ from nano_loop.distributed.files.folder import explaining_full_disk
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.choice import choose
 from nano_loop.distributed.launch.group import local_group
-from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.under_way import innermost, of_process, under_way, whole_process
 from nano_loop.distributed.loaders.worker_advice import advice_of_plain_run
 from nano_loop.distributed.ranks import Ranks

@@ -11,8 +11,8 @@ import torch
 from nano_loop.cpu import Machine
 from nano_loop.distributed.launch.assignment import State
 from nano_loop.distributed.launch.external.environment import NAMES, PREFIXES
-from nano_loop.distributed.launch.launcher import Task
 from nano_loop.distributed.launch.local.start import NOT_FOR_WORKERS as BINDING
+from nano_loop.distributed.launch.task import Task
 from nano_loop.options import Options
 from nano_loop.version import __version__
 
