@@ -147,8 +147,8 @@ def run_joined(
 @contextmanager
 def _running(seat: Seat, task: Task | None) -> Iterator[None]:
     if task is not None:
-        seat.ranks.loop = task.loop
-    seat.ranks.common_seed = torch.initial_seed()
+        seat.ranks.context.loop = task.loop
+    seat.ranks.context.common_seed = torch.initial_seed()
     is_bound = bool(seat.ranks.shares)
     with under_way(seat.ranks), advice_of_plain_run(len(seat.host.allowed)) if is_bound else nullcontext():
         yield
