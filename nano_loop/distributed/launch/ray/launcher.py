@@ -23,8 +23,8 @@ from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher, Task
 from nano_loop.distributed.launch.local.warned import noted
-from nano_loop.distributed.launch.ray.call import PAYLOAD, WORKER_INIT, Call, threads_for, without_number
-from nano_loop.distributed.launch.ray.undoing import changes_undone_by
+from nano_loop.distributed.launch.ray.caller import changes_undone_by
+from nano_loop.distributed.launch.ray.worker import PAYLOAD, WORKER_INIT, Call, threads_for
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
@@ -92,16 +92,16 @@ def _joined_first(
 
     waiting = timedelta(seconds=options.timeout)
     store = TCPStore(started.address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
-    started.run(started.address, store.port)
+    started.run(store.port)
     terms = Terms(
         check=check,
         address=started.address,
         secret=secret,
-        threads=threads_for(machine, started.share),
+        threads=threads_for(machine, started.places.share(0)),
         watched=True,
     )
     launch = Launch("ray", 0, options.num_processes or 1)
-    connecting = join_run(store, without_number(options), machine, launch, terms)
+    connecting = join_run(store, _placed(options), machine, launch, terms)
     with connecting as seat, interrupts.heard():
         joined = True
         yield seat
@@ -110,7 +110,7 @@ def _joined_first(
 def _dump(options: Options, machine: Machine, task: Task, folder: Path) -> int:
     """Write what the actors need, and return how many bytes of large arguments were copied."""
     count = options.num_processes or 1
-    call = Call(task, without_number(options), State.of_this_process(machine.num_threads), count)
+    call = Call(task, _placed(options), State.of_this_process(machine.num_threads), count)
     try:
         if options.worker_init is not None:
             (folder / WORKER_INIT).mkdir()
@@ -119,6 +119,11 @@ def _dump(options: Options, machine: Machine, task: Task, folder: Path) -> int:
         return dump(call, folder / PAYLOAD, task.names)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error
+
+
+def _placed(options: Options) -> Options:
+    """Return the options as a rank joins with: how many CPUs it has was decided when it was placed."""
+    return options.without_cpus() if isinstance(options.cpu_for_each_process, int) else options
 
 
 def _refuse_missing_ray(options: Options) -> None:
