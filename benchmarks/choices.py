@@ -26,7 +26,7 @@ from benchmarks.fresh import ROOT, environment
 from benchmarks.lockstep import FOREVER, Live, compare
 from benchmarks.names import find, names
 from benchmarks.workloads import ALL, LISTS, Workload
-from nano_loop.trials.tuning import Tuning
+from nano_loop.search.result import Tuning
 
 
 def grid(images: bool, threads: int) -> Iterator[dict[str, Any]]:

@@ -15,19 +15,18 @@ from typing import Any, NamedTuple
 from torch.profiler import ProfilerActivity, profile
 
 import nano_loop
+from benchmarks.execution_trace import Operator, Recorder
 from benchmarks.loop import endless
 from benchmarks.workloads import Workload
-from nano_loop.precision.execution_trace import Operator, Recorder
 from nano_loop.profiling.kinds import PRODUCTS, Event, kind_of_operator
 from nano_loop.profiling.machine_rates import memory_rate
 from nano_loop.profiling.rates import VIEWS
 
 WARMUP, TIMED, UNCOUNTED, PROFILED = 4, 3, 1, 6
 #: Operators that calculate and move nothing, besides views.
-_NOTHING = VIEWS | {
-    f"aten::{name}"
-    for name in ("empty", "empty_strided", "new_empty", "resize_as_", "is_nonzero", "item", "_local_scalar_dense")
-}
+_NOTHING = VIEWS.union(
+    ("empty", "empty_strided", "new_empty", "resize_as_", "is_nonzero", "item", "local_scalar_dense")
+)
 _WRITE_ONLY = ("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_")
 #: Operators that read as many elements of their first input as they return.
 _GATHERING = ("embedding", "index", "index_select", "gather")
@@ -106,7 +105,9 @@ def computing(events: Iterable[Event]) -> frozenset[str]:
     """
     own, called = defaultdict[int, float](float), []
     for event in events:
-        if event.name in _NOTHING:  # memory, taken for what the operator around it computes
+        if (
+            event.name.removeprefix("aten::").removeprefix("_") in _NOTHING
+        ):  # memory, taken for what the operator around it computes
             if event.cpu_parent is not None:
                 own[id(event.cpu_parent)] += event.cpu_time_total
         elif event.name.startswith("aten::"):

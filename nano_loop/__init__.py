@@ -25,11 +25,11 @@ if TYPE_CHECKING:
         local_rank,
         world_size,
     )
-    from nano_loop.option_search import Tuning, tune
     from nano_loop.precision.autocast import disable_casts
     from nano_loop.precision.default_ops import DefaultOps, default_ops
     from nano_loop.report import SetupReport, StepResult
     from nano_loop.torch_nano import TorchNano
+    from nano_loop.tuning_call import Tuning, tune
     from nano_loop.verification import Verification, verify
     from nano_loop.vision.patching import patch_torch, unpatch_torch
 
@@ -73,7 +73,7 @@ _HOMES = {
     "SetupReport": "report",
     "StepResult": "report",
     "TorchNano": "torch_nano",
-    "Tuning": "option_search",
+    "Tuning": "tuning_call",
     "Verification": "verification",
     "accelerated": "context_manager",
     "all_gather": "distributed.collectives",
@@ -88,7 +88,7 @@ _HOMES = {
     "nano": "decorator",
     "patch_cuda": "cuda_calls.patching",
     "patch_torch": "vision.patching",
-    "tune": "option_search",
+    "tune": "tuning_call",
     "unpatch_cuda": "cuda_calls.patching",
     "unpatch_torch": "vision.patching",
     "verify": "verification",

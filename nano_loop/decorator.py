@@ -10,7 +10,6 @@ from typing import Any, overload
 
 from nano_loop.call_parts import arguments_of, owner_of, parts_in, variables_around
 from nano_loop.checks import check_loop
-from nano_loop.commanded import is_commanded, settings_for
 from nano_loop.distributed.launch.external.environment import found_launch
 from nano_loop.distributed.payload.code_reductions import is_sent_by_name
 from nano_loop.distributed.ranks import Loop
@@ -19,7 +18,8 @@ from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import Printed
 from nano_loop.rewriting import Built, as_torch_nano
-from nano_loop.run import Run, Task
+from nano_loop.run import Run, RunTask
+from nano_loop.search.requested import measure, requested
 from nano_loop.settings import Settings
 from nano_loop.signatures import named, takes, with_options
 
@@ -81,7 +81,7 @@ def nano(*args: Any, **others: Any) -> Any:
     return functools.partial(_decorated, options=options, settings=settings)
 
 
-class _Call(Task):
+class _Call(RunTask):
     """``function(*args, **kwargs)``, with the models, optimizers and loaders that it uses set up."""
 
     def __init__(
@@ -94,16 +94,16 @@ class _Call(Task):
 
     @property
     def parts(self) -> Parts:
-        """See `Task.parts`."""
+        """See `RunTask.parts`."""
         return self._parts
 
     def do(self, run: Run) -> Any:
-        """See `Task.do`."""
+        """See `RunTask.do`."""
         run.apply(self._parts)
         return self.repeat(run)
 
     def repeat(self, run: Run) -> Any:
-        """See `Task.repeat`."""
+        """See `RunTask.repeat`."""
         return self._function(*self._args, **self._kwargs)
 
 
@@ -119,7 +119,8 @@ def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> An
     def accelerated(*args: Any, **kwargs: Any) -> Any:
         accelerated.report = None  # type: ignore[attr-defined]
         task = _Call(Settings.read(options), function, args, kwargs)
-        task.settings = settings_for(task, [name for name in options if options[name] is not None])
+        names = [name for name, value in options.items() if value is not None]
+        task.settings = measure(requested(task.settings.options), task, names)
         run = Run(task.settings, task, printed=printed)
         try:
             return run.complete()
@@ -151,7 +152,9 @@ def _parts_and_names(
 
 
 def _starts_workers(options: Options) -> bool:
-    return options.tune or is_commanded() or ((options.num_processes or 1) > 1 and found_launch(os.environ) is None)
+    request = requested(options)
+    is_search = request is not None and request.name == "tune"
+    return is_search or ((options.num_processes or 1) > 1 and found_launch(os.environ) is None)
 
 
 def _without_model(

@@ -6,10 +6,9 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from nano_loop.command_note import COMMAND
 from nano_loop.exports import EXPORTS
 from nano_loop.option_checks import Check, RefusedValueError
-from nano_loop.run_note import RUN
+from nano_loop.protocol import COMMAND
 
 #: Has the secret of a launch on several hosts, and is no option; see docs/security.md.
 SECRET = "NANO_LOOP_SECRET"
@@ -50,7 +49,7 @@ def read_options(
     variables = {variable_of(option): option for option in checks}
     found, unknown = {}, {}
     ours = (each for each in environ if each.upper().startswith(_PREFIX))
-    for name in sorted(each for each in ours if each not in (SECRET, EXPORTS, COMMAND, RUN)):
+    for name in sorted(each for each in ours if each not in (SECRET, EXPORTS, COMMAND)):
         # A mistyped secret is in no message.
         text = f"{name}=..." if "SECRET" in name.upper() else f"{name}={environ[name]}"
         if name in variables:

@@ -334,7 +334,7 @@ class Options:
         options._remember(from_environment=self.from_environment)
         return options.resolved(machine)
 
-    def of_a_copy(self) -> Options:
+    def for_nested_run(self) -> Options:
         """Return the options of a run inside this one, which has a copy of a model to itself."""
         options = copy.copy(self)
         options._remember(num_processes=1, cpu_for_each_process=None, verbose=False)

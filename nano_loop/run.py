@@ -6,20 +6,22 @@ Every public entry point (`nano_loop.TorchNano`, `nano_loop.nano`, `nano_loop.ac
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.forked_children import forked_children_ending
 from nano_loop.distributed.launch.joining import joined
 from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.ranks import Loop, Ranks
 from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, problem
@@ -28,23 +30,19 @@ from nano_loop.intercept.user_code import leads_to_user
 from nano_loop.parts import Parts
 from nano_loop.report import Printed, Printer, SetupReport, StepResult
 from nano_loop.report_start import empty_report
-from nano_loop.run_note import note_run
 from nano_loop.settings import Settings
-from nano_loop.steps import STEPS, GradientAveraging, Step, Verify
+from nano_loop.steps import STEPS, Step, StepContext
 
 
-class Task(ABC):
-    """The work of a run, the same on every rank. Ranks in other processes execute a pickled copy.
+class RunTask(Task):
+    """A task that is executed in a `Run`.
 
     Parameters
     ----------
     settings : Settings
         The settings of the run.
-    names : mapping of str to Any
-        The user's objects in the task, by their names in the user's code. An error about an object that cannot be
-        pickled uses these names. The mapping itself is not pickled.
-    loop : Loop
-        The user's function, for messages.
+    names, loop
+        See `Task`.
     """
 
     #: The steps of its run, in order.
@@ -53,9 +51,8 @@ class Task(ABC):
     written: tuple[str, str] = ("@nano(", ")")
 
     def __init__(self, settings: Settings, names: Mapping[str, Any], loop: Loop) -> None:
+        super().__init__(names, loop)
         self.settings = settings
-        self.names = names
-        self.loop = loop
 
     @property
     def parts(self) -> Parts | None:
@@ -70,13 +67,9 @@ class Task(ABC):
         """Execute the task once more in the same run."""
         return self.do(run)
 
+    @override
     def run_in(self, seat: Seat) -> Any:
-        """Execute the task in a process whose launcher has already joined the ranks."""
         return Run(self.settings, self, seat=seat).complete()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle."""
-        return {**vars(self), "names": {}}
 
 
 class Run:
@@ -86,7 +79,7 @@ class Run:
     ----------
     settings : Settings
         The options and the machine.
-    task : Task, optional
+    task : RunTask, optional
         The work of ranks in other processes. None for a run of one process.
     seat : Seat, optional
         This process's place in a run whose ranks have already been joined.
@@ -104,7 +97,7 @@ class Run:
     def __init__(
         self,
         settings: Settings,
-        task: Task | None = None,
+        task: RunTask | None = None,
         *,
         seat: Seat | None = None,
         launcher: Launcher | None = None,
@@ -118,7 +111,6 @@ class Run:
         self._options = settings.options
         self._task = task
         self._printer = Printer(printed or Printed())
-        self._is_worker = seat is not None
         self._joined = nullcontext(seat) if seat else joined(settings.options, settings.machine, task, launcher)
         self._seat: Seat | None = None
         self._entries = Entries()
@@ -140,13 +132,11 @@ class Run:
         return self
 
     def _enter(self, ending: ExitStack) -> None:
-        if not self._is_worker:
-            note_run()
         seat = self._seat = ending.enter_context(self._joined)
         ending.callback(self._leave)
-        self._steps = [step(self._options, seat.machine, self._entries, seat.ranks) for step in self._kinds]
-        for verify in (step for step in self._steps if isinstance(step, Verify)):
-            verify.acceleration = partial(accelerated_copy, Settings(self._options, seat.machine))
+        accelerated = partial(accelerated_copy, Settings(self._options, seat.machine))
+        context = StepContext(self._options, seat.machine, self._entries, seat.ranks, accelerated)
+        self._steps = [step(context) for step in self._kinds]
         ending.callback(self._entries.close)
         for step in self._steps:
             ending.callback(step.undo)
@@ -218,8 +208,8 @@ class Run:
         """
         seat = self._place
         for step in self._steps:
-            step.see(parts)
-        results = [self._apply(step, parts) for step in self._steps if self._concerns(step, parts)]
+            step.observe(parts)
+        results = [self._apply(step, parts) for step in self._steps if self._is_relevant(step, parts)]
         if self.report is None:
             self.report = empty_report(seat, self._options)
             self.report.add(results)
@@ -227,10 +217,13 @@ class Run:
         else:
             self._print(self.report.add(results))
 
-    def without_averaging(self, model: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def without_averaging(self, model: nn.Module) -> Iterator[None]:
         """Return a context in which the gradients of `model` are not averaged over the ranks."""
-        averaging = next(step for step in self._steps if isinstance(step, GradientAveraging))
-        return averaging.paused([model])
+        with ExitStack() as stack:
+            for step in self._steps:
+                stack.enter_context(step.without_averaging([model]))
+            yield
 
     @property
     def _place(self) -> Seat:
@@ -244,18 +237,18 @@ class Run:
         self._seat = None
 
     def _close_report(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Add the closing results of the steps to the report, unless the run raised."""
+        """Add the final results of the steps to the report, unless the run raised."""
         if kind is None and self.report is not None:
-            self._print(self.report.add([result for step in self._steps if (result := step.closing())]))
+            self._print(self.report.add([result for step in self._steps if (result := step.final_result())]))
 
     def _print(self, lines: Sequence[SetupReport | StepResult]) -> None:
         if lines and self._options.verbose and self.ranks.rank == 0:
             self._printer.print(lines)
 
-    def _concerns(self, step: Step, parts: Parts) -> bool:
-        if not step.asked or (step.once and self.report is not None):
+    def _is_relevant(self, step: Step, parts: Parts) -> bool:
+        if not step.enabled or (step.once and self.report is not None):
             return False
-        return step.concerns(parts)
+        return step.is_relevant(parts)
 
     def _apply(self, step: Step, parts: Parts) -> StepResult:
         reason = step.skip_reason(parts)
@@ -271,7 +264,7 @@ class Run:
 @contextmanager
 def accelerated_copy(settings: Settings, model: nn.Module) -> Iterator[Run]:
     """Accelerate a copy of a model, to compare it: in one process, and without a report on standard error."""
-    options = settings.options.of_a_copy()
+    options = settings.options.for_nested_run()
     with Run(Settings(options, settings.machine), launcher=Alone(options)) as run:
         run.setup(model)
         yield run

@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 
 from nano_loop.call_parts import parts_in
 from nano_loop.checks import check_kinds, check_loop
-from nano_loop.commanded import settings_for
 from nano_loop.distributed.ranks import Loop
 from nano_loop.distributed.strategy import RanksFabric
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import Printed, SetupReport
-from nano_loop.run import Run, Task
+from nano_loop.run import Run, RunTask
+from nano_loop.search.requested import measure, requested
 from nano_loop.settings import Settings
 from nano_loop.signatures import documented, method_takes, named
 
@@ -307,7 +307,7 @@ class TorchNano(RanksFabric):
         if self._nano_run is not None:  # train calls super().train(), or a worker's run has begun
             return train(self, *args, **kwargs)
         task = _Training(self, train, args, kwargs)
-        self._nano_settings = task.settings = settings_for(task, self._nano_given)
+        self._nano_settings = task.settings = measure(requested(task.settings.options), task, self._nano_given)
         return Run(self._nano_settings, task, printed=self._nano_printed).complete()
 
     @contextmanager
@@ -329,7 +329,7 @@ class TorchNano(RanksFabric):
         return {**bound, **{f"self.{name}": value for name, value in self.__getstate__().items()}}
 
 
-class _Training(Task):
+class _Training(RunTask):
     """``loop.train(*args, **kwargs)``."""
 
     def __init__(
@@ -342,11 +342,11 @@ class _Training(Task):
 
     @property
     def parts(self) -> Parts | None:
-        """See `Task.parts`: what `train` gets, and what the object holds. The loop may make more."""
+        """See `RunTask.parts`: what `train` gets, and what the object holds. The loop may make more."""
         return parts_in(self.names)
 
     def do(self, run: Run) -> Any:
-        """See `Task.do`."""
+        """See `RunTask.do`."""
         train = self._train or getattr(type(self._loop).train, "__wrapped__")  # noqa: B009
         with self._loop._inside(run):
             return train(self._loop, *self._args, **self._kwargs)

@@ -20,11 +20,11 @@ PACKAGE = Path(nano_loop.__file__).parent
 # a room of its own, at any depth, and so is a module that stands here by its name. A new room is written in here.
 ROOMS = (
     ("__init__", "__main__"),
-    ("option_search", "verification", "rehearsal"),
+    ("tuning_call", "verification", "rehearsal"),
     ("torch_nano", "decorator", "context_manager", "cli", "cli.findings", "lightning", "pytorch_lightning"),
     ("cli.at_start",),
-    ("commanded", "trainers"),
-    ("profiling", "trials"),
+    ("search", "trainers"),
+    ("profiling",),
     ("run",),
     ("settings", "report_start"),
     ("call_parts", "rewriting"),
@@ -49,7 +49,7 @@ ROOMS = (
     ("options",),
     ("cpu", "environment"),
     ("option_checks",),
-    ("command_note", "op_names", "exports", "run_note"),
+    ("protocol", "op_names", "exports"),
     ("cache_folder", "errors", "glibc", "native_output", "parent_process", "precisions", "version"),
 )
 
@@ -58,37 +58,22 @@ ALLOWED: dict[str, dict[str, str]] = {
     "upward_imports": {
         "distributed.launch.local.fork_server": "names what workers need from above by string",
         "distributed.launch.local.start": "likewise",
-        "distributed.ranks": "holds the waits of the ranks, for types",
     },
     "import_cycles": {
         "distributed.launch.joining": "chooses launchers, whose workers, named by string, join runs",
         "distributed.launch.local.launcher": "likewise",
         "distributed.launch.local.start": "names the process that it starts by string",
         "distributed.launch.ray.call": "likewise",
-        "precision.loss_scale": "for types",
-        "trainers.strategy": "for types",
-        "trials.tuning": "for types",
     },
     "private_names_of_others": {
         "compiling.operators.attention": "functions of kernels as operators",
         "compiling.operators.cross_entropy": "likewise",
-        "distributed.averaging.overlap": "to be moved",
         "distributed.files.python_io": "tempfile decides on its folder in a private function",
         "distributed.files.redirection": "numpy and io open files by functions without public names",
         "distributed.launch.local.start": "preloads what torch imports late",
         "distributed.launch.local.worker": "multiprocessing has no public way to let a worker have children",
         "distributed.launch.ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
-        "intercept.upcasts": "to be moved",
-        "precision.cast_log": "to be moved",
-        "precision.dtype_errors": "to be moved",
-        "precision.layers_in_fp32": "to be moved",
-        "precision.mixed_dtypes": "to be moved",
-        "precision.worth": "to be moved",
-        "profiling.kinds": "to be moved",
-        "profiling.rates": "to be moved",
         "rehearsal": "preloads what torch imports late",
-        "trainers.launching": "Lightning's handlers of signals have no public name",
-        "vision.pipelines": "the classes of torchvision's weights.transforms() have no public name",
     },
 }
 
@@ -210,8 +195,8 @@ def longest_known(dotted: str, known: set[str]) -> str:
 
 def private_names(tree: ast.AST, said: set[ast.AST]) -> Iterator[str]:
     """Yield names with an underscore that the file has not defined itself: imported, reached in objects, in strings."""
-    own = set(defined(tree)) | DOCUMENTED
-    pieces = {piece for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
+    own = set(defined(tree)) - private_to_torch() | DOCUMENTED
+    pieces = {piece for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values} | said
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from (name for name in imported(node, [""]) if any(map(is_private, name.split("."))))
@@ -220,7 +205,7 @@ def private_names(tree: ast.AST, said: set[ast.AST]) -> Iterator[str]:
                 yield f"{ast.unparse(value)}.{name}"
         if isinstance(node, ast.Assign) and text_of(node.value) not in own and is_private(text_of(node.value)):
             yield ast.unparse(node)
-        if isinstance(node, ast.Constant) and node not in said | pieces and is_foreign(text_of(node), own):
+        if isinstance(node, ast.Constant) and node not in pieces and is_foreign(text_of(node)):
             yield repr(node.value)
 
 
@@ -228,10 +213,10 @@ def private_names(tree: ast.AST, said: set[ast.AST]) -> Iterator[str]:
 OWN = {"self", "cls", "super()", "vars(self)", "vars(cls)"}
 
 
-def is_foreign(text: str, own: set[str]) -> bool:
+def is_foreign(text: str) -> bool:
     """Whether a string is a dotted name with a private part, or a private name of torch."""
     dotted = re.fullmatch(r"(\w+(\.|::))+_[a-z]\w*(\.\w+)*", text)
-    return dotted is not None or text.split(".")[0] in private_to_torch() - own
+    return dotted is not None or text.split(".")[0] in private_to_torch()
 
 
 def defined(tree: ast.AST) -> Iterator[str]:

@@ -16,7 +16,7 @@ MODULES = sorted(NAMES - {"nano_loop.lightning", "nano_loop.pytorch_lightning"} 
 WITH_EXAMPLES = (
     *("nano_loop.context_manager", "nano_loop.decorator", "nano_loop.distributed.collectives", "nano_loop.optim"),
     *(
-        "nano_loop.option_search",
+        "nano_loop.tuning_call",
         "nano_loop.precision.autocast",
         "nano_loop.precision.default_ops",
         "nano_loop.torch_nano",

@@ -21,7 +21,7 @@ class Noting(Step):
 
     notes: list
     fails_at = None
-    asked, required = True, False
+    enabled, required = True, False
 
     def skip_reason(self, parts):
         return None
@@ -93,7 +93,7 @@ def test_report_stays_and_setup_is_refused_after_the_end():
 
 def test_closing_words_of_steps_are_for_runs_that_end_well(steps, monkeypatch):
     _, (first, _) = steps
-    monkeypatch.setattr(first, "closing", lambda self: module.StepResult("first", "measured", "all"))
+    monkeypatch.setattr(first, "final_result", lambda self: module.StepResult("first", "measured", "all"))
     with Run(settings()) as good:
         good.apply(Parts([nn.Linear(1, 1)]))
     bad = Run(settings())

@@ -660,7 +660,7 @@ def test_second_setup_prints_only_what_is_new(job, capfd, without_ipex):
 
 @pytest.mark.parametrize("verbose", [True, False])
 def test_what_a_step_has_measured_is_added_when_the_run_ends(job, capfd, monkeypatch, verbose):
-    monkeypatch.setattr(Precision, "closing", lambda self: StepResult("speed", "measured", "1 ms a step"))
+    monkeypatch.setattr(Precision, "final_result", lambda self: StepResult("speed", "measured", "1 ms a step"))
     loop = Loop(verbose=verbose)
 
     def train(self):
@@ -674,7 +674,7 @@ def test_what_a_step_has_measured_is_added_when_the_run_ends(job, capfd, monkeyp
 
 
 def test_a_loop_that_raises_has_measured_nothing(job, monkeypatch):
-    monkeypatch.setattr(Precision, "closing", lambda self: StepResult("speed", "measured", "1 ms a step"))
+    monkeypatch.setattr(Precision, "final_result", lambda self: StepResult("speed", "measured", "1 ms a step"))
     loop = Loop()
 
     def train(self):

@@ -7,8 +7,8 @@ import os
 import click
 
 from nano_loop.cli.output import print_json
-from nano_loop.cli.run import refuse_missing, run_options, variables_of
-from nano_loop.cli.script import ScriptEndedError, result_of
+from nano_loop.cli.run import run_options
+from nano_loop.cli.script import result_of
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.profiling.kinds import lines_of
 
@@ -33,24 +33,17 @@ def profile(
     as_json: bool,
     trace: str | None,
     **options: bool | str | None,
-) -> int:
+) -> None:
     """Show where the time of a training step goes, and what could be changed.
 
     The script runs until some steps of its first run are timed and profiled, and then ends. Options override those in
     the code.
     """
-    refuse_missing(script, is_module)
     if trace is not None and not os.path.isdir(os.path.dirname(os.path.abspath(trace))):
         raise NanoConfigError(problem(f"--trace {trace}", "its folder does not exist", "Name a file in one that does"))
-    environ = {**os.environ, **variables_of(options)}
-    command = [*(["-m"] if is_module else []), script, *arguments]
     own = {"trace": None if trace is None else os.path.abspath(trace)}
-    try:
-        found = result_of("profile", own, command, environ, to_stderr=as_json)["profile"]
-    except ScriptEndedError as error:
-        return error.code
+    content = result_of("profile", own, script, arguments, options, is_module=is_module, to_stderr=as_json)
     if as_json:
-        print_json("profile", **found)
+        print_json("profile", **content)
     else:
-        click.echo("\n".join(lines_of(found)))
-    return 0
+        click.echo("\n".join(lines_of(content)))

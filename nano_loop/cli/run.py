@@ -12,6 +12,7 @@ from typing import TypeVar
 import click
 
 from nano_loop import option_checks as checks
+from nano_loop.cli.at_start import with_line_at_end
 from nano_loop.cli.output import print_json
 from nano_loop.cli.preload_options import preload_options
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
@@ -19,7 +20,6 @@ from nano_loop.cpu import read_machine
 from nano_loop.environment import read_options, variable_of
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.options import CHECKS, Options
-from nano_loop.run_note import environment_with_note
 
 _T = TypeVar("_T")
 _SWITCHES = (checks.boolean, checks.auto_or_boolean)
@@ -79,13 +79,7 @@ def run(
         return
     sys.stdout.flush()
     # The same process, so that signals, standard streams and the exit code are the script's.
-    os.execve(sys.executable, command, environment_with_note(environ, _no_run(script)))
-
-
-def _no_run(script: str) -> str:
-    """Return the line for a script that ends and has begun no run."""
-    needed = "options act on functions under @nano, TorchNano, accelerated and Lightning's Trainer"
-    return f"nano-loop: {problem(f'{script} has begun no run of nano_loop', needed, 'Decorate its training function')}"
+    os.execve(sys.executable, command, with_line_at_end(environ, script))
 
 
 def variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:

@@ -14,28 +14,24 @@ from functools import partial
 from types import FrameType
 from typing import IO, Any
 
-from nano_loop.command_note import COMMAND, Command
+import click
+
+from nano_loop.cli.run import refuse_missing, variables_of
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.parent_process import end_with
 from nano_loop.profiling import STEPS
-
-
-class ScriptEndedError(Exception):
-    """The script has ended by itself, with an exit code other than 0.
-
-    Parameters
-    ----------
-    code : int
-        The exit code, as a shell has it.
-    """
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+from nano_loop.protocol import COMMAND, Command
 
 
 def result_of(
-    command: str, arguments: Mapping[str, Any], script: Sequence[str], environ: Mapping[str, str], *, to_stderr: bool
+    command: str,
+    own: Mapping[str, Any],
+    script: str,
+    arguments: Sequence[str],
+    options: Mapping[str, bool | str | None],
+    *,
+    is_module: bool,
+    to_stderr: bool,
 ) -> dict[str, Any]:
     """Run a script until nano_loop has done in it what a command asks for, and return the result.
 
@@ -43,28 +39,34 @@ def result_of(
     ----------
     command : str
         The command.
-    arguments : mapping
-        The command's own.
-    script : sequence of str
-        The arguments of Python: the script and its own, or ``-m``, the module and its own.
-    environ : mapping
-        The environment of the script.
+    own : mapping
+        The command's own arguments.
+    script : str
+        The script, or the module.
+    arguments : sequence of str
+        The script's arguments.
+    options : mapping
+        The options of nano_loop that the command line sets.
+    is_module : bool
+        Whether Python's ``-m`` runs it.
     to_stderr : bool
         Whether what the script prints goes to standard error.
 
     Raises
     ------
     NanoConfigError
-        If the script never calls nano_loop, or nano_loop refuses what it does.
-    ScriptEndedError
-        If the script fails.
+        If there is no such script, if it never calls nano_loop, or if nano_loop refuses what it does.
+    click.exceptions.Exit
+        If the script fails, with its exit code.
     """
+    refuse_missing(script, is_module)
+    variables = variables_of(options)
     with _result_file() as file:
-        note = Command(command, _path_of(file), dict(arguments)).encoded()
+        note = Command(command, _path_of(file), dict(own)).encoded()
         sys.stdout.flush()
         process = subprocess.Popen(
-            [sys.executable, *script],
-            env={**environ, COMMAND: note},
+            [sys.executable, *(["-m"] if is_module else []), script, *arguments],
+            env={**os.environ, **variables, COMMAND: note},
             stdout=sys.stderr if to_stderr else None,
             preexec_fn=partial(end_with, os.getpid()) if os.name == "posix" else None,  # no thread runs here
         )
@@ -74,16 +76,16 @@ def result_of(
     if result is not None and "error" in result:
         raise NanoConfigError(result["error"])
     if code:
-        raise ScriptEndedError(code if code > 0 else 128 - code)
+        raise click.exceptions.Exit(code if code > 0 else 128 - code)
     if result is None:
-        name = script[script[0] == "-m"]
         needed = f"{command} measures the first call of a function under @nano, or of TorchNano.train"
-        given, advice = f"{name} never calls nano_loop", "Decorate its training function"
+        given, advice = f"{script} never calls nano_loop", "Decorate its training function"
         if command == "profile":
             given += ", or never takes enough steps"
             advice += f", and let it take {STEPS} steps"
         raise NanoConfigError(problem(given, needed, advice))
-    return result
+    content: dict[str, Any] = result["result"]
+    return content
 
 
 def _result_file() -> IO[bytes]:

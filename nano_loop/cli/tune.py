@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from nano_loop.cli.output import print_json
-from nano_loop.cli.run import refuse_missing, run_options, variables_of
-from nano_loop.cli.script import ScriptEndedError, result_of
+from nano_loop.cli.run import run_options
+from nano_loop.cli.script import result_of
 
 _EXAMPLES = """\b
 Examples:
@@ -35,27 +33,21 @@ def tune(
     again: bool,
     plot: str | None,
     **options: bool | str | None,
-) -> int:
+) -> None:
     """Measure which options of nano_loop are the fastest for a script, without training.
 
     The script runs until it first calls a function under @nano, or TorchNano.train. Copies of that call take steps
     under each candidate, in processes that are thrown away. Options that you write here stay as they are.
     """
-    refuse_missing(script, is_module)
-    environ = {**os.environ, **variables_of(options)}
-    command = [*(["-m"] if is_module else []), script, *arguments]
-    try:
-        found = result_of("tune", {"seconds": seconds, "again": again}, command, environ, to_stderr=as_json)["tuning"]
-    except ScriptEndedError as error:
-        return error.code
+    own = {"seconds": seconds, "again": again}
+    content = result_of("tune", own, script, arguments, options, is_module=is_module, to_stderr=as_json)
     # Here, since it imports torch.
-    from nano_loop.trials.tuning import Tuning
+    from nano_loop.search.result import Tuning
 
-    tuning = Tuning.of_dict(found)
+    tuning = Tuning.of_dict(content)
     if as_json:
-        print_json("tune", **found)
+        print_json("tune", **content)
     else:
         click.echo(str(tuning))
     if plot is not None:
         tuning.plot(plot)
-    return 0

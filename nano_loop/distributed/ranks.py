@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,9 +17,6 @@ from nano_loop.distributed.channel import Channel
 from nano_loop.distributed.division import Division
 from nano_loop.distributed.hosts import Hosts
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, problem
-
-if TYPE_CHECKING:
-    from nano_loop.distributed.transport.waits import Waits
 
 Value = TypeVar("Value")
 
@@ -64,6 +61,13 @@ class Loop:
         agree = f"{self.collectives}.broadcast(stop) or {self.collectives}.all_reduce(loss)"
         advice = f"If a rank's own values decide when it stops, make all ranks decide the same first: {agree}"
         return "all ranks have to run the same number of steps", advice
+
+
+class Waits(Protocol):
+    """Finds ranks that wait for each other; see `nano_loop.distributed.transport.waits`."""
+
+    def begin(self, other: int, what: str) -> Any:
+        """Return the wait that this rank begins, for rank `other` in a collective."""
 
 
 class Ranks:

@@ -1,4 +1,4 @@
-"""All uses of torch's private names, each with its reason.
+"""All uses of private names, of torch and of what comes with it, each with its reason.
 
 `tests/intercept/test_torch_private.py` fails if one of them is missing.
 """
@@ -29,10 +29,17 @@ _KEPT_ITERATOR = "_iterator"
 _STEP_HOOKS = "_optimizer_step_pre_hooks"
 _ORIGINAL_FUNCTION = "_torchdynamo_orig_callable"
 _COMPILER = "torch._dynamo.eval_frame"
+_PRESETS = "torchvision.transforms._presets"
 
 #: The classes of C++ through which `torch.save`, `torch.package` and `torch.export` open files by their paths, to write
 #: and to read them, in this module. There is no public place between them and the files.
 FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
+
+#: Operators without a public name: attention by blocks on the CPU, the convolution below every other, and products of
+#: sparse matrices.
+FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+INNER_CONVOLUTION = "_convolution"
+SPARSE_PRODUCTS = ("_sparse_mm", "_sparse_mm.reduce", "_sparse_addmm")
 
 #: The attributes of a leaf tensor that hold its hooks, which pickling omits.
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -110,6 +117,23 @@ def calls_only_forward(module: nn.Module) -> bool:
     """Whether a call of a module is one of its class's `forward`, without hooks. torch has no public check."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return not hooks and module._compiled_call_impl is None and "forward" not in vars(module)
+
+
+def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dict that holds a module's own parameters. ``parameters()`` takes 8 µs to yield those of a leaf."""
+    return module._parameters
+
+
+def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Any:
+    """Return a module with the attributes of another one, and with these parameters of its own."""
+    twin = type(module).__new__(type(module))
+    twin.__dict__.update(vars(module), _parameters=parameters)
+    return twin
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks of ``register_hook`` are on a tensor. torch can register them, but not list them."""
+    return bool(tensor._backward_hooks)
 
 
 def in_backward() -> bool:
@@ -337,6 +361,13 @@ def destroy_library(library: torch.library.Library) -> None:
     library._destroy()  # type: ignore[no-untyped-call]
 
 
+def copy_as_torch(target: torch.Tensor, source: Any, non_blocking: bool) -> torch.Tensor:
+    """Do what ``aten::copy_`` does on a CPU, also while its kernel for the CPU is replaced."""
+    kernel = torch.ops.aten.copy_.default._op_dk
+    copied: torch.Tensor = kernel(torch._C.DispatchKey.CompositeExplicitAutograd, target, source, non_blocking)
+    return copied
+
+
 def kept_iterator(loader: DataLoader[Any]) -> Any:
     """Return the iterator that a loader with ``persistent_workers`` keeps between epochs, or None."""
     return vars(loader).get(_KEPT_ITERATOR)
@@ -449,3 +480,15 @@ def forget_group_count() -> None:
     It counts a group whose creation fails, and ranks that count differently do not find each other.
     """
     distributed_c10d._world.group_count = 0
+
+
+def image_preset() -> Any:
+    """Return the class of torchvision's ``weights.transforms()`` for images, or None where it is not imported."""
+    return getattr(sys.modules.get(_PRESETS), "ImageClassification", None)
+
+
+def put_back_signal_handlers(trainer: Any) -> None:
+    """Let a Trainer of Lightning put back the handlers of signals that it has found. It has no public name for it."""
+    connector = getattr(trainer, "_signal_connector", None)
+    if connector is not None:
+        connector.teardown()

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.ownership import belongs_to_set_up_model
-from nano_loop.intercept.torch_private import base_of, graph_task, in_functorch, reaches, version
+from nano_loop.intercept.torch_private import base_of, graph_task, has_tensor_hooks, in_functorch, reaches, version
 
 #: Minimum number of elements of a cast that is noted. Below it, a cast takes less than the note.
 WORTH_NOTING = 1 << 20
@@ -136,7 +136,7 @@ def _is_plain_backward(cast: Any) -> bool:
 
 
 def _is_watched(tensor: Tensor) -> bool:
-    return tensor.retains_grad or bool(tensor._backward_hooks)
+    return tensor.retains_grad or has_tensor_hooks(tensor)
 
 
 def _is_view_by_torch(view: Tensor, copy: Tensor) -> bool:

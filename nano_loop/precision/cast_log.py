@@ -1,69 +1,67 @@
-"""A log of the casts of one step: which operator caused them, in which dtypes it ran, and the bytes that they moved."""
+"""A log of the casts of one step: where they were, between which dtypes, and the bytes that they moved."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from nano_loop.precision.execution_trace import Operator, Used
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from nano_loop.intercept.operators import Kernel, overridden
+from nano_loop.intercept.torch_private import (
+    copy_as_torch,
+    current_node_number,
+    in_backward,
+    next_node_number,
+    version,
+)
+from nano_loop.intercept.user_code import users_place
 
 #: How many lines the text has.
 _MOST_LINES = 20
 _MEGA = 1e6
-
-#: Copy a tensor, or a list of tensors, into another. Each cast ends in one of them.
-_COPIES = ("copy_", "_foreach_copy_")
-#: Move no bytes.
-_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
+_NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_TITLES = ("cast MB", "casts", "again", "cast", "part", "module", "line")
+_NUMBERS = 3  # columns that are aligned to the right
 
 
 @dataclass
 class Logged:
-    """The calls of one operator in one part of the loop with the same dtypes.
+    """The casts between two dtypes by one line of code in one module and one part of the loop.
 
     Attributes
     ----------
-    operator : str
-        ATen's name, such as ``"linear"``. ``"to"`` is a cast that the code itself has written, or its backward.
+    source, target : str
+        The dtypes, such as ``"fp32"`` and ``"bf16"``.
     part : {"forward", "backward", "optimizer"}
         The part of the loop. What is in no backward and in no optimizer's step is "forward".
-    inputs : str
-        The dtypes of its floating-point inputs, such as ``"fp32"`` or ``"bf16, fp32"``, as it was called.
-    ran_in : str
-        Those of its inputs when it ran, after autocast.
-    outputs : str
-        Those of its outputs.
-    calls : int
-        The number of calls.
+    module : str
+        The innermost module in whose call, or in the backward of whose call, they were. Empty outside of modules.
+    line : str
+        The line of the code that called torch, such as ``"train.py:12"``. In a backward, that of ``backward()``.
     casts : int
-        The tensors that these calls have cast.
+        The number of tensors that were cast.
     again : int
         How many of these had been cast to the same dtype before, in the same step, and not changed since.
     cast_bytes : int
-        What casts have read and written.
-    nbytes : int
-        The size of all inputs and outputs, casts not counted. Views and allocations move nothing.
-    modules : dict
-        How many casts, by the module; for a row without casts, how many calls.
+        The bytes that the casts have read and written.
     """
 
-    operator: str
+    source: str
+    target: str
     part: str
-    inputs: str
-    ran_in: str
-    outputs: str
-    calls: int = 0
+    module: str
+    line: str
     casts: int = 0
     again: int = 0
     cast_bytes: int = 0
-    nbytes: int = 0
-    modules: Counter[str] = field(default_factory=Counter)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return {**vars(self), "modules": dict(self.modules.most_common())}
 
 
 @dataclass(frozen=True)
@@ -73,124 +71,152 @@ class CastLog:
     Attributes
     ----------
     rows : tuple of Logged
-        Sorted by the bytes that their casts have moved, then by the bytes of their tensors.
+        Sorted by the bytes that their casts have moved.
     """
 
     rows: tuple[Logged, ...]
 
     def summary(self) -> str:
         """Return one line."""
-        calls, casts, again, cast_bytes, nbytes = (
-            sum(getattr(row, name) for row in self.rows) for name in ("calls", "casts", "again", "cast_bytes", "nbytes")
-        )
-        moved = f"{cast_bytes / _MEGA:,.1f} of {(cast_bytes + nbytes) / _MEGA:,.1f} MB"
-        return f"{casts:,} casts by {calls:,} operators in a step, {again:,} of them again, moved {moved}"
+        casts, again, cast_bytes = (sum(getattr(row, name) for row in self.rows) for name in _TOTALS)
+        return f"{casts:,} casts in a step, {again:,} of them again, moved {cast_bytes / _MEGA:,.1f} MB"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain lists, dicts, strings and numbers, for JSON."""
-        return {"summary": self.summary(), "rows": [row.as_dict() for row in self.rows]}
+        return {"summary": self.summary(), "rows": [vars(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        titles = ("cast MB", "casts", "again", "calls", "operator", "part", "inputs", "ran in", "outputs", "modules")
-        shown = self.rows[:_MOST_LINES]
-        lines = [titles, *map(_cells, shown)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
+        lines = [_TITLES, *map(_cells, self.rows[:_MOST_LINES])]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_TITLES))]
         text = ["  ".join(_padded(line, widths)).rstrip() for line in lines]
-        left = len(self.rows) - len(shown)
-        return "\n".join([self.summary(), *text, *([f"and {left} rows that move less"] if left else [])])
+        left = len(self.rows) - _MOST_LINES
+        return "\n".join([self.summary(), *text, *([f"and {left} rows that move less"] if left > 0 else [])])
 
 
-def cast_log(operators: Iterable[Operator]) -> CastLog:
-    """Return the log of a step, from the operators that the loop has called."""
-    rows: dict[tuple[str, ...], Logged] = {}
-    known = _Known()
-    for operator in operators:
-        runs_as = _innermost_of_its_name(operator)
-        dtypes = _dtypes(operator.inputs), _dtypes(runs_as.inputs), _dtypes(operator.outputs or operator.inputs[:1])
-        key = (operator.name, operator.part, *dtypes)
-        _add(rows.setdefault(key, Logged(*key)), operator, known)
-    return CastLog(tuple(sorted(rows.values(), key=lambda row: (-row.cast_bytes, -row.nbytes, row.operator))))
+_TOTALS = ("casts", "again", "cast_bytes")
 
 
-def _add(row: Logged, operator: Operator, known: _Known) -> None:
-    row.calls += 1
-    casts, again = 0, 0
-    for each in operator.all():
-        for source, target in _casts(each):
-            casts += 1
-            again += known.is_again(source, target.dtype)
-            row.cast_bytes += source.nbytes + target.nbytes
-        known.note_written(each)
-    row.casts += casts
-    row.again += again
-    if not (casts and operator.name in ("to", "_to_copy", *_COPIES)):
-        row.nbytes += _moved(operator)
-    if casts:
-        if row.casts == casts:  # the first that casts
-            row.modules.clear()
-        row.modules[operator.module] += casts
-    elif not row.casts:
-        row.modules[operator.module] += 1
+class CastRecorder:
+    """Records the casts of this thread, from its creation until `finish` or `close`.
+
+    Every cast ends in ``aten::copy_``, below autocast and autograd. It is replaced there, so that composite operators
+    and scripted modules compute as they do without a log.
+
+    Parameters
+    ----------
+    names : mapping of int to str
+        The modules to note, by their ids.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._rows: dict[tuple[str, ...], Logged] = {}
+        self._known: dict[tuple[Any, ...], StorageWeakRef] = {}
+        self._modules: list[tuple[str, int]] = []  # the calls that are running, with the number of their first node
+        self._nodes: list[tuple[int, int, str]] = []  # the nodes of the calls that have ended, innermost first
+        self._in_optimizer = False
+        self._ending = ExitStack()
+        self._ending.enter_context(overridden("copy_", _recording, "CPU"))
+        self._ending.enter_context(self._calls_noted())
+        _recorders[threading.get_ident()] = self
+        self._ending.callback(_recorders.pop, threading.get_ident(), None)
+
+    @contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """Take what is cast in the body for the optimizer's."""
+        self._in_optimizer = True
+        try:
+            yield
+        finally:
+            self._in_optimizer = False
+
+    def finish(self) -> CastLog:
+        """Stop, and return the log."""
+        self.close()
+        return CastLog(tuple(sorted(self._rows.values(), key=lambda row: (-row.cast_bytes, row.line, row.module))))
+
+    def close(self) -> None:
+        """Stop without a result. Has no effect after `finish`."""
+        self._ending.close()
+
+    def record(self, target: Tensor, source: Tensor) -> None:
+        """Note a copy, if it is a cast between floating-point dtypes."""
+        if source.dtype is target.dtype or not (source.is_floating_point() and target.is_floating_point()):
+            return
+        part, module = self._place()
+        line = users_place()
+        where = "" if line is None else f"{os.path.basename(line.filename)}:{line.number}"
+        key = (_name(source.dtype), _name(target.dtype), part, module, where)
+        row = self._rows.setdefault(key, Logged(*key))
+        row.casts += 1
+        row.again += self._is_again(source, target.dtype)
+        row.cast_bytes += source.numel() * source.itemsize + target.numel() * target.itemsize
+
+    def _place(self) -> tuple[str, str]:
+        """Return the part of the loop and the module."""
+        if self._in_optimizer:
+            return "optimizer", ""
+        if not in_backward():
+            return "forward", self._modules[-1][0] if self._modules else ""
+        number = current_node_number()
+        if number is None:
+            return "backward", ""
+        return "backward", next((name for start, end, name in self._nodes if start <= number < end), "")
+
+    def _is_again(self, source: Tensor, dtype: torch.dtype) -> bool:
+        """Whether a tensor with these contents was cast to this dtype before."""
+        storage = StorageWeakRef(source.untyped_storage())  # type: ignore[no-untyped-call]
+        view = (source.storage_offset(), source.shape, source.stride())
+        key = (storage.cdata, version(source), view, source.dtype, dtype)
+        is_known = key in self._known
+        self._known[key] = storage  # keeps the address from being given to another storage
+        return is_known
+
+    @contextmanager
+    def _calls_noted(self) -> Iterator[None]:
+        """Note which modules this thread calls, and which autograd nodes the calls make."""
+        thread = threading.get_ident()
+
+        def is_noted(module: nn.Module) -> bool:
+            return id(module) in self._names and threading.get_ident() == thread and not torch.compiler.is_compiling()
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if is_noted(module):
+                self._modules.append((self._names[id(module)], next_node_number()))
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if is_noted(module) and self._modules:
+                name, start = self._modules.pop()
+                self._nodes.append((start, next_node_number(), name))
+
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(begin).remove)
+            stack.callback(register_module_forward_hook(end, always_call=True).remove)
+            yield
 
 
-class _Known:
-    """Which tensors have been cast, and not changed since."""
-
-    def __init__(self) -> None:
-        self._casts: dict[int, set[str]] = {}
-
-    def is_again(self, source: Used, dtype: str) -> bool:
-        dtypes = self._casts.setdefault(source.key, set())
-        found = dtype in dtypes
-        dtypes.add(dtype)
-        return found
-
-    def note_written(self, operator: Operator) -> None:
-        """Forget what an operator has written to, or has made: another tensor may have had its number."""
-        for each in operator.outputs:
-            self._casts.pop(each.key, None)
+_recorders: dict[int, CastRecorder] = {}  # by threads
 
 
-def _casts(operator: Operator) -> Iterator[tuple[Used, Used]]:
-    """Yield the source and the target of each tensor that an operator itself casts."""
-    if operator.name not in _COPIES:
-        return
-    if any(each.name in _COPIES for each in operator.inner):
-        return  # a list that is copied tensor by tensor
-    targets, sources = operator.inputs[: (half := len(operator.inputs) // 2)], operator.inputs[half:]
-    for target, source in zip(targets, sources, strict=True):
-        if source.is_floating_point and target.is_floating_point and source.dtype != target.dtype:
-            yield source, target
+def _recording(original: Kernel | None) -> Kernel:
+    """Return the replacement of ``copy_``."""
+
+    def copy(keys: torch.DispatchKeySet, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+        recorder = _recorders.get(threading.get_ident())
+        if recorder is not None and isinstance(source, Tensor):  # it may be a number
+            recorder.record(target, source)
+        return copy_as_torch(target, source, non_blocking)
+
+    return copy
 
 
-def _innermost_of_its_name(operator: Operator) -> Operator:
-    """Return the call that runs it: autocast calls an operator again, with the inputs that it has cast."""
-    inner = next((each for each in operator.inner if each.name == operator.name), None)
-    return operator if inner is None else _innermost_of_its_name(inner)
-
-
-def _moved(operator: Operator) -> int:
-    """Return the bytes of an operator's inputs and outputs, or 0 if it makes a view or memory without contents."""
-    read = {each.storage for each in operator.inputs}
-    is_view = operator.outputs and all(each.storage in read for each in operator.outputs)
-    if operator.name in _ALLOCATIONS or (is_view and not operator.name.endswith("_")):
-        return 0
-    return sum(each.nbytes for each in (*operator.inputs, *operator.outputs))
-
-
-def _dtypes(tensors: Sequence[Used]) -> str:
-    found = dict.fromkeys(each.dtype for each in tensors if each.is_floating_point)
-    return ", ".join(found) or "-"
+def _name(dtype: torch.dtype) -> str:
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def _cells(row: Logged) -> tuple[str, ...]:
-    numbers = (f"{row.cast_bytes / _MEGA:,.2f}", *(f"{each:,}" for each in (row.casts, row.again, row.calls)))
-    (module, _), *others = row.modules.most_common()
-    where = f"{module or '-'} and {len(others)} more" if others else module
-    return (*numbers, row.operator, row.part, row.inputs, row.ran_in, row.outputs, where)
-
-
-_NUMBERS = 4
+    numbers = (f"{row.cast_bytes / _MEGA:,.2f}", f"{row.casts:,}", f"{row.again:,}")
+    return (*numbers, f"{row.source} → {row.target}", row.part, row.module or "-", row.line or "-")
 
 
 def _padded(line: Sequence[str], widths: Sequence[int]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import traceback
 
@@ -59,6 +60,6 @@ def _explanation(error: RuntimeError, needed: str, advice: str) -> str | None:
 def _operation(frame: traceback.FrameSummary) -> str:
     """Return the source of the call that raised: since Python 3.11 the expression, before that its line."""
     start, end = getattr(frame, "colno", None), getattr(frame, "end_colno", None)
-    whole = getattr(frame, "_original_line", "") or ""
+    whole = linecache.getline(frame.filename, frame.lineno or 0)
     expression = whole[start:end] if start is not None and frame.lineno == getattr(frame, "end_lineno", None) else ""
     return expression.strip() or (frame.line or "An operation").strip()

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 
 from nano_loop.intercept.calls import Call
 from nano_loop.intercept.exports import is_exporting
-from nano_loop.intercept.torch_private import calls_only_forward, in_functorch
+from nano_loop.intercept.torch_private import (
+    INNER_CONVOLUTION,
+    calls_only_forward,
+    direct_parameters,
+    in_functorch,
+)
 from nano_loop.kernels.norms import computes_group_norm
 from nano_loop.op_names import operators_of
 from nano_loop.precision.autocast import to_fp32
@@ -132,9 +137,9 @@ RULES: dict[type[nn.Module], Callable[[Any, Tensor], bool]] = {
 #: The operators that these layers call.
 _OPERATORS = {
     nn.Linear: ("linear",),
-    **{each: ("convolution", "_convolution", each.__name__.lower()) for each in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
+    **{each: ("convolution", INNER_CONVOLUTION, each.__name__.lower()) for each in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
     **{
-        getattr(nn, f"ConvTranspose{count}d"): ("convolution", "_convolution", f"conv_transpose{count}d")
+        getattr(nn, f"ConvTranspose{count}d"): ("convolution", INNER_CONVOLUTION, f"conv_transpose{count}d")
         for count in (1, 2, 3)
     },
     nn.GRU: ("gru",),
@@ -236,8 +241,7 @@ def _is_ours(layer: nn.Module, states: Sequence[Any]) -> bool:
     # A parametrization changes the class, and to read a weight computes it.
     if type(layer) not in RULES or not calls_only_forward(layer) or in_functorch() or is_exporting():
         return False
-    # These layers have no others inside, and `parameters()` takes 8 µs to find that out.
-    weights_are_fp32 = all(each is None or _is_fp32(each) for each in layer._parameters.values())
+    weights_are_fp32 = all(each is None or _is_fp32(each) for each in direct_parameters(layer).values())
     return weights_are_fp32 and all(state is None or _is_cast(state) for state in states)
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from nano_loop.intercept.nested import map_tensors
 from nano_loop.intercept.operators import Kernel, gives_kernels, kernel, overridden_together
 from nano_loop.intercept.ownership import inside
-from nano_loop.intercept.torch_private import as_without_autocast_kernel, below_autocast
+from nano_loop.intercept.torch_private import SPARSE_PRODUCTS, as_without_autocast_kernel, below_autocast
 from nano_loop.precision.autocast import to_fp32
 
 #: Out of place: bf16 inputs are cast to fp32 if there are others, or if one input is sparse.
 _PROMOTED = (
-    *("_sparse_mm", "_sparse_mm.reduce", "_sparse_addmm", "dot", "mv", "addmv", "linalg_cross", "lerp.Scalar"),
+    *(*SPARSE_PRODUCTS, "dot", "mv", "addmv", "linalg_cross", "lerp.Scalar"),
     *("lerp.Tensor", "scatter_add", "scatter_reduce.two", "index_add", "index_put", "masked_scatter"),
 )
 #: In place: the other inputs are cast to the dtype of the tensor that is written to.

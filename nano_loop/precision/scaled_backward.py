@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,20 +24,29 @@ from nano_loop.intercept.ownership import was_made_inside
 from nano_loop.intercept.torch_private import hook_first, in_backward, node_number, version
 from nano_loop.precision.autocast import LOW_DTYPES
 
-if TYPE_CHECKING:
-    from nano_loop.precision.loss_scale import LossScale
-
 Call = Callable[..., Any]
 
 #: The smaller scale with which `autograd.grad` tries again. It has no optimizer that could skip.
 _SECOND_TRY = 2.0**-8
 
 
+class Scale(Protocol):
+    """The scale of a run, as far as a backward needs it; see `nano_loop.precision.loss_scale.LossScale`."""
+
+    users_scaler: bool
+
+    def begin(self, roots: Sequence[Any]) -> tuple[float, list[Tensor]]:
+        """Return the factor for a backward, and the leaves that it reaches."""
+
+    def note(self, overflowed: bool) -> None:
+        """Change the scale after a backward."""
+
+
 class Thread(threading.local):
     """The scaling of this thread's run."""
 
     def __init__(self) -> None:
-        self.scale: LossScale | None = None
+        self.scale: Scale | None = None
         #: By what gradients are multiplied in the backward under way.
         self.factor = 1.0
         #: The ids of the leaves whose gradients are divided in it.

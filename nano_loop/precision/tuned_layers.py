@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.intercept.calls import Call
-from nano_loop.intercept.torch_private import in_mode
+from nano_loop.intercept.torch_private import direct_parameters, in_mode, with_parameters
 from nano_loop.kernels.norms import computes_group_norm
 from nano_loop.precision.layers_in_fp32 import RULES, UnlessListed, computes_as_ours, in_fp32
 from nano_loop.tuning.decisions import Decision, Decisions
@@ -75,7 +75,7 @@ class _OfLayer:
     def __init__(self, tuner: Tuner, layer: nn.Module) -> None:
         self._tuner = tuner
         self._layer = layer
-        self._parameters = layer._parameters
+        self._parameters = direct_parameters(layer)
         self._guess: Callable[[Any, Tensor], bool] = RULES[type(layer)]
         self._by_kind = Decisions(tuner)
 
@@ -191,16 +191,14 @@ def _some_like(out: Tensor) -> Tensor:
 
 def _twin(layer: nn.Module, x: Tensor) -> tuple[nn.Module, list[Tensor]]:
     """Return a layer like this one, without hooks, and the tensors that it computes from: new leaves of autograd."""
-    twin = type(layer).__new__(type(layer))
     parameters = {
         name: None if each is None else nn.Parameter(each.detach(), each.requires_grad)
-        for name, each in layer._parameters.items()
+        for name, each in direct_parameters(layer).items()
     }
-    twin.__dict__.update(vars(layer), _parameters=parameters)
     weights_are_trained = any(each is not None and each.requires_grad for each in parameters.values())
     # A call without gradients may be the first one of an activation checkpoint, and then they come later.
     leaves = [x.detach().requires_grad_(x.requires_grad or not (torch.is_grad_enabled() and weights_are_trained))]
-    return twin, leaves + [each for each in parameters.values() if each is not None]
+    return with_parameters(layer, parameters), leaves + [each for each in parameters.values() if each is not None]
 
 
 def _not_seen_by_the_loop() -> torch.autograd.graph.saved_tensors_hooks:

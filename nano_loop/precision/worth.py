@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nano_loop.intercept.calls import is_forward
 from nano_loop.intercept.nested import find, map_tensors
 from nano_loop.intercept.torch_private import (
+    FLASH_ATTENTION,
     TorchDispatchMode,
     current_node_number,
     in_backward,
@@ -59,7 +60,7 @@ _MULTIPLICATIONS: dict[Any, Callable[[tuple[Any, ...], Tensor], int]] = {
     _ATEN.convolution: lambda args, out: (args[0] if args[6] else out).numel() * args[1][0].numel(),
     _ATEN.mkldnn_rnn_layer: _of_recurrence,
     lstm_layer.AS_OPERATOR: _of_recurrence,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda args, out: 2 * out.numel() * args[1].size(-2),
+    FLASH_ATTENTION: lambda args, out: 2 * out.numel() * args[1].size(-2),
 }
 
 

@@ -13,9 +13,10 @@ KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, OPTIMIZER, CASTS, LOADER, AVERAGING, 
 #: The names of what the recorder puts around the averaging of gradients, and around the steps of optimizers.
 AVERAGING_EVENT, OPTIMIZER_EVENT = "nano_loop: averaging", "nano_loop: optimizer"
 
-# Operators of ATen. A softmax outside of torch's attention is nearly always that of attention by hand.
-_ATTENTION = ("_softmax", "_softmax_backward_data")
-_CASTS = ("copy_", "_to_copy", "to", "contiguous", "clone")
+# Operators of ATen, without the underscore that some begin with. A softmax outside of torch's attention is nearly
+# always that of attention by hand.
+_ATTENTION = ("softmax", "softmax_backward_data")
+_CASTS = ("copy_", "to_copy", "to", "contiguous", "clone")
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "einsum")
 _LOSSES = ("_Losses", "_LossesBackward")  # of fast_cross_entropy
 _LSTMS = ("_LstmLayer", "_LstmLayerBackward")  # of fast_lstm
@@ -91,6 +92,7 @@ def kind_of(event: Event) -> str:
 
 def kind_of_operator(name: str) -> str:
     """Return the kind of work of an operator, whose name is given without ``aten::``, by itself."""
+    name = name.removeprefix("_")
     if name in _ATTENTION:
         return ATTENTION
     if name in _CASTS:

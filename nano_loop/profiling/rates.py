@@ -19,14 +19,13 @@ _SIZES = {
     **dict.fromkeys(("c10::BFloat16", "c10::Half"), 2),
     **dict.fromkeys(("bool", "unsigned char", "signed char"), 1),
 }
-#: Operators that move nothing.
+#: Operators that move nothing, without the underscore that some begin with.
 VIEWS = frozenset(
-    f"aten::{name}"
-    for name in (
+    (
         *("alias", "as_strided", "broadcast_to", "chunk", "detach", "detach_", "diagonal", "expand", "expand_as"),
         *("flatten", "movedim", "narrow", "numpy_T", "permute", "reshape", "resize_", "select", "slice", "split"),
-        *("squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as", "_reshape_alias"),
-        *("_unsafe_view", "_view", "empty_like", "result_type", "set_", "unsafe_split", "split_with_sizes"),
+        *("squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as", "reshape_alias"),
+        *("unsafe_view", "empty_like", "result_type", "set_", "unsafe_split", "split_with_sizes"),
     )
 )
 
@@ -101,7 +100,7 @@ def _is_inside(event: Event, names: Collection[str]) -> bool:
 
 
 def _bytes_of(event: ShapedEvent) -> list[int]:
-    if event.name in VIEWS:
+    if event.name.removeprefix("aten::").removeprefix("_") in VIEWS:
         return []
     dtypes = getattr(event, "input_dtypes", None) or []
     pairs = zip(event.input_shapes, dtypes, strict=False)

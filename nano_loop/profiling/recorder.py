@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nano_loop.command_note import Command
 from nano_loop.cpu import Machine
 from nano_loop.distributed.averaging.averaging import Averaging
 from nano_loop.intercept.attributes import replaced
@@ -35,6 +34,7 @@ from nano_loop.profiling.kinds import (
 )
 from nano_loop.profiling.machine_rates import memory_rate, product_rate
 from nano_loop.profiling.rates import moves_in, products_in, rate_of
+from nano_loop.protocol import Command
 
 _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
 
@@ -122,7 +122,7 @@ class _Recorder:
             _exit()
 
     def _end(self) -> NoReturn:
-        self._command.answer(profile=self._found())
+        self._command.answer(result=self._found())
         _exit()
 
     def _found(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from nano_loop.steps.parameter_dtype import ParameterDtype
 from nano_loop.steps.precision import Precision
 from nano_loop.steps.rounding import Rounding
 from nano_loop.steps.sharding import Sharding
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import Step, StepContext
 from nano_loop.steps.step_time import StepTime
 from nano_loop.steps.threads import Threads
 from nano_loop.steps.tune_operators import TuneOperators
@@ -68,4 +68,4 @@ STEPS: tuple[type[Step], ...] = (
     StepTime,  # after all others: its result is the last line of the report
 )
 
-__all__ = ["STEPS", "GradientAveraging", "ParameterDtype", "Precision", "Rounding", "Step", "Verify"]
+__all__ = ["STEPS", "GradientAveraging", "ParameterDtype", "Precision", "Rounding", "Step", "StepContext", "Verify"]

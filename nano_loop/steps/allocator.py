@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from typing_extensions import override
+
 from nano_loop.glibc import (
     MMAP_THRESHOLD,
     SETTINGS,
@@ -43,8 +45,8 @@ class Allocator(Step):
     needs = None
     once = True
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         if not is_glibc():
             return "the C library is not glibc"
         other = allocator_of_this_process()
@@ -57,8 +59,8 @@ class Allocator(Step):
                 return f"{variable} is set, and stays in force"
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         self.undoing.enter_context(shared_change(_trimmed_children, _trimmed_children))
         if keeps_freed_memory(os.environ):
             return "glibc keeps freed memory, by its environment variables"

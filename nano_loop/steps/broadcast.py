@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
 from nano_loop.distributed.averaging.replicas import make_equal, named_buffers, named_parameters
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Entries
-from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 
@@ -23,12 +20,12 @@ class Broadcast(RanksStep):
     name = "broadcast"
     needs = "trained"  # an optimizer may be set up without a model, with separate parameters
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._done: dict[int, object] = {}  # tensors and optimizers by their ids, kept alive
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         named = [*named_parameters(parts.models, parts.optimizers), *named_buffers(parts.models)]
         new = [(name, tensor) for name, tensor in named if id(tensor) not in self._done]
         optimizers = [optimizer for optimizer in parts.optimizers if id(optimizer) not in self._done]

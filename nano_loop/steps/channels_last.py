@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.calls import Call
@@ -39,8 +40,8 @@ class ChannelsLast(Step):
     name = "channels_last"
     required = False  # the option applies to all models of a run, and one of them may have no convolution
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         models = _unscripted(parts)
         if parts.models and not models:
             return "the model is scripted, so its convolutions and views cannot be changed"
@@ -48,8 +49,8 @@ class ChannelsLast(Step):
             return None
         return "the model has no 4-D or 5-D parameters"
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         self.undoing.enter_context(replaced(Tensor, "view", _view_or_reshape))
         self.undoing.enter_context(replaced(torch, "group_norm", _in_nchw_without_gradient))
         for convolution in _CONVOLUTIONS:
@@ -60,7 +61,7 @@ class ChannelsLast(Step):
         for context in (drawn_as_they_lie,) if by_the_user else (drawn_as_nchw, same_draws):
             self.undoing.enter_context(context())
         for model in models:
-            self.entries.add(model, self.name, _converting_inputs(_dimensions(model.parameters())))
+            self.interceptors.add(model, self.name, _converting_inputs(_dimensions(model.parameters())))
         count = sum(self._convert(module) for model in models for module in model.modules())
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_dimensions(parts.parameters())))
         return f"{count} convolution{'s' * (count != 1)}, {inputs} inputs"

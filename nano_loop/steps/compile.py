@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nano_loop.compiling.blocks import described, repeated_blocks
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.torch_private import call_compiled, forget_compiled, is_compiled, plain_call
-from nano_loop.options import Options
 from nano_loop.parts import Parts, class_name
 from nano_loop.steps.step import Step
 
@@ -38,19 +35,19 @@ class Compile(Step):
     name = "compile"
     required = False
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._compiled: dict[int, str] = {}  # by the ids of models, what the report says
         self._arguments: dict[str, Any] | None = None
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         if parts.models and all(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
             return "the model is scripted"
         return "the model is compiled already" if not self._uncompiled(parts) else None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         if not self._compiled:
             self._hide_what_torch_hides()
         models = self._uncompiled(parts)
@@ -59,11 +56,6 @@ class Compile(Step):
                 self._compiled[id(model)] = self._compile(model)
         said = dict.fromkeys(self._compiled[id(model)] for model in models)
         return f"torch.compile, at the first call: {', '.join(said)}"
-
-    def undo(self) -> None:
-        """See `Step.undo`."""
-        super().undo()
-        self._compiled.clear()
 
     def _hide_what_torch_hides(self) -> None:
         """Ignore a warning that torch causes where a block's input has a gradient.
@@ -80,7 +72,7 @@ class Compile(Step):
 
     def _compile(self, model: nn.Module) -> str:
         """Compile a model or its blocks, and return what the report says."""
-        groups = [] if self.config.compile == "whole" else repeated_blocks(model)
+        groups = [] if self.options.compile == "whole" else repeated_blocks(model)
         for group in groups or [[model]]:
             compiled = torch.compile(_caller(class_name(group[0])), **self._torchs_arguments())
             for module in group:
@@ -93,7 +85,7 @@ class Compile(Step):
         if self._arguments is None:
             from nano_loop.compiling.inductor import with_operators  # registers operators, which is for good
 
-            given = self.config.compile if isinstance(self.config.compile, dict) else {}
+            given = self.options.compile if isinstance(self.options.compile, dict) else {}
             self._arguments = with_operators(given, self._operators())
         return self._arguments
 
@@ -102,11 +94,11 @@ class Compile(Step):
         from nano_loop.compiling.graphs import ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU
 
         kept = [BATCH_NORM, RELU]
-        if self.config.fast_dropout is not False:
+        if self.options.fast_dropout is not False:
             kept.append(DROPOUT)
-        if self.config.reduced_precision and self.config.fast_attention is not False:
+        if self.options.reduced_precision and self.options.fast_attention is not False:
             kept.append(ATTENTION)
-        if self.config.reduced_precision and self.config.fast_cross_entropy is not False:
+        if self.options.reduced_precision and self.options.fast_cross_entropy is not False:
             kept.append(CROSS_ENTROPY)
         return kept
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from nano_loop.intercept.calls import Call
 from nano_loop.intercept.exports import is_exporting
@@ -39,22 +40,23 @@ class FastActivation(Step):
     name = "fast_activation"
     auto_is_for_reduced_precision = True
 
-    def concerns(self, parts: Parts) -> bool:
+    @override
+    def is_relevant(self, parts: Parts) -> bool:
         """Return whether the step was asked for, or a model calls tanh: there is no line for each model without."""
-        return super().concerns(parts) and (self.required or any(map(_calls_tanh, parts.models)))
+        return super().is_relevant(parts) and (self.required or any(map(_calls_tanh, parts.models)))
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        if not self.config.reduced_precision:
+        if not self.options.reduced_precision:
             return "it is for bf16"
         if not gives_kernels():
             return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
         return activations.unavailable()
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         for model in parts.models:
-            self.entries.meet(model).around_modules(self._around, self.name)
+            self.interceptors.meet(model).around_modules(self._around, self.name)
         if not self._overridden:
             for operator, make in activations.REPLACEMENTS.items():
                 self.undoing.enter_context(overridden(operator, make, "CPU"))
@@ -64,7 +66,7 @@ class FastActivation(Step):
     _overridden = False
 
     def _around(self, module: nn.Module) -> Call | None:
-        listed = itertools.chain(*self.config.listed_operators.values())
+        listed = itertools.chain(*self.options.listed_operators.values())
         names = {operator.partition(".")[0] for name in listed for operator in operators_of(name)}
         return _in_one_pass if _kind(module) in _BY_OPERATORS and names.isdisjoint(_CALLED) else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from typing_extensions import override
 
 from nano_loop.intercept.operators import overridden
 from nano_loop.kernels.attention import for_set_up_models
@@ -21,18 +22,18 @@ class FastAttention(Step):
     name = "fast_attention"
     auto_is_for_reduced_precision = True
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        if not self.config.reduced_precision:
+        if not self.options.reduced_precision:
             return "it is faster in bf16 only"
         if not self.required and not any(map(_attends, parts.models)):
             return "no attention was found in the model"
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         for model in parts.models:
-            self.entries.meet(model)
+            self.interceptors.meet(model)
         if not self._overridden:
             self.undoing.enter_context(overridden(_OPERATOR, for_set_up_models, "AutocastCPU"))
             self._overridden = True

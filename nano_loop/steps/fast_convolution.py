@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nano_loop.intercept.operators import gives_kernels, overridden
 from nano_loop.kernels import weight_gradient
@@ -25,9 +26,9 @@ class FastConvolution(Step):
     name = "fast_convolution"
     auto_is_for_reduced_precision = True
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        if not self.config.reduced_precision:
+        if not self.options.reduced_precision:
             return "it is faster in bf16 only"
         if not gives_kernels():
             return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
@@ -35,10 +36,10 @@ class FastConvolution(Step):
             return "no convolution was found in the model"
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         for model in parts.models:
-            self.entries.meet(model)
+            self.interceptors.meet(model)
         if not self._overridden:
             self.undoing.enter_context(overridden(_OPERATOR, for_set_up_models, "CPU"))
             self._overridden = True

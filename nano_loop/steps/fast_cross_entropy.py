@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from typing_extensions import override
 
 from nano_loop.intercept.operators import overridden
 from nano_loop.intercept.upcasts import upcasts_noted
@@ -25,18 +26,18 @@ class FastCrossEntropy(Step):
     name = "fast_cross_entropy"
     auto_is_for_reduced_precision = True
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        if not self.config.reduced_precision:
+        if not self.options.reduced_precision:
             return "in fp32 its sums would be rounded in another order than torch's"
         if not self.required and not any(map(_has_many_outputs, parts.models)):
             return f"no layer has {MANY:,} outputs or more"
         return unavailable()
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         for model in parts.models:
-            self.entries.meet(model)
+            self.interceptors.meet(model)
         if not self._overridden:
             for context in (
                 overridden(_OPERATOR, under_autocast, "AutocastCPU"),

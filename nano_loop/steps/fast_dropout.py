@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from typing_extensions import override
 
 from nano_loop.kernels.bernoulli import unavailable, vectorized_draws
 from nano_loop.parts import Parts, class_name
@@ -21,14 +22,14 @@ class FastDropout(Step):
 
     name = "fast_dropout"
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         if not self.required and not any(map(_has_dropout, parts.models)):
             return "the model has no dropout"
         return unavailable()
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         if not self._overridden:
             self.undoing.enter_context(vectorized_draws())
             self._overridden = True

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
+from typing_extensions import override
 
 from nano_loop.intercept.loaders import LoaderChange, changed
 from nano_loop.parts import Parts
@@ -28,13 +29,13 @@ class FastFetch(Step):
     name = "fast_fetch"
     needs = "loaders"
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         reasons = [_refusal(loader) for loader in parts.loaders]
         return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         fitting = [loader for loader in parts.loaders if not _refusal(loader)]
         for loader in fitting:
             self.undoing.enter_context(changed(loader, _FETCHING))

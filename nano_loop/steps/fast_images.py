@@ -6,12 +6,9 @@ import sys
 from typing import Any
 
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.loaders import changed
-from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
@@ -31,27 +28,29 @@ class FastImages(Step):
     name = "fast_images"
     needs = "loaders"
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._stores: dict[str, Store] = {}
         self._changed: dict[int, DataLoader[Any]] = {}
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`. Without torchvision, the report does not mention the step."""
-        return super().asked and (self.required or "torchvision.transforms" in sys.modules)
+    @override
+    def enabled(self) -> bool:
+        # Without torchvision, the report does not mention the step.
+        return super().enabled and (self.required or "torchvision.transforms" in sys.modules)
 
-    def concerns(self, parts: Parts) -> bool:
-        """See `Step.concerns`. Most loaders have no images, also where torchvision is imported."""
-        return super().concerns(parts) and (self.required or any(has_images(each.dataset) for each in parts.loaders))
+    @override
+    def is_relevant(self, parts: Parts) -> bool:
+        # Most loaders have no images, also where torchvision is imported.
+        return super().is_relevant(parts) and (self.required or any(has_images(each.dataset) for each in parts.loaders))
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         reasons = [refusal(loader) for loader in parts.loaders]
         return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         fitting = [loader for loader in parts.loaders if not refusal(loader)]
         problems = [problem for loader in fitting if (problem := self._cache(loader))]
         if problems:
@@ -60,8 +59,8 @@ class FastImages(Step):
         room = ", ".join(sorted(_in_words(limit) for limit in limits))
         return f"{len(fitting)} of {len(parts.loaders)} loaders, {_kept(fitting)}; {room}"
 
-    def closing(self) -> StepResult | None:
-        """See `Step.closing`."""
+    @override
+    def final_result(self) -> StepResult | None:
         if not self._stores or self.ranks.rank:
             return None
         lines = []
@@ -71,15 +70,9 @@ class FastImages(Step):
             lines += [f"left alone: {note}" for note in store.notes()]
         return StepResult("image_cache", "measured", "; ".join(lines))
 
-    def undo(self) -> None:
-        """See `Step.undo`."""
-        super().undo()
-        self._stores.clear()
-        self._changed.clear()
-
     @property
     def _place(self) -> int | str | None:
-        return self.config.image_cache  # type: ignore[return-value]  # a path is a str after the check
+        return self.options.image_cache  # type: ignore[return-value]  # a path is a str after the check
 
     def _cache(self, loader: DataLoader[Any]) -> str | None:
         """Change a loader, and return None, or why there is no cache for it."""
@@ -91,7 +84,7 @@ class FastImages(Step):
             return f"the folder of the cache cannot be made ({error.strerror})"
         self._changed[id(loader)] = loader
         self._stores[str(store.folder)] = store
-        self.undoing.enter_context(changed(loader, CachedImages(store, self.config.exact_images)))
+        self.undoing.enter_context(changed(loader, CachedImages(store, self.options.exact_images)))
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nano_loop.intercept.operators import gives_kernels, overridden
 from nano_loop.kernels import linear, product
@@ -21,22 +22,23 @@ class FastLinear(Step):
     name = "fast_linear"
     auto_is_for_reduced_precision = True
 
-    def concerns(self, parts: Parts) -> bool:
+    @override
+    def is_relevant(self, parts: Parts) -> bool:
         """Return whether the step was asked for, or a model has a large matrix: the others have no line."""
-        return super().concerns(parts) and (self.required or any(map(_has_large_matrix, parts.models)))
+        return super().is_relevant(parts) and (self.required or any(map(_has_large_matrix, parts.models)))
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        if not self.config.reduced_precision:
+        if not self.options.reduced_precision:
             return "it is for bf16"
         if not gives_kernels():
             return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
         return product.unavailable()
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         for model in parts.models:
-            self.entries.meet(model)
+            self.interceptors.meet(model)
         if not self._overridden:
             for operator, make in linear.REPLACEMENTS.items():
                 self.undoing.enter_context(overridden(operator, make, "CPU"))

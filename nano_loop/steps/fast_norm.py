@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nano_loop.intercept.operators import gives_kernels
 from nano_loop.kernels.norms import replaced, unavailable
@@ -30,9 +31,9 @@ class FastNorm(Step):
     name = "fast_norm"
     auto_is_for_reduced_precision = True
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        if not self.config.reduced_precision:
+        if not self.options.reduced_precision:
             return "in fp32 its sums would be rounded in another order than torch's"
         if not gives_kernels():
             return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
@@ -40,10 +41,10 @@ class FastNorm(Step):
             return "no norm was found in the model"
         return unavailable()
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         for model in parts.models:
-            self.entries.meet(model)
+            self.interceptors.meet(model)
         if not self._replaced:
             self.undoing.enter_context(replaced())
             self._replaced = True

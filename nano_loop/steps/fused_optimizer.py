@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.direct_steps import stepped_directly
 from nano_loop.intercept.optimizers import guard_layout, is_dense, once_gradients_exist
 from nano_loop.intercept.torch_private import forget_fused_check, fused_check_pending
-from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import Step
 
@@ -33,17 +30,17 @@ class FusedOptimizer(Step):
     name = "fused_optimizer"
     needs = "optimizers"
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._switches: dict[int, _Switch] = {}  # by the optimizer's id; each keeps its optimizer alive
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         reasons = self._refusals(parts)
         return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         fused, refused = [], []
         for optimizer, refusal in zip(parts.optimizers, self._refusals(parts), strict=True):
             if refusal:

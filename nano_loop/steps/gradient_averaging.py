@@ -7,19 +7,16 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch import distributed, nn
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
 from nano_loop.distributed.averaging.averaging import Averaging
 from nano_loop.distributed.averaging.replicas import named_parameters
 from nano_loop.distributed.loaders.sharding import served_whole_by_mode
-from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.distributed.transport.hosts import HostsTransport
 from nano_loop.distributed.transport.process_group import ProcessGroupTransport
 from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport, chunk_for
 from nano_loop.distributed.transport.transport import Transport
 from nano_loop.errors import NanoError
-from nano_loop.intercept.calls import Entries
-from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps.step import RanksStep
 
@@ -32,15 +29,15 @@ class GradientAveraging(RanksStep):
     name = "gradient_averaging"
     needs = "trained"  # an optimizer may be set up without a model, with separate parameters
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._averaging: Averaging | None = None
         self._transport: Transport | None = None
         self._nbytes = 0  # of all parameters that were set up
         self._way = ""
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         self._nbytes += sum(
             each.numel() * each.itemsize for _, each in named_parameters(parts.models, parts.optimizers)
         )
@@ -50,18 +47,13 @@ class GradientAveraging(RanksStep):
             self._averaging.use(self._opened(self._make_transport()))
         self._averaging.add(parts.models, parts.optimizers)
         for model in parts.models:
-            self.entries.add(model, self.name, self._averaging.around_call)
-        narrowed = f", as {self.config.gradient_compression}" if self.config.gradient_compression else ""
+            self.interceptors.add(model, self.name, self._averaging.around_call)
+        narrowed = f", as {self.options.gradient_compression}" if self.options.gradient_compression else ""
         return f"{self._way}{narrowed}"
 
-    def paused(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Return a context in which the gradients of `models` are not averaged; see `Averaging.paused`."""
+    @override
+    def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         return nullcontext() if self._averaging is None else self._averaging.paused(models)
-
-    def undo(self) -> None:
-        """See `Step.undo`."""
-        super().undo()
-        self._averaging = None
 
     def _open(self) -> Averaging:
         transport = self._opened(self._make_transport())
@@ -69,7 +61,7 @@ class GradientAveraging(RanksStep):
             self.ranks,
             transport,
             served_whole_by_mode,
-            compare=self.config.compare_parameters,
+            compare=self.options.compare_parameters,
             overlapped=isinstance(transport, HostsTransport),
         )
         self.undoing.callback(averaging.close)
@@ -83,8 +75,8 @@ class GradientAveraging(RanksStep):
 
     def _make_transport(self) -> Transport:
         """Return the shared-memory transport, which is faster, if available and no other backend was requested."""
-        compression = torch.bfloat16 if self.config.gradient_compression else None
-        backend = self.config.process_group_backend
+        compression = torch.bfloat16 if self.options.gradient_compression else None
+        backend = self.options.process_group_backend
         folder = self.ranks.folder
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers

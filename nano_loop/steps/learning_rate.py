@@ -15,12 +15,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Entries
+from nano_loop.distributed.ranks import Ranks
 from nano_loop.intercept.optimizers import Closure, closure_of, with_closure
-from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 from nano_loop.steps.step import RanksStep
@@ -37,28 +35,28 @@ class LearningRate(RanksStep):
     name = "learning_rate"
     needs = "optimizers"
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._ramps: dict[int, _Ramp] = {}  # by the optimizer's id; each keeps its optimizer alive
         self._ddp: dict[int, nn.Parameter] = {}  # the parameters of the user's own DDP models, by id
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return super().asked and self.config.auto_lr
+    @override
+    def enabled(self) -> bool:
+        return super().enabled and self.options.auto_lr
 
-    def see(self, parts: Parts) -> None:
-        """See `Step.see`."""
+    @override
+    def observe(self, parts: Parts) -> None:
         models = [model for model in parts.models if isinstance(model, DistributedDataParallel)]
         self._ddp |= {id(each): each for model in models for each in model.parameters()}
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         reasons = [self._refusal(optimizer) for optimizer in parts.optimizers]
         return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         refusals = {id(optimizer): self._refusal(optimizer) for optimizer in parts.optimizers}
         new = [each for each in parts.optimizers if not refusals[id(each)] and id(each) not in self._ramps]
         taken = self.ranks.broadcast([_pop_steps_taken(optimizer) for optimizer in new])
@@ -76,22 +74,15 @@ class LearningRate(RanksStep):
             return "the model is your own DistributedDataParallel, so the rate is yours, too"
         return None
 
-    def closing(self) -> StepResult | None:
-        """See `Step.closing`."""
+    @override
+    def final_result(self) -> StepResult | None:
         if not self._ramps or not self.ranks.division.undivided:
             return None
         return StepResult(self.name, "skipped", "stays at 1×, since all ranks have computed the same")
 
-    def undo(self) -> None:
-        """See `Step.undo`."""
-        super().undo()
-        for ramp in self._ramps.values():
-            _progress[ramp.optimizer] = _Progress(ramp.optimizer.param_groups, ramp.step)
-        self._ramps.clear()
-        self._ddp.clear()
-
     def _start(self, ramp: _Ramp) -> None:
         optimizer = ramp.optimizer
+        self.undoing.callback(ramp.keep_progress)
         self.undoing.callback(ramp.put_back)
         for handle in (
             optimizer.register_step_pre_hook(ramp.before_step),
@@ -160,6 +151,10 @@ class _Ramp:
         self._scaled.clear()  # these groups were replaced
         steps = [group.pop(KEY) for group in optimizer.param_groups if KEY in group]
         self.step = int(steps[0]) if steps else 0
+
+    def keep_progress(self) -> None:
+        """Let the next run of the optimizer continue the ramp."""
+        _progress[self.optimizer] = _Progress(self.optimizer.param_groups, self.step)
 
     def put_back(self) -> None:
         """Restore the user's learning rate in every group, unless it was changed in the meantime."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from nano_loop.intercept.loaders import LoaderChange, changed
 from nano_loop.parts import Parts
@@ -23,26 +24,22 @@ class LoaderWorkers(Step):
 
     name = "loader_workers"
     needs = "loaders"
+    required = False  # a loader that cannot have other workers is no error
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return self.config.loader_workers is not None
+    @override
+    def enabled(self) -> bool:
+        return self.options.loader_workers is not None
 
-    @property
-    def required(self) -> bool:
-        """See `Step.required`: a loader that cannot have other workers is no error."""
-        return False
-
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         if all(isinstance(loader.dataset, IterableDataset) for loader in parts.loaders):
             return "workers of an iterable dataset would each read all of it, unless it divides itself"
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
-        count = self.config.loader_workers or 0
+        count = self.options.loader_workers or 0
         fitting = [loader for loader in parts.loaders if not isinstance(loader.dataset, IterableDataset)]
         for loader in fitting:
             self.undoing.enter_context(changed(loader, _Workers(count)))
@@ -55,8 +52,8 @@ class _Workers(LoaderChange):
     def __init__(self, count: int) -> None:
         self._count = count
 
+    @override
     def attributes(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """See `LoaderChange.attributes`."""
         if self._count == loader.num_workers:
             return {}
         found: dict[str, Any] = {"num_workers": self._count}

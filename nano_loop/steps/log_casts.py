@@ -1,4 +1,4 @@
-"""Logs the casts of one step of the loop: which operator caused them, and what they cost."""
+"""A step that logs the casts of one step of the loop: where they are, and what they cost."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Entries
-from nano_loop.options import Options
 from nano_loop.parts import Parts
-from nano_loop.precision.cast_log import CastLog, cast_log
-from nano_loop.precision.execution_trace import Recorder
+from nano_loop.precision.cast_log import CastLog, CastRecorder
 from nano_loop.report import StepResult, print_to_stderr
 from nano_loop.steps.step import Step
 
@@ -24,7 +20,7 @@ _AFTER_STEPS = 2
 
 
 class LogCasts(Step):
-    """Records the operators of the third step, from the end of ``optimizer.step()`` to the next, on rank 0.
+    """Records the casts of the third step, from the end of ``optimizer.step()`` to the next, on rank 0.
 
     With several optimizers, the first one that is set up counts.
     """
@@ -32,35 +28,35 @@ class LogCasts(Step):
     name = "log_casts"
     needs = "optimizers"
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._names: dict[int, str] = {}
         self._models: list[nn.Module] = []  # keeps the ids
         self._optimizer: Optimizer | None = None
         self._steps = 0
-        self._recorder: Recorder | None = None
+        self._recorder: CastRecorder | None = None
         self._ending = ExitStack()
         self._result: StepResult | None = None
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return bool(self.config.log_casts)
+    @override
+    def enabled(self) -> bool:
+        return bool(self.options.log_casts)
 
-    def see(self, parts: Parts) -> None:
-        """See `Step.see`."""
-        if not self.asked or self.config.compile:
+    @override
+    def observe(self, parts: Parts) -> None:
+        if not self.enabled or self.options.compile:
             return  # torch.compile compiles again where there are hooks
         for model in parts.models:
             self._names |= {id(each): name or type(model).__name__ for name, each in model.named_modules()}
             self._models.append(model)
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         if self._optimizer is None and self.ranks.rank == 0:
             self._optimizer = parts.optimizers[0]
             self.undoing.callback(self._close)
@@ -68,21 +64,15 @@ class LogCasts(Step):
             self.undoing.callback(self._optimizer.register_step_post_hook(self._note).remove)
         return "of the third step"
 
-    def closing(self) -> StepResult | None:
-        """See `Step.closing`."""
+    @override
+    def final_result(self) -> StepResult | None:
         if self._optimizer is None:
             return None
         return self._result or StepResult(self.name, "skipped", "fewer than three steps")
 
-    def undo(self) -> None:
-        """See `Step.undo`."""
-        super().undo()
-        self._models.clear()
-        self._optimizer = None
-
     def _mark(self, *_: object) -> None:
         if self._recorder is not None:
-            self._ending.enter_context(self._recorder.mark_optimizer())
+            self._ending.enter_context(self._recorder.in_optimizer())
 
     def _note(self, *_: object) -> None:
         self._ending.close()
@@ -90,33 +80,23 @@ class LogCasts(Step):
         if self._recorder is not None:
             self._finish(self._recorder)
         elif self._steps == _AFTER_STEPS:
-            self._begin()
+            self._recorder = CastRecorder(self._names)
 
-    def _begin(self) -> None:
-        try:
-            self._recorder = Recorder(self._names)
-        except OSError as error:  # the training goes on without a log
-            self._result = StepResult(self.name, "skipped", f"torch's trace could not be written: {error}")
-            return
-        if not self._recorder.is_recording:
-            self._close()
-            self._result = StepResult(self.name, "skipped", "another ExecutionTraceObserver of torch is active")
-
-    def _finish(self, recorder: Recorder) -> None:
+    def _finish(self, recorder: CastRecorder) -> None:
         self._recorder = None
+        log = recorder.finish()
         try:
-            log = cast_log(recorder.finish())
             self._result = StepResult(self.name, "measured", log.summary() + self._written(log), log)
-        except Exception as error:  # of the disk, or of a trace in another form: the training goes on without a log
-            self._result = StepResult(self.name, "skipped", f"there is no log: {type(error).__name__}: {error}")
+        except OSError as error:  # the training goes on without a log
+            self._result = StepResult(self.name, "skipped", f"the log could not be written: {error}")
             return
-        if self.config.log_casts is True and self.config.verbose:
+        if self.options.log_casts is True and self.options.verbose:
             print_to_stderr([log])
 
     def _written(self, log: CastLog) -> str:
-        if self.config.log_casts is True:
+        if self.options.log_casts is True:
             return ""
-        path = Path(str(self.config.log_casts))
+        path = Path(str(self.options.log_casts))
         path.write_text(json.dumps(log.as_dict(), indent=2) + "\n")
         return f", in {path.name}"
 

@@ -6,11 +6,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Entries
-from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.precision.loss_scale import LossScale
 from nano_loop.report import StepResult
@@ -27,25 +24,25 @@ class LossScaling(Step):
     needs = "trained"
     required = False
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._scale = LossScale()
         self._optimizers: dict[int, Optimizer] = {}
         self._scaling = False
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return self.config.kind.scaled
+    @override
+    def enabled(self) -> bool:
+        return self.options.kind.scaled
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         for model in parts.models:
-            self.entries.meet(model)
+            self.interceptors.meet(model)
         if not self._scaling:
             self._scaling = True
             self.undoing.enter_context(self._scale.scaling())
@@ -55,30 +52,26 @@ class LossScaling(Step):
                 self._take(optimizer)
         return f"gradients × {self._scale.value:,.0f} inside of backward; a step that overflows is skipped"
 
-    def closing(self) -> StepResult | None:
-        """See `Step.closing`."""
+    @override
+    def final_result(self) -> StepResult | None:
         if not self._scale.skipped:
             return None
         steps = "1 step was" if self._scale.skipped == 1 else f"{self._scale.skipped:,} steps were"
         now = f"{steps} skipped; the scale is {self._scale.value:,.0f} now"
         return StepResult(self.name, "applied", now)
 
-    def undo(self) -> None:
-        """See `Step.undo`."""
-        super().undo()
-        for optimizer in self._optimizers.values():
-            _last[optimizer] = self._state()
-        self._optimizers.clear()
-        self._scaling = False
-
     def _take(self, optimizer: Optimizer) -> None:
         """Keep the scale in the checkpoints of an optimizer, and continue from the scale that it has."""
         self._continue(_pop(optimizer) or _last.pop(optimizer, None))
+        self.undoing.callback(self._keep, optimizer)
         for handle in (
             optimizer.register_state_dict_post_hook(self._into_state_dict),
             optimizer.register_load_state_dict_post_hook(lambda each: self._continue(_pop(each))),
         ):
             self.undoing.callback(handle.remove)
+
+    def _keep(self, optimizer: Optimizer) -> None:
+        _last[optimizer] = self._state()
 
     def _state(self) -> tuple[float, int]:
         return self._scale.value, self._scale.good

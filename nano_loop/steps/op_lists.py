@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
+from typing_extensions import override
+
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.torch_private import is_compiled
-from nano_loop.options import Options
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.default_ops import in_force
 from nano_loop.precision.op_lists import OpLists
@@ -25,25 +23,25 @@ class OperatorLists(Step):
     name = "op_lists"
     required = False
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._lists: OpLists | None = None
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return any(self.config.listed_operators.values())
+    @override
+    def enabled(self) -> bool:
+        return any(self.options.listed_operators.values())
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        if self.config.kind.autocast is not None:
+        if self.options.kind.autocast is not None:
             return None
-        return f'lists are for autocast, as precision="bf16" has it, and the precision is {self.config.precision}'
+        return f'lists are for autocast, as precision="bf16" has it, and the precision is {self.options.precision}'
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         if self._lists is None:
-            self._lists = OpLists(*self.config.listed_operators.values())
+            self._lists = OpLists(*self.options.listed_operators.values())
             self.undoing.enter_context(self._lists.registered())
             self.undoing.enter_context(in_force(self._lists.kinds))
         for model in parts.models:
@@ -51,16 +49,11 @@ class OperatorLists(Step):
                 given = f"{class_name(model)} is compiled, and there are bf16_ops or fp32_ops"
                 needed = "compiled models compute by torch's lists alone"
                 raise NanoConfigError(problem(given, needed, "Leave the lists out, or pass the model uncompiled"))
-            entry = self.entries.meet(model)
+            entry = self.interceptors.meet(model)
             entry.rules = {**entry.rules, **self._lists.rules}
         idle = self._lists.idle
-        shown = [_shown(names, dtype) for dtype, names in self.config.listed_operators.items() if names]
+        shown = [_shown(names, dtype) for dtype, names in self.options.listed_operators.items() if names]
         return "; ".join([*shown, *([f"no effect on {', '.join(idle)}"] if idle else [])])
-
-    def undo(self) -> None:
-        """See `Step.undo`."""
-        super().undo()
-        self._lists = None
 
 
 def _shown(names: Collection[str], dtype: str) -> str:

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import DTYPES, Call, Entries, Layer
+from nano_loop.intercept.calls import DTYPES, Call, Layer
 from nano_loop.intercept.nested import map_tensors
-from nano_loop.options import Options
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.conversion import Conversion
 from nano_loop.precision.dtype_errors import explain
@@ -24,37 +22,37 @@ class ParameterDtype(Step):
     name = "precision"
     required = False
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._conversion: Conversion | None = None
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return self.config.kind.parameters is not None
+    @override
+    def enabled(self) -> bool:
+        return self.options.kind.parameters is not None
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         if all(isinstance(model, torch.jit.ScriptModule) and _is_frozen(model) for model in parts.models):
             return "the model is frozen TorchScript, whose weights are constants"
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
-        dtype = self.config.kind.parameters
+        dtype = self.options.kind.parameters
         assert dtype is not None
         if self._conversion is None:
             self._conversion = Conversion(dtype)
             self.undoing.callback(self._conversion.restore)
         for model in parts.models:
             self._conversion.convert(model)
-            entry = self.entries.add(model, self.name, _casting_outputs(dtype))
+            entry = self.interceptors.add(model, self.name, _casting_outputs(dtype))
             entry.around_modules(lambda module: _casting_inputs(dtype), DTYPES)
         if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `Rounding`
             for optimizer in parts.optimizers:
                 self._conversion.convert_state(optimizer)
         empty = [class_name(model) for model in parts.models if next(model.parameters(), None) is None]
-        return "; ".join([self.config.kind.summary, *(f"{name} has no parameters" for name in empty)])
+        return "; ".join([self.options.kind.summary, *(f"{name} has no parameters" for name in empty)])
 
 
 _MADE = "Make it with the dtype of another tensor, as by x.new_zeros(...)"

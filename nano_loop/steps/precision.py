@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.intercept.calls import DTYPES, Call, Entries, Entry, Layer, is_forward
+from nano_loop.intercept.calls import DTYPES, Call, Entry, Layer, is_forward
 from nano_loop.intercept.custom_functions import backwards_run_by
 from nano_loop.intercept.nested import map_tensors, shares_memory
 from nano_loop.intercept.ownership import Rule
 from nano_loop.intercept.torch_private import next_node_number
-from nano_loop.options import Options
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.call_under_autocast import CallUnderAutocast
@@ -47,20 +45,20 @@ class Precision(Step):
     name = "precision"
     required = False
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._entries_of: dict[int, tuple[nn.Module, Entry]] = {}  # by the id of a model
         self._worth: dict[int, Worth] = {}  # likewise
         self._missed: list[str] = []
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return self.config.kind.autocast is not None or self.config.auto_precision
+    @override
+    def enabled(self) -> bool:
+        return self.options.kind.autocast is not None or self.options.auto_precision
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        if self.config.kind.autocast is None:
+        if self.options.kind.autocast is None:
             return "fp32, since this CPU has no bf16 instructions"
         if parts.models and all(map(_is_meta, parts.models)):
             return "the model's parameters are on the meta device, where nothing is computed"
@@ -69,9 +67,9 @@ class Precision(Step):
             return f"the model's parameters are {dtypes[0]}, which autocast does not cast"
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
-        dtype = self.config.kind.autocast
+        dtype = self.options.kind.autocast
         assert dtype is not None
         if not (self.machine.has_fast_fp16 if dtype is torch.float16 else self.machine.has_fast_bf16):
             self._warn(dtype)
@@ -86,18 +84,18 @@ class Precision(Step):
         for model in parts.models:
             if _uncast_dtype(model):
                 continue
-            worth = self._worth.setdefault(id(model), Worth(model, at_once=self.config.auto_precision))
-            counted = None if self.config.compile or dtype is torch.float16 else worth
-            layer = _under_autocast(dtype, _low_state(model), counted, self.config.auto_precision)
-            entry = self.entries.add(model, self.name, layer)
-            entry.around_modules(UnlessListed(itertools.chain(*self.config.listed_operators.values())), DTYPES)
+            worth = self._worth.setdefault(id(model), Worth(model, at_once=self.options.auto_precision))
+            counted = None if self.options.compile or dtype is torch.float16 else worth
+            layer = _under_autocast(dtype, _low_state(model), counted, self.options.auto_precision)
+            entry = self.interceptors.add(model, self.name, layer)
+            entry.around_modules(UnlessListed(itertools.chain(*self.options.listed_operators.values())), DTYPES)
             self._entries_of[id(model)] = model, entry
             if _has_lstm(model) and not can_train_lstms(dtype):
                 entry.rules = {**entry.rules, **self._rules_of_lstms()}
         for optimizer in parts.optimizers:
             self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
         remarks = [_remark(model, dtype) for model in parts.models]
-        return "; ".join([self.config.kind.summary, *dict.fromkeys(filter(None, remarks))])
+        return "; ".join([self.options.kind.summary, *dict.fromkeys(filter(None, remarks))])
 
     def _rules_of_lstms(self) -> Mapping[str, Rule]:
         """Return the rules by which LSTMs run in fp32."""
@@ -105,12 +103,13 @@ class Precision(Step):
         self.undoing.enter_context(lists.registered())
         return lists.rules
 
-    def closing(self) -> StepResult | None:
+    @override
+    def final_result(self) -> StepResult | None:
         """Return a result about models whose calls were not intercepted, or too small for bf16, or None."""
         names = ", ".join(self._missed)
         if names:
             return StepResult(self.name, "skipped", f"{names} was called by code compiled before the run")
-        if self.config.auto_precision:
+        if self.options.auto_precision:
             names = self._names_of(lambda worth: worth.sometimes_not)
             small = f"fp32 for calls into {names} that are too small for bf16 to pay"
             pays = any(worth.sometimes for worth in self._worth.values())
@@ -134,15 +133,8 @@ class Precision(Step):
             cause = "a function that was compiled before the run bypasses the steps"
             warnings.warn(problem(given, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
 
-    def undo(self) -> None:
-        """See `Step.undo`."""
-        super().undo()
-        self._entries_of.clear()
-        self._worth.clear()
-        self._missed.clear()
-
     def _warn(self, dtype: torch.dtype) -> None:
-        given = f"{self.config.given['precision']} on {self.machine.name}"
+        given = f"{self.options.given['precision']} on {self.machine.name}"
         lack, advice = "this CPU has no bf16 instructions, so bf16 will be slower than fp32", 'Use precision="auto"'
         if "avx2" in self.machine.instruction_sets and "avx512bw" not in self.machine.instruction_sets:
             # torch computes with bf16 numbers one by one there; with AVX-512, oneDNN converts them.

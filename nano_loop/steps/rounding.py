@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.intercept.attributes import replaced
-from nano_loop.intercept.calls import Call, Entries
+from nano_loop.intercept.calls import Call
 from nano_loop.intercept.optimizers import closure_of, with_closure
 from nano_loop.intercept.torch_private import below_torch_functions
-from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.precision.rounding import StochasticRounding
 from nano_loop.steps.step import Step
@@ -34,21 +32,21 @@ class Rounding(Step):
     needs = "optimizers"
     required = False
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._wide: dict[int, _Wide] = {}  # by the id of an optimizer
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return self.config.kind.parameters is torch.bfloat16
+    @override
+    def enabled(self) -> bool:
+        return self.options.kind.parameters is torch.bfloat16
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         for optimizer in parts.optimizers:
             if id(optimizer) not in self._wide:
                 wide = self._wide[id(optimizer)] = _Wide(optimizer, self._seed())
@@ -57,7 +55,7 @@ class Rounding(Step):
                     self.undoing.callback(handle.remove)
                 self._surround_modes(optimizer, wide)
         for model in parts.models:
-            self.entries.add(model, self.name, self._after_a_step_that_raised)
+            self.interceptors.add(model, self.name, self._after_a_step_that_raised)
         names = ", ".join(dict.fromkeys(type(each).__name__ for each in parts.optimizers))
         return f"{names} in fp32, then bf16 by stochastic rounding; optimizer state fp32"
 

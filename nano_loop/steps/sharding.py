@@ -6,16 +6,13 @@ from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
 from nano_loop.distributed.launch.under_way import innermost
 from nano_loop.distributed.loaders.alike import Known
 from nano_loop.distributed.loaders.found import FoundSharding
 from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_served, serving, sharded_by_user
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.loaders import changed, found
-from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 from nano_loop.steps.step import RanksStep
@@ -31,48 +28,46 @@ class Sharding(RanksStep):
     name = "loaders"
     needs = "loaders"
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._models: list[nn.Module] = []
         self._shardings: dict[int, BatchSharding] = {}  # by the loader's id; the loader's change keeps it alive
         self._finding = False
         self._known = Known()
 
-    def see(self, parts: Parts) -> None:
+    @override
+    def observe(self, parts: Parts) -> None:
         """Note the models of a ``setup`` call, with or without loaders. Their mode shows whether the loop trains."""
         known = set(map(id, self._models))
         self._models.extend(model for model in parts.models if id(model) not in known)
-        if parts.trained and self.asked and not self._finding:
+        if parts.trained and self.enabled and not self._finding:
             self._finding = True
             self.undoing.enter_context(found(self._find))
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         if self.ranks.loader_cpus or not all(self._is_sharded_by_user(loader) for loader in parts.loaders):
             return None
         return "their own samplers shard them"
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
-        self.see(parts)
+        self.observe(parts)
         for loader in parts.loaders:
             self._shard(loader, parts.shard)
         kinds = [self._kind(loader) for loader in parts.loaders]
         counts = {kind: kinds.count(kind) for kind in _KINDS if kind in kinds}
         return "; ".join(f"{count} of {len(kinds)} loaders {kind}" for kind, count in counts.items())
 
-    def closing(self) -> StepResult | None:
-        """See `Step.closing`."""
+    @override
+    def final_result(self) -> StepResult | None:
         if not self.ranks.division.found:
             return None
         return StepResult(self.name, "applied", f"loaders that were not set up, {_BY_BATCH}")
 
+    @override
     def undo(self) -> None:
-        """See `Step.undo`."""
         super().undo()
-        self._finding, self._known = False, Known()
-        self._models.clear()
-        self._shardings.clear()
         forget_last_served()
 
     def _find(self, loader: DataLoader[Any]) -> FoundSharding | None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
-from typing import ClassVar, Literal
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+from typing_extensions import override
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
@@ -14,12 +19,38 @@ from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 
 
+@dataclass(frozen=True)
+class StepContext:
+    """The run as its steps see it.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the run.
+    machine : Machine
+        The machine, limited to the CPUs that this process may use.
+    interceptors : Entries
+        Registers layers around the calls into a model.
+    ranks : Ranks
+        The processes of the run; a single one by default.
+    accelerated : callable
+        Returns a context in which a copy of a model is accelerated as the run accelerates it.
+    """
+
+    options: Options
+    machine: Machine
+    interceptors: Entries
+    ranks: Ranks = ALONE
+    accelerated: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
+
+
 class Step(ABC):
     """Base class of a step: one acceleration in one run.
 
     To add a step, write a subclass in a new module and add it to `nano_loop.steps.STEPS`. A step defines when it does
     not apply, how it is applied, and how it is undone:
 
+    - `begin` sets what the step keeps during a run. It is called when the run begins, and again when it has ended.
     - `skip_reason` is called for each ``setup`` call and changes nothing.
     - `apply` changes the parts in place. With each change, it registers the inverse in ``self.undoing``, so that a step
       that fails halfway is also undone.
@@ -28,14 +59,8 @@ class Step(ABC):
 
     Parameters
     ----------
-    config : Options
-        The options of the run.
-    machine : Machine
-        The machine, limited to the CPUs that this process may use.
-    entries : Entries
-        Registers layers around the calls into a model.
-    ranks : Ranks
-        The processes of the run; a single one by default.
+    context : StepContext
+        The options, the machine and the processes of the run.
     """
 
     #: The name of the step in the report, and of its option if it has one.
@@ -47,31 +72,36 @@ class Step(ABC):
     #: Whether "auto" enables the step in reduced precision only. An fp32 run then does not report it.
     auto_is_for_reduced_precision: ClassVar[bool] = False
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        self.config = config
-        self.machine = machine
-        self.entries = entries
-        self.ranks = ranks
+    def __init__(self, context: StepContext) -> None:
+        self.options = context.options
+        self.machine = context.machine
+        self.interceptors = context.interceptors
+        self.ranks = context.ranks
+        self.accelerated = context.accelerated
         self.undoing = ExitStack()
+        self.begin()
+
+    def begin(self) -> None:  # noqa: B027
+        """Set what the step keeps during a run to what it is before the first ``setup``."""
 
     @property
-    def asked(self) -> bool:
+    def enabled(self) -> bool:
         """Whether the options enable the step. A disabled step is not in the report."""
-        choice = getattr(self.config, self.name)
+        choice = getattr(self.options, self.name)
         if choice == "auto" and self.auto_is_for_reduced_precision:
-            return self.config.reduced_precision or self.config.auto_precision
+            return self.options.reduced_precision or self.options.auto_precision
         return choice is not False
 
     @property
     def required(self) -> bool:
         """Whether the user requested the step explicitly, so that skipping it is an error."""
-        return getattr(self.config, self.name) is True
+        return getattr(self.options, self.name) is True
 
-    def concerns(self, parts: Parts) -> bool:
+    def is_relevant(self, parts: Parts) -> bool:
         """Return whether the step is in the report for `parts`."""
         return self.needs is None or bool(getattr(parts, self.needs))
 
-    def see(self, parts: Parts) -> None:  # noqa: B027
+    def observe(self, parts: Parts) -> None:  # noqa: B027
         """Inspect the parts of a ``setup`` call, including calls to which the step does not apply."""
 
     @abstractmethod
@@ -82,13 +112,20 @@ class Step(ABC):
     def apply(self, parts: Parts) -> str:
         """Change `parts` in place, and return a description of the change, in one line for the report."""
 
-    def closing(self) -> StepResult | None:
+    def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Return a context in which the step does not average the gradients of `models`, as most steps never do."""
+        return nullcontext()
+
+    def final_result(self) -> StepResult | None:
         """Return a final result for the report at the end of the run, before `undo`, or None."""
         return None
 
     def undo(self) -> None:
-        """Undo all changes of `apply`, in reverse order."""
-        self.undoing.close()
+        """Undo all changes of `apply`, in reverse order, and forget what was set up."""
+        try:
+            self.undoing.close()
+        finally:
+            self.begin()
 
 
 class RanksStep(Step):
@@ -97,10 +134,10 @@ class RanksStep(Step):
     required = False
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
+    @override
+    def enabled(self) -> bool:
         return self.ranks.size > 1
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         return None

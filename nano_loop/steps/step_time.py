@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
@@ -17,21 +19,23 @@ class StepTime(Step):
     name = "step_time"
     needs = "optimizers"
 
-    _stopwatch: Stopwatch | None = None
+    @override
+    def begin(self) -> None:
+        self._stopwatch: Stopwatch | None = None
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         if self._stopwatch is None:
             self._stopwatch = Stopwatch(parts.optimizers[0])
             self.undoing.callback(self._stopwatch.close)
         return "measured until the run ends"
 
-    def closing(self) -> StepResult | None:
-        """See `Step.closing`."""
+    @override
+    def final_result(self) -> StepResult | None:
         if self._stopwatch is None:
             return None
         median = self._stopwatch.median_ms()

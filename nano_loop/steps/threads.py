@@ -10,13 +10,10 @@ import os
 import time
 
 import torch
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
 from nano_loop.cpu.waits import Waits
-from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.exports import is_exported
-from nano_loop.intercept.calls import Entries
-from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
@@ -32,16 +29,22 @@ class Threads(Step):
     name = "threads"
     needs = None
     once = True
-    asked = True
+    enabled = True
     required = False
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
-        self._began, self._waits = time.monotonic(), Waits()
+    @override
+    def begin(self) -> None:
+        self._waits: Waits | None = None
+        self._began = 0.0
 
+    @override
+    def observe(self, parts: Parts) -> None:
+        if self._waits is None:  # in the first setup
+            self._began, self._waits = time.monotonic(), Waits()
+
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
-        if self.config.num_threads is not None:
+        if self.options.num_threads is not None:
             return None
         count, wanted = torch.get_num_threads(), self.machine.num_threads
         for variable in _USERS_OWN:
@@ -51,20 +54,22 @@ class Threads(Step):
             return f"torch was set to {count}, fewer than the {wanted} physical cores"
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
-        asked, count = self.config.num_threads, torch.get_num_threads()
-        wanted = asked or self.machine.num_threads
-        words = f"{wanted}, " + ("as asked for" if asked else "one a physical core")
+        wanted_by_user, count = self.options.num_threads, torch.get_num_threads()
+        wanted = wanted_by_user or self.machine.num_threads
+        words = f"{wanted}, " + ("as asked for" if wanted_by_user else "one a physical core")
         if count == wanted:
             return words
         self.undoing.callback(torch.set_num_threads, count)
         torch.set_num_threads(wanted)
         return f"{words} (torch had {count})"
 
-    def closing(self) -> StepResult | None:
-        """See `Step.closing`."""
-        share = self._waits.share() if time.monotonic() - self._began >= _LONG else None
+    @override
+    def final_result(self) -> StepResult | None:
+        if self._waits is None or time.monotonic() - self._began < _LONG:
+            return None
+        share = self._waits.share()
         if share is None or share < _MUCH:
             return None
         found = f"threads waited {share:.0%} of their time for CPUs that others used{_advice(torch.get_num_threads())}"

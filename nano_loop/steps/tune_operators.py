@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 
 import torch
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import DTYPES, Entries
+from nano_loop.intercept.calls import DTYPES
 from nano_loop.intercept.ownership import Rule
 from nano_loop.kernels.attention import WAY
 from nano_loop.kernels.convolution import OPERATOR
 from nano_loop.kernels.linear import WAY as OF_LINEAR
 from nano_loop.kernels.lstm import WAY as OF_LSTM
-from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.precision.tuned_layers import TunedLayers
 from nano_loop.report import StepResult
@@ -38,43 +36,44 @@ class TuneOperators(Step):
     name = "tune_operators"
     auto_is_for_reduced_precision = True
 
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._tuner: Tuner | None = None
         self._layers: TunedLayers | None = None
         self._agreed_to: bool | None = None
 
-    def see(self, parts: Parts) -> None:
+    @override
+    def observe(self, parts: Parts) -> None:
         """Find out, once, whether the step applies on all ranks: hosts may differ in their CPUs. Collective."""
         if self._agreed_to is None:
-            mine = self.asked and self._own_reason() is None
+            mine = self.enabled and self._own_reason() is None
             self._agreed_to = all(self.ranks.gather(mine)) if self.ranks.size > 1 else mine
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         reason = self._own_reason()
         return "another rank computes in another precision" if reason is None and self._agreed_to is False else reason
 
     def _own_reason(self) -> str | None:
-        if not self.config.reduced_precision:
+        if not self.options.reduced_precision:
             return "it is for bf16: in fp32 no two ways give equal bits"
-        if self.config.use_ipex:
+        if self.options.use_ipex:
             return "IPEX has its own kernels"
-        if self.config.compile:
+        if self.options.compile:
             return "compiled models are not measured"
-        if self.config.log_casts:
+        if self.options.log_casts:
             return "log_casts would list what is measured"
         if torch.are_deterministic_algorithms_enabled():
             return "measured choices may differ between runs, and torch.use_deterministic_algorithms is on"
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         if self._tuner is None or self._layers is None:
             self._tuner = self._open()
-            self._layers = TunedLayers(self._tuner, itertools.chain(*self.config.listed_operators.values()))
+            self._layers = TunedLayers(self._tuner, itertools.chain(*self.options.listed_operators.values()))
         for model in parts.models:
-            entry = self.entries.meet(model)
+            entry = self.interceptors.meet(model)
             of_gradients: Rule = convolutions.chooser(self._tuner)
             rules: dict[str, Rule] = {
                 OPERATOR: of_gradients,
@@ -83,11 +82,12 @@ class TuneOperators(Step):
                 OF_LSTM: lstms.chooser(self._tuner),
             }
             entry.rules = {**entry.rules, **rules}
-            if self.config.kind.autocast is torch.bfloat16:
+            if self.options.kind.autocast is torch.bfloat16:
                 entry.around_modules(self._layers.around, DTYPES)
         return "measurements from the third step on"  # the same in each run, so that it is printed once
 
-    def closing(self) -> StepResult | None:
+    @override
+    def final_result(self) -> StepResult | None:
         """Return how many shapes were measured, and what that gave."""
         tuner = self._tuner
         if tuner is None or not tuner.measured:
@@ -97,11 +97,6 @@ class TuneOperators(Step):
             f"{tuner.measured} shapes timed in {tuner.spent:.2g} s; {tuner.replaced} compute in another way than usual"
         )
         return StepResult(self.name, "applied", f"{found}, {gain:.2g} ms faster together" if gain else found)
-
-    def undo(self) -> None:
-        """See `Step.undo`."""
-        super().undo()
-        self._tuner = self._layers = None
 
     def _open(self) -> Tuner:
         choices = self._agreed(choices_for(self.machine))

@@ -9,15 +9,12 @@ from itertools import chain, count
 from typing import Any
 
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.intercept.calls import Entries
-from nano_loop.options import Options
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.noted_calls import NO_GRADIENT, NotedCalls, loss_of
-from nano_loop.precision.verification import Acceleration, Verification, verified
+from nano_loop.precision.verification import Verification, verified
 from nano_loop.report import StepResult
 from nano_loop.steps.step import Step
 
@@ -27,42 +24,36 @@ class Verify(Step):
 
     The loss is the loop's own and cannot be computed again. So copies of the model run backwards from its outputs, each
     with the gradient that reaches them in the loop. Rank 0 compares for all ranks.
-
-    Attributes
-    ----------
-    acceleration : callable
-        Takes a copy of a model, and accelerates it as the run does. The run sets it.
     """
 
     name = "verify"
     needs = "trained"
 
-    acceleration: Acceleration
-
-    def __init__(self, config: Options, machine: Machine, entries: Entries, ranks: Ranks = ALONE) -> None:
-        super().__init__(config, machine, entries, ranks)
+    @override
+    def begin(self) -> None:
         self._noted: dict[int, NotedCalls] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._found: dict[str, Verification] = {}
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
-        """See `Step.skip_reason`."""
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         for model in parts.models if self.ranks.rank == 0 else ():
             if id(model) not in self._noted and any(each.requires_grad for each in model.parameters()):
-                self._noted[id(model)] = noted = NotedCalls(model, self.config.kind.parameters is not None)
-                self.entries.add(model, self.name, noted.layer)
+                self._noted[id(model)] = noted = NotedCalls(model, self.options.kind.parameters is not None)
+                self.interceptors.add(model, self.name, noted.layer)
+                self.undoing.callback(noted.end)
         for optimizer in parts.optimizers if self.ranks.rank == 0 else ():
             if id(optimizer) not in self._optimizers:
                 self._optimizers[id(optimizer)] = optimizer
                 self.undoing.callback(optimizer.register_step_pre_hook(self._compare).remove)
         return "of the first batch"
 
-    def closing(self) -> StepResult | None:
-        """See `Step.closing`."""
+    @override
+    def final_result(self) -> StepResult | None:
         if not self._noted:
             return None
         self._compare()  # a step with a closure has made its gradients after the hook
@@ -71,14 +62,6 @@ class Verify(Step):
             return StepResult(self.name, "skipped", "; ".join(reasons))
         summaries = [f"{name}: {found.summary()}" for name, found in self._found.items()]
         return StepResult(self.name, "measured", "; ".join(summaries), _Findings(self._found))
-
-    def undo(self) -> None:
-        """See `Step.undo`."""
-        super().undo()
-        for noted in self._noted.values():
-            noted.end()
-        self._noted.clear()
-        self._optimizers.clear()
 
     def _compare(self, *_: object) -> None:
         for noted in self._noted.values():
@@ -91,7 +74,7 @@ class Verify(Step):
         name = class_name(noted.model)
         model, calls = noted.take()
         with self._gradients_kept():
-            found = verified(model, loss_of, calls, self.config.kind, self.acceleration)
+            found = verified(model, loss_of, calls, self.options.kind, self.accelerated)
         self._found[_another(name, self._found)] = found
         if not found.ok:
             given = f"{found.fault} of {name} is off by more than rounding"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.external.environment import found_launch
 from nano_loop.distributed.ranks import Loop
-from nano_loop.run import Run, Task
+from nano_loop.intercept.torch_private import put_back_signal_handlers
+from nano_loop.report import Printed
+from nano_loop.run import Run, RunTask
+from nano_loop.settings import Settings
 from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding, Verify
-
-if TYPE_CHECKING:
-    from nano_loop.trainers.strategy import NanoStrategyMixin
 
 #: `TrainerFn.FITTING` of Lightning, a string.
 FITTING = "fit"
@@ -22,19 +23,31 @@ _STEPS = tuple(each for each in STEPS if each not in (ParameterDtype, Precision,
 _STATE = ("callbacks", "loggers", "datamodule")
 
 
+class LaunchedStrategy(Protocol):
+    """The strategy of a Trainer, as far as its launcher needs it."""
+
+    nano_printed: Printed
+
+    def settings(self, *, alone: bool = False) -> Settings:
+        """Return the settings of a run, in this process alone or in all."""
+
+    def in_run(self, run: Run) -> AbstractContextManager[None]:
+        """Return a context in which the Trainer trains in a run."""
+
+
 class RunLauncher:
     """What Lightning calls a launcher; it needs no base class.
 
     Parameters
     ----------
-    strategy : NanoStrategyMixin
+    strategy : LaunchedStrategy
         The strategy of the Trainer.
     """
 
     #: Lightning asks in a notebook.
     is_interactive_compatible = True
 
-    def __init__(self, strategy: NanoStrategyMixin) -> None:
+    def __init__(self, strategy: LaunchedStrategy) -> None:
         self._strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -49,42 +62,32 @@ class RunLauncher:
         names = {} if trainer is None else _names(trainer, args, kwargs)
         task = _EntryPoint(settings, names, self._strategy, (function, args, kwargs))
         launcher = Alone(settings.options) if alone else None
-        run = Run(settings, task, launcher=launcher, printed=self._strategy._nano_printed)
+        run = Run(settings, task, launcher=launcher, printed=self._strategy.nano_printed)
         return run.complete()
 
     def kill(self, signum: int) -> None:
         """See Lightning, which calls it at Ctrl-C: the run has ended its processes by then."""
 
 
-class _EntryPoint(Task):
+class _EntryPoint(RunTask):
     """``function(*args, **kwargs)``, where the function is a method of a Trainer with `strategy`."""
 
     steps = _STEPS
 
-    def __init__(self, settings: Any, names: dict[str, Any], strategy: NanoStrategyMixin, call: Any) -> None:
+    def __init__(self, settings: Any, names: dict[str, Any], strategy: LaunchedStrategy, call: Any) -> None:
         super().__init__(settings, names, Loop("fit", "self"))
         self._strategy, self._call = strategy, call
 
     def do(self, run: Run) -> Any:
-        """See `Task.do`."""
+        """See `RunTask.do`."""
         function, args, kwargs = self._call
         with self._strategy.in_run(run):
             try:
                 return function(*args, **kwargs)
             except BaseException:
-                _put_back_signal_handlers(function)
+                # Lightning does it when the run has ended, and would set the run's own handler of Ctrl-C for good.
+                put_back_signal_handlers(getattr(function, "__self__", None))
                 raise
-
-
-def _put_back_signal_handlers(function: Any) -> None:
-    """Let Lightning put back the handlers of signals that it has found in the run, while the run lasts.
-
-    After an error it does so when the run has ended, and would set the run's own handler of Ctrl-C for good. There is
-    no public name for it.
-    """
-    connector = getattr(getattr(function, "__self__", None), "_signal_connector", None)
-    if connector is not None:
-        connector.teardown()
 
 
 def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

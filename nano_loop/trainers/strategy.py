@@ -70,7 +70,7 @@ class NanoStrategyMixin:
         super().__init__(checkpoint_io=checkpoint_io, cluster_environment=RanksEnvironment(Ranks()))  # type: ignore[call-arg]
         self._nano_options = options
         self._nano_run: Run | None = None
-        self._nano_printed = Printed()
+        self.nano_printed = Printed()
         self._nano_ranks = Ranks()
         self.report: SetupReport | None = None
         _read(options)  # raises for an invalid option here

@@ -9,7 +9,8 @@ from typing import Any
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from nano_loop.intercept.loaders import LoaderChange
-from nano_loop.vision.pipelines import Plan, compositions, plan_of, preset
+from nano_loop.intercept.torch_private import image_preset
+from nano_loop.vision.pipelines import Plan, compositions, plan_of
 from nano_loop.vision.store import Store
 
 #: torchvision's datasets whose items are ``(self.transform(image), target)``: the image goes into the batch as it is.
@@ -155,7 +156,7 @@ def has_images(dataset: Any) -> bool:
 
 def pipelines_in(dataset: Any) -> list[Any]:
     """Return the pipelines in a dataset, in the datasets that it is made of, and in attributes of these."""
-    kinds = tuple(kind for kind in (*compositions(), preset()) if kind is not None)
+    kinds = tuple(kind for kind in (*compositions(), image_preset()) if kind is not None)
     return [each for each in _reached(dataset) if isinstance(each, kinds)]
 
 

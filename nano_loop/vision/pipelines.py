@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nano_loop.intercept.torch_private import calls_only_forward
+from nano_loop.intercept.torch_private import calls_only_forward, image_preset
 
 V1, V2 = "torchvision.transforms", "torchvision.transforms.v2"
-_PRESETS = "torchvision.transforms._presets"  # the classes of `weights.transforms()` have no public name
 
 _RESIZE = ("antialias", "interpolation", "max_size", "size")
 _PAD = ("fill", "padding", "padding_mode")
@@ -197,7 +196,7 @@ def transforms_of(pipeline: Any) -> tuple[Any, ...] | None:
     if type(pipeline) in compositions():
         transforms = pipeline.transforms
         return tuple(transforms) if isinstance(transforms, Sequence) else None
-    if type(pipeline) is preset() and _is_as_its_class(pipeline):
+    if type(pipeline) is image_preset() and _is_as_its_class(pipeline):
         return _of_preset(
             *(_frozen(getattr(pipeline, name)) for name in ("resize_size", "crop_size", "mean", "std")),
             pipeline.interpolation,
@@ -209,11 +208,6 @@ def transforms_of(pipeline: Any) -> tuple[Any, ...] | None:
 def compositions() -> tuple[type, ...]:
     """Return torchvision's classes `Compose`, as far as they are imported."""
     return tuple(sys.modules[name].Compose for name in (V1, V2) if name in sys.modules)
-
-
-def preset() -> Any:
-    """Return the class of `weights.transforms()` for classification, or None without it."""
-    return getattr(sys.modules.get(_PRESETS), "ImageClassification", None)
 
 
 def described(transform: Any) -> tuple[Known, str] | None:

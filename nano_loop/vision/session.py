@@ -19,11 +19,12 @@ import torch
 from PIL import Image, ImageFile
 
 from nano_loop.intercept.attributes import replaced
+from nano_loop.intercept.torch_private import image_preset
 from nano_loop.vision import entries
 from nano_loop.vision.batches import Pending, of_entry, pending
 from nano_loop.vision.deferred import decoded, is_deferred
 from nano_loop.vision.opening import converting, opening
-from nano_loop.vision.pipelines import Plan, compositions, preset
+from nano_loop.vision.pipelines import Plan, compositions
 from nano_loop.vision.reading import ORIGIN, Origin, Reading, close_later, current, paused
 from nano_loop.vision.sources import FileState, is_in_state, source_of
 
@@ -46,7 +47,7 @@ def fetching(reading: Reading, deferring: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(Image, "open", opening))
         stack.enter_context(replaced(Image.Image, "convert", converting))
-        for kind in (*compositions(), preset()):
+        for kind in (*compositions(), image_preset()):
             if kind is not None:
                 name = "forward" if issubclass(kind, torch.nn.Module) else "__call__"
                 stack.enter_context(replaced(kind, name, _transforming))

@@ -7,8 +7,8 @@ from command_line import OWN, run
 from profiling.events import Event
 
 from benchmarks.between import largest, largest_savings, operators, rows_of, savings_of_models
+from benchmarks.execution_trace import Operator, Used
 from benchmarks.traffic import bytes_by_place, computing, is_product, moves
-from nano_loop.precision.execution_trace import Operator, Used
 
 FLOATS = Used(1, 1, "fp32", 100, 4)
 BF16 = Used(2, 2, "bf16", 100, 2)

@@ -17,7 +17,6 @@ from nano_loop.cli.run import flag_of
 from nano_loop.exports import EXPORTS
 from nano_loop.glibc import is_glibc
 from nano_loop.options import CHECKS, OPTIONS, Options
-from nano_loop.run_note import RUN
 
 NANO_LOOP = [sys.executable, "-m", "nano_loop", "run"]
 SWITCHES = (checks.boolean, checks.auto_or_boolean)
@@ -79,7 +78,7 @@ def test_module_gets_its_arguments(script):
     _, out, err = ran("-m", "job", "-m", "--json", folder=path.parent)
     argv, folder, name, _, environ = json.loads(out)
     assert (argv, folder, name) == ([str(path), "-m", "--json"], str(path.parent), "__main__")
-    assert not [each for each in environ if each.startswith("NANO_LOOP_") and each not in (EXPORTS, RUN)]
+    assert not [each for each in environ if each.startswith("NANO_LOOP_") and each != EXPORTS]
     assert err == LINE.format("job")
 
 

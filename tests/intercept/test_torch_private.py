@@ -14,6 +14,9 @@ from nano_loop import disable_casts
 from nano_loop.intercept.operators import overridden
 from nano_loop.intercept.torch_private import (
     FILE_CLASSES,
+    FLASH_ATTENTION,
+    INNER_CONVOLUTION,
+    SPARSE_PRODUCTS,
     TENSOR_HOOKS,
     TorchDispatchMode,
     as_without_autocast_kernel,
@@ -28,6 +31,7 @@ from nano_loop.intercept.torch_private import (
     compiled_call,
     constant_when_traced,
     current_node_number,
+    direct_parameters,
     foreach_add,
     foreach_copy,
     foreach_divide,
@@ -43,8 +47,10 @@ from nano_loop.intercept.torch_private import (
     graph_pass,
     graph_task,
     has_hooks,
+    has_tensor_hooks,
     hooks_after_step,
     hooks_before_step,
+    image_preset,
     in_backward,
     in_functorch,
     in_mode_of_others,
@@ -57,6 +63,7 @@ from nano_loop.intercept.torch_private import (
     next_node_number,
     own_iterator,
     plain_call,
+    put_back_signal_handlers,
     queue_callback,
     reaches,
     shared_storage,
@@ -65,8 +72,43 @@ from nano_loop.intercept.torch_private import (
     uncompiled,
     unhooked_step,
     version,
+    with_parameters,
     without_kept_iterator,
 )
+
+
+def test_operators_without_a_public_name_are_there():
+    assert FLASH_ATTENTION.default.name() == "aten::_scaled_dot_product_flash_attention_for_cpu"
+    for name in (INNER_CONVOLUTION, *SPARSE_PRODUCTS):
+        packet, _, overload = name.partition(".")
+        assert getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def test_parameters_of_a_layer_are_read_and_replaced_in_a_twin():
+    layer = nn.Linear(2, 2, bias=False)
+    assert direct_parameters(layer) == {"weight": layer.weight, "bias": None}
+    weight = nn.Parameter(torch.zeros(2, 2))
+    twin = with_parameters(layer, {"weight": weight, "bias": None})
+    assert (type(twin), twin.weight is weight, layer.weight is weight) == (nn.Linear, True, False)
+
+
+def test_hooks_of_a_tensor_are_seen():
+    tensor = torch.zeros(1, requires_grad=True)
+    assert not has_tensor_hooks(tensor)
+    tensor.register_hook(print)
+    assert has_tensor_hooks(tensor)
+
+
+def test_preset_of_torchvision_is_that_of_its_weights():
+    models = pytest.importorskip("torchvision.models")
+    assert models.ResNet18_Weights.DEFAULT.transforms.func is image_preset()
+
+
+def test_trainer_puts_its_signal_handlers_back():
+    trainer = Mock()
+    put_back_signal_handlers(trainer)
+    trainer._signal_connector.teardown.assert_called_once_with()
+    put_back_signal_handlers(None)
 
 
 def test_compiled_models_are_told_from_others():

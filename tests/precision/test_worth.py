@@ -63,9 +63,9 @@ def test_auto_runs_small_calls_in_fp32_after_the_first_of_a_size(run):
     assert model.seen is torch.bfloat16
     assert torch.equal(model(x), nn.functional.linear(x, layer.weight, layer.bias))
     assert model.seen is torch.float32
-    assert made.closing().status == "skipped"
-    assert "too small" in made.closing().detail
-    assert "Net" in made.closing().detail
+    assert made.final_result().status == "skipped"
+    assert "too small" in made.final_result().detail
+    assert "Net" in made.final_result().detail
 
 
 @pytest.mark.parametrize("case", LARGE_ONES)
@@ -80,7 +80,7 @@ def test_auto_runs_large_calls_in_bf16(run, case):
     assert model.seen is first
     # The last layer of the encoder is the norm of a sum in fp32.
     assert first is (torch.float32 if case == "attention" else torch.bfloat16)
-    assert made.closing() is None
+    assert made.final_result() is None
 
 
 def test_each_size_of_inputs_is_judged_alone(run):
@@ -90,7 +90,7 @@ def test_each_size_of_inputs_is_judged_alone(run):
         model(torch.zeros(rows, 256))
         seen.append(model.seen)
     assert seen[2:] == [torch.bfloat16, torch.float32, torch.bfloat16]
-    assert made.closing().status == "applied"
+    assert made.final_result().status == "applied"
 
 
 def test_methods_are_judged_at_their_second_call_and_inner_modules_at_their_first(run):
@@ -144,17 +144,17 @@ def test_bf16_stays_bf16_and_says_that_it_does_not_pay(run):
     for _ in range(worth.CALLS_WORTH_SAYING + 1):
         model(x)
         assert model.seen is torch.bfloat16
-    assert made.closing() is None, "a few calls are not worth a line"
+    assert made.final_result() is None, "a few calls are not worth a line"
     model(x)
-    assert made.closing().status == "applied"
-    assert 'precision="auto"' in made.closing().detail
+    assert made.final_result().status == "applied"
+    assert 'precision="auto"' in made.final_result().detail
 
 
 def test_bf16_that_pays_for_one_size_says_nothing(run):
     model, made = run(nn.Linear(256, 512), precision="bf16")
     for rows in (512, 512, *[8] * 102):
         model(torch.zeros(rows, 256))
-    assert made.closing() is None
+    assert made.final_result() is None
 
 
 class Twice(nn.Module):
@@ -174,16 +174,16 @@ def test_bf16_counts_no_call_that_uses_a_weight_twice(run):
     for _ in range(worth.CALLS_WORTH_SAYING + 2):
         model.layer(SMALL[0])
     assert all(kept)
-    assert made.closing() is None
+    assert made.final_result() is None
 
 
 def test_a_call_without_products_stays_as_it_was_asked_for(run):
     x, layer = WITHOUT_PRODUCTS
     _, made = run(layer)
-    assert made.closing() is None, "a model that was not called is not judged"
+    assert made.final_result() is None, "a model that was not called is not judged"
     model, made = run(layer)
     model(x)
-    assert made.closing() is None
+    assert made.final_result() is None
 
 
 @pytest.mark.usefixtures("compiles_anew")

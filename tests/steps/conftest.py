@@ -8,6 +8,7 @@ from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.distributed.ranks import ALONE
 from nano_loop.intercept.calls import Entries
 from nano_loop.options import Options
+from nano_loop.steps import StepContext
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def step(machine):
         def make(kind, on=None, ranks=ALONE, **options):
             entries = Entries()
             used = on or machine()
-            made = kind(Options(**options).resolved(used), used, entries, ranks)
+            made = kind(StepContext(Options(**options).resolved(used), used, entries, ranks))
             undoing.callback(entries.close)
             undoing.callback(made.undo)
             return made

@@ -30,7 +30,7 @@ def stepped(given):
 
 
 def test_one_process_has_nothing_to_do():
-    assert not make_step(Broadcast, ALONE)[0].asked
+    assert not make_step(Broadcast, ALONE)[0].enabled
 
 
 def test_parameters_and_buffers_become_rank_0s_in_place(team):
@@ -44,7 +44,7 @@ def test_parameters_and_buffers_become_rank_0s_in_place(team):
         tensors = [*model.parameters(), *model.buffers()]
         strides = model[0].weight.stride()
         step, _ = make_step(Broadcast, ranks)
-        assert step.asked
+        assert step.enabled
         assert step.skip_reason(given) is None
         step.apply(given)
         assert [id(each) for each in tensors] == [id(each) for each in (*model.parameters(), *model.buffers())]

@@ -114,7 +114,7 @@ def test_other_models_and_later_calls_are_not_touched(step):
     made.apply(Parts([model]))
     assert other(x).is_contiguous()
     made.undo()
-    made.entries.close()
+    made.interceptors.close()
     assert model(x).is_contiguous()
 
 
@@ -143,7 +143,7 @@ def test_model_without_images_is_skipped(step):
 
 
 def test_it_is_off_by_default(step):
-    assert not step(ChannelsLast).asked
+    assert not step(ChannelsLast).enabled
 
 
 @pytest.mark.parametrize("precision", [32, "bf16"])

@@ -71,7 +71,7 @@ def test_what_the_user_compiled_stays_compiled(step):
 
 
 def test_it_is_off_by_default(step):
-    assert not step(Compile).asked
+    assert not step(Compile).enabled
 
 
 class Block(nn.Module):

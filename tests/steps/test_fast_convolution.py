@@ -84,14 +84,14 @@ def test_a_model_without_convolutions_leaves_torchs(step):
 
 
 def test_fp32_leaves_torchs(step):
-    assert not step(FastConvolution).asked
+    assert not step(FastConvolution).enabled
     asked = step(FastConvolution, fast_convolution=True)
     assert asked.asked
     assert asked.skip_reason(CONVOLVES) == "it is faster in bf16 only"
 
 
 def test_it_can_be_turned_off(step):
-    assert not step(FastConvolution, precision="bf16", fast_convolution=False).asked
+    assert not step(FastConvolution, precision="bf16", fast_convolution=False).enabled
 
 
 def test_torch_without_kernels_to_hand_out_is_left_alone(step, monkeypatch):

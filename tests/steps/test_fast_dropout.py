@@ -34,7 +34,7 @@ def dropped(p=0.25):
 def test_masks_are_the_plain_loops_during_the_run_and_drawn_fast(step, filled, options):
     plain = dropped()
     made = step(FastDropout, **options)
-    assert made.asked
+    assert made.enabled
     assert made.skip_reason(DROPS) is None
     made.apply(DROPS)
     made.apply(DROPS)

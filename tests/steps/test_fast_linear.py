@@ -234,12 +234,12 @@ def test_wrong_shapes_raise_what_torch_raises():
 def test_models_without_large_matrices_have_no_line(step, monkeypatch):
     monkeypatch.setattr(module, "_LARGE", 1 << 12)
     made = step(FastLinear, precision="bf16")
-    assert made.concerns(Parts([nn.Linear(64, 64)]))
-    assert not made.concerns(Parts([nn.Linear(64, 63)]))
-    assert not made.concerns(Parts([nn.Embedding(100, 64)]))
-    assert not made.concerns(Parts([nn.Conv2d(64, 64, 3)]))
-    assert step(FastLinear, precision="bf16", fast_linear=True).concerns(Parts([nn.Linear(2, 2)]))
-    assert not step(FastLinear, precision="bf16", fast_linear=False).asked
+    assert made.is_relevant(Parts([nn.Linear(64, 64)]))
+    assert not made.is_relevant(Parts([nn.Linear(64, 63)]))
+    assert not made.is_relevant(Parts([nn.Embedding(100, 64)]))
+    assert not made.is_relevant(Parts([nn.Conv2d(64, 64, 3)]))
+    assert step(FastLinear, precision="bf16", fast_linear=True).is_relevant(Parts([nn.Linear(2, 2)]))
+    assert not step(FastLinear, precision="bf16", fast_linear=False).enabled
 
 
 def test_the_report_says_why_it_is_skipped(step, monkeypatch):

@@ -241,4 +241,4 @@ def test_hooks_are_gone_when_it_is_undone(step):
 )
 def test_option_says_whether_it_is_asked_for_and_required(step, value, asked, required):
     made = step(FusedOptimizer, fused_optimizer=value)
-    assert (made.asked, made.required) == (asked, required)
+    assert (made.enabled, made.required) == (asked, required)

@@ -29,7 +29,7 @@ def train(given, ranks, steps=3):
 
 
 def test_one_process_has_nothing_to_average():
-    assert not make_step(GradientAveraging, ALONE)[0].asked
+    assert not make_step(GradientAveraging, ALONE)[0].enabled
 
 
 WAYS = {
@@ -46,7 +46,7 @@ def test_ranks_take_the_steps_of_one_process(team, way):
     def loop(ranks):
         given = parts()
         step, entries = make_step(GradientAveraging, ranks, **options)
-        assert step.asked
+        assert step.enabled
         assert step.skip_reason(given) is None
         assert step.apply(given) == detail
         assert step.apply(Parts(given.models)) == detail
@@ -110,10 +110,10 @@ def test_averaging_can_be_paused(team):
     def loop(ranks):
         given = parts()
         step, entries = make_step(GradientAveraging, ranks)
-        with step.paused(given.models):
+        with step.without_averaging(given.models):
             pass  # before anything was set up
         step.apply(given)
-        with step.paused(given.models):
+        with step.without_averaging(given.models):
             given.models[0](torch.ones(1, 6) * ranks.rank).sum().backward()
         gradient = given.models[0][0].weight.grad.clone()
         entries.close()

@@ -58,9 +58,9 @@ def at_step(optimizer, step):
 
 
 def test_it_is_for_several_ranks_that_want_it(step):
-    assert step(LearningRate, ranks=FOUR).asked
-    assert not step(LearningRate, ranks=FOUR, auto_lr=False).asked
-    assert not step(LearningRate).asked
+    assert step(LearningRate, ranks=FOUR).enabled
+    assert not step(LearningRate, ranks=FOUR, auto_lr=False).enabled
+    assert not step(LearningRate).enabled
     assert not step(LearningRate, ranks=FOUR).required
 
 
@@ -391,9 +391,9 @@ def test_rate_of_the_users_own_ddp_is_left_alone(step, monkeypatch):
     optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, other)]
     made = step(LearningRate, ranks=FOUR)
     parts = Parts([Ddp(model)], optimizers[:1])
-    made.see(parts)
+    made.observe(parts)
     assert "your own DistributedDataParallel" in made.skip_reason(parts)
-    made.see(Parts([other], optimizers))
+    made.observe(Parts([other], optimizers))
     assert made.apply(Parts([other], optimizers)).startswith(
         "ramps to 4× over 1,000 steps (auto_lr); the model is your"
     )
@@ -409,8 +409,8 @@ def test_ramp_stands_still_while_all_ranks_compute_the_same(step):
     at_step(optimizer, 500)
     ranks.division.undivided = True
     assert moved(optimizer, one) == 0.5
-    assert made.closing().detail == "stays at 1×, since all ranks have computed the same"
+    assert made.final_result().detail == "stays at 1×, since all ranks have computed the same"
     ranks.division.undivided = False
     assert moved(optimizer, one) == pytest.approx(0.5 * 2.5)
-    assert made.closing() is None
+    assert made.final_result() is None
     assert optimizer.state_dict()["param_groups"][0]["auto_lr_step"] == 501

@@ -66,7 +66,7 @@ def test_whole_batches_are_fetched_in_workers(step):
 
 @pytest.mark.parametrize(("count", "asked"), [(None, False), (0, True), (1, True)])
 def test_step_is_asked_for_by_a_number(step, count, asked):
-    assert step(LoaderWorkers, loader_workers=count).asked is asked
+    assert step(LoaderWorkers, loader_workers=count).enabled is asked
 
 
 def test_iterable_dataset_is_left_alone(step):

@@ -124,7 +124,7 @@ def test_undoing_gives_fp32_back(step):
     model = Net()
     made = step(Precision, precision="bf16")
     made.apply(Parts([model]))
-    made.entries.close()
+    made.interceptors.close()
     model(X)
     assert model.seen is torch.float32
 
@@ -161,7 +161,7 @@ def test_lstms_that_torch_cannot_train_in_bf16_are_fp32(step, monkeypatch, can):
 
 
 def test_fp32_is_silent(step):
-    assert not step(Precision).asked
+    assert not step(Precision).enabled
 
 
 class Listed(nn.Module):

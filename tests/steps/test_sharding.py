@@ -20,8 +20,8 @@ def numbers(count=10, **options):
 
 
 def test_it_is_for_several_ranks(step):
-    assert not step(Sharding, ranks=ALONE).asked
-    assert step(Sharding, ranks=TWO).asked
+    assert not step(Sharding, ranks=ALONE).enabled
+    assert step(Sharding, ranks=TWO).enabled
     assert not step(Sharding, ranks=TWO).required
 
 

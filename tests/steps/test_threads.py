@@ -80,7 +80,9 @@ def test_report_says_when_other_programs_had_the_cpus(step, monkeypatch, share, 
     monkeypatch.setattr(threads_module, "Waits", lambda: SimpleNamespace(share=lambda: share))
     monkeypatch.setattr(threads_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     torch.set_num_threads(threads)
-    found = step(Threads).closing()
+    made = step(Threads)
+    made.observe(Parts())
+    found = made.final_result()
     if words is None:
         assert found is None
     else:

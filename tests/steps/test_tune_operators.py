@@ -182,7 +182,7 @@ def test_hosts_whose_cpus_differ_share_nothing_and_wait_for_nobody(step, precisi
     made.ranks = Others(1, [])
     made.ranks.other_applies = other
     parts = Parts([nn.Linear(2, 2)])
-    made.see(parts)
+    made.observe(parts)
     assert reason in made.skip_reason(parts)
     assert not made.ranks.after_averaging
 

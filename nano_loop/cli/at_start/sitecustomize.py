@@ -10,7 +10,7 @@ import sys
 
 
 def _begin() -> None:
-    process, mark, line, *path = os.environ["NANO_LOOP_RUN"].split("\n", 3)  # see `nano_loop.run_note`
+    line, *path = os.environ.pop("_NANO_LOOP_AT_START").split("\n", 1)  # see `nano_loop.cli.at_start`
     if path:
         os.environ["PYTHONPATH"] = path[0]
     else:
@@ -18,19 +18,14 @@ def _begin() -> None:
     folder = os.path.dirname(__file__)
     sys.path.remove(folder)
     sys.path_importer_cache.pop(folder, None)
-    if process == str(os.getpid()):
-        atexit.register(_end, os.getpid(), mark, line)  # the first to be registered is the last to be called
+    atexit.register(_end, os.getpid(), line)  # the first to be registered is the last to be called
 
 
-def _end(process: int, mark: str, line: str) -> None:
-    """Print the line, unless a run has begun here or in a process of the script's, or the script has failed."""
-    if os.getpid() != process:  # forked by the script
-        return
-    begun = getattr(sys.modules.get("nano_loop.run_note"), "begun", False)
-    if os.path.exists(mark):
-        begun = True
-        os.unlink(mark)
-    if not begun and not hasattr(sys, "last_type") and sys.__stderr__ is not None:
+def _end(process: int, line: str) -> None:
+    """Print the line, unless nano_loop may have been used here or in a child, or the script has failed."""
+    times = os.times()
+    is_alone = os.getpid() == process and times.children_user + times.children_system == 0  # and not forked itself
+    if is_alone and "nano_loop.run" not in sys.modules and not hasattr(sys, "last_type") and sys.__stderr__ is not None:
         print(line, file=sys.__stderr__)
 
 

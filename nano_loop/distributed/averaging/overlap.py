@@ -17,7 +17,7 @@ import torch
 from nano_loop.distributed.averaging.gradients import in_memory_order, is_plain
 from nano_loop.distributed.transport.means import is_summed_wider
 from nano_loop.distributed.transport.sweep import Sweep
-from nano_loop.intercept.torch_private import foreach_copy
+from nano_loop.intercept.torch_private import foreach_copy, version
 
 #: What a rank says of its sweep: it has begun none, a whole one, or one of no use.
 NONE, WHOLE, SPOILED = range(3)
@@ -89,7 +89,7 @@ class Overlap:
         if gradient is None or place in self._taken or not is_plain(gradient, parameter):
             self._spoiled = True
             return
-        self._taken[place] = _Taken(gradient, gradient._version)
+        self._taken[place] = _Taken(gradient, version(gradient))
         with torch.no_grad():
             self._sweep.arrived(place, in_memory_order(parameter, gradient))
             self._sweep.advance()
@@ -136,7 +136,7 @@ class Overlap:
         if len(self._taken) < len(self._parameters):
             return False
         found = ((parameter.grad, self._taken[place]) for place, parameter in enumerate(self._parameters))
-        return all(now is then.gradient and then.gradient._version == then.version for now, then in found)
+        return all(now is then.gradient and version(then.gradient) == then.version for now, then in found)
 
 
 def _is(one: object, other: object) -> bool:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nano_loop.cpu import Machine, bound, restricted
-from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.options import Options

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nano_loop.distributed.launch.launcher import Task
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.random_states import process_states, set_process_states
 from nano_loop.distributed.seat import Seat
 

@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.launch.choice import choose
-from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.running import of_ranks, running
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.under_way import innermost, of_process, whole_process
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat

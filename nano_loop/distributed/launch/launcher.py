@@ -1,40 +1,15 @@
-"""The contract of a launcher, and of what it launches."""
+"""The contract of a launcher."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
 
 from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import Loop, Ranks
+from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat
 from nano_loop.options import Options
-
-
-class Task(Protocol):
-    """What every rank of a run does. Picklable: a worker process calls `run_in` on a copy of it.
-
-    Attributes
-    ----------
-    names : mapping of str to Any
-        The user's own objects in the task, by the names that the user knows: a message about one that cannot be
-        pickled says which. Not needed in a worker, so it need not be pickled.
-    loop : Loop
-        The user's function, for messages.
-    """
-
-    @property
-    def names(self) -> Mapping[str, Any]:
-        """See the class."""
-
-    @property
-    def loop(self) -> Loop:
-        """See the class."""
-
-    def run_in(self, seat: Seat) -> object:
-        """Do it in a worker process, which has joined the others in `seat`; what it raises ends the run."""
 
 
 class Launcher(ABC):

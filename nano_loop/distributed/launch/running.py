@@ -12,7 +12,7 @@ import torch
 from nano_loop.distributed.files.folder import explaining_full_disk
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.group import local_group
-from nano_loop.distributed.launch.launcher import Task
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.under_way import under_way, whole_process
 from nano_loop.distributed.loaders.worker_advice import advice_of_plain_run
 from nano_loop.distributed.seat import Seat

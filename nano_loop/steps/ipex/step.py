@@ -11,6 +11,7 @@ from collections.abc import Sized
 from importlib import import_module, metadata
 
 import torch
+from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
@@ -50,36 +51,42 @@ class Ipex(Step):
     needs = None
     once = True  # the kernels are registered for the whole process
     required = False  # skip_reason raises its own errors, which name the option and what to do
-    _watch: Stopwatch | None = None
+
+    @override
+    def begin(self) -> None:
+        self._watch: Stopwatch | None = None
 
     @property
-    def asked(self) -> bool:
-        """See `Step.asked`."""
-        return self.config.use_ipex
+    @override
+    def enabled(self) -> bool:
+        return self.options.use_ipex
 
-    def see(self, parts: Parts) -> None:
+    @override
+    def observe(self, parts: Parts) -> None:
         """Time the steps of the run, with or without IPEX, if a fitting IPEX is installed."""
         if self._watch is None and parts.optimizers and parts.loaders and _fits_torch(_installed_version()):
             self._watch = Stopwatch(parts.optimizers[0])
             self.undoing.callback(self._watch.close)
-            self._kind = _kind_of_run(self.config, parts)
+            self._kind = _kind_of_run(self.options, parts)
 
-    def closing(self) -> StepResult | None:
+    @override
+    def final_result(self) -> StepResult | None:
         """Return which is faster, with or without IPEX, once this process has run both."""
-        if not self.asked and _MODULE in sys.modules:
+        if not self.enabled and _MODULE in sys.modules:
             detail = "not asked for, but already imported in this process: its kernels run until the process ends"
             return StepResult(self.name, "applied", detail)
         median_ms = None if self._watch is None else self._watch.median_ms()
         if median_ms is None:
             return None
         times = _measured.setdefault(self._kind, {})
-        times["IPEX" if self.asked else "nano_loop without IPEX"] = median_ms
-        if not self.asked or len(times) < 2:
+        times["IPEX" if self.enabled else "nano_loop without IPEX"] = median_ms
+        if not self.enabled or len(times) < 2:
             return None
         (fast, fast_ms), (slow, slow_ms) = sorted(times.items(), key=lambda time: time[1])
         detail = f"{fast} is faster: {fast_ms:.3g} ms a step, {slow} {slow_ms:.3g} ({slow_ms / fast_ms:.2f}×)"
         return StepResult("ipex_speed", "measured", detail)
 
+    @override
     def skip_reason(self, parts: Parts) -> str | None:
         """Return None: a request for IPEX is either honoured or an error.
 
@@ -101,8 +108,8 @@ class Ipex(Step):
             raise NanoConfigError(problem(self._given, needed, "Leave it out, or pass the model unscripted"))
         return None
 
+    @override
     def apply(self, parts: Parts) -> str:
-        """See `Step.apply`."""
         self._import_quietly()
         repair()
         return f"kernels of IPEX {_installed_version()}, until the process ends; weights stay plain fp32, not packed"
@@ -110,7 +117,7 @@ class Ipex(Step):
     @property
     def _given(self) -> str:
         """The argument or the environment variable that requested IPEX."""
-        return self.config.given["use_ipex"]
+        return self.options.given["use_ipex"]
 
     def _install(self) -> str:
         here = _torch_version()

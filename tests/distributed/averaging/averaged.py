@@ -9,6 +9,7 @@ from nano_loop.distributed.averaging.averaging import Averaging
 from nano_loop.distributed.ranks import ALONE
 from nano_loop.intercept.calls import Entries
 from nano_loop.options import Options
+from nano_loop.steps import StepContext
 
 MACHINE = Machine("A CPU", "x86_64", (LogicalCpu(id=0, physical_core=0),), (0,))
 
@@ -72,7 +73,7 @@ def _nothing():
 def make_step(kind, ranks, **options):
     """Make a step as the pipeline does; also returns its entries."""
     entries = Entries()
-    return kind(Options(**options), MACHINE, entries, ranks), entries
+    return kind(StepContext(Options(**options), MACHINE, entries, ranks)), entries
 
 
 def trained(ranks, loop, *args):

@@ -29,6 +29,7 @@ from nano_loop.distributed.ranks import ALONE
 from nano_loop.intercept.calls import Entries
 from nano_loop.options import Options
 from nano_loop.parts import Parts
+from nano_loop.steps import StepContext
 from nano_loop.steps.sharding import Sharding
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
@@ -51,8 +52,8 @@ def numbers(count=20):
 def sharding_of(ranks):
     """The step of a run in which a model was set up, and the model."""
     model = nn.Linear(1, 1)
-    step = Sharding(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks)
-    step.see(Parts(models=[model]))
+    step = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks))
+    step.observe(Parts(models=[model]))
     return step, model
 
 
@@ -94,8 +95,8 @@ def test_loader_of_the_loop_is_divided_as_one_that_was_set_up(team, make):
 
 def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(team):
     def loop(ranks):
-        unused = Sharding(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks)
-        unused.see(Parts(loaders=[]))
+        unused = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks))
+        unused.observe(Parts(loaders=[]))
         loader = DataLoader(numbers(), 4)
         counts = [len(seen(loader))]
         step, model = sharding_of(ranks)
@@ -181,7 +182,7 @@ def test_data_that_the_loop_has_divided_is_not_divided_again(team, make):
         step, _ = sharding_of(ranks)
         loader = make(ranks.rank)
         epochs = [seen(loader), seen(loader)]
-        found = step.closing()
+        found = step.final_result()
         step.undo()
         return epochs, found, None if isinstance(loader.dataset, IterableDataset) else len(loader)
 
@@ -218,9 +219,9 @@ def test_what_a_dataset_has_cached_on_each_rank_counts_for_nothing(team):
 def test_report_says_that_a_loader_was_found(team):
     def loop(ranks):
         step, _ = sharding_of(ranks)
-        assert step.closing() is None
+        assert step.final_result() is None
         seen(DataLoader(numbers(), 5))
-        closing = step.closing()
+        closing = step.final_result()
         step.undo()
         return str(closing)
 

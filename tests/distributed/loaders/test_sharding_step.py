@@ -14,6 +14,7 @@ from nano_loop.distributed.loaders.sharding import served_whole_by_mode
 from nano_loop.intercept.calls import Entries
 from nano_loop.options import Options
 from nano_loop.parts import Parts
+from nano_loop.steps import StepContext
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.sharding import Sharding
 
@@ -25,7 +26,7 @@ def numbers(count=10, **options):
 
 
 def made(kind, ranks):
-    return kind(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks)
+    return kind(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks))
 
 
 def seen(loader):
@@ -64,11 +65,11 @@ def test_models_of_other_calls_count_too(team):
     def loop(ranks):
         model, late = nn.Linear(1, 1).eval(), nn.Linear(1, 1)
         loader, sharding = numbers(), made(Sharding, ranks)
-        sharding.see(Parts(models=[model]))
+        sharding.observe(Parts(models=[model]))
         sharding.apply(Parts(loaders=[loader]))
         counts = [len(seen(loader))]
         told = served_whole_by_mode()
-        sharding.see(Parts(models=[late]))
+        sharding.observe(Parts(models=[late]))
         counts += [len(seen(loader)), len(loader)]
         late.eval()
         counts += [len(seen(loader)), len(loader)]

@@ -17,6 +17,7 @@ from nano_loop.intercept import user_code
 from nano_loop.intercept.calls import Entries
 from nano_loop.options import Options
 from nano_loop.parts import Parts
+from nano_loop.steps import StepContext
 from nano_loop.steps.sharding import Sharding
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
@@ -109,9 +110,9 @@ test_of_the_quickstart.__test__ = False
 def warned(ranks, loop, set_up, times=2):
     """The warnings of NanoWarning's kind, as (message, the line that is named), for a loop that is called again."""
     model, loader = nn.Linear(1, 1), DataLoader(TensorDataset(torch.arange(20.0)[:, None]), 4)
-    step = Sharding(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks)
+    step = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks))
     parts = Parts(models=[model], loaders=[loader] if set_up else [])
-    step.see(parts)
+    step.observe(parts)
     if set_up:
         step.apply(parts)
     user_code._given.clear()

@@ -161,10 +161,10 @@ def timed(installed, step, monkeypatch):
         model = nn.Linear(width, 1)
         made = step(Ipex, use_ipex=use_ipex, **options)
         loaders = [DataLoader(range(64), batch_size)] if batch_size else []
-        made.see(Parts([model], [kind(model.parameters(), lr=0.1)], loaders))
+        made.observe(Parts([model], [kind(model.parameters(), lr=0.1)], loaders))
         if made._watch is not None:
             monkeypatch.setattr(made._watch, "median_ms", lambda: milliseconds)
-        said = made.closing()
+        said = made.final_result()
         made.undo()
         return said and said.detail
 

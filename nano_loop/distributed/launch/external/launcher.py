@@ -26,7 +26,8 @@ from nano_loop.distributed.launch.external.rendezvous import (
 )
 from nano_loop.distributed.launch.external.store import external_store
 from nano_loop.distributed.launch.group import leaders_group, local_group, process_group, shared_channel
-from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.distributed.signed import SignedCodec, secret_of

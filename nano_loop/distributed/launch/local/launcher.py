@@ -14,13 +14,14 @@ from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
-from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.local.kept_server import keep, server_for, start_early
 from nano_loop.distributed.launch.local.process import forked
 from nano_loop.distributed.launch.local.server import Server
 from nano_loop.distributed.launch.local.start import Start
 from nano_loop.distributed.launch.local.warned import noted
 from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.payload.payload import dump

@@ -21,11 +21,12 @@ from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
-from nano_loop.distributed.launch.launcher import Launcher, Task
+from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.local.warned import noted
 from nano_loop.distributed.launch.ray.caller import changes_undone_by
 from nano_loop.distributed.launch.ray.worker import PAYLOAD, WORKER_INIT, Call, threads_for
 from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.payload.payload import dump

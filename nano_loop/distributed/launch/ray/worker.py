@@ -29,12 +29,12 @@ from nano_loop.distributed.launch.assignment import State
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
-from nano_loop.distributed.launch.launcher import Task
 from nano_loop.distributed.launch.local.warned import sent
 from nano_loop.distributed.launch.local.worker import keep_sockets_in
 from nano_loop.distributed.launch.ray.rank_connections import ConnectionToRank0
 from nano_loop.distributed.launch.running import run_joined
 from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import load
 from nano_loop.distributed.seat import Seat
 from nano_loop.options import Options

@@ -1,4 +1,4 @@
-"""tune: measures which options of nano_loop are the fastest for a model, a batch and a loss."""
+"""The function `tune`, which measures which options of nano_loop are the fastest for a model, a batch and a loss."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 from torch import nn
 
 from nano_loop.distributed.ranks import Loop
-from nano_loop.environment import option_of
 from nano_loop.errors import NanoConfigError, problem, shown
 from nano_loop.parts import Parts
 from nano_loop.precision.verification import LossFunction
-from nano_loop.run import Run, Task
+from nano_loop.run import Run, RunTask
+from nano_loop.search.requested import options_of_environment
+from nano_loop.search.result import Row, Tuning
+from nano_loop.search.search import SECONDS, search
 from nano_loop.settings import Settings
-from nano_loop.trials.remembered import found_before_or_now
-from nano_loop.trials.search import SECONDS
-from nano_loop.trials.tuning import Row, Tuning
 
 
 def tune(
@@ -71,18 +70,17 @@ def tune(
     >>> import torch, nano_loop
     >>> model = torch.nn.Linear(8, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> found = nano_loop.tune(model, optimizer, torch.rand(4, 8), lambda m, x: m(x).mean())  # doctest: +SKIP
-    >>> found.line  # doctest: +SKIP
+    >>> tuning = nano_loop.tune(model, optimizer, torch.rand(4, 8), lambda m, x: m(x).mean())  # doctest: +SKIP
+    >>> tuning.line  # doctest: +SKIP
     '@nano(num_threads=1)'
     """
     _check(model, seconds, loss_fn)
     settings = Settings.read(options)
-    environment = (option_of(each.partition("=")[0]) for each in settings.options.from_environment)
     task = _OnBatch(settings, model, optimizer, batch, loss_fn)
-    return found_before_or_now(task, settings, {*options, *environment}, seconds, again)
+    return search(task, settings, {*options, *options_of_environment(settings.options)}, seconds, again)
 
 
-class _OnBatch(Task):
+class _OnBatch(RunTask):
     """Steps of an optimizer on one batch."""
 
     def __init__(self, settings: Settings, model: Any, optimizer: Any, batch: Any, loss_fn: LossFunction) -> None:
@@ -93,16 +91,16 @@ class _OnBatch(Task):
 
     @property
     def parts(self) -> Parts:
-        """See `Task.parts`."""
+        """See `RunTask.parts`."""
         return self._parts
 
     def do(self, run: Run) -> None:
-        """See `Task.do`."""
+        """See `RunTask.do`."""
         run.apply(self._parts)
         self.repeat(run)
 
     def repeat(self, run: Run) -> None:
-        """See `Task.repeat`."""
+        """See `RunTask.repeat`."""
         (model,) = self._parts.models
         for optimizer in self._parts.optimizers:
             optimizer.zero_grad()

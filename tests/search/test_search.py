@@ -1,7 +1,5 @@
 """A search leaves the user's objects as they are, shows what fails, and keeps what it has found."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -9,10 +7,9 @@ from torch import nn
 import nano_loop
 from nano_loop import NanoConfigError, NanoError, accelerated
 from nano_loop.options import Options
-from nano_loop.trials import search
-from nano_loop.trials.candidates import effective
-from nano_loop.trials.live import Measured
-from trials.small import FIXED, STEPS, loss_of, made, state_of
+from nano_loop.search import search
+from nano_loop.search.search import Measured
+from search.small import FIXED, STEPS, loss_of, made, state_of
 
 
 def test_search_leaves_everything_as_it_was_and_keeps_what_it_has_found(cache, capfd):
@@ -33,23 +30,7 @@ def test_search_leaves_everything_as_it_was_and_keeps_what_it_has_found(cache, c
     assert len([*(cache / "nano_loop").glob("options-*.json")]) == 1
 
 
-class FailsInBf16(nn.Linear):
-    """Ends its process in bf16, as where memory has run out."""
-
-    def forward(self, x):
-        if torch.is_autocast_enabled("cpu"):
-            os.kill(os.getpid(), 9)
-        return super().forward(x)
-
-
-@pytest.mark.slow
-def test_candidate_that_is_killed_is_shown_and_the_rest_goes_on(monkeypatch):
-    monkeypatch.setattr(search, "alternatives", _only_bf16)
-    found = nano_loop.tune(*made(FailsInBf16), loss_of, seconds=15)
-    (row,) = [row for row in found.rows if row.options]
-    assert "SIGKILL" in row.note
-    assert row.milliseconds is None
-    assert "precision" not in found.options
+BF16 = {"precision": "bf16-mixed"}
 
 
 class WrongInBf16(nn.Linear):
@@ -62,46 +43,14 @@ class WrongInBf16(nn.Linear):
 
 
 @pytest.mark.slow
-def test_fastest_candidate_is_not_chosen_if_its_numbers_are_wrong(monkeypatch):
-    monkeypatch.setattr(search, "alternatives", _only_bf16)
+def test_fastest_candidate_is_not_chosen_if_its_numbers_are_wrong(only):
+    only(BF16)
     found = nano_loop.tune(*made(WrongInBf16), loss_of, seconds=20)
     (row,) = [row for row in found.rows if row.options]
     assert row.speed_up > 1.02
     assert "not exact" in row.note
     assert row.gradients is not None
     assert "precision" not in found.options
-
-
-def _only_bf16(stage, *_):
-    return [{"precision": "bf16-mixed"}] if stage == "precision and layout" else []
-
-
-def test_loop_is_repeated_on_copies_and_then_trained_with_the_choice(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(search, "alternatives", lambda *_: [])
-    calls = []
-
-    @nano_loop.nano(tune=True, verbose=False)
-    def train(model, optimizer, batches):
-        calls.append(len(batches))
-        (tmp_path / "written").touch()
-        for x in batches:
-            optimizer.zero_grad()
-            loss_of(model, x).backward()
-            optimizer.step()
-        return len(calls)
-
-    model, optimizer, batch = made()
-    plain, plains_optimizer, _ = made()
-    torch.manual_seed(1)
-    assert train(model, optimizer, [batch] * 3) == 1
-    assert train.report.options["tune"] is False
-    torch.manual_seed(1)
-    for _ in range(3):
-        plains_optimizer.zero_grad()
-        loss_of(plain, batch).backward()
-        plains_optimizer.step()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +91,43 @@ def test_run_without_a_function_refuses_to_search():
 
 @pytest.mark.parametrize(("speed", "said"), [(0.5, True), (1.0, False), (1.3, False), (None, False)])
 def test_loop_that_is_faster_without_nano_loop_is_told(speed, said):
-    remarks = search._remarks(Options(), Measured({}, speed=speed))
+    remarks = search._remarks(Options(), speed, None)
     assert ["The loop without nano_loop is 2.00 times as fast" in each for each in remarks] == [True] * said
 
 
-def test_one_process_is_the_same_as_none():
-    assert effective({"num_processes": 1, "precision": "32-true"}, Options()) is None
-    assert effective({"num_processes": 2}, Options()) == {"num_processes": 2}
-    assert effective({"num_processes": 2}, Options(), ["num_processes"]) is None
+@pytest.mark.parametrize(
+    ("seconds", "pays"),
+    [
+        ([0.1] * 8, True),
+        ([0.1, 0.1, 0.1, 9.0, 0.1, 0.1, 0.1, 0.1], True),  # one slow turn decides nothing
+        ([0.1, 0.21] * 4, False),
+        ([0.199] * 8, False),
+        ([0.1] * 2, False),  # too few to tell
+        ([], False),
+    ],
+    ids=str,
+)
+def test_candidate_pays_that_is_faster_in_nearly_all_turns(seconds, pays):
+    assert Measured({}, seconds=seconds, reference=[0.2] * len(seconds)).pays == pays
+
+
+class Trial:
+    """A trial that takes a time a step."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.turns = 0
+
+    def take(self, count, timeout):
+        self.turns += 1
+        return self.seconds, 1 << 20
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(1.0, 1 + 3), (0.19, 1 + search.TURNS), (0.1, 1 + search.TURNS)])
+def test_candidate_that_cannot_win_stops_early(seconds, turns):
+    it = search.Search(None, None, (), 1e9)
+    it._reference, trial, candidate = Trial(0.2), Trial(seconds), Measured({})
+    it._take_turns(candidate, trial, float("inf"))
+    assert trial.turns == it._reference.turns == turns
+    assert candidate.note == ("slower" if seconds == 1.0 else "")
+    assert it._own.seconds == [0.2] * (turns - 1)

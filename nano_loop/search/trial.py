@@ -1,4 +1,4 @@
-"""What a process of a trial does: it runs the user's loop under some options, and takes steps when it is asked to."""
+"""The task of a process of a trial: it runs the user's loop under some options, and takes steps when it is asked to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nano_loop.cpu import peak_memory
-from nano_loop.distributed.launch.local.throwaway import Line
 from nano_loop.distributed.payload.payload import load
 from nano_loop.distributed.ranks import Loop
 from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoError, problem
-from nano_loop.run import Run, Task
+from nano_loop.run import Run, RunTask
+from nano_loop.search.trial_processes import Line
 from nano_loop.settings import Settings
 from nano_loop.steps import STEPS, GradientAveraging
 
@@ -31,7 +31,7 @@ class _EnoughStepsError(BaseException):
     """Leaves the user's loop, through handlers for `Exception`."""
 
 
-class Trial(Task):
+class Trial(RunTask):
     """The task of a run, repeated until the process is ended.
 
     Parameters
@@ -39,33 +39,27 @@ class Trial(Task):
     payload : pathlib.Path
         Where the task was written to, by `nano_loop.distributed.payload.payload.dump`.
     settings : Settings
-        The options of the trial.
+        The options of the trial. With ``verify`` it compares the first batch with the plain model, answers, and ends.
     is_plain : bool
         Whether the loop runs without any step of nano_loop.
-    verifies : bool
-        Whether the trial compares the first batch with the plain model, answers with that, and ends.
     """
 
-    def __init__(self, payload: Path, settings: Settings, *, is_plain: bool = False, verifies: bool = False) -> None:
+    def __init__(self, payload: Path, settings: Settings, *, is_plain: bool = False) -> None:
         super().__init__(settings, {}, Loop("the loop", "nano_loop"))
         self._payload = payload
-        self._verifies = verifies
-        self._gate: _Gate | None = None
         self.steps = (GradientAveraging,) if is_plain else STEPS
 
     def run_in(self, seat: Seat) -> Any:
-        """See `Task.run_in`."""
-        line = Line(seat)
-        self._gate = _Gate(line, ends_after=1 if self._verifies else None)
+        """See `RunTask.run_in`."""
+        self._line = Line(seat)
         run = Run(self.settings, self, seat=seat)
         run.complete()
-        line.say(comparison=_comparison(run))
+        self._line.answer(comparison=_comparison(run))
 
     def do(self, run: Run) -> Any:
-        """See `Task.do`."""
-        gate, task = self._gate, load(self._payload)
-        assert gate is not None
-        gate.begin(run)
+        """See `RunTask.do`."""
+        task = load(self._payload)
+        gate = _Gate(self._line, run, ends_after_one=self.settings.options.verify)
         try:
             task.do(run)
             while gate.took_steps():
@@ -79,28 +73,25 @@ class Trial(Task):
 
 
 class _Gate:
-    """Counts the steps of the first optimizer, and stops the loop at the end of those that were asked for."""
+    """A hook that counts the steps of the first optimizer, and stops the loop at the end of those that were asked for.
 
-    def __init__(self, line: Line, ends_after: int | None) -> None:
-        self._line = line
-        self._ends_after = ends_after
+    Its answers have the report of the run.
+    """
+
+    def __init__(self, line: Line, run: Run, *, ends_after_one: bool) -> None:
+        self._line, self._run, self._ends_after_one = line, run, ends_after_one
         self._left = FIRST_STEPS
         self._place = os.getpid(), threading.get_ident()
         self._optimizer: Optimizer | None = None
         self._seconds: list[float] = []
-        self._taken = 0
-        self._run: Run | None = None
+        self._took_steps = False
         self._last = time.perf_counter()
         self._hook = register_optimizer_step_post_hook(self._note)
 
-    def begin(self, run: Run) -> None:
-        """Take note of the run, whose report is in the answers."""
-        self._run, self._last = run, time.perf_counter()
-
     def took_steps(self) -> bool:
         """Whether there was a step since the last call. The loop may go on with another optimizer."""
-        taken, self._taken, self._optimizer = self._taken, 0, None
-        return taken > 0
+        took_steps, self._took_steps, self._optimizer = self._took_steps, False, None
+        return took_steps
 
     def close(self) -> None:
         """Remove the hook."""
@@ -112,26 +103,26 @@ class _Gate:
         self._optimizer = self._optimizer or optimizer
         if optimizer is not self._optimizer:
             return
-        now = time.perf_counter()
-        self._seconds.append(now - self._last)
-        self._taken += 1
+        self._seconds.append(time.perf_counter() - self._last)
+        self._took_steps = True
         self._left -= 1
-        if self._ends_after is not None and self._taken >= self._ends_after:
+        if self._ends_after_one:
             raise _EnoughStepsError
         if not self._left:
-            self._answer()
+            answer = {"steps": _steps(self._run), "convolutions": _has_convolutions(optimizer)}
+            self._line.answer(seconds=self._seconds, peak=peak_memory(), **answer)
+            self._seconds = []
+            self._left = self._line.wait()
         self._last = time.perf_counter()
 
-    def _answer(self) -> None:
-        self._line.say(seconds=self._seconds, peak=peak_memory(), steps=_steps(self._run))
-        self._seconds = []
-        self._left = self._line.wait()
 
-
-def _steps(run: Run | None) -> dict[str, list[str]]:
+def _steps(run: Run) -> dict[str, list[str]]:
     """Return the status and the detail of each step in the report of a run."""
-    report = None if run is None else run.report
-    return {} if report is None else {each.name: [each.status, each.detail] for each in report.results}
+    return {} if run.report is None else {result.name: [result.status, result.detail] for result in run.report.results}
+
+
+def _has_convolutions(optimizer: Optimizer) -> bool:
+    return any(parameter.dim() in (4, 5) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _largest(errors: Iterable[float]) -> float | None:
@@ -140,18 +131,17 @@ def _largest(errors: Iterable[float]) -> float | None:
     return max(known) if known and all(map(math.isfinite, known)) else None
 
 
-def _comparison(run: Run) -> Mapping[str, Any] | None:
-    """Return what `verify` has found: for each model the fault, and the largest errors."""
+def _comparison(run: Run) -> dict[str, Any]:
+    """Return what `verify` says: the fault, if there is one, and the largest errors, or why nothing is compared."""
     try:
         result = run.report["verify"] if run.report is not None else None
     except KeyError:
-        return None
+        result = None
     if result is None or result.data is None:
-        return {"remark": "" if result is None else result.detail}
-    found = [*result.data.values()]
+        return {"remark": "nothing was compared" if result is None else result.detail}
+    models = [*result.data.values()]
     return {
-        "fault": next((each.fault for each in found if not each.ok), None),
-        "loss": _largest(each.loss.error for each in found),
-        "gradients": _largest(row.error for each in found for row in each.gradients),
-        "remark": "",
+        "fault": next((model.fault for model in models if not model.ok), None),
+        "loss": _largest(model.loss.error for model in models),
+        "gradients": _largest(row.error for model in models for row in model.gradients),
     }

@@ -1,4 +1,4 @@
-"""A run of which the caller is no rank: all of its processes are forked beside it, and thrown away with what they did.
+"""The processes of a trial, of which the caller is no rank: forked beside it, and thrown away with what they did.
 
 The caller asks them for steps. What they write is in private folders, and what they change is in their memory alone.
 """
@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -19,27 +20,30 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.failure import Failure, first
-from nano_loop.distributed.launch.launcher import Task
 from nano_loop.distributed.launch.local.kept_server import keep, server_for
 from nano_loop.distributed.launch.local.launcher import PAYLOAD, seats_of
 from nano_loop.distributed.launch.local.process import WorkerProcess, forked
 from nano_loop.distributed.launch.local.server import Server
 from nano_loop.distributed.launch.local.start import Start
 from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.options import Options
+from nano_loop.settings import Settings
 
-_ASKED, _SAID = "asked", "said"
+_REQUESTS, _ANSWERS = "requests", "answers"
 _INTERVAL = 0.2  # seconds between two looks at the processes
+#: A step that takes so many times the median is no step alone: an evaluation, or a checkpoint.
+_BETWEEN_EPOCHS = 20.0
 
 
 class TrialFailedError(Exception):
-    """A process of a run that is thrown away has ended, or has not answered in time."""
+    """A process of a trial has ended, or has not answered in time."""
 
 
-class Throwaway:
-    """The processes of one such run, until `end`.
+class TrialProcesses:
+    """The processes of one trial, until `close`. They begin with their first steps at once.
 
     Parameters
     ----------
@@ -47,26 +51,31 @@ class Throwaway:
         Forks them.
     task : Task
         What each of them does. It answers by a `Line`.
-    options : Options
-        The options of the run, which say how many processes it has.
-    machine : Machine
-        What they may use together.
+    settings : Settings
+        The options of the trial, which say how many processes it has, and the machine.
     """
 
-    def __init__(self, server: Server, task: Task, options: Options, machine: Machine) -> None:
+    def __init__(self, server: Server, task: Task, settings: Settings) -> None:
         self._ending = contextlib.ExitStack()
         self._processes: list[WorkerProcess] = []
-        self._heard: list[bytes] = []
+        self._texts: list[bytes] = []
         try:
-            self._begin(server, task, options, machine)
+            self._begin(server, task, settings.options, settings.machine)
         except BaseException:
-            self.end()
+            self.close()
             raise
 
-    def ask(self, count: int) -> None:
-        """Ask all processes for so many steps."""
-        for each in self._asking:
-            os.write(each, f"{count}\n".encode())
+    def take(self, count: int, timeout: float) -> tuple[float, int]:
+        """Take steps; return the seconds of one for one batch, and the memory of the processes in bytes.
+
+        Several processes take as many batches. Of the steps it is the mean: with workers of a loader batches come in
+        bursts, where a median would mislead.
+        """
+        for descriptor in self._requests:
+            os.write(descriptor, f"{count}\n".encode())
+        answers = self.answers(timeout)
+        slowest = max(_mean_without_pauses(answer["seconds"]) for answer in answers)
+        return slowest / len(answers), sum(answer["peak"] for answer in answers)
 
     def answers(self, timeout: float) -> list[dict[str, Any]]:
         """Return what each process has answered.
@@ -77,37 +86,36 @@ class Throwaway:
             If a process has ended, or the time is over.
         """
         deadline = time.monotonic() + timeout
-        while not all(b"\n" in each for each in self._heard):
+        while not all(b"\n" in text for text in self._texts):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TrialFailedError(f"it took more than {timeout:.0f} s")
-            sources = {*self._hearing, *(each for process in self._processes for each in process.sources)}
+            sources = {*self._answers, *(source for process in self._processes for source in process.sources)}
             wait(sources, min(left, _INTERVAL))
-            self._hear()
-            if not all(b"\n" in each for each in self._heard) and (failure := self._failure()):
+            self._read()
+            if not all(b"\n" in text for text in self._texts) and (failure := self._failure()):
                 raise TrialFailedError(_in_words(failure))
-        lines = [each.partition(b"\n") for each in self._heard]
-        self._heard = [rest for _, _, rest in lines]
+        lines = [text.partition(b"\n") for text in self._texts]
+        self._texts = [rest for _, _, rest in lines]
         return [json.loads(line) for line, _, _ in lines]
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill the processes, and delete what they have written."""
         self._ending.close()
 
     def _begin(self, server: Server, task: Task, options: Options, machine: Machine) -> None:
         folder = self._ending.enter_context(private_folder())
         self._ending.enter_context(workers_files(folder))
-        for each in (folder, Path(place_of(folder))):
-            server.begin(str(each))
-            self._ending.callback(server.finish, str(each))
+        for place in (folder, Path(place_of(folder))):
+            server.begin(str(place))
+            self._ending.callback(server.finish, str(place))
         seats = _seats(options, machine, folder)
-        self.size = len(seats)
         (folder / PAYLOAD).mkdir()
         state = State.of_this_process(machine.num_threads)
         dump(Assignment(task, seats, state, options.process_group_backend), folder / PAYLOAD, task.names)
-        self._asking = [self._opened(folder / f"{_ASKED}-{rank}") for rank in range(self.size)]
-        self._hearing = [self._opened(folder / f"{_SAID}-{rank}") for rank in range(self.size)]
-        self._heard = [b""] * self.size
+        self._requests = [self._opened(folder / f"{_REQUESTS}-{rank}") for rank in range(len(seats))]
+        self._answers = [self._opened(folder / f"{_ANSWERS}-{rank}") for rank in range(len(seats))]
+        self._texts = [b""] * len(seats)
         self._processes = forked(server, [Start.of_seat(seat, verbose=False) for seat in seats], quiet=True)
         for process in self._processes:
             self._ending.callback(process.close)
@@ -119,11 +127,11 @@ class Throwaway:
         self._ending.callback(os.close, descriptor)
         return descriptor
 
-    def _hear(self) -> None:
-        for rank, descriptor in enumerate(self._hearing):
+    def _read(self) -> None:
+        for rank, descriptor in enumerate(self._answers):
             with contextlib.suppress(BlockingIOError):
                 while data := os.read(descriptor, 1 << 16):
-                    self._heard[rank] += data
+                    self._texts[rank] += data
 
     def _failure(self) -> Failure | None:
         failures = [failure for process in self._processes if (failure := process.poll())]
@@ -134,7 +142,7 @@ class Throwaway:
 
 
 class Line:
-    """The side of a process of such a run: it waits until it is asked for steps, and answers.
+    """The side of a process of a trial: it waits until it is asked for steps, and answers.
 
     Parameters
     ----------
@@ -144,28 +152,28 @@ class Line:
 
     def __init__(self, seat: Seat) -> None:
         folder, rank = seat.ranks.folder, seat.ranks.rank
-        self._asked = os.open(f"{folder}/{_ASKED}-{rank}", os.O_RDONLY)
-        self._said = os.open(f"{folder}/{_SAID}-{rank}", os.O_WRONLY)
+        self._requests = os.open(f"{folder}/{_REQUESTS}-{rank}", os.O_RDONLY)
+        self._answers = os.open(f"{folder}/{_ANSWERS}-{rank}", os.O_WRONLY)
 
     def wait(self) -> int:
         """Return the number of steps that are asked for, when they are."""
         text = b""
         while not text.endswith(b"\n"):
-            text += os.read(self._asked, 1)
+            text += os.read(self._requests, 1)
         return int(text)
 
-    def say(self, **content: Any) -> None:
+    def answer(self, **content: Any) -> None:
         """Answer, with what JSON can hold."""
         text = json.dumps(content).encode() + b"\n"
         while text:
-            text = text[os.write(self._said, text) :]
+            text = text[os.write(self._answers, text) :]
 
 
 @contextlib.contextmanager
-def server_of_trials(options: Options, machine: Machine) -> Iterator[tuple[Server, Path]]:
-    """Give the process that forks those of the runs, and a folder in memory for what all of them read."""
+def trial_server(settings: Settings) -> Iterator[tuple[Server, Path]]:
+    """Give the process that forks those of the trials, and a folder in memory for what all of them read."""
     with private_folder() as folder:
-        server = server_for(_seats(options, machine, folder)[0])
+        server = server_for(_seats(settings.options, settings.machine, folder)[0])
         try:
             server.begin(str(folder))
             yield server, folder
@@ -177,11 +185,16 @@ def server_of_trials(options: Options, machine: Machine) -> Iterator[tuple[Serve
 
 def _seats(options: Options, machine: Machine, folder: Path) -> list[Seat]:
     count = options.num_processes or 1
+    seats = seats_of(machine, shares_of(options, machine, range(count)), folder, options.timeout)
     if count == 1 and options.cpu_for_each_process is None:
-        (seat,) = seats_of(machine, shares_of(options, machine, range(1)), folder, options.timeout)
+        (seat,) = seats
         seat.ranks.shares, seat.ranks.loader_cpus, seat.machine = (), (), machine  # bound to nothing, as without ranks
-        return [seat]
-    return seats_of(machine, shares_of(options, machine, range(count)), folder, options.timeout)
+    return seats
+
+
+def _mean_without_pauses(seconds: list[float]) -> float:
+    most = _BETWEEN_EPOCHS * statistics.median(seconds)
+    return statistics.fmean(step for step in seconds if step <= most)
 
 
 def _in_words(failure: Failure) -> str:

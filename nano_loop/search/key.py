@@ -1,4 +1,4 @@
-"""What the fastest options depend on: the model, the batch, the machine and the versions, as one key."""
+"""The key of a search: what its result depends on, which is the model, the batch, the machine and the versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from nano_loop.run import Task
+from nano_loop.run import RunTask
 from nano_loop.settings import Settings
 from nano_loop.version import __version__
 
@@ -26,7 +26,7 @@ _MOST, _ITEMS, _DEPTH, _LONGEST = 5000, 16, 5, 200
 _PACKAGES = ("torch", "intel-extension-for-pytorch")
 
 
-def key_of(task: Task, settings: Settings, fixed: Collection[str]) -> str | None:
+def key_of(task: RunTask, settings: Settings, fixed: Collection[str]) -> str | None:
     """Return a key that is equal for searches that find the same; None where the model is not known beforehand.
 
     No sample of a dataset is fetched. What counts of it are its class and what it holds: shapes, dtypes and settings.

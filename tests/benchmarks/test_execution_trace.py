@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.profiler import ExecutionTraceObserver
 
+from benchmarks import execution_trace
+from benchmarks.execution_trace import Recorder
 from nano_loop.intercept.direct_steps import stepped_directly
-from nano_loop.precision import execution_trace
-from nano_loop.precision.execution_trace import Recorder
 
 
 def recorded(function, model=None):

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,27 +16,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import nano_loop
 from nano_loop import TorchNano
-from nano_loop.cpu import read_machine
 from nano_loop.distributed.launch.local.kept_server import end_kept
-from nano_loop.options import Options
-from nano_loop.trials import search
-from nano_loop.trials.candidates import alternatives
-from nano_loop.trials.race import Race
-from trials.small import FIXED, STEPS, loss_of, made, state_of
-
-
-@pytest.fixture
-def only(monkeypatch):
-    """Give a function that says which candidates there are, all in the first stage."""
-
-    def only(*changes):
-        def chosen(stage, *_):
-            return list(changes) if stage == search.STAGES[0].name else []
-
-        monkeypatch.setattr(search, "alternatives", chosen)
-
-    only()
-    return only
+from nano_loop.search.trial_processes import TrialProcesses
+from search.small import FIXED, STEPS, loss_of, made, state_of
 
 
 class Positions(Sampler):
@@ -111,6 +92,7 @@ def test_training_after_a_search_is_that_without_one(only):
     begun, positions, random_state, weights = trained(train)
     searched = nano_loop.nano(tune=True, verbose=False, **FIXED, **STEPS)(train)
     found = trained(searched)
+    assert searched.report.options["tune"] is False
     assert found[0] == begun  # bit for bit, when the loop begins
     assert found[1] == positions
     assert found[2].equal(random_state)
@@ -161,51 +143,47 @@ def test_search_in_fp16_measures_and_keeps_it(only):
     assert [row.note for row in found.rows if row.plain] == [""]  # slower or not, it cannot be chosen
 
 
-def test_fp16_is_a_candidate_where_the_cpu_is_fast_in_it():
-    machine = read_machine()
-    for fast in (False, True):
-        sets = frozenset({"avx512_fp16"} if fast else ())
-        wanted = alternatives("precision and layout", Options(), replace(machine, instruction_sets=sets), {}, None)
-        assert ("16-mixed" in {each["precision"] for each in wanted}) == fast
-
-
 class Fails(nn.Linear):
-    """Raises in bf16, and asks for more memory than there is in fp16."""
+    """Raises in bf16, asks for more memory than there is in fp16, and ends its process in fp64."""
 
     def forward(self, x):
         if torch.is_autocast_enabled("cpu"):
             if torch.get_autocast_dtype("cpu") == torch.bfloat16:
                 raise ZeroDivisionError("no such kernel")
             torch.empty(1 << 50)
+        if x.dtype == torch.float64:
+            os.kill(os.getpid(), signal.SIGKILL)  # as where memory has run out
         return super().forward(x)
 
 
 @pytest.mark.filterwarnings("ignore:precision='16-mixed'")
 def test_candidates_that_raise_or_need_too_much_memory_are_shown_and_the_rest_goes_on(only):
-    only({"precision": "bf16-mixed"}, {"precision": "16-mixed"}, {"precision": "64-true"})
+    names = ["bf16-mixed", "16-mixed", "64-true", "bf16-true"]
+    only(*({"precision": name} for name in names))
     found = nano_loop.tune(*made(Fails), loss_of, seconds=60, **FIXED, **STEPS)
     notes = {row.options.get("precision"): row.note for row in found.rows if not row.plain}
     assert notes["bf16-mixed"].startswith("raised ZeroDivisionError: no such kernel")
     assert "DefaultCPUAllocator: can't allocate memory" in notes["16-mixed"]
+    assert "SIGKILL" in notes["64-true"]
     times = {row.options.get("precision"): row.milliseconds for row in found.rows if not row.plain}
-    assert times["bf16-mixed"] is times["16-mixed"] is None
-    assert times["64-true"] > 0
+    assert times["bf16-mixed"] is times["16-mixed"] is times["64-true"] is None
+    assert times["bf16-true"] > 0
     assert times[None] > 0
     for name in ("no such kernel", "can't allocate memory"):
         assert name in str(found)
-    assert found.options.get("precision") in (None, "64-true")
+    assert found.options.get("precision") in (None, "bf16-true")
 
 
 def test_ctrl_c_in_a_search_ends_its_trials_and_leaves_nothing(only, cache, monkeypatch):
-    race, living = Race.run, []
+    take, living = TrialProcesses.take, []
     monkeypatch.setenv(MARK, str(cache))
 
-    def interrupted(self, **keep):
+    def interrupted(self, count, timeout):
         living.extend(processes_with(str(cache)))
         os.kill(os.getpid(), signal.SIGINT)
-        return race(self, **keep)
+        return take(self, count, timeout)
 
-    monkeypatch.setattr(Race, "run", interrupted)
+    monkeypatch.setattr(TrialProcesses, "take", interrupted)
     model, optimizer, batch = made()
     before = state_of(model, optimizer)
     with pytest.raises(KeyboardInterrupt):
@@ -217,19 +195,16 @@ def test_ctrl_c_in_a_search_ends_its_trials_and_leaves_nothing(only, cache, monk
     assert processes_with(str(cache)) == []
     assert [*Path("/dev/shm").glob(f"nano_loop-{os.getpid()}-*")] == []
     assert [*cache.glob("**/*.json")] == []
-    monkeypatch.setattr(Race, "run", race)
+    monkeypatch.setattr(TrialProcesses, "take", take)
     assert not nano_loop.tune(model, optimizer, batch, loss_of, seconds=5, **FIXED, **STEPS).cached
 
 
 @pytest.mark.skipif(not find_spec("intel_extension_for_pytorch"), reason="IPEX is not installed")
-def test_ipex_is_measured_where_it_is_installed_and_does_not_reach_this_process(monkeypatch):
-    def with_ipex(stage, *others):
-        return alternatives(stage, *others) if stage == "ipex" else []
-
-    monkeypatch.setattr(search, "alternatives", with_ipex)
+def test_ipex_is_measured_where_it_is_installed_and_does_not_reach_this_process(only):
+    only({"use_ipex": True})
     fixed = {name: value for name, value in FIXED.items() if name != "use_ipex"}
     imported = "intel_extension_for_pytorch" in sys.modules
-    found = nano_loop.tune(*made(), loss_of, seconds=40, **fixed, **STEPS, precision="bf16")
-    (row,) = [row for row in found.rows if row.options.get("use_ipex")]
+    tuning = nano_loop.tune(*made(), loss_of, seconds=40, **fixed, **STEPS, precision="bf16")
+    (row,) = [row for row in tuning.rows if row.options]
     assert row.milliseconds > 0, row.note
     assert ("intel_extension_for_pytorch" in sys.modules) == imported

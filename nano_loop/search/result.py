@@ -1,18 +1,18 @@
-"""What a search has found: every candidate with its times, and the options that it has chosen."""
+"""The result of a search: every candidate with its times, and the options that it has chosen."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nano_loop.options import Options
+from nano_loop.options import DEFAULTS, Options
+from nano_loop.precisions import SHORT_NAMES
+from nano_loop.search.candidates import STEPS_BY_DEFAULT, changed, written
 from nano_loop.settings import Settings
-from nano_loop.trials.candidates import as_text, changed, effective
-from nano_loop.trials.live import Measured
 
-_MS, _GIB = 1e3, 1 << 30
+_GIB = 1 << 30
+_MANY = 3  # steps left out, which the table only counts
 _PLAIN, _AS_IT_IS = "plain PyTorch", "as it is"
 
 
@@ -51,29 +51,16 @@ class Row:
     gradients: float | None = None
     note: str = ""
 
-    @classmethod
-    def of(cls, measured: Measured, start: Options) -> Row:
-        """Return the row of what was measured, in a search that began with some options."""
-        times, comparison = [each * _MS for each in measured.seconds], measured.comparison or {}
-        spread = tuple(statistics.quantiles(times, n=4, method="inclusive")[::2]) if len(times) > 1 else None
-        return cls(
-            options=effective(measured.changes, start) or {},
-            plain=measured.is_plain,
-            milliseconds=statistics.median(times) if times else None,
-            spread=spread,  # type: ignore[arg-type]
-            speed_up=measured.speed,
-            memory=measured.memory,
-            loss=comparison.get("loss"),
-            gradients=comparison.get("gradients"),
-            note=measured.note,
-        )
-
     @property
     def name(self) -> str:
         """The options as a person writes them."""
         if self.plain:
             return _PLAIN
-        return as_text(self.options) or _AS_IT_IS
+        left_out = [name for name in STEPS_BY_DEFAULT if self.options.get(name) is False]
+        if len(left_out) < _MANY:
+            return as_text(self.options) or _AS_IT_IS
+        rest = as_text({name: value for name, value in self.options.items() if name not in left_out})
+        return ", ".join([*([rest] if rest else []), f"without {len(left_out)} steps"])
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table."""
@@ -100,7 +87,7 @@ class Tuning:
     line : str
         The line of code that has them, such as ``@nano(precision="bf16")``.
     rows : list of Row
-        The candidates, in the order of the search.
+        The candidates: the options as they are, the loop without nano_loop, and the others in the order of the search.
     chosen : int
         The row of the chosen options.
     seconds : float
@@ -149,9 +136,14 @@ class Tuning:
         ImportError
             If matplotlib is not installed.
         """
-        from nano_loop.trials.picture import draw
+        from nano_loop.search.chart import Bar, draw
 
-        draw(self, path)
+        bars = [
+            Bar(row.name, ms, *(row.spread or (ms, ms)), row.speed_up, number == self.chosen)
+            for number, row in enumerate(self.rows)
+            if (ms := row.milliseconds) is not None
+        ]
+        draw(bars, path)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -176,3 +168,22 @@ class Tuning:
 
 def _error(value: float | None) -> str:
     return "–" if value is None else f"{value:.0e}"
+
+
+def as_text(values: Mapping[str, Any]) -> str:
+    """Return options as a person writes them, such as ``precision="bf16", channels_last=True``."""
+    return ", ".join(f"{name}={_literal(name, value)}" for name, value in values.items())
+
+
+def differing(options: Options) -> dict[str, Any]:
+    """Return the options that are not the default, besides those that only measure."""
+    values, plain = written(options), Options()
+    names = (name for name in DEFAULTS if name not in ("tune", "log_casts", "step_time", "verify"))
+    return {name: values[name] for name in names if values[name] != getattr(plain, name)}
+
+
+def _literal(name: str, value: Any) -> str:
+    if name == "precision":
+        short = next((text for text, precision in SHORT_NAMES.items() if precision == value), value)
+        value = int(short) if str(short).isdecimal() else short
+    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -3,6 +3,7 @@
 import pytest
 
 from nano_loop.distributed.launch.local.kept_server import end_kept
+from nano_loop.search import search
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +11,14 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield tmp_path / "cache"
     end_kept()
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Give a function that says which candidates there are; at first none."""
+
+    def only(*changes):
+        monkeypatch.setattr(search, "candidates", lambda *_: list(changes))
+
+    only()
+    return only

@@ -1,4 +1,4 @@
-"""What a command of nano-loop asks of the script that it has started: one variable of the environment holds it.
+"""The protocol of commands and scripts: a variable of the environment says what nano-loop asks of a script it starts.
 
 It does not import torch, so that the command line need not wait for it.
 """

@@ -1,0 +1,114 @@
+"""The candidates of a search: a fixed list of options that may be faster than the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from nano_loop.option_checks import auto_or_boolean
+from nano_loop.options import CHECKS, Options
+from nano_loop.parts import Parts
+from nano_loop.settings import Settings
+
+Changes = dict[str, Any]
+
+#: The steps that are on by default where they apply.
+STEPS_BY_DEFAULT = tuple(name for name, check in CHECKS.items() if check is auto_or_boolean)
+#: With these a model may compute other numbers than in fp32; the others move rounding errors at most.
+OF_NUMBERS = ("precision", "channels_last", "use_ipex", "compile")
+_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_FEW = 4  # cores: with more, one thread is never the fastest for a step that is worth a trial
+
+
+def candidates(
+    settings: Settings, fixed: Collection[str], answer: Mapping[str, Any], parts: Parts | None
+) -> list[Changes]:
+    """Return what the candidates change of the user's options. What takes long to start comes last.
+
+    Parameters
+    ----------
+    settings : Settings
+        The user's options, and the machine.
+    fixed : collection of str
+        The options that stay as they are.
+    answer : mapping
+        What the trial of the user's options has answered: the status and the detail of each of its ``"steps"``, and
+        whether its optimizer has weights of ``"convolutions"``.
+    parts : Parts or None
+        What is trained, as far as it is known.
+    """
+    options, machine = settings.options, settings.machine
+    steps, has_convolutions = answer["steps"], answer["convolutions"] if parts is None else _has_convolutions(parts)
+    layouts = [False, True] if has_convolutions else [options.channels_last]
+    precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16, *["16-mixed"] * machine.has_fast_fp16]
+    combined = [{"precision": each, "channels_last": layout} for each in precisions for layout in layouts]
+    # What is faster on most machines. With "auto", calls that are too small for bf16 stay in fp32.
+    base = {"precision": "auto" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
+    more = [{}, *_processes(settings), *_loaders(settings, steps), *_steps(options), *_ipex(options)]
+    more.append({"compile": not options.compile})
+    return [*_distinct([*combined, *({**base, **each} for each in more)], options, fixed)]
+
+
+def _processes(settings: Settings) -> Iterator[Changes]:
+    cores = settings.machine.num_threads
+    if settings.options.cpu_for_each_process is None:
+        counts = dict.fromkeys([1, 2, cores // 4])
+        yield from ({"num_processes": count, "num_threads": None} for count in counts if 0 < count <= cores)
+    fewer = dict.fromkeys([cores // 2, *([1] if cores <= _FEW else [])])
+    yield from ({"num_processes": None, "num_threads": count} for count in fewer if 0 < count < cores)
+
+
+def _loaders(settings: Settings, steps: Mapping[str, list[str]]) -> Iterator[Changes]:
+    # Whole batches out of memory are fetched faster than they are sent between processes.
+    if steps.get("fast_fetch", ["applied"])[0] != "applied":
+        yield from ({"loader_workers": count} for count in (0, settings.machine.num_threads))
+
+
+def _steps(options: Options) -> Iterator[Changes]:
+    """Yield the change that asks for the steps that the user leaves out, and the one that leaves out all others."""
+    off = [name for name in STEPS_BY_DEFAULT if getattr(options, name) is False]
+    yield dict.fromkeys(off, "auto")
+    yield {name: False for name in STEPS_BY_DEFAULT if name not in off}
+
+
+def _ipex(options: Options) -> Iterator[Changes]:
+    if find_spec("intel_extension_for_pytorch") is not None:
+        yield {"use_ipex": not options.use_ipex}
+
+
+def _has_convolutions(parts: Parts) -> bool:
+    return any(isinstance(module, _CONVOLUTIONS) for model in parts.models for module in model.modules())
+
+
+def _distinct(proposals: Iterable[Changes], options: Options, fixed: Collection[str]) -> Iterator[Changes]:
+    """Yield what proposals really change of the options, each change once."""
+    present = written(options)
+    seen: list[Changes] = [{}]
+    for proposal in proposals:
+        changes = {
+            name: value
+            for name, value in proposal.items()
+            if name not in fixed and _value(name, value) != _value(name, present[name])
+        }
+        if changes not in seen:
+            seen.append(changes)
+            yield changes
+
+
+def _value(name: str, value: Any) -> Any:
+    """Return a value by which equal choices are equal: one process is the same as none."""
+    return value or 1 if name == "num_processes" else value
+
+
+def written(options: Options) -> dict[str, Any]:
+    """Return the options as the user writes them, before ``precision="auto"`` is resolved."""
+    return options.as_dict() | ({"precision": "auto"} if options.auto_precision else {})
+
+
+def changed(settings: Settings, changes: Changes) -> Settings:
+    """Return settings with other values of some options."""
+    return replace(settings, options=settings.options.changed(changes, settings.machine))

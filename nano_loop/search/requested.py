@@ -1,0 +1,115 @@
+"""The request of a command or an option that something is measured before a run, or in place of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Literal, NamedTuple, NoReturn
+
+from nano_loop.distributed.launch.external.environment import found_launch
+from nano_loop.distributed.launch.under_way import innermost
+from nano_loop.environment import option_of
+from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.options import Options
+from nano_loop.protocol import Command, commanded
+from nano_loop.run import RunTask
+from nano_loop.search.candidates import changed
+from nano_loop.settings import Settings
+
+#: Several processes train with larger batches, which nobody has asked for who asks for speed alone.
+_NOT_BEFORE_TRAINING = ("num_processes",)
+
+_INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
+
+
+class Request(NamedTuple):
+    """What is measured, and the command that gets the result; without one, the run follows."""
+
+    name: Literal["tune", "profile"]
+    command: Command | None
+
+
+def requested(options: Options) -> Request | None:
+    """Return what is requested of a run that is to begin here; nothing of a run inside of another, as in a trial."""
+    command = commanded()
+    if innermost() is not None:
+        return None
+    if command is not None:
+        return Request("tune" if command.name == "tune" else "profile", command)
+    return Request("tune", None) if options.tune else None
+
+
+def measure(request: Request | None, task: RunTask, written: Collection[str]) -> Settings:
+    """Do what is requested, which may take minutes, and return the settings with which the task is to run.
+
+    For ``nano-loop tune`` it does not return: it leaves the result to the command, and ends the process.
+
+    Parameters
+    ----------
+    request : Request or None
+        What `requested` has returned.
+    task : RunTask
+        The task, with the settings that the code and the environment ask for.
+    written : collection of str
+        The options that the code gives.
+
+    Raises
+    ------
+    NanoError
+        If the loop cannot be copied, or fails in a trial.
+    """
+    settings = task.settings
+    if request is not None and request.name == "tune":
+        if request.command is not None:
+            _answer(request.command, task)
+        return _searched(task, written)
+    if request is not None and request.command is not None:
+        from nano_loop.profiling.recorder import record
+
+        record(request.command, settings.machine)
+    return changed(settings, {"tune": False}) if settings.options.tune else settings
+
+
+def _searched(task: RunTask, written: Collection[str]) -> Settings:
+    from nano_loop.search.search import search
+
+    options = task.settings.options
+    _refuse_launch()
+    tuning = search(task, task.settings, {*written, *options_of_environment(options), *_NOT_BEFORE_TRAINING})
+    if options.verbose:
+        print(tuning if not tuning.cached else f"tune: {tuning.line} (kept from an earlier search)", file=sys.stderr)
+    return tuning.settings(task.settings)
+
+
+def _answer(command: Command, task: RunTask) -> NoReturn:
+    from nano_loop.search.search import search
+
+    code = 0
+    try:
+        _refuse_launch()
+        tuning = search(task, task.settings, options_of_environment(task.settings.options), **command.arguments)
+        command.answer(result=tuning.as_dict())
+    except NanoError as error:
+        command.answer(error=str(error))
+        code = 2
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the script may have closed or replaced it
+            stream.flush()
+    # At once: what follows the call in the script, such as saving the model, belongs to a training.
+    os._exit(code)
+
+
+def options_of_environment(options: Options) -> set[str]:
+    """Return the names of the options that the environment has set."""
+    return {option_of(setting.partition("=")[0]) for setting in options.from_environment}
+
+
+def _refuse_launch() -> None:
+    launch = found_launch(os.environ)
+    if launch is not None:
+        given = f"tune under {launch.launcher}"
+        raise NanoConfigError(problem(given, "trials start processes of their own", "Tune in one process first"))

@@ -1,0 +1,309 @@
+"""The search for the fastest options: a fixed list of candidates, each timed in turn with the options as they are."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from nano_loop.cache_folder import JsonFile, cache_folder
+from nano_loop.distributed.payload.payload import dump
+from nano_loop.errors import NanoError, problem
+from nano_loop.options import Options
+from nano_loop.run import RunTask
+from nano_loop.search.candidates import OF_NUMBERS, Changes, candidates, changed
+from nano_loop.search.key import key_of
+from nano_loop.search.result import Row, Tuning, as_text, differing
+from nano_loop.search.trial import Trial
+from nano_loop.search.trial_processes import TrialFailedError, TrialProcesses, trial_server
+from nano_loop.settings import Settings
+
+#: Seconds of a search, by default.
+SECONDS = 90.0
+#: How many times as fast as the options as they are a candidate has to be, and in what part of the turns faster.
+PAYS, MOST_TURNS = 1.02, 0.75
+#: Turns of a candidate, and the seconds that one takes, at least.
+TURNS, TURN = 10, 0.12
+#: After so many turns a candidate stops that was so many times as slow in each.
+_EARLY, _HOPELESS = 3, 1.4
+#: The part of the time for timing; the rest is for comparisons of numbers.
+_TIMING = 0.8
+#: The largest error of the loss, relative to fp64, with which a candidate may be chosen. A model that computes
+#: something else under autocast does so by hand as well, so `verify` finds no fault there.
+TOLERANCE = 0.1
+#: What is left to begin a candidate with: seconds, and steps of the loop.
+_LEAST, _STEPS = 3.0, 8
+_NOT_IN_TRIALS = {"verbose": False, "verify": False, "log_casts": False, "step_time": False, "tune": False}
+_FORMAT = 2  # of the file of a kept result
+
+
+@dataclass(eq=False)
+class Measured:
+    """What is known of a candidate.
+
+    Attributes
+    ----------
+    changes : dict
+        The options that differ from the user's.
+    is_plain : bool
+        Whether it is the loop without nano_loop.
+    seconds, reference : list of float
+        The time of a step for one batch, turn by turn: of the candidate, and of the options as they are.
+    memory, note
+        See `Row`.
+    comparison : dict
+        What `verify` says of its numbers.
+    """
+
+    changes: Changes
+    is_plain: bool = False
+    seconds: list[float] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)
+    memory: int | None = None
+    note: str = ""
+    comparison: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratios(self) -> list[float]:
+        """How many times as fast as the options as they are, turn by turn."""
+        return [own / mine for own, mine in zip(self.reference, self.seconds, strict=True)]
+
+    @property
+    def speed(self) -> float | None:
+        """How many times as fast as the options as they are, by the median of the turns; None without turns."""
+        return statistics.median(self.ratios) if self.seconds else None
+
+    @property
+    def pays(self) -> bool:
+        """Whether it may replace the options as they are."""
+        often = sum(ratio > 1 for ratio in self.ratios) >= MOST_TURNS * len(self.ratios)
+        return len(self.ratios) >= _EARLY and often and (self.speed or 0.0) >= PAYS
+
+    @property
+    def numbers(self) -> Changes:
+        """The options that change its numbers. Candidates with equal ones are compared once."""
+        return {name: value for name, value in self.changes.items() if name in OF_NUMBERS}
+
+    def compare(self, comparison: dict[str, Any]) -> None:
+        """Take note of a comparison of its numbers."""
+        self.comparison = comparison
+        fault, loss = comparison.get("fault"), comparison.get("loss") or 0.0
+        if fault:
+            self.note = f"not exact: {fault} is off by more than rounding"
+        elif loss > TOLERANCE:
+            self.note = f"not exact: the loss is off by {loss:.0%}"
+
+    def row(self, own_speed: float) -> Row:
+        """Return it as a row of the result, by the speed of the options as they are over the loop without nano_loop."""
+        times = [1e3 * step for step in self.seconds]
+        quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else None
+        return Row(
+            options=self.changes,
+            plain=self.is_plain,
+            milliseconds=statistics.median(times) if times else None,
+            spread=(quartiles[0], quartiles[2]) if quartiles else None,
+            speed_up=None if self.speed is None else 1.0 if self.is_plain else own_speed * self.speed,
+            memory=self.memory,
+            loss=self.comparison.get("loss"),
+            gradients=self.comparison.get("gradients"),
+            note=self.note,
+        )
+
+
+def search(
+    task: RunTask, settings: Settings, fixed: Collection[str], seconds: float = SECONDS, again: bool = False
+) -> Tuning:
+    """Return the fastest options for a task, or what an earlier search for such a task has chosen.
+
+    The user's objects and files stay as they are.
+
+    Parameters
+    ----------
+    task : RunTask
+        The user's loop.
+    settings : Settings
+        The options that the search begins with.
+    fixed : collection of str
+        The options that stay as they are.
+    seconds : float
+        How long a search may take, about.
+    again : bool
+        Whether to search also if there was a search before.
+
+    Raises
+    ------
+    NanoError
+        If the loop cannot be copied, or fails also without a change of its options.
+    """
+    key, folder = key_of(task, settings, fixed), cache_folder()
+    file = JsonFile(None if folder is None or key is None else folder / f"options-{key}.json", _FORMAT)
+    with suppress(TypeError, KeyError, AttributeError):  # nothing is kept, or it is damaged
+        if not again:
+            return Tuning.of_dict({**file.read()["tuning"], "cached": True})
+    tuning = Search(task, settings, fixed, seconds).run()
+    file.write({"tuning": tuning.as_dict()})
+    return tuning
+
+
+class Search:
+    """One search. Its arguments are those of `search`."""
+
+    def __init__(self, task: RunTask, settings: Settings, fixed: Collection[str], seconds: float) -> None:
+        self._task = task
+        self._start = settings
+        self._fixed = fixed
+        self._began = time.monotonic()
+        self._seconds = seconds
+        self._own = Measured({})
+
+    def run(self) -> Tuning:
+        """Time the candidates, and return the result."""
+        with ExitStack() as stack:
+            base = changed(self._start, _NOT_IN_TRIALS)
+            self._server, folder = stack.enter_context(trial_server(base))
+            self._payload = folder / "loop"
+            self._payload.mkdir()
+            dump(self._task, self._payload, self._task.names)
+            with self._reference_fails():
+                self._reference = stack.enter_context(self._trial(self._own))
+                answer = self._reference.answers(max(self._left, 60.0))[0]
+            plain = Measured({}, is_plain=True)
+            others = [Measured(changes) for changes in candidates(self._start, self._fixed, answer, self._task.parts)]
+            for number, candidate in enumerate([plain, *others]):
+                # Twice its share of what is left: most take less than theirs.
+                self._time(candidate, 2 * (self._left - (1 - _TIMING) * self._seconds) / (len(others) + 2 - number))
+            return self._result(self._chosen(others), plain, others)
+
+    @property
+    def _left(self) -> float:
+        return self._began + self._seconds - time.monotonic()
+
+    # --- times ---
+
+    def _time(self, candidate: Measured, seconds: float) -> None:
+        """Let a candidate and the options as they are take steps in turn; note the times, or why there are none."""
+        own = statistics.median(self._own.seconds) if self._own.seconds else 0.0
+        if seconds < max(_LEAST, _STEPS * own):
+            candidate.note = "not measured: no time was left"
+            return
+        until = time.monotonic() + seconds
+        try:
+            with self._trial(candidate) as trial:
+                steps = trial.answers(max(seconds, 10.0))[0]["steps"]
+                candidate.note = _without_effect(candidate.changes, steps)
+                if not candidate.note:
+                    self._take_turns(candidate, trial, until)
+        except TrialFailedError as error:
+            candidate.note = _first_line(error)
+            candidate.seconds, candidate.reference = [], []
+
+    def _take_turns(self, candidate: Measured, trial: TrialProcesses, until: float) -> None:
+        once, candidate.memory = trial.take(1, max(until - time.monotonic(), 10.0))
+        with self._reference_fails():
+            own_once, self._own.memory = self._reference.take(1, max(self._left, 60.0))
+        counts = [max(1, round(TURN / max(seconds, 1e-6))) for seconds in (once, own_once)]
+        for number in range(TURNS):
+            for runner in (0, 1) if number % 2 else (1, 0):
+                if runner == 0:
+                    taken, candidate.memory = trial.take(counts[0], max(until - time.monotonic(), 10.0))
+                    candidate.seconds.append(taken)
+                else:
+                    with self._reference_fails():
+                        taken, self._own.memory = self._reference.take(counts[1], max(self._left, 60.0))
+                    candidate.reference.append(taken)
+            if number + 1 >= _EARLY and max(candidate.ratios) * _HOPELESS < 1:
+                candidate.note = "" if candidate.is_plain else "slower"
+                break
+            if time.monotonic() >= until:
+                break
+        self._own.seconds += candidate.reference
+
+    @contextmanager
+    def _trial(self, candidate: Measured, **others: Any) -> Iterator[TrialProcesses]:
+        """Give the processes of a candidate, with more changes of its options."""
+        try:
+            settings = changed(self._start, {**_NOT_IN_TRIALS, **candidate.changes, **others})
+            task = Trial(self._payload, settings, is_plain=candidate.is_plain)
+            trial = TrialProcesses(self._server, task, settings)
+        except (NanoError, OSError) as error:
+            raise TrialFailedError(str(error)) from error
+        with closing(trial):
+            yield trial
+
+    @contextmanager
+    def _reference_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except TrialFailedError as error:
+            given = f"the loop fails in a trial: it {_first_line(error)}"
+            needed = "a trial calls it on copies, in another process, and repeats it"
+            raise NanoError(problem(given, needed, "Run it without tune to see the error")) from error
+
+    # --- numbers ---
+
+    def _chosen(self, others: Sequence[Measured]) -> Measured:
+        """Return the fastest candidate that computes what the plain model does, but for rounding."""
+        for candidate in sorted(filter(lambda each: each.pays, others), key=lambda each: -(each.speed or 0.0)):
+            if not candidate.comparison:
+                comparison = self._comparison(candidate)
+                for each in others:
+                    if each.seconds and each.numbers == candidate.numbers:
+                        each.compare(comparison)
+            if not candidate.note:
+                return candidate
+        return self._own
+
+    def _comparison(self, candidate: Measured) -> dict[str, Any]:
+        try:
+            with self._trial(candidate, verify=True, num_processes=None) as trial:
+                comparison: dict[str, Any] = trial.answers(max(self._left, 10.0))[0]["comparison"]
+                return comparison
+        except TrialFailedError as error:
+            return {"remark": _first_line(error)}
+
+    # --- the result ---
+
+    def _result(self, chosen: Measured, plain: Measured, others: Sequence[Measured]) -> Tuning:
+        options = changed(self._start, chosen.changes).options
+        before, after = self._task.written
+        values, own_speed = differing(options), 1 / (plain.speed or 1.0)
+        self._own.reference = self._own.seconds
+        measured = [self._own, plain, *others]
+        rows = [each.row(own_speed) for each in measured]
+        number = measured.index(chosen)
+        return Tuning(
+            options=values,
+            line=f"{before}{as_text(values)}{after}",
+            rows=rows,
+            chosen=number,
+            seconds=time.monotonic() - self._began,
+            changes=chosen.changes,
+            remarks=[*_remarks(options, rows[number].speed_up, chosen.comparison.get("remark"))],
+        )
+
+
+def _without_effect(changes: Changes, steps: dict[str, list[str]]) -> str:
+    """Return why a change has no effect: its step was skipped."""
+    for name, value in changes.items():
+        status, detail = steps.get(name, ["", ""])
+        if status == "skipped" and value not in (False, None, "auto"):
+            return f"no effect: {detail}"
+    return ""
+
+
+def _remarks(options: Options, speed: float | None, not_compared: str | None) -> Iterator[str]:
+    if speed is not None and speed < 1 / PAYS:
+        times = f"{1 / speed:.2f} times as fast"
+        yield f"The loop without nano_loop is {times}: its steps are too short for any option to pay."
+    count = options.num_processes or 1
+    if count > 1:
+        yield f"With {count} processes a step takes {count} batches of the loader. Times are of one batch."
+    if not_compared:
+        yield f"The numbers were not compared with fp32: {not_compared}."
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

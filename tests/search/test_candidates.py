@@ -1,0 +1,73 @@
+"""The candidates of a search: a short list, without what is fixed, has no effect or is not fast on the machine."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from nano_loop.cpu import read_machine
+from nano_loop.option_checks import auto_or_boolean
+from nano_loop.options import CHECKS, OPTIONS
+from nano_loop.parts import Parts
+from nano_loop.search.candidates import STEPS_BY_DEFAULT, candidates
+from nano_loop.settings import Settings
+
+ANSWER = {"steps": {"fast_fetch": ["applied", ""]}, "convolutions": False}
+
+
+@pytest.fixture
+def proposed(monkeypatch):
+    """Give a function that returns the candidates on a machine with some instructions."""
+    monkeypatch.setattr("nano_loop.search.candidates.find_spec", lambda name: None)
+
+    def proposed(sets=("avx512_bf16",), fixed=(), answer=ANSWER, model=None, **options):
+        settings = Settings.read(options)
+        machine = replace(settings.machine, instruction_sets=frozenset(sets))
+        return candidates(replace(settings, machine=machine), fixed, answer, model and Parts([model]))
+
+    return proposed
+
+
+def test_list_is_short_and_names_each_choice_once(proposed):
+    answer = {"steps": {"fast_fetch": ["skipped", ""]}, "convolutions": True}
+    found = proposed(sets=("avx512_bf16", "avx512_fp16"), answer=answer)
+    assert 8 <= len(found) <= 16
+    assert all(found.count(changes) == 1 for changes in found)
+    assert found[-1]["compile"] is True  # takes the longest to start
+    varied = {name for changes in found for name in changes}
+    assert varied >= {"precision", "channels_last", "loader_workers", "compile", *STEPS_BY_DEFAULT}
+
+
+@pytest.mark.parametrize("name", ["avx512_bf16", "avx512_fp16"])
+def test_reduced_precision_is_a_candidate_where_the_cpu_is_fast_in_it(proposed, name):
+    kind = f"{name[-4:].replace('fp', '')}-mixed"
+    for sets in ((), (name,)):
+        assert (kind in {changes.get("precision") for changes in proposed(sets)}) == bool(sets)
+
+
+def test_layout_is_varied_for_convolutions(proposed):
+    for model, expected in ((nn.Linear(1, 1), False), (nn.Conv2d(1, 1, 1), True)):
+        assert any("channels_last" in changes for changes in proposed(model=model)) == expected
+    assert any("channels_last" in changes for changes in proposed(answer={**ANSWER, "convolutions": True}))
+
+
+def test_what_is_fixed_stays(proposed):
+    for name in OPTIONS:
+        assert not any(name in changes for changes in proposed(fixed=[name]))
+    assert proposed(fixed=OPTIONS) == []
+
+
+def test_one_process_is_the_same_as_none(proposed):
+    assert not any(changes.get("num_processes", 2) in (None, 1) for changes in proposed())
+    assert any(changes.get("num_processes", 2) is None for changes in proposed(num_processes=2))
+
+
+def test_steps_are_those_that_the_options_declare(proposed):
+    assert {*STEPS_BY_DEFAULT} == {name for name in OPTIONS if CHECKS[name] is auto_or_boolean}
+    assert any(all(changes.get(name) is False for name in STEPS_BY_DEFAULT) for changes in proposed())
+    assert any(changes.get("fast_norm") == "auto" for changes in proposed(fast_norm=False))
+
+
+def test_share_of_cpus_that_is_written_stays(proposed):
+    share = [[min(read_machine().allowed)]]
+    assert not any(changes.get("num_processes") for changes in proposed(cpu_for_each_process=share))
