@@ -60,10 +60,8 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch.local.start": "likewise",
     },
     "import_cycles": {
-        "distributed.launch.joining": "chooses launchers, whose workers, named by string, join runs",
-        "distributed.launch.local.launcher": "likewise",
+        "distributed.launch.local.launcher": "starts workers, named by string, which read what it has written",
         "distributed.launch.local.start": "names the process that it starts by string",
-        "distributed.launch.ray.call": "likewise",
     },
     "private_names_of_others": {
         "compiling.operators.attention": "functions of kernels as operators",

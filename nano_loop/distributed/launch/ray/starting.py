@@ -6,7 +6,6 @@ import pickle
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +23,10 @@ from nano_loop.options import Options
 _CONNECTING = 30.0  # seconds that the actors' connections may take, which they have made already
 
 
-@dataclass
-class Started:
-    """The actors of a run, each with its payload.
-
-    Parameters
-    ----------
-    workers : list of ActorProcess
-        The actors, by rank from 1 on.
-    places : Places
-        Where they are.
-    """
-
-    workers: list[ActorProcess]
-    places: Places
-
-    @property
-    def address(self) -> str:
-        """That of the caller's node."""
-        return self.places.nodes[0].address
-
-    def run(self, port: int) -> None:
-        """Have all actors join at a store of the caller's."""
-        for worker in self.workers:
-            address = self.places.nodes[worker.rank].address
-            worker.run(self.address, port, address, self.places.share(worker.rank))
-
-
 @contextmanager
-def started(options: Options, payload: Path, secret: bytes, check: Callable[[], None]) -> Iterator[Started]:
+def started(
+    options: Options, payload: Path, secret: bytes, check: Callable[[], None]
+) -> Iterator[tuple[list[ActorProcess], Places]]:
     """Start the actors of a run and have them read the payload; end them on leaving.
 
     Parameters
@@ -65,6 +39,11 @@ def started(options: Options, payload: Path, secret: bytes, check: Callable[[], 
         By which values are signed between nodes.
     check : callable
         Raises where the user has interrupted the run.
+
+    Yields
+    ------
+    list of ActorProcess, Places
+        The actors, by rank from 1 on, each with its payload, and where all ranks are.
 
     Raises
     ------
@@ -102,7 +81,7 @@ def started(options: Options, payload: Path, secret: bytes, check: Callable[[], 
             stack.callback(worker.close)
         seeing = [actor for actor in actors if presences[actor]["sees"] and actor.node.id == places.nodes[0].id]
         _send(payload, actors, seeing, check)
-        yield Started(workers, places)
+        yield workers, places
 
 
 def _send(payload: Path, actors: Sequence[Actor], seeing: Collection[Actor], check: Callable[[], None]) -> None:

@@ -63,14 +63,11 @@ class Call:
         The options of the run.
     state : State
         torch's settings, and the random states.
-    size : int
-        How many ranks there are.
     """
 
     task: Task
     options: Options
     state: State
-    size: int
 
 
 def threads_for(machine: Machine, share: tuple[int, int] | None) -> int | None:
@@ -177,9 +174,10 @@ class RankWorker:
         try:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=waiting)
             terms = Terms(address=address, secret=secret, threads=threads, watched=True, parent=self._folder)
-            joined = join_run(store, call.options, machine, Launch("ray", self._rank, call.size), terms)
+            size = call.options.num_processes or 1
+            joined = join_run(store, call.options, machine, Launch("ray", self._rank, size), terms)
             most = threads or machine.num_threads
-            run_joined(call.task, call.state, most, self._noting(joined), call.size, self._folder)
+            run_joined(call.task, call.state, most, self._noting(joined), size, self._folder)
         except BaseException as error:
             return self._failure(error, "")
         flush_output()
