@@ -115,9 +115,9 @@ def averaged(ranks: Ranks, way: str, model: nn.Module, optimizer: Any) -> Iterat
         optimizer.zero_grad()
         gc.collect()
         return
-    assert ranks.hosts is not None
+    assert ranks.context.hosts is not None
     flat = way == "flat"
-    transport: Any = ProcessGroupTransport(ranks) if flat else HostsTransport(ranks, ranks.hosts)
+    transport: Any = ProcessGroupTransport(ranks) if flat else HostsTransport(ranks, ranks.context.hosts)
     overlapped = way == "by host, overlapped"
     averaging = Averaging(ranks, transport, compare=False, overlapped=overlapped)
     averaging.add([model], [optimizer])

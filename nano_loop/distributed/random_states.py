@@ -51,10 +51,10 @@ def part_ways(ranks: Ranks) -> None:
     them, and part when the loop takes its first batch: dropout and noise are to differ. What they go on with follows
     from the states that they have. A loop that has seeded torch itself keeps what it has chosen.
     """
-    if ranks.common_seed is None:
+    if ranks.context.common_seed is None:
         return
-    seeded_by_loop = ranks.common_seed != torch.initial_seed()
-    ranks.common_seed = None
+    seeded_by_loop = ranks.context.common_seed != torch.initial_seed()
+    ranks.context.common_seed = None
     if ranks.rank == 0 or seeded_by_loop:
         return
     states = repr([process_states()[1:], process_states()[0].tolist(), ranks.rank])

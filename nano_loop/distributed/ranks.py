@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
 from nano_loop.distributed.channel import Channel
-from nano_loop.distributed.division import Division
 from nano_loop.distributed.hosts import Hosts
+from nano_loop.distributed.sharding_state import ShardingState
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, problem
 
 Value = TypeVar("Value")
@@ -63,11 +63,46 @@ class Loop:
         return "all ranks have to run the same number of steps", advice
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class Waits(Protocol):
     """Finds ranks that wait for each other; see `nano_loop.distributed.transport.waits`."""
 
     def begin(self, other: int, what: str) -> Any:
         """Return the wait that this rank begins, for rank `other` in a collective."""
+
+
+@dataclass
+class RunContext:
+    """What the ranks of a run have in common besides their numbers and their channel, and what a rank knows of it.
+
+    Attributes
+    ----------
+    loop : Loop
+        What the ranks execute.
+    hosts : Hosts or None
+        Where the ranks of several hosts are; None on one host.
+    waits : Waits or None
+        Finds ranks that wait for each other; None between hosts.
+    on_wait : callable
+        Is called while this rank waits for another, as `Ranks.check` is, and carries on what it has begun.
+    after_averaging : list of callable
+        Are called on all ranks when gradients have been averaged, with the number of averagings until then.
+    common_seed : int or None
+        torch's seed when the run began; None once this rank's random numbers differ from the others'.
+    sharding : ShardingState
+        Whether the ranks divide the work.
+    """
+
+    loop: Loop = field(default_factory=Loop)
+    hosts: Hosts | None = None
+    waits: Waits | None = None
+    on_wait: Callable[[], None] = _nothing
+    after_averaging: list[Callable[[int], None]] = field(default_factory=list)
+    common_seed: int | None = None
+    sharding: ShardingState = field(default_factory=ShardingState)
 
 
 class Ranks:
@@ -89,6 +124,8 @@ class Ranks:
         The logical CPUs for this rank's `DataLoader` workers; empty where nothing is bound.
     folder : pathlib.Path or None
         A private folder in shared memory, that the ranks of this host have in common.
+    context : RunContext, optional
+        The context of the run; by default, that of a run which begins.
     """
 
     def __init__(
@@ -103,31 +140,19 @@ class Ranks:
         shares: tuple[tuple[int, ...], ...] = (),
         loader_cpus: tuple[int, ...] = (),
         folder: Path | None = None,
+        context: RunContext | None = None,
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.local_rank = local_rank
-        self.local_size = local_size
+        self.rank: Final = rank
+        self.size: Final = size
+        self.local_rank: Final = local_rank
+        self.local_size: Final = local_size
         self.check = check
-        self.timeout = timeout
-        self.shares = shares
-        self.loader_cpus = loader_cpus
-        self.folder = folder
-        #: What they execute.
-        self.loop = Loop()
-        #: Where the ranks of several hosts are; None on one host.
-        self.hosts: Hosts | None = None
+        self.timeout: Final = timeout
+        self.shares: Final = shares
+        self.loader_cpus: Final = loader_cpus
+        self.folder: Final = folder
+        self.context = RunContext() if context is None else context
         self._channel: Channel | None = None
-        #: Is called while this rank waits for another, as `check` is, and carries on what it has begun besides.
-        self.meanwhile: Callable[[], None] = _nothing
-        #: Are called on all ranks when gradients have been averaged, with the number of averagings until then.
-        self.after_averaging: list[Callable[[int], None]] = []
-        #: Finds ranks that wait for each other; None between hosts.
-        self.waits: Waits | None = None
-        #: torch's seed when the run began; None once this rank's random numbers differ from the others'.
-        self.common_seed: int | None = None
-        #: Whether the ranks divide the work.
-        self.division = Division()
 
     @property
     def on_one_host(self) -> bool:
@@ -254,10 +279,6 @@ class Ranks:
         except NanoError as error:
             send(self.channel.codec.refusal(str(error)))
             raise
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 #: A run of one process.

@@ -28,6 +28,7 @@ from nano_loop.distributed.launch.local.start import Start
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import dump
+from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.options import Options
 from nano_loop.settings import Settings
@@ -185,11 +186,9 @@ def trial_server(settings: Settings) -> Iterator[tuple[Server, Path]]:
 
 def _seats(options: Options, machine: Machine, folder: Path) -> list[Seat]:
     count = options.num_processes or 1
-    seats = seats_of(machine, shares_of(options, machine, range(count)), folder, options.timeout)
-    if count == 1 and options.cpu_for_each_process is None:
-        (seat,) = seats
-        seat.ranks.shares, seat.ranks.loader_cpus, seat.machine = (), (), machine  # bound to nothing, as without ranks
-    return seats
+    if count == 1 and options.cpu_for_each_process is None:  # bound to nothing, as without ranks
+        return [Seat(Ranks(timeout=options.timeout, folder=folder), machine, machine)]
+    return seats_of(machine, shares_of(options, machine, range(count)), folder, options.timeout)
 
 
 def _mean_without_pauses(seconds: list[float]) -> float:

@@ -85,10 +85,10 @@ class GradientAveraging(RanksStep):
                 )
                 self._way = f"{_AT_END}, through shared memory"
                 return transport
-        if self.ranks.hosts is not None and backend in (None, "gloo"):
+        if self.ranks.context.hosts is not None and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank, as above
-                transport_between = HostsTransport(self.ranks, self.ranks.hosts, compression=compression)
-                shares = any(len(each) > 1 for each in self.ranks.hosts.members)
+                transport_between = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
+                shares = any(len(each) > 1 for each in self.ranks.context.hosts.members)
                 way = "through shared memory, then between hosts by gloo" if shares else "by gloo"
                 self._way = f"during each backward, {way}"
                 return transport_between

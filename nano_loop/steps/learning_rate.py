@@ -76,7 +76,7 @@ class LearningRate(RanksStep):
 
     @override
     def final_result(self) -> StepResult | None:
-        if not self._ramps or not self.ranks.division.undivided:
+        if not self._ramps or not self.ranks.context.sharding.undivided:
             return None
         return StepResult(self.name, "skipped", "stays at 1×, since all ranks have computed the same")
 
@@ -135,7 +135,7 @@ class _Ramp:
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.put_back()
-        if not self._ranks.division.undivided:
+        if not self._ranks.context.sharding.undivided:
             self.step += 1
 
     def before_state_dict(self, optimizer: Optimizer) -> None:
@@ -165,7 +165,7 @@ class _Ramp:
 
     def _scale(self) -> None:
         ratio = 1 + (self._ranks.size - 1) * min(self.step / WARM_UP, 1)
-        if ratio == 1 or self._ranks.division.undivided:
+        if ratio == 1 or self._ranks.context.sharding.undivided:
             return
         for group in self.optimizer.param_groups:
             if group.get("lr") is not None:

@@ -61,7 +61,7 @@ class Sharding(RanksStep):
 
     @override
     def final_result(self) -> StepResult | None:
-        if not self.ranks.division.found:
+        if not self.ranks.context.sharding.implicit_loaders:
             return None
         return StepResult(self.name, "applied", f"loaders that were not set up, {_BY_BATCH}")
 

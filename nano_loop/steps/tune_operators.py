@@ -124,6 +124,6 @@ class TuneOperators(Step):
             mine.take_over({key: Choice(way, guess, times) for key, way, guess, times in found})
 
         share(_FIRST_SHARING)
-        self.ranks.after_averaging.append(share)
-        self.undoing.callback(self.ranks.after_averaging.remove, share)
+        self.ranks.context.after_averaging.append(share)
+        self.undoing.callback(self.ranks.context.after_averaging.remove, share)
         return mine

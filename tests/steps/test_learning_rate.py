@@ -407,10 +407,10 @@ def test_ramp_stands_still_while_all_ranks_compute_the_same(step):
     made = step(LearningRate, ranks=ranks)
     made.apply(Parts(optimizers=[optimizer]))
     at_step(optimizer, 500)
-    ranks.division.undivided = True
+    ranks.context.sharding.undivided = True
     assert moved(optimizer, one) == 0.5
     assert made.final_result().detail == "stays at 1×, since all ranks have computed the same"
-    ranks.division.undivided = False
+    ranks.context.sharding.undivided = False
     assert moved(optimizer, one) == pytest.approx(0.5 * 2.5)
     assert made.final_result() is None
     assert optimizer.state_dict()["param_groups"][0]["auto_lr_step"] == 501

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nano_loop import NanoConfigError, nano
+from nano_loop.distributed.ranks import RunContext
 from nano_loop.kernels.convolution import OPERATOR
 from nano_loop.parts import Parts
 from nano_loop.steps import tune_operators as module
@@ -138,7 +139,7 @@ class Others:
 
     def __init__(self, rank, sent):
         self.rank, self.size, self.sent = rank, 2, sent
-        self.after_averaging = []
+        self.context = RunContext()
         self.other_applies = True
 
     def gather(self, value):
@@ -158,7 +159,7 @@ def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
     for rank in range(2):
         each = step(TuneOperators, precision="bf16")
         each.ranks = Others(rank, sent)
-        each.see(Parts([nn.Linear(2, 2)]))
+        each.observe(Parts([nn.Linear(2, 2)]))
         each.apply(Parts([nn.Linear(2, 2)]))
         made.append(each)
     zero, one = (each._tuner for each in made)
@@ -167,13 +168,13 @@ def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
     zero.choices.put("new", FP32)
     for averagings, expected in ((3, 1), (4, 2), (5, 2)):
         for each in made:
-            for function in each.ranks.after_averaging:
+            for function in each.ranks.context.after_averaging:
                 function(averagings)
         assert len(one.choices) == expected
     assert [len(each) for each in sent] == [1, 1]  # only what is new
     for each in made:
         each.undo()
-        assert not each.ranks.after_averaging
+        assert not each.ranks.context.after_averaging
 
 
 @pytest.mark.parametrize(("precision", "other", "reason"), [("bf16", False, "another rank"), (32, True, "in fp32")])
@@ -184,7 +185,7 @@ def test_hosts_whose_cpus_differ_share_nothing_and_wait_for_nobody(step, precisi
     parts = Parts([nn.Linear(2, 2)])
     made.observe(parts)
     assert reason in made.skip_reason(parts)
-    assert not made.ranks.after_averaging
+    assert not made.ranks.context.after_averaging
 
 
 def test_rules_of_listed_operators_stay(measuring):

@@ -150,7 +150,7 @@ class Averaging:
         self._averagings += 1
         self._waiting &= held
         self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
-        for function in self._ranks.after_averaging:
+        for function in self._ranks.context.after_averaging:
             function(self._averagings)
 
     def close(self) -> None:
@@ -280,7 +280,7 @@ class Averaging:
         if self._served_whole():
             given = "the models are trained in eval mode, in which every rank gets all batches"
             self._warn(given, _WHOLE, _SHARD)
-            self._ranks.division.warned.add("undivided")  # which says the same
+            self._ranks.context.sharding.warned.add("undivided")  # which says the same
 
     def _warn(self, given: str, needed: str, advice: str) -> None:
         """Warn on rank 0, once a run."""

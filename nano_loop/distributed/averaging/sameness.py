@@ -60,7 +60,7 @@ class _Evidence(NamedTuple):
 class Sameness:
     """Notes what this rank computes between two averagings, and compares it with the other ranks.
 
-    The result is in ``ranks.division.undivided``.
+    The result is in ``ranks.context.sharding.undivided``.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Sameness:
     @property
     def _asks(self) -> bool:
         """Whether more than the batches' origin has to be compared."""
-        return self.is_due and not self._ranks.division.delivered
+        return self.is_due and not self._ranks.context.sharding.delivered
 
     def before_call(self, *arguments: Any) -> None:
         """Take note of a call into a model for which gradients are on."""
@@ -104,11 +104,11 @@ class Sameness:
         if not self.is_due:
             return b""
         pairs = [_sum_and_norm(each.grad) for each in parameters] if self._asks else []
-        return _Evidence(self._ranks.division.delivered, self._drew(), self._inputs, self._places, pairs).pack()
+        return _Evidence(self._ranks.context.sharding.delivered, self._drew(), self._inputs, self._places, pairs).pack()
 
     def compare(self, packed: Sequence[bytes]) -> None:
         """Judge what all ranks have returned from `evidence`, and begin anew."""
-        division = self._ranks.division
+        division = self._ranks.context.sharding
         if self.is_due:
             division.undivided = _same([_Evidence.unpack(each) for each in packed], division.undivided)
         elif division.delivered:
@@ -121,7 +121,7 @@ class Sameness:
     def _begin_anew(self) -> None:
         self._inputs = self._places = self._calls = 0
         self._states = process_states() if self.is_due and self._averagings else []
-        self._ranks.division.delivered = False
+        self._ranks.context.sharding.delivered = False
 
     def _drew(self) -> bool:
         return not self._states or any(differing(self._states, process_states()))
@@ -132,7 +132,7 @@ class Sameness:
 
     def _count(self) -> None:
         """Warn once enough has been averaged; a single step is nothing to warn of."""
-        division, place = self._ranks.division, users_place()
+        division, place = self._ranks.context.sharding, users_place()
         if place is None or "undivided" in division.warned or division.chosen:
             return
         line = place.filename, place.number

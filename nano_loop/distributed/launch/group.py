@@ -64,11 +64,11 @@ def shared_channel(ranks: Ranks, folder: Path) -> Iterator[SharedChannel]:
     channel = SharedChannel(ranks, folder)
     returned = False
     try:
-        ranks.channel, ranks.waits = channel, Waits(ranks.rank, ranks.size, folder)
+        ranks.channel, ranks.context.waits = channel, Waits(ranks.rank, ranks.size, folder)
         yield channel
         returned = True
     finally:
-        ranks.channel = ranks.waits = None
+        ranks.channel = ranks.context.waits = None
         channel.leave(returned=returned)
         channel.close()
 
@@ -152,15 +152,15 @@ def _shared_groups(groups: SharedGroups, ranks: Ranks) -> Iterator[None]:
     """Let torch make `groups` where it is asked for our backend."""
     if NAME not in distributed.Backend.backend_list:
         distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu"])
-    before = ranks.meanwhile
+    before = ranks.context.on_wait
     _groups.append(groups)
-    ranks.meanwhile = groups.advance
+    ranks.context.on_wait = groups.advance
     returned = False
     try:
         yield
         returned = True
     finally:
-        ranks.meanwhile = before
+        ranks.context.on_wait = before
         _groups.remove(groups)
         groups.close(returned=returned)
 

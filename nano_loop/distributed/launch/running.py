@@ -76,8 +76,8 @@ def run_joined(
 def running(seat: Seat, task: Task | None) -> Iterator[None]:
     """Let this process be in a run for the body, as a rank that has joined."""
     if task is not None:
-        seat.ranks.loop = task.loop
-    seat.ranks.common_seed = torch.initial_seed()
+        seat.ranks.context.loop = task.loop
+    seat.ranks.context.common_seed = torch.initial_seed()
     is_bound = bool(seat.ranks.shares)
     with under_way(seat.ranks), advice_of_plain_run(len(seat.host.allowed)) if is_bound else nullcontext():
         yield

@@ -58,7 +58,7 @@ class FoundSharding(BatchSharding):
             groups = itertools.chain(ahead, iter(lambda: take(self.ranks.size), []))
             yield from itertools.chain.from_iterable(groups)
         else:
-            self.ranks.division.found = True
+            self.ranks.context.sharding.implicit_loaders = True
             yield from sharded(lambda n: ahead.pop() if ahead else take(n), self.ranks.rank, self.ranks.size)
 
     def _compare(self, mine: Digest) -> None:

@@ -134,9 +134,9 @@ class BatchSharding(LoaderChange):
         """Take note that a batch has come to the loop, and how."""
         self.last_was_whole = whole
         _LastServed.whole_by_mode = by_mode
-        self.ranks.division.chosen = self.shard is False
+        self.ranks.context.sharding.chosen = self.shard is False
         if not (whole or self.apart):
-            self.ranks.division.delivered = True
+            self.ranks.context.sharding.delivered = True
             self._lengths.warn_of_dataset()
 
     def _counted_whole(self, loader: Loader) -> bool:

@@ -71,6 +71,6 @@ class TakenLengths:
             self._warn("len(loader.dataset)", place, problem(given, needed, advice))
 
     def _warn(self, what: str, place: Place, message: str) -> None:
-        if what not in self._ranks.division.warned:
-            self._ranks.division.warned.add(what)
+        if what not in self._ranks.context.sharding.warned:
+            self._ranks.context.sharding.warned.add(what)
             warn_once(message, place)

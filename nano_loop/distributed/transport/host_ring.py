@@ -56,9 +56,7 @@ class HostRing:
         if folder is None:
             self._memory = torch.empty(slots, 1, room, dtype=torch.uint8, device="cpu")
             return
-        local = Ranks(self._rank, self._size, check=lambda: ranks.check(), timeout=ranks.timeout)
-        local.meanwhile = lambda: ranks.meanwhile()
-        local.loop = ranks.loop
+        local = Ranks(self._rank, self._size, check=lambda: ranks.check(), timeout=ranks.timeout, context=ranks.context)
         mapped = partial(map_by_name, folder / _FILE)
         nbytes = slots * (self._size + 1) * room
         self._segment = SharedSegment(local, len(_COUNTERS), nbytes, mapped, purpose="average gradients", names=[*here])

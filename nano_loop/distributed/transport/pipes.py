@@ -205,7 +205,7 @@ class Pipes:
 
         def look_around() -> None:
             self._ranks.check()
-            self._ranks.meanwhile()
+            self._ranks.context.on_wait()
             names = [self._members[peer] for peer in peers]
             if all(map(self._segment.has_left, names)):
                 self._segment.refuse_if_left(names[0], look)

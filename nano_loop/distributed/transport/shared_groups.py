@@ -61,7 +61,10 @@ class SharedGroups:
         outer = self._ranks
         timeout = min(options.timeout.total_seconds(), outer.timeout)
         # `check` is looked up each time: whoever watches the ranks may set it later.
-        ranks = Ranks(options.group_rank, options.group_size, timeout=timeout, check=lambda: outer.check())
-        ranks.meanwhile = lambda: outer.meanwhile()
-        ranks.loop, ranks.waits = outer.loop, outer.waits
-        return ranks
+        return Ranks(
+            options.group_rank,
+            options.group_size,
+            timeout=timeout,
+            check=lambda: outer.check(),
+            context=outer.context,
+        )

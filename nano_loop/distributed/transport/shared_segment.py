@@ -145,12 +145,12 @@ class SharedSegment:
             _give_way()  # where ranks share a core, the one that is waited for may be waiting for it
             return False
 
-        waits = self._ranks.waits
+        waits = self._ranks.context.waits
         wait = None if waits is None else waits.begin(self._names[rank], what or AVERAGING)
 
         def look_around() -> None:
             self._ranks.check()
-            self._ranks.meanwhile()
+            self._ranks.context.on_wait()
             self.refuse_if_left(rank, arrived, what)
             self.refuse_if_late(rank, started)
             if wait is not None and (ring := wait.look()):
@@ -167,7 +167,7 @@ class SharedSegment:
         if self.words[self._left[rank]] == _FAILED:
             given, needed = f"rank {name} has failed, and rank {mine} still {still}", "a run needs all of its ranks"
             return problem(given, needed, f"See the error of rank {name}")
-        return left_behind(mine, name, what if what == ITERATION else still, self._ranks.loop)
+        return left_behind(mine, name, what if what == ITERATION else still, self._ranks.context.loop)
 
     def _is_late(self, rank: int) -> str:
         name, mine = self._names[rank], self._names[self._ranks.rank]

@@ -22,7 +22,7 @@ class Task:
     """A model that was set up, and data that every rank has."""
 
     def __init__(self, setup, model=None):
-        setup.ranks.common_seed = torch.initial_seed()  # ranks draw other numbers from the first call on
+        setup.ranks.context.common_seed = torch.initial_seed()  # ranks draw other numbers from the first call on
         self.model = model or nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         setup.setup(self.model, self.optimizer)
@@ -119,7 +119,7 @@ def of_a_divided_loader(setup):
     task = Task(setup)
 
     def step():
-        setup.ranks.division.delivered = True  # and happens to be the same
+        setup.ranks.context.sharding.delivered = True  # and happens to be the same
         task.step(task.x, task.y)
 
     return step
@@ -158,7 +158,7 @@ def judged(setup, make, steps, forget=True):
         warnings.simplefilter("always")
         for _ in range(steps):
             step()
-            undivided.append(setup.ranks.division.undivided)
+            undivided.append(setup.ranks.context.sharding.undivided)
     return (
         undivided[0],
         undivided[-1],
@@ -199,7 +199,7 @@ def test_few_steps_are_not_warned_of_until_many_calls_have_taken_them(team):
             torch.manual_seed(0)  # models begin equal
             results.append(judged(run, same_batches, 1, forget=False)[1:])
             run.close()
-            setup.ranks.division.warned.clear()
+            setup.ranks.context.sharding.warned.clear()
         return results
 
     first, second = team(2)(trained, loop)
@@ -211,12 +211,12 @@ def test_few_steps_are_not_warned_of_until_many_calls_have_taken_them(team):
 def test_ranks_that_divide_after_some_steps_are_found_out(team):
     def loop(setup):
         task = Task(setup)
-        setup.ranks.division.warned.add("undivided")
+        setup.ranks.context.sharding.warned.add("undivided")
         found = []
         for step in range(12):
             mine = slice(None) if step < 10 else slice(task.rank, None, 2)
             task.step(task.x[mine], task.y[mine])
-            found.append(setup.ranks.division.undivided)
+            found.append(setup.ranks.context.sharding.undivided)
         return found
 
     assert team(2)(trained, loop) == [[True] * 10 + [False] * 2] * 2
@@ -226,17 +226,17 @@ def test_batch_of_a_divided_loader_ends_it_at_once(team):
     def loop(setup):
         task = Task(setup)
         task.step(task.x, task.y)
-        before = setup.ranks.division.undivided
-        setup.ranks.division.delivered = True
+        before = setup.ranks.context.sharding.undivided
+        setup.ranks.context.sharding.delivered = True
         task.step(task.x, task.y)
-        return before, setup.ranks.division.undivided
+        return before, setup.ranks.context.sharding.undivided
 
     assert team(2)(trained, loop) == [[True, False]] * 2
 
 
 def test_loader_that_was_not_to_be_divided_is_not_warned_of(team):
     def loop(setup):
-        setup.ranks.division.chosen = True
+        setup.ranks.context.sharding.chosen = True
         return judged(setup, same_batches, 12)
 
     assert team(2)(trained, loop) == [[True, True, []]] * 2

@@ -133,7 +133,7 @@ def test_shard_of_a_setup_after_the_first_iteration_counts(team):
         loader = DataLoader(numbers(), 4)
         counts = [len(seen(loader))]
         step.apply(Parts(loaders=[loader], shard=False))
-        counts += [len(seen(loader)), ranks.division.chosen]
+        counts += [len(seen(loader)), ranks.context.sharding.chosen]
         step.undo()
         return counts
 

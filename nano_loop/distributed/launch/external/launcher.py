@@ -170,7 +170,7 @@ def join_run(
             leaders = stack.enter_context(leaders_group(ranks, members, address=terms.address))
             _refuse_different_secrets(presences)
             if leaders is not None:
-                ranks.hosts = Hosts(members, members.index(here), folder if len(here) > 1 else None, leaders)
+                ranks.context.hosts = Hosts(members, members.index(here), folder if len(here) > 1 else None, leaders)
             ranks.channel = ProcessGroupChannel(ranks, SignedCodec(ranks.rank, _run_of(presences), secret))
         if share is not None:
             stack.enter_context(bound(share.cpus))

@@ -1,4 +1,4 @@
-"""Whether the ranks of a run divide its work, or all compute the same."""
+"""The state of sharding: whether the ranks of a run divide its work, or all compute the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Division:
+class ShardingState:
     """What one rank knows of how the work of its run is divided.
 
     Attributes
@@ -17,7 +17,7 @@ class Division:
         Whether all ranks computed the same when they compared it last; the same on all ranks.
     chosen : bool
         Whether the latest batch came from a loader that ``shard=False`` keeps whole.
-    found : bool
+    implicit_loaders : bool
         Whether a loader that was not set up was divided.
     warned : set of str
         The warnings that the run has given.
@@ -26,5 +26,5 @@ class Division:
     delivered: bool = False
     undivided: bool = False
     chosen: bool = False
-    found: bool = False
+    implicit_loaders: bool = False
     warned: set[str] = field(default_factory=set)
