@@ -1,8 +1,8 @@
-"""The start of a run in the caller's process."""
+"""The begin of a run in the caller's process, beside and inside other runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from nano_loop.cpu import Machine
@@ -28,11 +28,11 @@ def expected_ranks(options: Options) -> Ranks:
     return choose(options, nested=innermost() is not None).expected_ranks()
 
 
-def prepare(options: Options, machine: Machine) -> None:
-    """Start what a run with these options will need and what takes long, outside of all runs."""
+def prepare(options: Options, machine: Machine, modules: Sequence[str]) -> None:
+    """Start what takes long of a run with these options, whose task takes these modules, outside of all runs."""
     if innermost() is None and of_process() is None:
         with suppress(NanoError):  # the run raises it
-            choose(options, nested=False).prepare(machine)
+            choose(options, nested=False).prepare(machine, modules)
 
 
 def current_ranks() -> Ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from nano_loop.cpu import Machine
@@ -78,13 +79,15 @@ class Launcher(ABC):
             If another rank fails; raised when the context is left.
         """
 
-    def prepare(self, machine: Machine) -> None:  # noqa: B027 - most launchers have nothing to prepare
+    def prepare(self, machine: Machine, modules: Sequence[str]) -> None:  # noqa: B027 - most launchers have nothing to prepare
         """Start what takes long, before a run needs it. By default, nothing does.
 
         Parameters
         ----------
         machine : Machine
             What all ranks of this host may use together.
+        modules : sequence of str
+            `Task.modules` of the task to come.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""A task in a process that has joined a run: what a worker process does, whatever has started it."""
+"""The task of a run in a worker process, from the state that it takes over to its end."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run_joined(
 
 @contextmanager
 def running(seat: Seat, task: Task | None) -> Iterator[None]:
-    """Let this process be in a run for the body, as a rank that has joined."""
+    """Note that this process is a rank of a run, for the body."""
     if task is not None:
         seat.ranks.context.loop = task.loop
     seat.ranks.context.common_seed = torch.initial_seed()
@@ -84,5 +84,5 @@ def running(seat: Seat, task: Task | None) -> Iterator[None]:
 
 
 def of_ranks(size: int) -> str:
-    """Return what a run does with the process that it takes."""
+    """Return what a run of several processes does with this one, for the message of a run that it is in the way of."""
     return f"a run of {size} processes, which has the process group and binds all threads"

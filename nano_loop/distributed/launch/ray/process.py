@@ -38,7 +38,7 @@ class ActorProcess:
         self._actor, self._connection = actor, connection
         self._running: Any = None
         self._frames = Frames()
-        self._warnings = Awaiting(Output(-1, sys.stderr, f"[rank {actor.rank}] ").say)
+        self._warnings = Awaiting()
         self._silent_since: float | None = None
         self._failure: Failure | None = None
         self._answers: list[str] = []
@@ -56,13 +56,12 @@ class ActorProcess:
     def poll(self) -> Failure | None:
         """See `Worker.poll`."""
         self._read()
-        self._warnings.show()
         if self._failure is None and not self.finished:
             self._failure = self._outcome()
         return self._failure
 
-    def whereabouts(self) -> str:
-        """See `Worker.whereabouts`."""
+    def stack_dump(self) -> str:
+        """See `Worker.stack_dump`."""
         self._answers.clear()
         ask(self._connection)
         deadline = time.monotonic() + _ANSWER
@@ -82,7 +81,7 @@ class ActorProcess:
         while self._silent_since is None and time.monotonic() < deadline:
             self._read()
             time.sleep(0.01)
-        self._warnings.show(all_of_them=True)
+        self._warnings.show(Output(-1, sys.stderr, f"[rank {self.rank}] ").say)
         self._connection.close()
         self._running = None
 
