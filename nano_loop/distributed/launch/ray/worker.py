@@ -24,7 +24,8 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine, read_machine
-from nano_loop.distributed.files.folder import place_of, redirect_files, workers_files
+from nano_loop.distributed.files.folder import place_of, workers_files
+from nano_loop.distributed.files.private_files import redirect_files
 from nano_loop.distributed.launch.assignment import State
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
