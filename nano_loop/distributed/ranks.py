@@ -63,10 +63,6 @@ class Loop:
         return "all ranks have to run the same number of steps", advice
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class Waits(Protocol):
     """Finds ranks that wait for each other; see `nano_loop.distributed.transport.waits`."""
 
@@ -86,8 +82,6 @@ class RunContext:
         Where the ranks of several hosts are; None on one host.
     waits : Waits or None
         Finds ranks that wait for each other; None between hosts.
-    on_wait : callable
-        Is called while this rank waits for another, as `Ranks.check` is, and carries on what it has begun.
     after_averaging : list of callable
         Are called on all ranks when gradients have been averaged, with the number of averagings until then.
     common_seed : int or None
@@ -99,7 +93,6 @@ class RunContext:
     loop: Loop = field(default_factory=Loop)
     hosts: Hosts | None = None
     waits: Waits | None = None
-    on_wait: Callable[[], None] = _nothing
     after_averaging: list[Callable[[int], None]] = field(default_factory=list)
     common_seed: int | None = None
     sharding: ShardingState = field(default_factory=ShardingState)

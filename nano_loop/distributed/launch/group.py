@@ -18,8 +18,7 @@ from nano_loop.distributed.launch.quiet_gloo import without_greeting
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.transport.shared_channel import SharedChannel
-from nano_loop.distributed.transport.shared_group import NAME, SharedGroup
-from nano_loop.distributed.transport.shared_groups import SharedGroups
+from nano_loop.distributed.transport.shared_group import NAME, SharedGroup, SharedGroups
 from nano_loop.distributed.transport.waits import Waits
 from nano_loop.errors import NanoError, problem
 from nano_loop.intercept.torch_private import forget_group_count
@@ -48,7 +47,7 @@ def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
     with shared_channel(ranks, ranks.folder) as channel, ExitStack() as stack:
         store = stack.enter_context(_file_store(ranks, ranks.folder))
         if backend is None:
-            stack.enter_context(_shared_groups(SharedGroups(ranks, ranks.folder, channel), ranks))
+            stack.enter_context(_shared_groups(SharedGroups(ranks, ranks.folder, channel)))
             stack.enter_context(process_group(store, ranks, NAME))
         else:
             # A host's name need not resolve, and what connects ranks of one host is not for other hosts to reach.
@@ -148,19 +147,16 @@ def _file_store(ranks: Ranks, folder: Path) -> Iterator[Store]:
 
 
 @contextmanager
-def _shared_groups(groups: SharedGroups, ranks: Ranks) -> Iterator[None]:
+def _shared_groups(groups: SharedGroups) -> Iterator[None]:
     """Let torch make `groups` where it is asked for our backend."""
     if NAME not in distributed.Backend.backend_list:
         distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu"])
-    before = ranks.context.on_wait
     _groups.append(groups)
-    ranks.context.on_wait = groups.advance
     returned = False
     try:
         yield
         returned = True
     finally:
-        ranks.context.on_wait = before
         _groups.remove(groups)
         groups.close(returned=returned)
 

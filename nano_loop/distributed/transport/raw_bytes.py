@@ -1,12 +1,16 @@
-"""Tensors as the bytes that they are, whatever their dtype."""
+"""Tensors of any dtype as bytes, contiguous copies of those with other strides, and the way back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nano_loop.errors import NanoError, problem
+
+#: Is given a rank, where a piece begins in that rank's stream, and the piece, which is only valid during the call.
+Receive = Callable[[int, int, memoryview], None]
 
 
 def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,5 +32,39 @@ def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a tensor; see `raw_tensor`."""
-    found: Any = raw_tensor(tensor).numpy()
-    return memoryview(found)
+    array: Any = raw_tensor(tensor).numpy()
+    return memoryview(array)
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in a row."""
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,))  # `view(-1)` keeps a stride of 0 that one element may have
+
+
+def with_copy(tensor: torch.Tensor, change: Callable[[torch.Tensor], object]) -> None:
+    """Change a tensor in place, which may have any strides, by what changes a contiguous one."""
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    change(whole)
+    copy_back(whole, tensor)
+
+
+def copy_back(whole: torch.Tensor, output: torch.Tensor) -> None:
+    """Copy a contiguous copy to its tensor, unless that is contiguous itself."""
+    if whole.data_ptr() != output.data_ptr():
+        output.detach().copy_(whole)
+
+
+def parts_of_streams(wholes: dict[int, torch.Tensor], starts: dict[int, int]) -> Receive:
+    """Return what fills the tensors, by rank, from where in that rank's stream they begin."""
+    memories = {rank: raw_bytes(whole.view(-1)) for rank, whole in wholes.items()}
+
+    def receive(rank: int, offset: int, piece: memoryview) -> None:
+        if rank not in memories:
+            return
+        start, memory = starts[rank], memories[rank]
+        first, after = max(start, offset), min(start + len(memory), offset + len(piece))
+        if first < after:
+            memory[first - start : after - start] = piece[first - offset : after - offset]
+
+    return receive

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from nano_loop.distributed.pickled import PickleCodec
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.transport.allocation import map_by_name
 from nano_loop.distributed.transport.parting import Whereabouts, parted
-from nano_loop.distributed.transport.raw_bytes import raw_bytes
+from nano_loop.distributed.transport.raw_bytes import Receive, raw_bytes
 from nano_loop.distributed.transport.reductions import Reduction
 from nano_loop.distributed.transport.shared_segment import SharedSegment
 from nano_loop.errors import NanoError, problem
@@ -31,9 +31,6 @@ from nano_loop.errors import NanoError, problem
 _PIECE = 1 << 17  # bytes; two slots of each rank stay in a cache
 _POSTED = 0  # the counter
 _LENGTHS, _MARKS = 1, 3  # words behind it, two of each
-
-#: Is given a rank, where a piece begins in that rank's stream, and the piece, which is only valid during the call.
-Receive = Callable[[int, int, memoryview], None]
 
 
 class SharedChannel:

@@ -2,25 +2,25 @@
 
 torch accepts a process group that is written in Python like a built-in one, so `torch.distributed`'s functions,
 `DistributedSampler`, `DistributedDataParallel` and libraries over them work in a run as they do with gloo. A collective
-with ``async_op=True`` is done when it returns; sending and receiving go on in any later wait.
+with ``async_op=True`` is done when it returns. Messages from one rank to another, and the coalesced forms of
+collectives, raise an error that names what to call instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed
 from torch.distributed import ReduceOp
 
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.contiguous import copy_back, flattened, parts_of_streams, with_copy
-from nano_loop.distributed.transport.pipes import Pipes
-from nano_loop.distributed.transport.raw_bytes import raw_bytes
+from nano_loop.distributed.transport.raw_bytes import copy_back, flattened, parts_of_streams, raw_bytes, with_copy
 from nano_loop.distributed.transport.reductions import Reduction
 from nano_loop.distributed.transport.shared_channel import SharedChannel
-from nano_loop.distributed.transport.works import Done, UnderWay
+from nano_loop.distributed.transport.work_handles import Done
 from nano_loop.errors import NanoError, problem
 
 #: torch.distributed's name of this backend.
@@ -42,16 +42,14 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         The ranks of the group.
     channel : callable
         Returns their channel; it is called when they first use it.
-    pipes : Pipes
-        For messages between two of them.
     name : str
         What torch calls it.
     """
 
-    def __init__(self, ranks: Ranks, channel: Callable[[], SharedChannel], pipes: Pipes, name: str) -> None:
+    def __init__(self, ranks: Ranks, channel: Callable[[], SharedChannel], name: str) -> None:
         super().__init__(ranks.rank, ranks.size)
         self._name = name
-        self._ranks, self._open, self._pipes = ranks, channel, pipes
+        self._open = channel
 
     @property
     def _channel(self) -> SharedChannel:
@@ -66,10 +64,6 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         """Return torch.distributed's name of this backend."""
         return NAME
 
-    def advance(self) -> None:
-        """Carry on the messages that are being sent and received."""
-        self._pipes.advance()
-
     # --- each rank's tensor to all ---
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Done:
@@ -82,23 +76,11 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         self._gather(outputs[0], inputs[0])
         return Done([*outputs])
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
-        """See `torch.distributed.all_gather_coalesced`: the list of each rank, by rank."""
-        for number, each in enumerate(inputs):
-            self._gather([of_rank[number] for of_rank in outputs], each)
-        return Done([*outputs])
-
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done:
         """See `torch.distributed.all_gather_into_tensor`."""
         whole = output.detach().contiguous()
         self._gather(whole.view(-1).chunk(self.size()), tensor.reshape(-1))
         return _copied(whole, output)
-
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
-        """Do several of `all_gather_single`."""
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, tensor)
-        return Done([*outputs])
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.gather`."""
@@ -131,10 +113,6 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
             self._reduce(each, operation, here=True)
         return Done([*tensors])
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Done:
-        """Do several of `allreduce`."""
-        return self.allreduce(tensors, opts)
-
     def reduce(self, tensors: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.reduce`."""
         self._reduce(tensors[0], opts.reduceOp, here=self.rank() == opts.rootRank)
@@ -150,12 +128,6 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         """See `torch.distributed.reduce_scatter_tensor`."""
         self._reduce_scatter(output, flattened(tensor), [output.numel()] * self.size(), opts)
         return Done([output])
-
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
-        """Do several of `reduce_scatter_single`."""
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, tensor, opts)
-        return Done([*outputs])
 
     def _reduce(self, tensor: torch.Tensor, operation: Any, *, here: bool) -> None:
         if tensor.layout is not torch.strided:
@@ -225,31 +197,28 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         self.alltoall(outputs, inputs)
         return _copied(whole, output)
 
-    # --- one to another ---
-
-    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> UnderWay:
-        """See `torch.distributed.isend`."""
-        return UnderWay(self._pipes, self._pipes.send(tensors[0], peer, tag), tensors[0], self.rank())
-
-    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> UnderWay:
-        """See `torch.distributed.irecv`."""
-        return UnderWay(self._pipes, self._pipes.receive(tensors[0], peer, tag), tensors[0], peer)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> UnderWay:
-        """See `torch.distributed.recv`, without a source."""
-        transfer = self._pipes.receive_any(tensors[0], tag)
-        return UnderWay(self._pipes, transfer, tensors[0], transfer.peer)
-
     def barrier(self, opts: Any = None) -> Done:
         """See `torch.distributed.barrier`."""
         self._channel.barrier()
         return Done([])
 
+    def _refuse_message(self, *args: Any, **kwargs: Any) -> NoReturn:
+        needed = "processes of one host exchange values by collectives alone"
+        advice = "Use broadcast or all_gather, which every rank calls, or pass process_group_backend='gloo'"
+        raise NanoError(problem("a message from one rank to another", needed, advice))
+
+    def _refuse_coalesced(self, *args: Any, **kwargs: Any) -> NoReturn:
+        needed = "processes of one host take one tensor in each call"
+        raise NanoError(problem("a coalesced collective", needed, "Call the collective for each tensor"))
+
+    send = recv = recv_anysource = _refuse_message
+    allgather_coalesced = allreduce_coalesced = _refuse_coalesced
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _refuse_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _refuse_coalesced
+
     # What torch 2.8 calls them, and the C++ of all versions.
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
 
@@ -278,3 +247,53 @@ def _reduce_sparse(channel: SharedChannel, tensor: torch.Tensor, operation: Any,
             total = total + each
         with torch.no_grad():  # not `detach`, of which a sparse tensor would not get the new indices
             tensor.copy_(total.coalesce())
+
+
+class SharedGroups:
+    """The process groups of one run.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        All ranks of the run.
+    folder : pathlib.Path
+        Their private folder.
+    channel : SharedChannel
+        Their channel, which the default process group uses.
+    """
+
+    def __init__(self, ranks: Ranks, folder: Path, channel: SharedChannel) -> None:
+        self._ranks, self._folder, self._channel = ranks, folder, channel
+        self._channels: dict[str, SharedChannel] = {}
+
+    def make(self, options: Any, backend_options: Any = None) -> SharedGroup:
+        """Make the group that torch describes by its ``_DistributedBackendOptions``; the first is the default group."""
+        members = tuple(options.global_ranks_in_group) or tuple(range(self._ranks.size))
+        name = f"{len(members)}-{options.group_id}"
+        ranks = self._ranks_of(options)
+        default = not options.global_ranks_in_group
+        channel = (lambda: self._channel) if default else (lambda: self._channel_of(name, ranks, members))
+        return SharedGroup(ranks, channel, options.group_id)
+
+    def close(self, *, returned: bool) -> None:
+        """Leave the channels of all groups but the default one."""
+        for channel in self._channels.values():
+            channel.leave(returned=returned)
+            channel.close()
+
+    def _channel_of(self, name: str, ranks: Ranks, members: tuple[int, ...]) -> SharedChannel:
+        if name not in self._channels:
+            self._channels[name] = SharedChannel(ranks, self._folder, f"channel-{name}", names=members)
+        return self._channels[name]
+
+    def _ranks_of(self, options: Any) -> Ranks:
+        outer = self._ranks
+        timeout = min(options.timeout.total_seconds(), outer.timeout)
+        # `check` is looked up each time: whoever watches the ranks may set it later.
+        return Ranks(
+            options.group_rank,
+            options.group_size,
+            timeout=timeout,
+            check=lambda: outer.check(),
+            context=outer.context,
+        )

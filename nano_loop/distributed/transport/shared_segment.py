@@ -86,18 +86,6 @@ class SharedSegment:
         """Whether a rank has announced that it leaves."""
         return self.words[self._left[rank]] != 0
 
-    def refuse_if_left(self, rank: int, arrived: Callable[[], bool], what: str = "") -> None:
-        """Raise a `RankLeftError` if `rank` has left without having done what is waited for."""
-        if self.has_left(rank):
-            self.fence()
-            if not arrived():  # it may have arrived, and left, since we looked
-                raise RankLeftError(self._has_left(rank, what), rank)
-
-    def refuse_if_late(self, rank: int, started: float) -> None:
-        """Raise a NanoError if this rank has waited for `rank` since ``time.monotonic()`` was `started`."""
-        if time.monotonic() - started > self._ranks.timeout:
-            raise RankLateError(self._is_late(rank), rank)
-
     def publish(self, place: int, value: int) -> None:
         """Set the counter at `place`: a rank that sees its new value sees all that this rank has written before."""
         self.fence()
@@ -150,9 +138,12 @@ class SharedSegment:
 
         def look_around() -> None:
             self._ranks.check()
-            self._ranks.context.on_wait()
-            self.refuse_if_left(rank, arrived, what)
-            self.refuse_if_late(rank, started)
+            if self.has_left(rank):
+                self.fence()
+                if not arrived():  # it may have arrived, and left, since we looked
+                    raise RankLeftError(self._has_left(rank, what), rank)
+            if time.monotonic() - started > self._ranks.timeout:
+                raise RankLateError(self._is_late(rank), rank)
             if wait is not None and (ring := wait.look()):
                 raise NanoError(parted(self._names[self._ranks.rank], ring))
 

@@ -106,28 +106,21 @@ MOVED = [
 ]
 
 
-def messages(rank):
-    """Messages between two ranks: small ones, and ones that no buffer holds, both ways at once."""
-    other, large = 1 - rank, 1 << 20
-    sent, received = torch.full((large,), float(rank)), torch.empty(large)
-    for work in (distributed.isend(sent, other), distributed.irecv(received, other)):
-        work.wait()
-    found = [received.mean().item()]
-    every = [distributed.P2POp(distributed.isend, sent, other), distributed.P2POp(distributed.irecv, received, other)]
-    for work in distributed.batch_isend_irecv(every):
-        work.wait()
-    found.append(received.mean().item())
-    if rank == 0:
-        under_way = distributed.isend(sent, 1, tag=7)  # goes on while this rank is in the barrier
-        distributed.barrier()
-        under_way.wait()
-        distributed.send(torch.ones(2), 1)
-    else:
-        distributed.recv(received, 0, tag=7)
-        distributed.barrier()
-        anything = torch.zeros(2)
-        found += [received.mean().item(), distributed.recv(anything), anything.tolist()]
-    return found
+def refused(rank):
+    """What a message from one rank to another, and a coalesced collective, say."""
+    value, told = torch.ones(2), []
+    every = [distributed.P2POp(distributed.isend, value, 1 - rank)]
+    for call, *args in (
+        (distributed.isend, value, 1 - rank),
+        (distributed.recv, value),
+        (distributed.group.WORLD.allreduce_coalesced, [value, value]),
+    ):
+        with pytest.raises(NanoError) as error:
+            call(*args)
+        told.append(str(error.value))
+    with pytest.raises(NanoError):
+        distributed.batch_isend_irecv(every)
+    return told
 
 
 def groups(rank):
@@ -159,15 +152,17 @@ def sampled(rank):
 def test_functions_of_torch_distributed_give_what_they_are_documented_to_give():
     def train(model):
         rank = distributed.get_rank()
-        asked = (reductions, moved, messages, groups, sampled, wrapped)
+        asked = (reductions, moved, refused, groups, sampled, wrapped)
         return everywhere({each.__name__: each(rank) for each in asked})
 
     first, second = nano(**small.OPTIONS)(train)(nn.Linear(1, 1))
     assert second["reductions"] == REDUCED
     assert first["reductions"] == {name: each for name, each in REDUCED.items() if name != "reduced to 1"}
     assert [first["moved"], second["moved"]] == MOVED
-    assert first["messages"] == [1, 1]
-    assert second["messages"] == [0, 0, 0, 0, [1, 1]]
+    for sent, received, coalesced in (first["refused"], second["refused"]):
+        assert sent == received
+        assert "process_group_backend='gloo'" in sent
+        assert coalesced.startswith("a coalesced collective: ")
     assert [first["groups"], second["groups"]] == [(6, "nano_loop", 2)] * 2
     assert [first["sampled"], second["sampled"]] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     for one, other in zip(*map(sum_of_lists, (first["wrapped"], second["wrapped"])), strict=True):
