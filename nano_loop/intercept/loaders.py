@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.torch_private import own_iterator, stop_kept_workers, without_kept_iterator
-from nano_loop.intercept.user_code import is_users
 
 Loader = DataLoader[Any]
 #: Starts the iteration of a loader.
@@ -44,9 +42,6 @@ class LoaderChange:
     def length(self, loader: Loader, length: int) -> int:
         """Return the number of batches. `length` is the number without this change."""
         return length
-
-    def dataset_read(self, loader: Loader) -> None:
-        """Take note that code outside torch and nano_loop reads ``loader.dataset``."""
 
 
 @contextmanager
@@ -94,7 +89,7 @@ def found(find: Callable[[Loader], LoaderChange | None]) -> Iterator[None]:
 @contextmanager
 def _loaders_intercepted() -> Iterator[None]:
     with ExitStack() as stack:
-        for name, make in (("__iter__", _through_copy), ("__len__", _changed_length), ("dataset", _Dataset)):
+        for name, make in (("__iter__", _through_copy), ("__len__", _changed_length)):
             stack.enter_context(replaced(DataLoader, name, make))
         yield
 
@@ -128,10 +123,6 @@ class _StandIn:
         for change in self._in_force:
             length = change.length(loader, length)
         return length
-
-    def dataset_read(self, loader: Loader) -> None:
-        for change in self._in_force:
-            change.dataset_read(loader)
 
     def _choose(self) -> None:
         """Select the latest change of each class."""
@@ -221,29 +212,3 @@ def _changed_length(original: Callable[[Loader], int]) -> Callable[[Loader], int
         return original(self) if stand_in is None else stand_in.length(self, original(self))
 
     return length
-
-
-class _Dataset:
-    """Replaces the attribute ``dataset`` of all loaders: what is read and set stays the loader's own."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __get__(self, loader: Loader | None, owner: type) -> Any:
-        if loader is None:
-            if self._original is None:
-                raise AttributeError(f"type object {owner.__name__!r} has no attribute 'dataset'")
-            return self._original
-        if "dataset" not in vars(loader):
-            raise AttributeError(f"{type(loader).__name__!r} object has no attribute 'dataset'")
-        if is_users(sys._getframe(1).f_code.co_filename):
-            stand_in = _stand_in(loader)
-            if stand_in is not None:
-                stand_in.dataset_read(loader)
-        return vars(loader)["dataset"]
-
-    def __set__(self, loader: Loader, dataset: Any) -> None:
-        vars(loader)["dataset"] = dataset
-
-    def __delete__(self, loader: Loader) -> None:
-        del vars(loader)["dataset"]

@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nano_loop.distributed.averaging import checksums
+from nano_loop.distributed.averaging.duplicate_work import DuplicateWork
 from nano_loop.distributed.averaging.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
 from nano_loop.distributed.averaging.gradients import DenseGradients, average_sparse, kind_of
 from nano_loop.distributed.averaging.overlap import Overlap, Sweeping
 from nano_loop.distributed.averaging.parameters import Parameters
 from nano_loop.distributed.averaging.replicas import make_equal
-from nano_loop.distributed.averaging.sameness import Sameness
 from nano_loop.distributed.random_states import part_ways
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.transport.transport import Transport
@@ -78,7 +78,7 @@ class Averaging:
         self._paused: list[nn.Module] = []
         self._task = -1  # the backward whose end is waited for
         self._noted = False  # whether anything arrived in it
-        self._sameness = Sameness(ranks)
+        self._duplicate_work = DuplicateWork(ranks)
         self._averagings = 0
         self._steps = 0
         self._at_step: dict[int, int] = {}  # averagings before the last step, by the id of an optimizer
@@ -120,10 +120,10 @@ class Averaging:
             if torch.is_grad_enabled():
                 part_ways(self._ranks)
                 self._welcome()
-                self._sameness.before_call(args[_INPUTS:], kwargs)
+                self._duplicate_work.before_call(args[_INPUTS:], kwargs)
             result = call(*args, **kwargs)
             if torch.is_grad_enabled():
-                self._sameness.after_call(result)
+                self._duplicate_work.after_call(result)
             self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
             return result
 
@@ -193,7 +193,7 @@ class Averaging:
             rates=tuple(_as_number(group.get("lr")) for group in groups),
             arrived=bytes([kind_of(each.grad) if id(each) in waiting else NOTHING for each in in_order]),
             checksums=checksums.checksums(in_order) if compared else b"",
-            evidence=self._sameness.evidence(in_order) if purpose == "average" else b"",
+            evidence=self._duplicate_work.evidence(in_order) if purpose == "average" else b"",
             overlap=self._overlap.state if self._overlap is not None and purpose == "average" else 0,
         )
         fingerprints = [Fingerprint.unpack(each) for each in self._transport.exchange(mine.pack())]
@@ -201,7 +201,7 @@ class Averaging:
         if compared:
             checksums.refuse_unequal([each.checksums for each in fingerprints], self._parameters.named)
         if purpose == "average":
-            self._sameness.compare([each.evidence for each in fingerprints])
+            self._duplicate_work.compare([each.evidence for each in fingerprints])
         return fingerprints
 
     def _average(self, arrived: list[bytes]) -> None:

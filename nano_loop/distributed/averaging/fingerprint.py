@@ -45,7 +45,7 @@ class Fingerprint:
     checksums : bytes
         Those of all parameters, from `nano_loop.distributed.averaging.checksums`; empty where they are not compared.
     evidence : bytes
-        That of `nano_loop.distributed.averaging.sameness`; empty where it is not compared.
+        That of `nano_loop.distributed.averaging.duplicate_work`; empty where it is not compared.
     overlap : int
         The state of `nano_loop.distributed.averaging.overlap`.
     """

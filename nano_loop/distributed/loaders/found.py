@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from nano_loop.distributed.channel import ITERATION
-from nano_loop.distributed.loaders.alike import Digest, Known
+from nano_loop.distributed.loaders.dataset_digest import Digest, Known
 from nano_loop.distributed.loaders.sharding import BatchSharding, sharded, sharded_by_user
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.intercept.loaders import Start

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
 
 from nano_loop.distributed.loaders.agreed_randomness import AgreedItems, AgreedState
 from nano_loop.distributed.loaders.bound_worker import BoundWorker
-from nano_loop.distributed.loaders.taken_lengths import TakenLengths
+from nano_loop.distributed.loaders.length_advice import LengthAdvice
 from nano_loop.distributed.random_states import generators_of, part_ways
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.intercept.loaders import LoaderChange, Start
@@ -64,7 +64,7 @@ class BatchSharding(LoaderChange):
         self.shard = shard
         self.apart = False  # whether the loop has divided the data itself
         self.last_was_whole: bool | None = None  # how the most recent batch was served
-        self._lengths = TakenLengths(ranks)
+        self._lengths = LengthAdvice(ranks)
 
     def choose(self, shard: bool) -> None:
         """Shard always, or never, from the next iteration on."""
@@ -101,7 +101,7 @@ class BatchSharding(LoaderChange):
         if sharded_by_user(loader, self.ranks.size):
             return _Served(start(), self, whole=False, by_mode=False)
         whole, by_mode = self.whole, self.whole_by_mode
-        self._lengths.begin(loader, whole)
+        self._lengths.begin(whole)
         reads = isinstance(loader.dataset, IterableDataset) and not whole
         iterator = self._read(loader, start) if reads else start()
         return _Served(iterator, self, whole, by_mode)
@@ -121,11 +121,6 @@ class BatchSharding(LoaderChange):
         """Return how many of so many batches this rank takes."""
         return -(-length // self.ranks.size)
 
-    def dataset_read(self, loader: Loader) -> None:
-        """See `LoaderChange.dataset_read`."""
-        if not self._counted_whole(loader):
-            self._lengths.of_dataset(loader)
-
     def divide(self, take: Callable[[int], list[Any]]) -> Iterator[Any]:
         """Yield this rank's items of those that `take` returns; see `sharded`."""
         return sharded(take, self.ranks.rank, self.ranks.size)
@@ -137,7 +132,7 @@ class BatchSharding(LoaderChange):
         self.ranks.context.sharding.chosen = self.shard is False
         if not (whole or self.apart):
             self.ranks.context.sharding.delivered = True
-            self._lengths.warn_of_dataset()
+            self._lengths.training = True
 
     def _counted_whole(self, loader: Loader) -> bool:
         """Whether what the loop has summed up, or is to sum up next, is of all batches."""

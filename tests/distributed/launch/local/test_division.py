@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from distributed import small
 from nano_loop import NanoWarning, TorchNano, nano
-from nano_loop.distributed.averaging import sameness
+from nano_loop.distributed.averaging import duplicate_work
 from nano_loop.intercept import user_code
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -25,7 +25,7 @@ MADE_AT_IMPORT = small.parts()[2]
 def nothing_warned(monkeypatch):
     """Let this process have given no warning, which it would not repeat."""
     monkeypatch.setattr(user_code, "_given", set())
-    monkeypatch.setattr(sameness, "_counts", {})
+    monkeypatch.setattr(duplicate_work, "_counts", {})
 
 
 def rows():

@@ -30,27 +30,6 @@ def sum_of(model, loader):
     return total
 
 
-def train_mean(model, loader):
-    return sum_of(model, loader) / len(loader.dataset)
-
-
-def train_mean_of_a_size_taken_before(model, loader):
-    size = len(loader.dataset)
-    return sum_of(model, loader) / size
-
-
-def train_with_progress(model, loaders):
-    for batch, (x,) in enumerate(loaders["train"]):
-        print(
-            f"{batch * len(x)}",
-            len(loaders["train"].dataset),
-        )
-
-
-def train_in_a_dict(model, loader):
-    train_with_progress(model, {"train": loader})
-
-
 def test_of_the_quickstart(model, loader):
     size = len(loader.dataset)
     model.eval()
@@ -63,12 +42,6 @@ def metric_after_train_mode(model, loader):
     total = sum_of(model, loader)
     model.train()
     return total / len(loader.dataset), total / len(loader)
-
-
-def train_on_the_dataset(model, loader):
-    for _ in loader:
-        inputs = loader.dataset.tensors[0]
-    return len(inputs), len(list(loader.dataset))
 
 
 def of_the_users_sampler(model, loader):
@@ -126,9 +99,6 @@ def warned(ranks, loop, set_up, times=2):
 
 
 WARNED = {
-    train_mean: ("len(loader.dataset) is 20, the samples of all 2 ranks", "/ len(loader.dataset)"),
-    train_mean_of_a_size_taken_before: ("len(loader.dataset) is 20, the samples of", "size = len(loader.dataset)"),
-    train_in_a_dict: ('len(loaders["train"].dataset) is 20, the', 'len(loaders["train"].dataset),'),
     batches_taken_in_eval_mode_after_training: ("len(loader) was 3, the batches of one of", "batches = len(loader)"),
     batches_taken_too_early: ("len(loader) was 3, the batches of one of 2 ranks", "batches = len(loader)"),
 }
@@ -145,17 +115,11 @@ def test_rank_0_warns_once_of_the_line_that_took_a_wrong_divisor(team, loop, set
     assert silent == []
 
 
-def test_advice_names_what_to_write(team):
-    ((one, *_),), _ = team(2)(warned, train_mean, True)
-    assert one.endswith("Count them in the loop, seen += len(x), and divide by seen instead of len(loader.dataset).")
-
-
 @pytest.mark.parametrize(
     "loop",
     [
         test_of_the_quickstart,
         metric_after_train_mode,
-        train_on_the_dataset,
         of_the_users_sampler,
         batches_for_a_schedule,
         batches_of_the_training_in_eval_mode,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from distributed.averaging.averaged import Setup, trained
-from nano_loop.distributed.averaging import sameness
+from nano_loop.distributed.averaging import duplicate_work
 from nano_loop.errors import NanoWarning
 from nano_loop.intercept import user_code
 
@@ -84,6 +84,45 @@ def actions_of_an_agent(setup):
     return step
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4 + 6, 6), nn.Linear(6, 2)
+
+    def forward(self, x, state):
+        state = nn.functional.dropout(self.inner(torch.cat([x, state], 1)).tanh(), 0.3)
+        return self.outer(state), state
+
+
+def carried_state_with_dropout(setup):
+    task = Task(setup, Recurrent())
+    state = torch.zeros(12, 6)
+
+    def step():
+        nonlocal state
+        task.optimizer.zero_grad()
+        out, state = task.model(task.x, state.detach())
+        cross_entropy(out, task.y).backward()
+        task.optimizer.step()
+
+    return step
+
+
+def own_outputs_as_inputs_with_dropout(setup):
+    task = Task(setup, nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 4)))
+    x = task.x
+
+    def step():
+        nonlocal x
+        task.optimizer.zero_grad()
+        rollout = task.model(x)  # continues where the last step ended
+        cross_entropy(rollout, task.y).backward()
+        task.optimizer.step()
+        x = rollout.data
+
+    return step
+
+
 def same_sparse_gradients(setup):
     task = Task(setup, nn.Embedding(12, 2, sparse=True))
     return lambda: task.step(torch.arange(6), task.y[:6])
@@ -134,6 +173,8 @@ SAME = (
     same_batches,
     same_batches_with_dropout,
     same_graph_with_dropout_and_a_mask,
+    carried_state_with_dropout,
+    own_outputs_as_inputs_with_dropout,
     same_sparse_gradients,
 )
 DIVIDED = (
@@ -153,7 +194,7 @@ def judged(setup, make, steps, forget=True):
     undivided = []
     if forget:
         user_code._given.clear()
-        sameness._counts.clear()
+        duplicate_work._counts.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
@@ -192,7 +233,7 @@ def test_few_steps_are_not_warned_of_until_many_calls_have_taken_them(team):
     def loop(setup):
         setup.close()
         results = []
-        sameness._counts.clear()
+        duplicate_work._counts.clear()
         user_code._given.clear()
         for _ in range(14):
             run = Setup(setup.ranks)
