@@ -17,13 +17,22 @@ from nano_loop.errors import NanoConfigError, problem
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import Printed
-from nano_loop.rewriting import Built, as_torch_nano
 from nano_loop.run import Run, RunTask
 from nano_loop.search.requested import measure, requested
 from nano_loop.settings import Settings
 from nano_loop.signatures import named, takes, with_options
 
 _METHODS = (staticmethod, classmethod)
+_AS_TORCH_NANO = """
+
+    class Training(nano_loop.TorchNano):
+        def train(self, *args):
+            ...  # what builds them, as it is
+            model, optimizer, loader = self.setup(model, optimizer, loader)
+            ...  # the loop, as it is
+
+    Training().train(*args)  # with the options of nano: Training(precision=...)
+"""
 
 
 @overload
@@ -136,13 +145,12 @@ def _parts_and_names(
 ) -> tuple[Parts, dict[str, Any]]:
     """Return what a call sets up, and the user's objects in it by their names."""
     arguments = arguments_of(function, args, kwargs)
-    owner = owner_of(function, arguments)
-    parts = parts_in(arguments, owner)
+    parts = parts_in(arguments, owner_of(function, arguments))
     around = {} if parts else variables_around(function)
     parts = parts or parts_in(around)
     given = f"{_name(function)}({', '.join(arguments)})"
     if parts is None:
-        raise NanoConfigError(_without_model(given, function, arguments, owner, settings.options))
+        raise NanoConfigError(_without_model(given, function))
     if around and _starts_workers(settings.options) and is_sent_by_name(inspect.unwrap(function)):
         given = f"{given} uses the global variable{'s' * (len(around) > 1)} {', '.join(around)}"
         needed = f"worker processes import {function.__module__} anew, and would train different objects"
@@ -157,21 +165,15 @@ def _starts_workers(options: Options) -> bool:
     return is_search or ((options.num_processes or 1) > 1 and found_launch(os.environ) is None)
 
 
-def _without_model(
-    given: str, function: Callable[..., Any], arguments: dict[str, Any], owner: Any, options: Options
-) -> str:
+def _without_model(given: str, function: Callable[..., Any]) -> str:
     needed = (
         "nano accelerates the models among the arguments, including those in lists, tuples and dicts, those in "
         "attributes of self, and those in variables around the function"
     )
-    built = Built(function)
     advice = (
-        f"{function.__name__} builds its model, so write"
-        if built.is_certain
-        else (f"Pass the model as an argument. If {_name(function)} builds it, write")
+        f"Pass the model as an argument. If {_name(function)} builds it, write it as the train method of a TorchNano"
     )
-    message = problem(f"{given} was called without a model", needed, f"{advice} it as the train method of a TorchNano")
-    return f"{message}\n\n{as_torch_nano(function, arguments, owner, built, options)}"
+    return problem(f"{given} was called without a model", needed, advice) + _AS_TORCH_NANO
 
 
 def _name(function: Any) -> str:

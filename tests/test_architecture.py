@@ -28,7 +28,7 @@ ROOMS = (
     ("profiling",),
     ("run",),
     ("settings", "report_start"),
-    ("call_parts", "rewriting"),
+    ("call_parts",),
     ("steps", "steps.ipex"),
     ("vision",),
     ("cuda_calls",),

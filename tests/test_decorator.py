@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import textwrap
 import traceback
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, in_bf16, is_fused, seeded  # noqa: F401 - a fixture
 
+import nano_loop
 from nano_loop import NanoConfigError, NanoError, SetupReport, nano
 from nano_loop.cpu import reading
 
@@ -233,13 +235,27 @@ def test_call_without_a_model_is_an_error_that_says_so(arguments):
     assert train.report is None
 
 
-def test_model_made_inside_needs_the_model_as_an_argument():
+def test_model_made_inside_is_shown_in_a_torch_nano_that_trains():
     @quiet
     def train(epochs):
         return make()
 
-    with pytest.raises(NanoConfigError, match="without a model"):
+    with pytest.raises(NanoConfigError, match="without a model") as caught:
         train(3)
+    code = textwrap.dedent(str(caught.value).partition("\n\n")[2])
+    code = code.replace("...  # what builds them, as it is", "model, optimizer, loader = make()")
+    code = code.replace("...  # the loop, as it is", "seen.append(is_fused(optimizer))").replace(
+        "Training()", "Training(verbose=False)"
+    )
+    names = {"nano_loop": nano_loop, "make": make, "is_fused": is_fused, "seen": [], "args": (3,)}
+    exec(code, names)
+    assert names["seen"] == [True]
+
+
+@pytest.mark.parametrize("function", [max, lambda: 3, print], ids=["max", "lambda", "print"])
+def test_what_has_no_source_or_signature_is_refused_all_the_same(function):
+    with pytest.raises(NanoConfigError, match="without a model"):
+        quiet(function)(*([1, 2] if function is max else []))
 
 
 # --- functions, methods and what is neither ---

@@ -22,7 +22,7 @@ from nano_loop.version import __version__
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.Size)
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-_MOST, _ITEMS, _DEPTH, _LONGEST = 5000, 16, 5, 200
+_ITEMS, _DEPTH, _LONGEST = 16, 4, 200
 _PACKAGES = ("torch", "intel-extension-for-pytorch")
 
 
@@ -33,16 +33,13 @@ def key_of(task: RunTask, settings: Settings, fixed: Collection[str]) -> str | N
     """
     if task.parts is None:
         return None
-    lines = _Lines()
-    lines.add(["parts", task.parts.models, task.parts.optimizers, task.parts.loaders])
-    lines.add(sorted(task.names))
-    for value in task.names.values():
-        lines.add(value)
+    parts = task.parts
     options = {name: value for name, value in settings.options.as_dict().items() if name != "tune"}
     machine = settings.machine
-    of_machine = [machine.name, machine.allowed, machine.quota, sorted(machine.instruction_sets)]
-    whole = [lines.found, sorted(map(str, options.items())), sorted(fixed), of_machine, [*_versions()]]
-    whole += [torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()]
+    whole = [_described([parts.models, parts.optimizers, parts.loaders, dict(sorted(task.names.items()))])]
+    whole += [sorted(map(str, options.items())), sorted(fixed), machine.name, machine.allowed, machine.quota]
+    whole += [sorted(machine.instruction_sets), [*_versions()], torch.get_num_threads()]
+    whole.append(torch.backends.cpu.get_cpu_capability())
     return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
 
 
@@ -55,55 +52,40 @@ def _versions() -> Iterator[str]:
             yield ""
 
 
-class _Lines:
-    """A description of values, line by line: no contents of tensors, and of large containers some items."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-        self._seen: dict[int, Any] = {}
-
-    def add(self, value: Any, depth: int = 0) -> None:
-        """Describe a value."""
-        if isinstance(value, _PLAIN):
-            self.found.append(repr(value)[:_LONGEST])
-        elif isinstance(value, (Tensor, np.ndarray)):
-            self.found.append(f"{tuple(value.shape)} {value.dtype}")
-        elif id(value) in self._seen or len(self._seen) > _MOST or depth > _DEPTH:
-            self.found.append("...")
-        else:
-            self._seen[id(value)] = value
-            self.found.append(type(value).__qualname__)
-            self._add_contents(value, depth + 1)
-
-    def _add_contents(self, value: Any, depth: int) -> None:
-        if isinstance(value, nn.Module):
-            self._add_model(value)
-        elif isinstance(value, Optimizer):
-            for group in value.param_groups:
-                self.add([len(group["params"]), {k: v for k, v in group.items() if k in ("fused", "foreach")}], depth)
-        elif isinstance(value, _NAMED):
-            self.found.append(str(getattr(value, "__qualname__", value.__name__)))
-        elif isinstance(value, dict):
-            self._add_items([*value.items()], depth)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            self._add_items([*value] if isinstance(value, (list, tuple)) else [len(value)], depth)
-        else:
-            attributes = sorted(getattr(value, "__dict__", {}).items(), key=lambda item: str(item[0]))
-            if isinstance(value, DataLoader):
-                attributes = [(name, each) for name, each in attributes if not name.startswith("_")]
-            self._add_items(attributes, depth)
-
-    def _add_items(self, items: list[Any], depth: int) -> None:
-        self.found.append(str(len(items)))
-        for item in items[:_ITEMS]:
-            self.add(item, depth)
-
-    def _add_model(self, model: nn.Module) -> None:
-        parameters = [(name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in _tensors(model)]
-        self.found += [_ADDRESS.sub("", repr(model)), repr(parameters), str(model.training)]
+def _described(value: Any, depth: int = 0) -> Any:
+    """Return a description of a value: no contents of tensors, and of large containers and deep objects a part."""
+    if isinstance(value, _PLAIN):
+        return repr(value)[:_LONGEST]
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{tuple(value.shape)} {value.dtype}"
+    if isinstance(value, _NAMED):
+        return str(getattr(value, "__qualname__", value.__name__))
+    if isinstance(value, nn.Module):
+        return _ADDRESS.sub("", repr(value)), [*_tensors(value)], value.training
+    if isinstance(value, Optimizer):
+        groups = [(len(group["params"]), group.get("fused"), group.get("foreach")) for group in value.param_groups]
+        return type(value).__qualname__, groups
+    items = _items(value)
+    return (
+        type(value).__qualname__,
+        len(items),
+        [_described(item, depth + 1) for item in items[:_ITEMS] if depth < _DEPTH],
+    )
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, each in [*model.named_parameters(), *model.named_buffers()]:
-        if not isinstance(each, nn.UninitializedParameter):
-            yield name, each
+def _items(value: Any) -> list[Any]:
+    """Return what a container or an object holds, in an order that is the same in each process."""
+    if isinstance(value, dict):
+        return [*value.items()]
+    if isinstance(value, (list, tuple)):
+        return [*value]
+    if isinstance(value, (set, frozenset)):
+        return [len(value)]
+    attributes = sorted(getattr(value, "__dict__", {}).items(), key=lambda item: str(item[0]))
+    return [item for item in attributes if not (isinstance(value, DataLoader) and item[0].startswith("_"))]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[Any, ...]]:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not isinstance(tensor, nn.UninitializedParameter):
+            yield name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad

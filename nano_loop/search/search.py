@@ -36,6 +36,7 @@ _TIMING = 0.8
 TOLERANCE = 0.1
 #: What is left to begin a candidate with: seconds, and steps of the loop.
 _LEAST, _STEPS = 3.0, 8
+_FIRST = 10.0  # seconds that the loop without nano_loop may take, if less is left
 _NOT_IN_TRIALS = {"verbose": False, "verify": False, "log_casts": False, "step_time": False, "tune": False}
 _FORMAT = 2  # of the file of a kept result
 
@@ -174,7 +175,8 @@ class Search:
             others = [Measured(changes) for changes in candidates(self._start, self._fixed, answer, self._task.parts)]
             for number, candidate in enumerate([plain, *others]):
                 # Twice its share of what is left: most take less than theirs.
-                self._time(candidate, 2 * (self._left - (1 - _TIMING) * self._seconds) / (len(others) + 2 - number))
+                share = 2 * (self._left - (1 - _TIMING) * self._seconds) / (len(others) + 2 - number)
+                self._time(candidate, max(share, _FIRST) if candidate is plain else share)
             return self._result(self._chosen(others), plain, others)
 
     @property
@@ -214,7 +216,9 @@ class Search:
                     with self._reference_fails():
                         taken, self._own.memory = self._reference.take(counts[1], max(self._left, 60.0))
                     candidate.reference.append(taken)
-            if number + 1 >= _EARLY and max(candidate.ratios) * _HOPELESS < 1:
+            if number + 1 < _EARLY:
+                continue
+            if max(candidate.ratios) * _HOPELESS < 1:
                 candidate.note = "" if candidate.is_plain else "slower"
                 break
             if time.monotonic() >= until:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from nano_loop.cache_folder import cache_folder
+from nano_loop.cache_folder import JsonFile, cache_folder
 from nano_loop.cpu import Machine
 from nano_loop.version import __version__
 
 #: Of the file, and of the ways: a choice among fewer ways is not used.
 _FORMAT = 2
-_MOST_BYTES = 1 << 25  # of a file that is read
 
 
 class Choice(NamedTuple):
@@ -57,9 +53,9 @@ class Choices:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self._file = JsonFile(path, _FORMAT)
         self._lock = threading.Lock()
-        self._found = _read(path)
+        self._found = _read(self._file)
         self._new: dict[str, Choice] = {}
 
     def __len__(self) -> int:
@@ -91,9 +87,8 @@ class Choices:
         """
         with self._lock:
             new, self._new = self._new, {}
-        if new and self._path is not None:
-            with suppress(OSError):
-                _write(self._path, _read(self._path) | new)
+        if new:
+            self._file.write({"choices": _read(self._file) | new})
 
 
 _opened: dict[Path, Choices] = {}
@@ -125,18 +120,10 @@ def _key(machine: Machine) -> str:
 _CHANGE_KERNELS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE")
 
 
-def _read(path: Path | None) -> dict[str, Choice]:
-    if path is None:
-        return {}
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            return {}
-        whole = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(whole, dict) or whole.get("format") != _FORMAT or not isinstance(whole.get("choices"), dict):
-        return {}
-    return {key: Choice(*entry) for key, entry in whole["choices"].items() if _is_choice(entry)}
+def _read(file: JsonFile) -> dict[str, Choice]:
+    choices = file.read().get("choices")
+    entries = choices.items() if isinstance(choices, dict) else ()
+    return {key: Choice(*entry) for key, entry in entries if _is_choice(entry)}
 
 
 def _is_choice(entry: Any) -> bool:
@@ -144,12 +131,3 @@ def _is_choice(entry: Any) -> bool:
         return False
     way, guess, times = entry
     return isinstance(way, str) and isinstance(guess, str) and all(isinstance(each, float) for each in times.values())
-
-
-def _write(path: Path, choices: Mapping[str, Choice]) -> None:
-    """Write the file and move it into place at once, for processes that read it meanwhile."""
-    text = json.dumps({"format": _FORMAT, "choices": choices}, indent=0)
-    with tempfile.TemporaryDirectory(prefix="making-", dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        made.write_text(text)
-        made.replace(path)

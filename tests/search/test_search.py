@@ -1,5 +1,7 @@
 """A search leaves the user's objects as they are, shows what fails, and keeps what it has found."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -39,15 +41,16 @@ class WrongInBf16(nn.Linear):
     def forward(self, x):
         if torch.is_autocast_enabled("cpu"):
             return super().forward(x) * 1.5
-        return super().forward(torch.linalg.matrix_exp(torch.rand(200, 200) / 1000)[:1, :1] * 0 + x)
+        time.sleep(0.1)
+        return super().forward(x)
 
 
 @pytest.mark.slow
 def test_fastest_candidate_is_not_chosen_if_its_numbers_are_wrong(only):
     only(BF16)
-    found = nano_loop.tune(*made(WrongInBf16), loss_of, seconds=20)
+    found = nano_loop.tune(*made(WrongInBf16), loss_of, seconds=40, **FIXED)
     (row,) = [row for row in found.rows if row.options]
-    assert row.speed_up > 1.02
+    assert row.speed_up > 1.02, found
     assert "not exact" in row.note
     assert row.gradients is not None
     assert "precision" not in found.options
