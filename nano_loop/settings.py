@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,20 @@ class Settings:
         """Return this process's place in its next run, as far as it is known before the run starts."""
         return expected_ranks(self.options)
 
-    def prepare(self, caller: object) -> None:
+    def prepare(self, caller: object, modules: Sequence[str]) -> None:
         """Start what the next run will need and what takes long, if `caller` is a function or a class of the script.
 
         In a module that is imported, it is not known whether there will be a run.
+
+        Parameters
+        ----------
+        caller : object
+            The function or the class.
+        modules : sequence of str
+            The modules of nano_loop that the run takes.
         """
         if getattr(caller, "__module__", None) == "__main__":
-            prepare(self.options, self.machine)
+            prepare(self.options, self.machine, modules)
 
 
 def _refuse_missing_launch(options: Options) -> None:

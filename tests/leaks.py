@@ -3,13 +3,10 @@
 import os
 from pathlib import Path
 
-import psutil
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
-
-from nano_loop.distributed.launch.local import kept_server as servers
 
 # pytest sets the one anew for a test's set-up, call and teardown, torch the other when it first compiles something.
 NOT_OURS = frozenset(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"))
@@ -75,12 +72,3 @@ def moved_threads(before, after):
             yield f"affinity of the new thread {thread}: {sorted(mask)}, as no thread had before"
         elif old not in (None, mask):
             yield f"affinity of thread {thread}: {sorted(old)} before, {sorted(mask)} after"
-
-
-def is_kept_for_the_next_run(process):
-    """Whether a process waits to be a worker: a child of the one that forks workers, without pipes to this process."""
-    try:
-        is_of_server = process.ppid() in {server.pid for server in servers.kept()}
-        return is_of_server and os.readlink(f"/proc/{process.pid}/fd/1") == os.devnull
-    except (OSError, psutil.Error):
-        return not psutil.pid_exists(process.pid)

@@ -28,6 +28,8 @@ _FUSED_CHECK = "_need_device_dtype_check_for_fused"
 _KEPT_ITERATOR = "_iterator"
 _STEP_HOOKS = "_optimizer_step_pre_hooks"
 _ORIGINAL_FUNCTION = "_torchdynamo_orig_callable"
+#: What `torch.compile` is in. Every optimizer imports it, which takes as long as to import torch.
+COMPILER_PACKAGE = "torch._dynamo"
 _COMPILER = "torch._dynamo.eval_frame"
 _PRESETS = "torchvision.transforms._presets"
 
@@ -48,7 +50,7 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def is_compiled(model: nn.Module) -> bool:
     """Whether a model was compiled by `torch.compile` or `model.compile()`. torch has no public check."""
     # To import it takes as long as to import torch, and without it nothing has been compiled.
-    compiled: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+    compiled: Any = getattr(sys.modules.get(COMPILER_PACKAGE), "OptimizedModule", ())
     return isinstance(model, compiled) or model._compiled_call_impl is not None
 
 

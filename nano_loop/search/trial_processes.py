@@ -21,10 +21,10 @@ from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.failure import Failure, first
 from nano_loop.distributed.launch.local.kept_server import keep, server_for
-from nano_loop.distributed.launch.local.launcher import PAYLOAD, seats_of
+from nano_loop.distributed.launch.local.launcher import seats_of
 from nano_loop.distributed.launch.local.process import WorkerProcess, forked
 from nano_loop.distributed.launch.local.server import Server
-from nano_loop.distributed.launch.local.start import Start
+from nano_loop.distributed.launch.local.start import PAYLOAD
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import dump
@@ -108,7 +108,7 @@ class TrialProcesses:
         folder = self._ending.enter_context(private_folder())
         self._ending.enter_context(workers_files(folder))
         for place in (folder, Path(place_of(folder))):
-            server.begin(str(place))
+            server.begin(str(place), task.modules)
             self._ending.callback(server.finish, str(place))
         seats = _seats(options, machine, folder)
         (folder / PAYLOAD).mkdir()
@@ -117,7 +117,7 @@ class TrialProcesses:
         self._requests = [self._opened(folder / f"{_REQUESTS}-{rank}") for rank in range(len(seats))]
         self._answers = [self._opened(folder / f"{_ANSWERS}-{rank}") for rank in range(len(seats))]
         self._texts = [b""] * len(seats)
-        self._processes = forked(server, [Start.of_seat(seat, verbose=False) for seat in seats], quiet=True)
+        self._processes = forked(server, seats, quiet=True)
         for process in self._processes:
             self._ending.callback(process.close)
 
@@ -174,9 +174,8 @@ class Line:
 def trial_server(settings: Settings) -> Iterator[tuple[Server, Path]]:
     """Give the process that forks those of the trials, and a folder in memory for what all of them read."""
     with private_folder() as folder:
-        server = server_for(_seats(settings.options, settings.machine, folder)[0])
+        server = server_for(_seats(settings.options, settings.machine, folder)[0], ())
         try:
-            server.begin(str(folder))
             yield server, folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from leaks import is_kept_for_the_next_run
 
 from nano_loop.distributed.launch import under_way
 from nano_loop.distributed.launch.local import kept_server as servers
@@ -30,7 +29,8 @@ def belongings():
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("nano_loop")]
     places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
     folders = [str(path) for place in places for path in place.glob(f"nano_loop-{os.getpid()}-*")]
-    kept = {fd for server in servers.kept() for fd in server.descriptors}
+    sources = [source for server in servers.kept() for source in server.sources]
+    kept = {source if isinstance(source, int) else source.fileno() for source in sources}
     descriptors = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd) and fd not in kept]
     return {
         "processes": dict(_processes()),
@@ -48,16 +48,13 @@ def runs_that_have_the_process():
 
 def _processes():
     # Workers are children of the process that is kept to fork them, which is no child of this one.
-    for child in [
-        child for root in (os.getpid(), *(server.pid for server in servers.kept())) for child in _below(root)
-    ]:
+    roots = (os.getpid(), *(server.pid for server in servers.kept()))
+    for child in [child for root in roots for child in _below(root)]:
         try:
             command = " ".join(child.cmdline())
         except psutil.ZombieProcess:
             command = "ended, and nobody waited for it"
         except psutil.NoSuchProcess:
-            continue
-        if is_kept_for_the_next_run(child):
             continue
         # torch.compile keeps them, and those of torch 2.8 fork more of them seconds after the test that compiled.
         if "_inductor/compile_worker" not in command:

@@ -369,6 +369,7 @@ FAULTS = [
         None,
         begins=True,
         result=_ENDS,
+        quick=True,
     ),
     Fault(
         "the caller is killed while a worker reads 64 MB of arguments",
@@ -407,6 +408,7 @@ FAULTS = [
         words=("rank 1",),
         rank=1,
         begins=True,
+        quick=True,
     ),
     Fault(
         "the process that workers are forked from is stopped in a run",

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 from distributed.conftest import belongings
-from leaks import affinity_masks, changes, is_kept_for_the_next_run, moved_threads, process_state
+from leaks import affinity_masks, changes, moved_threads, process_state
 
 from faults.fault import Fault
 from faults.runs import train
@@ -143,6 +143,6 @@ def _strays():
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):
             ours = process.pid not in known and mark in Path(f"/proc/{process.pid}/environ").read_bytes()
-            if ours and not is_kept_for_the_next_run(process):
+            if ours:
                 found[process.pid] = f"{process.pid} {' '.join(process.cmdline())[:200]} {process.status()}"
     return found

@@ -104,7 +104,7 @@ def _silent(rank: int, workers: Workers, timeout: float, loop: Loop) -> BaseExce
     if rank in workers.finished:
         return _returned(rank, 0, loop)
     given = f"rank {rank} has left the loop, and has not said within {timeout:g} s why"
-    where = workers.whereabouts(rank)
+    where = workers.stack_dump(rank)
     message = problem(given, loop.same_steps[0], "See where it is, below, or pass a longer timeout")
     return NanoWorkerError(f"{message}\n\nrank {rank}:\n{where}".rstrip(), rank=rank, traceback=where or None)
 
@@ -115,7 +115,7 @@ def _while_waiting(error: RankLateError, workers: Workers) -> BaseException:
     if failure is not None:
         return failure.as_error()
     late = workers.unfinished if error.rank is None else [error.rank]
-    places = "\n\n".join(f"rank {rank}:\n{workers.whereabouts(rank)}" for rank in late)
+    places = "\n\n".join(f"rank {rank}:\n{workers.stack_dump(rank)}" for rank in late)
     rank = late[0] if late else 0
     return NanoWorkerError(f"{error}\n\n{places}".rstrip(), rank=rank, traceback=places or None)
 

@@ -1,23 +1,16 @@
-"""How a run begins: in the caller's process, and in a worker process."""
+"""The begin of a run in the caller's process, beside and inside other runs."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from pathlib import Path
-
-import torch
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 from nano_loop.cpu import Machine
-from nano_loop.distributed.files.folder import explaining_full_disk
-from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.choice import choose
-from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.running import of_ranks, running
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.launch.under_way import innermost, of_process, under_way, whole_process
-from nano_loop.distributed.loaders.worker_advice import advice_of_plain_run
+from nano_loop.distributed.launch.under_way import innermost, of_process, whole_process
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoError, problem
@@ -35,11 +28,11 @@ def expected_ranks(options: Options) -> Ranks:
     return choose(options, nested=innermost() is not None).expected_ranks()
 
 
-def prepare(options: Options, machine: Machine) -> None:
-    """Start what a run with these options will need and what takes long, outside of all runs."""
+def prepare(options: Options, machine: Machine, modules: Sequence[str]) -> None:
+    """Start what takes long of a run with these options, whose task takes these modules, outside of all runs."""
     if innermost() is None and of_process() is None:
         with suppress(NanoError):  # the run raises it
-            choose(options, nested=False).prepare(machine)
+            choose(options, nested=False).prepare(machine, modules)
 
 
 def current_ranks() -> Ranks:
@@ -86,72 +79,8 @@ def joined(options: Options, machine: Machine, task: Task | None, launcher: Laun
         if launcher.needs_whole_process:
             stack.enter_context(whole_process(*_what_it_takes(launcher)))
         seat = stack.enter_context(launcher.joined(machine, task))
-        stack.enter_context(_running(seat, task))
+        stack.enter_context(running(seat, task))
         yield seat
-
-
-def run_task(assignment: Assignment, rank: int) -> None:
-    """Join a run in a worker process, which its launcher has started for it, and do the task.
-
-    What is changed in the process (torch's settings, its seeds, its files) is left changed: it ends with the run.
-
-    Parameters
-    ----------
-    assignment : Assignment
-        What the caller has sent.
-    rank : int
-        Which of the seats is this process's.
-    """
-    seat = assignment.seats[rank]
-    folder = seat.ranks.folder
-    assert folder is not None
-
-    @contextmanager
-    def connected() -> Iterator[Seat]:
-        alone = seat.ranks.size == 1  # a run beside the caller, who is none of its ranks
-        with nullcontext() if alone else local_group(seat.ranks, assignment.process_group_backend):
-            yield seat
-
-    state = assignment.state, seat.machine.num_threads
-    run_joined(assignment.task, *state, connected(), seat.ranks.size, folder)
-
-
-def run_joined(
-    task: Task, state: State, threads: int, connected: AbstractContextManager[Seat], size: int, folder: Path
-) -> None:
-    """Do a task in a worker process; see `run_task`.
-
-    Parameters
-    ----------
-    task : Task
-        What to do.
-    state : State
-        That of the caller's process.
-    threads : int
-        The most compute threads that this process may have.
-    connected : context manager
-        Connects this process with the other ranks, and gives its seat.
-    size : int
-        How many ranks there are.
-    folder : pathlib.Path
-        The run's folder on this host, for what this process writes (`nano_loop.distributed.files.folder`).
-    """
-    state.take_over(threads)
-    # An optimizer that was pickled has lost the mark of its scheduler, not the scheduler.
-    warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-    whole = whole_process("this worker process", _of_ranks(size))
-    with explaining_full_disk(folder), whole, connected as seat, _running(seat, task):
-        task.run_in(seat)
-
-
-@contextmanager
-def _running(seat: Seat, task: Task | None) -> Iterator[None]:
-    if task is not None:
-        seat.ranks.context.loop = task.loop
-    seat.ranks.context.common_seed = torch.initial_seed()
-    is_bound = bool(seat.ranks.shares)
-    with under_way(seat.ranks), advice_of_plain_run(len(seat.host.allowed)) if is_bound else nullcontext():
-        yield
 
 
 def _refuse_ranks_inside(options: Options, outer: int) -> None:
@@ -167,9 +96,5 @@ def _what_it_takes(launcher: Launcher) -> tuple[str, str]:
     ranks, options = launcher.expected_ranks(), launcher.options
     if ranks.size > 1:
         given = f"a run of {ranks.size} processes" if options.num_processes is None else options.given["num_processes"]
-        return given, _of_ranks(ranks.size)
+        return given, of_ranks(ranks.size)
     return options.given["cpu_for_each_process"], "a run with cpu_for_each_process, which binds all threads"
-
-
-def _of_ranks(size: int) -> str:
-    return f"a run of {size} processes, which has the process group and binds all threads"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from nano_loop.cpu import Machine
@@ -28,7 +29,7 @@ class Launcher(ABC):
       hosts over a store that no other run uses (`process_group`). Nothing that comes from a peer which may be somebody
       else is unpickled (docs/security.md). A process group of the user's is refused, or used and left;
     - *sending*: a launcher that starts processes sends each the task, in an `Assignment`, and has it call
-      `nano_loop.distributed.launch.joining.run_task`. The task is pickled before anything is changed, so that what
+      `nano_loop.distributed.launch.running.run_task`. The task is pickled before anything is changed, so that what
       cannot be pickled is an error by name (`nano_loop.distributed.payload`);
     - *files*: a process that it starts writes to a private folder, which is deleted with the run
       (`nano_loop.distributed.files.folder`);
@@ -78,13 +79,15 @@ class Launcher(ABC):
             If another rank fails; raised when the context is left.
         """
 
-    def prepare(self, machine: Machine) -> None:  # noqa: B027 - most launchers have nothing to prepare
+    def prepare(self, machine: Machine, modules: Sequence[str]) -> None:  # noqa: B027 - most launchers have nothing to prepare
         """Start what takes long, before a run needs it. By default, nothing does.
 
         Parameters
         ----------
         machine : Machine
             What all ranks of this host may use together.
+        modules : sequence of str
+            `Task.modules` of the task to come.
 
         Raises
         ------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nano_loop.distributed.ranks import Loop
@@ -25,6 +25,11 @@ class Task(ABC):
     def __init__(self, names: Mapping[str, Any], loop: Loop) -> None:
         self.names = names
         self.loop = loop
+
+    @property
+    def modules(self) -> Sequence[str]:
+        """The modules that a worker's process may import beforehand: that of its class, with what that imports."""
+        return [type(self).__module__]
 
     @abstractmethod
     def run_in(self, seat: Seat) -> object:

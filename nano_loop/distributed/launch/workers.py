@@ -19,7 +19,7 @@ _GRACE = 1.0  # seconds that an echo waits for its cause
 class Worker(Protocol):
     """One process that a launcher has started, as rank 0 sees it.
 
-    `poll` is called in the thread that watches, `kill` and `whereabouts` in any, and `close` at last.
+    `poll` is called in the thread that watches, `kill` and `stack_dump` in any, and `close` at last.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class Worker(Protocol):
     def poll(self) -> Failure | None:
         """Take in what the process has reported, without waiting; return its failure once there is one."""
 
-    def whereabouts(self) -> str:
+    def stack_dump(self) -> str:
         """Return where the process is in its Python code, as far as it can be seen within a second."""
 
     def kill(self) -> None:
@@ -83,12 +83,12 @@ class Workers:
         """The ranks that have not returned from the loop."""
         return [worker.rank for worker in self._workers if not worker.finished]
 
-    def whereabouts(self, rank: int) -> str:
+    def stack_dump(self, rank: int) -> str:
         """Return where a rank is in its Python code, rank 0 included."""
         if rank == 0:
             frame = sys._current_frames().get(self._thread)
             return "".join(traceback.format_stack(frame)) if frame is not None else ""
-        return next((worker.whereabouts() for worker in self._workers if worker.rank == rank), "")
+        return next((worker.stack_dump() for worker in self._workers if worker.rank == rank), "")
 
     def wait_until_ready(self, timeout: float) -> None:
         """Wait until every worker has imported what it needs and read its payload."""
@@ -147,7 +147,7 @@ class Workers:
                     self._changed.wait(_INTERVAL)  # short, so that Ctrl-C is heard
                     continue
             late = Failure(waiting[0], Kind.CAUSE, f"{what} within {timeout:g} s", advice)
-            late.traceback = self.whereabouts(late.rank) or None
+            late.traceback = self.stack_dump(late.rank) or None
             raise late.as_error()
 
     def _decided(self) -> Failure | None:
@@ -178,7 +178,7 @@ class Workers:
         if failure is None or any(each.rank == failure.rank for each in self._failures):
             return
         if failure.late is not None:
-            failure.traceback = self.whereabouts(failure.late)
+            failure.traceback = self.stack_dump(failure.late)
         with self._changed:
             self._failed_at = self._failed_at or time.monotonic()
             self._failures.append(failure)

@@ -29,7 +29,7 @@ class Remote:
             self.finished = self.finishes
         return self.failure
 
-    def whereabouts(self):
+    def stack_dump(self):
         return "in a loop"
 
     def kill(self):

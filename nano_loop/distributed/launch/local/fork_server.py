@@ -4,7 +4,7 @@ It forks workers when the caller asks, ends them when the caller asks or is gone
 Without work it ends after a while, and in any case with the caller. A worker is so never a child of the caller's, and
 the caller's own children are not disturbed.
 
-`nano_loop.distributed.launch.local.start.BOOTSTRAP` calls `serve`.
+`nano_loop.distributed.launch.local.server.BOOTSTRAP` calls `serve`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import select
 import shutil
@@ -20,39 +21,35 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from nano_loop.distributed.files.redirection import prepare
-from nano_loop.distributed.launch.local import whereabouts
-from nano_loop.distributed.launch.local.frames import Frames, framed
-from nano_loop.distributed.launch.local.handle import handle_of
-from nano_loop.distributed.launch.local.spares import STREAMS, Spares, Wait, forked
-from nano_loop.distributed.launch.local.start import Start
+from nano_loop.distributed.launch.local import stack_dump
+from nano_loop.distributed.launch.local.frames import DUMP, Frames, framed
 from nano_loop.distributed.launch.local.worker import main
 from nano_loop.glibc import allocator_of_this_process
 from nano_loop.parent_process import end_with
 
-_RUN, _REHEARSAL = "nano_loop.run", "nano_loop.rehearsal"  # of rooms above this one, and imported by name
-_SOON = 0.01  # seconds in which a loop that calls again at once does so
+_DESCRIPTORS = 4  # that come with each request for a worker: its channel, reports, standard output, standard error
 
 
-def serve(control: socket.socket, caller: int, idle: float) -> NoReturn:
+def serve(control: socket.socket, origin: dict[str, Any]) -> NoReturn:
     """Serve the caller until it is gone, has closed its end, or has asked for nothing for a while.
 
     Parameters
     ----------
     control : socket.socket
         A stream socket to the caller.
-    caller : int
-        The caller's process.
-    idle : float
-        Seconds without a run after which this process ends.
+    origin : dict
+        What `nano_loop.distributed.launch.local.server.Server` has passed to this process.
     """
-    server = ForkServer(control, caller, idle)
+    preload(origin["modules"], origin["folder"])
+    server = ForkServer(control, origin["caller"], origin["idle"])
     try:
         server.run()
     except BaseException:  # the caller shows it as the last words of its workers
@@ -79,8 +76,6 @@ def preload(modules: Sequence[str], folder: str | None) -> None:
     tempfile.tempdir = before
     prepare()
     allocator_of_this_process()  # which takes 2 ms in a worker
-    if _RUN in sys.modules:
-        importlib.import_module(_REHEARSAL).script()
     gc.collect()
     gc.freeze()  # so that the pages of what has been imported stay common to all workers
 
@@ -91,31 +86,28 @@ class ForkServer:
     def __init__(self, control: socket.socket, caller: int, idle: float) -> None:
         self._control = control
         self._idle = idle
-        self._caller = handle_of(caller)
+        self._caller = _handle_of(caller)
         self._frames = Frames()
         self._descriptors: list[int] = []  # that have come for workers to be forked
-        self._tokens: dict[int, int] = {}  # what the caller calls each worker, by its process
-        self._replaced: set[int] = set()  # those of them for which another was forked ahead, or is not needed
-        self._spares = Spares()
+        self._workers: dict[int, socket.socket] = {}  # the channels that the caller has to them, by their processes
         self._folders: set[str] = set()  # of the runs that are under way
-        self._woken, writing = os.pipe()
+        self._woken, self._waking = os.pipe()
         os.set_blocking(self._woken, False)
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        self._waking = writing
+        os.set_blocking(self._waking, False)
+        signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # interrupts the wait below
-        self._say({"ready": True})
+        _say(control, {"ready": True})
 
     def run(self) -> None:
         """Do what the caller asks for, until there is nothing more to do."""
         while True:
             sources: list[Any] = [self._control, self._woken, *([] if self._caller is None else [self._caller])]
-            busy = self._tokens or self._folders
-            patience = 0 if self._spares.are_missing else None if busy else self._idle
-            readable, _, _ = select.select(sources, [], [], patience)
-            if not readable and self._spares.are_missing:
-                self._fork_ahead()
-                continue
+            busy = self._workers or self._folders
+            channels = [channel for channel in self._workers.values() if channel.fileno() >= 0]
+            readable, _, _ = select.select([*sources, *channels], [], [], None if busy else self._idle)
+            for pid, channel in self._workers.items():
+                if channel in readable:
+                    self._obey(pid, channel)
             if self._woken in readable:
                 os.read(self._woken, 1 << 12)
                 self._reap()
@@ -127,11 +119,10 @@ class ForkServer:
 
     def end(self) -> NoReturn:
         """Kill all workers and what they have started, delete what the runs have left, and end this process."""
-        for pid in self._tokens:
+        for pid in self._workers:
             _kill_group(pid)
-        for pid in self._tokens:  # what still runs could write to the folders
+        for pid in self._workers:  # what still runs could write to the folders
             os.waitpid(pid, 0)
-        self._spares.clear()
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
@@ -150,73 +141,65 @@ class ForkServer:
     def _do(self, request: dict[str, Any]) -> None:
         kind = request["ask"]
         if kind == "answer":
-            self._say({"answer": True})
+            _say(self._control, {"answer": True})
         elif kind == "begin":
             self._folders.add(request["folder"])
             missing = [name for name in request["modules"] if name not in sys.modules]
             if missing:
-                self._spares.clear()
                 preload(missing, request["folder"])
         elif kind == "finish":
             self._folders.discard(request["folder"])
         elif kind == "fork":
-            streams, self._descriptors = self._descriptors[:STREAMS], self._descriptors[STREAMS:]
-            self._fork(request["token"], request["start"], streams, request["again"])
-        elif kind in ("kill", "show"):
-            for pid in [pid for pid, token in self._tokens.items() if token == request["token"]]:
-                if kind == "kill":
-                    _kill_group(pid)
-                    self._expect_another(pid)
-                else:
-                    self._say({"shown": request["token"], "state": whereabouts.ask(pid)})
+            descriptors, self._descriptors = self._descriptors[:_DESCRIPTORS], self._descriptors[_DESCRIPTORS:]
+            self._fork(request["start"], socket.socket(fileno=descriptors[0]), descriptors[1:])
 
-    def _fork(self, token: int, start: str, streams: list[int], again: bool) -> None:
-        if not self._tokens:  # the first of a run
-            self._spares.expected = 0
+    def _obey(self, pid: int, channel: socket.socket) -> None:
+        """Do what the caller has asked for about one worker; nobody is there to ask if the channel is closed."""
+        try:
+            request = channel.recv(1)
+        except ConnectionResetError:
+            request = b""
+        if request == DUMP:
+            _say(channel, {"state": stack_dump.request(pid)})
+        else:
+            _kill_group(pid)
+        if not request:
+            channel.close()
+
+    def _fork(self, start: str, channel: socket.socket, streams: list[int]) -> None:
         server = os.getpid()
         try:
-            pid = self._spares.take(start, streams) or forked()
+            with warnings.catch_warnings():
+                # Python warns of threads: numpy's linear algebra has some, and makes them anew in the child.
+                warnings.simplefilter("ignore")
+                pid = os.fork()
         except OSError as error:
-            self._say({"unforked": token, "why": str(error)})
+            _say(channel, {"refused": str(error)})
+            channel.close()
         else:
             if pid == 0:
-                self._spares.leave()
-                self._become_worker(server, lambda: (start, streams))
-            self._tokens[pid] = token
-            if not again:
-                self._replaced.add(pid)
-        for each in streams:
-            os.close(each)
+                self._become_worker(server, start, channel, streams)
+            self._workers[pid] = channel
+        for descriptor in streams:
+            os.close(descriptor)
 
-    def _fork_ahead(self) -> None:
-        server = os.getpid()
-
-        def assigned(wait: Wait) -> tuple[str, list[int]]:
-            _rehearse(wait)
-            return wait.until_needed()
-
-        self._spares.fork(lambda wait: self._become_worker(server, lambda: assigned(wait)))
-
-    def _expect_another(self, ended: int) -> None:
-        """Note that a worker ends, and that the next run may need one in its place."""
-        self._spares.expected += ended not in self._replaced
-        self._replaced.add(ended)
-
-    def _become_worker(self, server: int, assigned: Callable[[], tuple[str, list[int]]]) -> NoReturn:
+    def _become_worker(self, server: int, start: str, channel: socket.socket, streams: list[int]) -> NoReturn:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()  # Ctrl-C is for rank 0, and what the worker starts ends with it
-            for each in (self._woken, self._waking, *([] if self._caller is None else [self._caller])):
-                os.close(each)
-            self._control.close()
+            caller = [] if self._caller is None else [self._caller]
+            for descriptor in (self._woken, self._waking, *self._descriptors, *caller):
+                os.close(descriptor)
+            for connection in (self._control, channel, *self._workers.values()):
+                connection.close()
             end_with(server)
-            path, streams = assigned()
             _take_streams(*streams[1:])
-            start = Start.read(path)
-            _take_over(start)
-            whereabouts.told_on_demand(start.folder, start.rank)
-            main(Path(start.folder), start.rank, streams[0], start.verbose)
+            settings = json.loads(Path(start).read_text())
+            os.unlink(start)
+            _take_over(settings)
+            stack_dump.dump_on_signal(settings["folder"], settings["rank"])
+            main(Path(settings["folder"]), settings["rank"], streams[0], settings["verbose"])
         except BaseException:
             traceback.print_exc()
         finally:
@@ -224,37 +207,29 @@ class ForkServer:
 
     def _reap(self) -> None:
         """Take note of the workers that have ended, and end what they have started."""
-        for pid in self._spares.processes:
-            if os.waitpid(pid, os.WNOHANG) != (0, 0):
-                self._spares.forget(pid)
-        for pid, token in [*self._tokens.items()]:
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None:
+        for pid, channel in [*self._workers.items()]:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 _kill_group(pid)  # as long as nobody has waited for the worker, its number is not given away
                 _, status = os.waitpid(pid, 0)
-                self._expect_another(pid)
-                self._replaced.discard(pid)
-                del self._tokens[pid]
-                self._say({"exited": token, "code": os.waitstatus_to_exitcode(status)})
-
-    def _say(self, header: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the caller is gone, which `run` notices
-            self._control.sendall(framed(header))
+                del self._workers[pid]
+                _say(channel, {"exited": os.waitstatus_to_exitcode(status)})
+                channel.close()
 
 
-def _rehearse(wait: Wait) -> None:
-    """Do beforehand, and without effect, what a worker does, as long as it is not needed.
+def _handle_of(process: int) -> int | None:
+    """Return a descriptor that stands for a process, and is readable once that has ended.
 
-    A process copies each page of its parent's memory that it writes to, which takes most of the time of a short run.
+    None where this system has none (Linux has, from 5.3 on, unless a sandbox forbids it), or the process has ended.
     """
-    if wait.is_over_within(0):
-        return
-    importlib.invalidate_caches()
-    if _REHEARSAL in sys.modules:
-        # Any exception: the run is undone, and the worker does not need it.
-        with contextlib.suppress(Exception), contextlib.closing(sys.modules[_REHEARSAL].rehearse()) as pieces:
-            while not wait.is_over_within(_SOON) and next(pieces, True) is None:
-                pass
+    try:
+        return os.pidfd_open(process)
+    except (AttributeError, OSError):
+        return None
+
+
+def _say(connection: socket.socket, header: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the caller is gone, or does not ask any more
+        connection.sendall(framed(header))
 
 
 def _take_streams(output: int, errors: int) -> None:
@@ -266,18 +241,18 @@ def _take_streams(output: int, errors: int) -> None:
     os.close(errors)
 
 
-def _take_over(start: Start) -> None:
+def _take_over(settings: dict[str, Any]) -> None:
     """Take over from the caller's process what a process has from its start."""
-    if start.cpus:
-        os.sched_setaffinity(0, start.cpus)
+    if settings["cpus"]:
+        os.sched_setaffinity(0, settings["cpus"])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
-    os.environ.update(start.environ)
+    os.environ.update(settings["environ"])
     if os.environ.get("OMP_NUM_THREADS", "") != before and os.environ["OMP_NUM_THREADS"].isdecimal():
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read another number
-    if start.working_folder is not None:
-        os.chdir(start.working_folder)
-    sys.argv[:] = start.argv
+    if settings["working_folder"] is not None:
+        os.chdir(settings["working_folder"])
+    sys.argv[:] = settings["argv"]
     importlib.invalidate_caches()
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
+#: The two requests about a worker to the process that has forked it.
+KILL, DUMP = b"k", b"d"
 _READ = 1 << 16  # bytes at a time
 
 
@@ -19,37 +22,38 @@ class Frames:
     """Takes messages apart that arrive in pieces; nothing in them is executed or unpickled."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
+        self._buffer = bytearray()
         self._header: dict[str, Any] | None = None
-        self._size = 0  # of what is in the pieces
 
     def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Take in what has arrived, and yield each message that is complete: its header and its content."""
-        self._pieces.append(data)
-        self._size += len(data)
-        while self._may_be_complete(data):
-            rest = b"".join(self._pieces)
+        searched = len(self._buffer)
+        self._buffer += data
+        while True:
             if self._header is None:
-                line, _, rest = rest.partition(b"\n")
-                self._header = json.loads(line)
-            length = self._header["bytes"]
-            header, self._pieces, self._size, data = self._header, [rest], len(rest), rest
-            if len(rest) < length:
+                end = self._buffer.find(b"\n", searched)
+                if end < 0:
+                    return
+                self._header = json.loads(self._buffer[:end])
+                del self._buffer[: end + 1]
+            header, size, searched = self._header, self._header["bytes"], 0
+            if len(self._buffer) < size:
                 return
-            self._header, self._pieces = None, [rest[length:]]
-            self._size, data = len(rest) - length, rest[length:]
-            yield header, rest[:length]
-
-    def _may_be_complete(self, data: bytes) -> bool:
-        return b"\n" in data if self._header is None else self._size >= self._header["bytes"]
+            content = bytes(self._buffer[:size])
+            del self._buffer[:size]
+            self._header = None
+            yield header, content
 
 
-def read_available(descriptor: int) -> tuple[bytes, bool]:
-    """Return what a non-blocking descriptor holds, and whether its other end is closed."""
+def read_available(source: int | socket.socket) -> tuple[bytes, bool]:
+    """Return what a non-blocking descriptor, or any socket, holds, and whether its other end is closed."""
     pieces = []
     while True:
         try:
-            pieces.append(os.read(descriptor, _READ))
+            if isinstance(source, int):
+                pieces.append(os.read(source, _READ))
+            else:
+                pieces.append(source.recv(_READ, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return b"".join(pieces), False
         except ConnectionResetError:  # a socket whose other end was closed with something unread

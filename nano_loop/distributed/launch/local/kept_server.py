@@ -11,13 +11,15 @@ import atexit
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 
 from nano_loop.distributed.launch.local.server import Server
-from nano_loop.distributed.launch.local.start import ALL_MODULES, Origin, cpus_of, modules_to_import
+from nano_loop.distributed.launch.local.start import cpus_of, origin_of
 from nano_loop.distributed.launch.torch_version import is_older_than
 from nano_loop.distributed.limits import limit_in_words
 from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoWorkerError, problem
+from nano_loop.intercept.torch_private import COMPILER_PACKAGE
 
 _IS_PYTHON = "every rank but the first is a Python process that nano_loop starts"
 _HAS_NANO_LOOP = "Point sys.executable to a Python that has nano_loop"
@@ -28,36 +30,54 @@ IDLE = 60.0
 _kept: list[Server] = []  # one at the most
 
 
-def server_for(seat: Seat) -> Server:
-    """Return the process that forks the worker of a seat, and others like it: the kept one if it fits, or a new one."""
-    origin = Origin.of_seat(seat)
+def server_for(seat: Seat, modules: Sequence[str]) -> Server:
+    """Return the process that forks the worker of a seat, and others like it: the kept one if it fits, or a new one.
+
+    Parameters
+    ----------
+    seat : Seat
+        The place of one of the workers.
+    modules : sequence of str
+        The modules that it has to have imported for them.
+    """
+    folder = seat.ranks.folder
+    assert folder is not None
+    origin, modules = origin_of(seat), _with_optimizers(modules)
     while _kept:
         kept = _kept.pop()
         if kept.owner != os.getpid():  # this process was forked, and the server is its parent's
             continue
         if kept.origin == origin and _is_there(kept):
+            kept.begin(str(folder), modules)
             return kept
         kept.end()
-    assert seat.ranks.folder is not None
+    reason = f"rank {seat.ranks.rank} could not be started"
     if not sys.executable:
-        given = f"rank {seat.ranks.rank} could not be started: sys.executable is {sys.executable!r}"
-        raise NanoWorkerError(problem(given, _IS_PYTHON, _HAS_NANO_LOOP), rank=seat.ranks.rank)
+        message = problem(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
+        raise NanoWorkerError(message, rank=seat.ranks.rank)
     try:
-        return Server(origin, cpus_of(seat), str(seat.ranks.folder), IDLE, modules_to_import())
+        server = Server(origin, cpus_of(seat), str(folder), IDLE, modules)
     except OSError as error:
-        if limit_in_words(error, seat.ranks.folder):
+        if limit_in_words(error, folder):
             raise
-        given = f"rank {seat.ranks.rank} could not be started with {sys.executable!r} ({error})"
-        raise NanoWorkerError(problem(given, _IS_PYTHON, _HAS_NANO_LOOP), rank=seat.ranks.rank) from error
+        message = problem(f"{reason} with {sys.executable!r} ({error})", _IS_PYTHON, _HAS_NANO_LOOP)
+        raise NanoWorkerError(message, rank=seat.ranks.rank) from error
+    server.begin(str(folder))
+    return server
+
+
+def _with_optimizers(modules: Sequence[str]) -> list[str]:
+    """Add what an optimizer imports, and what takes a second, if this process has it."""
+    return [*modules, *([COMPILER_PACKAGE] if COMPILER_PACKAGE in sys.modules else [])]
 
 
 def _is_there(server: Server) -> bool:
     """Whether a server will fork workers: at once, or when it has imported what they need."""
-    server.pump()
+    server.read_replies()
     return server.answers() if server.ready else not server.gone
 
 
-def start_early(seat: Seat) -> None:
+def start_early(seat: Seat, modules: Sequence[str]) -> None:
     """Start the process for a run that is to come, unless one is kept or it cannot be started.
 
     It then imports torch while the caller makes its model and reads its data. What keeps it from starting is for the
@@ -66,7 +86,7 @@ def start_early(seat: Seat) -> None:
     if _kept or not sys.executable or _torch_makes_a_folder():
         return
     with contextlib.suppress(OSError):
-        _keep(Server(Origin.of_seat(seat), cpus_of(seat), None, IDLE, ALL_MODULES))
+        _keep(Server(origin_of(seat), cpus_of(seat), None, IDLE, [*modules, COMPILER_PACKAGE]))
 
 
 def _torch_makes_a_folder() -> bool:
@@ -76,7 +96,7 @@ def _torch_makes_a_folder() -> bool:
 
 def keep(server: Server) -> None:
     """Keep a server, which has no workers any more, for the next run."""
-    server.pump()
+    server.read_replies()
     if server.ready and not server.gone and not _kept:
         _keep(server)
     else:

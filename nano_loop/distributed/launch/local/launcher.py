@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.local.kept_server import keep, server_for, start_early
 from nano_loop.distributed.launch.local.process import forked
 from nano_loop.distributed.launch.local.server import Server
-from nano_loop.distributed.launch.local.start import Start
+from nano_loop.distributed.launch.local.start import PAYLOAD, WORKER_INIT
 from nano_loop.distributed.launch.local.warned import noted
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
@@ -29,8 +29,6 @@ from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.errors import NanoError, NanoWorkerError
 
-PAYLOAD, WORKER_INIT = "payload", "worker_init"  # the folders of both, beside the store
-
 
 class Local(Launcher):
     """``num_processes`` ranks on this host: this process, and workers that are started for the run."""
@@ -40,10 +38,10 @@ class Local(Launcher):
         count = self.options.num_processes or 1
         return Ranks(size=count, local_size=count)
 
-    def prepare(self, machine: Machine) -> None:
+    def prepare(self, machine: Machine, modules: Sequence[str]) -> None:
         """See `Launcher.prepare`: the process that workers are forked from imports torch while the caller goes on."""
         shares = shares_of(self.options, machine, range(self.options.num_processes or 1))
-        start_early(seats_of(machine, shares, Path(), self.options.timeout)[1])
+        start_early(seats_of(machine, shares, Path(), self.options.timeout)[1], modules)
 
     @contextmanager
     def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
@@ -57,7 +55,7 @@ class Local(Launcher):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(workers_files(folder))
                 seats = seats_of(machine, shares, folder, options.timeout)
-                server = stack.enter_context(_serving(seats[1], folder, Path(place_of(folder))))
+                server = stack.enter_context(serving(seats[1], task.modules, Path(place_of(folder))))
                 with interrupts.heard():
                     state = State.of_this_process(machine.num_threads)
                     # While the other process imports torch.
@@ -65,14 +63,14 @@ class Local(Launcher):
                         _write(options.worker_init, folder / WORKER_INIT, {"worker_init": options.worker_init})
                     assignment = Assignment(task, seats, state, options.process_group_backend)
                     seats[0].copied = _write(assignment, folder / PAYLOAD, task.names)
-                workers = Workers(forked(server, [Start.of_seat(seat, options.verbose == "all") for seat in seats[1:]]))
+                workers = Workers(forked(server, seats[1:], verbose=options.verbose == "all"))
                 stack.callback(workers.end)
                 stack.enter_context(noted())
                 stack.enter_context(bound(shares[0].cpus))
                 with interrupts.heard():
                     workers.wait_until_ready(options.timeout)
-                for each in (PAYLOAD, WORKER_INIT):  # all have mapped it: whatever happens now, its memory is freed
-                    shutil.rmtree(folder / each, ignore_errors=each == WORKER_INIT)
+                for name in (PAYLOAD, WORKER_INIT):  # all have mapped it: whatever happens now, its memory is freed
+                    shutil.rmtree(folder / name, ignore_errors=name == WORKER_INIT)
                 stack.enter_context(interrupts.noticed(workers.interrupt))
                 stack.callback(interrupts.hold)
             joining = _joined_first(seats[0].ranks, workers, interrupts, options.process_group_backend)
@@ -95,16 +93,26 @@ def _joined_first(ranks: Ranks, workers: Workers, interrupts: Interrupts, backen
 
 
 @contextmanager
-def _serving(seat: Seat, *folders: Path) -> Iterator[Server]:
-    """Give the process that forks workers, which deletes the folders of the run if this process is killed."""
-    server = server_for(seat)
+def serving(seat: Seat, modules: Sequence[str], *folders: Path) -> Iterator[Server]:
+    """Give the process that forks a seat's worker and its like, and deletes folders if this process is killed.
+
+    Parameters
+    ----------
+    seat : Seat
+        The place of one of the workers.
+    modules : sequence of str
+        The modules that the process imports for them.
+    *folders : pathlib.Path
+        The folders of the run, besides that of the seat.
+    """
+    server = server_for(seat, modules)
     try:
         for folder in folders:
             server.begin(str(folder))
         yield server
     finally:
-        for folder in folders:
-            server.finish(str(folder))
+        for name in map(str, (seat.ranks.folder, *folders)):
+            server.finish(name)
         keep(server)
 
 
@@ -119,7 +127,7 @@ def seats_of(machine: Machine, shares: tuple[Share, ...], folder: Path, timeout:
                 local_rank=rank,
                 local_size=len(shares),
                 timeout=timeout,
-                shares=tuple(each.cpus for each in shares) if binds else (),
+                shares=tuple(share.cpus for share in shares) if binds else (),
                 loader_cpus=share.loader_cpus if binds else (),
                 folder=folder,
             ),

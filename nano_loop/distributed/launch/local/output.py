@@ -12,8 +12,7 @@ from nano_loop.distributed.launch.local.frames import read_available
 _LAST_WORDS = 4000  # characters that are kept for a message
 _LONGEST_WORDS = 400  # of one line there: faulthandler ends with the names of all extension modules, 10,000 characters
 _LONGEST_LINE = 1 << 16  # bytes; a longer one is shown in pieces
-#: Descriptors below are the standard streams, which C libraries write to by number.
-STANDARD = 3
+_STANDARD = 3  # descriptors below are the standard streams, which C libraries write to by number
 
 
 class Output:
@@ -91,16 +90,21 @@ def _shortened(line: str) -> str:
     return line if len(line) <= 2 * half else f"{line[:half]}[...]{line[-half:]}"
 
 
+def above_stdio(*descriptors: int) -> list[int]:
+    """Return copies that are clear of the standard streams, which a caller may have closed; close the originals."""
+    with contextlib.ExitStack() as closing, contextlib.ExitStack() as undoing:
+        for descriptor in descriptors:
+            closing.callback(os.close, descriptor)
+        copies = []
+        for descriptor in descriptors:
+            copies.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _STANDARD))
+            undoing.callback(os.close, copies[-1])
+        undoing.pop_all()
+    return copies
+
+
 def pipe() -> tuple[int, int]:
-    """Return a pipe, its first end non-blocking, clear of the standard streams, which a caller may have closed."""
-    with contextlib.ExitStack() as stack:
-        ends = os.pipe()
-        for each in ends:
-            stack.callback(os.close, each)
-        reading = fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, STANDARD)
-        with contextlib.ExitStack() as undoing:
-            undoing.callback(os.close, reading)
-            writing = fcntl.fcntl(ends[1], fcntl.F_DUPFD_CLOEXEC, STANDARD)
-            undoing.pop_all()
+    """Return a pipe, its first end non-blocking, clear of the standard streams."""
+    reading, writing = above_stdio(*os.pipe())
     os.set_blocking(reading, False)
     return reading, writing

@@ -7,20 +7,20 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from nano_loop.distributed.launch.failure import Failure, Kind, died
 from nano_loop.distributed.launch.local.frames import Frames, read_available
 from nano_loop.distributed.launch.local.output import Output, pipe
-from nano_loop.distributed.launch.local.server import Server
-from nano_loop.distributed.launch.local.start import Start
+from nano_loop.distributed.launch.local.server import Fork, Server
+from nano_loop.distributed.launch.local.start import write_start
 from nano_loop.distributed.launch.local.warned import Awaiting
 from nano_loop.distributed.limits import limit_in_words
+from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoWorkerError, problem
 
 _EXCEPTION = 1.0  # seconds that a failure waits for the exception itself, which has to be pickled first
-_TAKES = "each worker process takes three pipes, and a file in the run's private folder"
+_TAKES = "each worker process takes three pipes, a socket, and a file in the run's private folder"
 _SILENCE = 1.0  # seconds from a worker's last word to the news of its end
 _ENDING = 10.0  # seconds that a killed process may take to end
 
@@ -32,16 +32,17 @@ class WorkerProcess:
     ----------
     server : Server
         Forks it.
-    start : Start
-        What it gets.
+    seat : Seat
+        Its place.
+    verbose : bool
+        Whether what it prints is shown.
     quiet : bool
         Whether what it writes to standard error is shown to nobody, and kept for messages alone.
     """
 
-    def __init__(self, server: Server, start: Start, quiet: bool = False) -> None:
-        self.rank = start.rank
-        self._quiet = quiet
-        self._folder = start.folder
+    def __init__(self, server: Server, seat: Seat, verbose: bool = False, quiet: bool = False) -> None:
+        self.rank = seat.ranks.rank
+        self._folder = str(seat.ranks.folder)
         self.ready = self.finished = False
         self._server = server
         self._failure: Failure | None = None
@@ -50,10 +51,11 @@ class WorkerProcess:
         self._frames = Frames()
         self._reports: int | None = None
         self._outputs: list[Output] = []
-        self._warnings = Awaiting(lambda text: self._outputs[-1].say(text))
+        self._warnings = Awaiting()
         self._closing = contextlib.ExitStack()
         try:
-            self._token = self._forked(start)
+            start = write_start(seat, verbose)
+            self._fork = self._forked(start, sys.stdout if verbose else None, None if quiet else sys.stderr)
         except BaseException:
             self._closing.close()
             raise
@@ -61,15 +63,14 @@ class WorkerProcess:
     @property
     def sources(self) -> Sequence[Any]:
         """See `Worker.sources`."""
-        outputs = [each.descriptor for each in self._outputs if each.is_open]
-        return [*self._server.sources, *outputs, *([] if self._reports is None else [self._reports])]
+        outputs = [output.descriptor for output in self._outputs if output.is_open]
+        return [*self._fork.sources, *outputs, *([] if self._reports is None else [self._reports])]
 
     def poll(self) -> Failure | None:
         """See `Worker.poll`."""
-        self._server.pump()
-        ended = self._server.ended(self._token)  # asked first: what is in the pipes then is all that there will be
+        self._fork.read()
+        ended = self._fork.ended  # asked first: what is in the pipes then is all that there will be
         self._read_what_is_there()
-        self._warnings.show()
         if self._failure is not None:
             waiting = self._reports is not None and not ended
             return None if waiting and time.monotonic() < self._failed_at + _EXCEPTION else self._failure
@@ -77,41 +78,36 @@ class WorkerProcess:
             return None
         return self._death() if ended else self._silence()
 
-    def whereabouts(self) -> str:
-        """See `Worker.whereabouts`."""
-        return self._server.whereabouts(self._token, self._folder, self.rank)
+    def stack_dump(self) -> str:
+        """See `Worker.stack_dump`."""
+        return self._fork.stack_dump(self._folder, self.rank)
 
     def kill(self) -> None:
         """See `Worker.kill`."""
-        self._server.kill(self._token)
+        self._fork.kill()
 
     def close(self) -> None:
         """See `Worker.close`."""
-        self.kill()
-        self._server.wait_for(self._token, _ENDING)
+        self._fork.close(_ENDING)
         self._read_what_is_there()
-        for each in self._outputs:
-            each.finish()
-        self._warnings.show(all_of_them=True)
+        for output in self._outputs:
+            output.finish()
+        self._warnings.show(self._outputs[-1].say)
         self._outputs = []
         self._reports = None
         self._closing.close()
 
-    def _forked(self, start: Start) -> int:
+    def _forked(self, start: str, *shown: Any) -> Fork:
+        """Have it forked with three pipes: its reports, its standard output and its standard error."""
         with contextlib.ExitStack() as stack:  # of the other ends, which only the worker keeps
-
-            def opened() -> int:
-                reading, writing = pipe()
-                self._closing.callback(os.close, reading)
-                stack.callback(os.close, writing)
-                ends.append(writing)
-                return reading
-
-            ends: list[int] = []
-            self._reports = opened()
-            shown, errors = sys.stdout if start.verbose else None, None if self._quiet else sys.stderr
-            self._outputs = [Output(opened(), each, f"[rank {self.rank}] ") for each in (shown, errors)]
-            return self._server.fork(start.write(), ends, again=not self._quiet)
+            pipes = []
+            for _ in range(3):
+                pipes.append(pipe())
+                self._closing.callback(os.close, pipes[-1][0])
+                stack.callback(os.close, pipes[-1][1])
+            (self._reports, *outputs), writing = zip(*pipes, strict=True)
+            self._outputs = [Output(*output, f"[rank {self.rank}] ") for output in zip(outputs, shown, strict=True)]
+            return self._server.fork(start, writing)
 
     def _silence(self) -> Failure | None:
         """Return the failure of a worker that can report no more, and of which nobody says that it has ended."""
@@ -125,16 +121,16 @@ class WorkerProcess:
         return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
 
     def _death(self) -> Failure:
-        refusal = self._server.refusal(self._token)
+        refusal = self._fork.refusal
         words = self._outputs[-1].last_words or self._server.last_words if self._outputs else ""
         if refusal is not None:
             advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
-        return died(self.rank, self._server.exitcode(self._token), words)
+        return died(self.rank, self._fork.exitcode, words)
 
     def _read_what_is_there(self) -> None:
-        for each in self._outputs:
-            each.relay()
+        for output in self._outputs:
+            output.relay()
         if self._reports is None:
             return
         data, ended = read_available(self._reports)
@@ -158,18 +154,19 @@ class WorkerProcess:
             self._failed_at = 0.0  # complete
 
 
-def forked(server: Server, starts: Sequence[Start], quiet: bool = False) -> list[WorkerProcess]:
+def forked(server: Server, seats: Sequence[Seat], verbose: bool = False, quiet: bool = False) -> list[WorkerProcess]:
     """Return a new worker for each; if one cannot be started, end the others and raise a `NanoWorkerError`."""
     workers: list[WorkerProcess] = []
     with contextlib.ExitStack() as stack:
-        for start in starts:
+        for seat in seats:
             try:
-                workers.append(WorkerProcess(server, start, quiet))
+                workers.append(WorkerProcess(server, seat, verbose, quiet))
             except OSError as error:
-                words = limit_in_words(error, Path(start.folder))
-                given = f"rank {start.rank} could not be started ({error})"
-                message = problem(given, *(words or (_TAKES, "Check that folder")))
-                raise NanoWorkerError(message, rank=start.rank) from error
+                rank, folder = seat.ranks.rank, seat.ranks.folder
+                words = limit_in_words(error, folder) if folder is not None else None
+                reason = f"rank {rank} could not be started ({error})"
+                message = problem(reason, *(words or (_TAKES, "Check that folder")))
+                raise NanoWorkerError(message, rank=rank) from error
             stack.callback(workers[-1].close)
         stack.pop_all()
     return workers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import json
 import os
 import signal
 import socket
@@ -12,74 +12,100 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from nano_loop.distributed.launch.local import whereabouts
-from nano_loop.distributed.launch.local.frames import Frames, framed
-from nano_loop.distributed.launch.local.handle import handle_of
-from nano_loop.distributed.launch.local.output import STANDARD, Output, pipe
-from nano_loop.distributed.launch.local.start import UNFORKED, Origin, modules_to_import
+from nano_loop.distributed.launch.local import stack_dump
+from nano_loop.distributed.launch.local.frames import DUMP, KILL, Frames, framed, read_available
+from nano_loop.distributed.launch.local.output import Output, above_stdio, pipe
 
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE may end the caller's process
 _HELLO = 1.0  # seconds in which a process that is there answers
 _STOPPED = ("T", "t")  # states of a process, as in /proc
 _ENDING = 2.0  # seconds that its workers may take to end
+_UNFORKED = 75  # of the first process where the system refuses the second; that of a temporary failure in sysexits.h
+# The first process ends at once, so that what it leaves is no child of the caller's: `os.wait` in the user's program
+# never meets it. Of the working folder, which -c puts first on the path, a json.py would be taken for Python's own.
+# CPUs are chosen before a thread exists that would keep another mask. Nothing of what imports make is garbage: to look
+# for it takes a fifth of the start. torch 2.8 makes a temporary folder when it is imported, which a killed process
+# would leave behind: in the first run's own folder it goes with that.
+BOOTSTRAP = """
+import os, sys
+try:
+    if os.fork():
+        os._exit(0)
+except OSError:
+    os._exit(@UNFORKED@)
+sys.path[:] = filter(None, sys.path)
+import gc, json, socket, tempfile
+gc.disable()
+origin = json.loads(sys.stdin.buffer.readline())
+control = socket.socket(fileno=int(sys.argv[1]))
+try:
+    control.sendall(json.dumps({"hello": os.getpid(), "bytes": 0}).encode() + b"\\n")
+except OSError:  # the caller is gone, and has left a folder
+    pass
+if origin["cpus"]:
+    os.sched_setaffinity(0, origin["cpus"])
+sys.path[:] = origin["path"]
+tempfile.tempdir = origin["folder"]
+from nano_loop.distributed.launch.local.fork_server import serve
+tempfile.tempdir = None
+serve(control, origin)
+""".replace("@UNFORKED@", str(_UNFORKED))
 
 
 class Server:
     """A process of `nano_loop.distributed.launch.local.fork_server`.
 
-    Its answers are taken in by `pump`, in one thread at a time; requests may come from any thread.
+    Its answers are read in one thread at a time; requests may come from any thread.
 
     Parameters
     ----------
-    origin : Origin
-        What it is started with.
+    origin : dict
+        What `nano_loop.distributed.launch.local.start.origin_of` has returned.
     cpus : list of int
         Where it imports; empty for no binding.
     folder : str or None
         The temporary folder while it imports; None for the system's.
     idle : float
         Seconds without a run after which the process ends.
-    modules : sequence of str
-        What it imports besides torch and nano_loop.
+    modules : iterable of str
+        What it imports besides torch.
     """
 
     def __init__(
-        self, origin: Origin, cpus: list[int], folder: str | None, idle: float, modules: Sequence[str] = ()
+        self, origin: dict[str, Any], cpus: list[int], folder: str | None, idle: float, modules: Iterable[str]
     ) -> None:
         self.origin = origin
         self.owner = os.getpid()
         self.ready = self.gone = self._answered = False
         self.pid: int | None = None  # known once it has begun
-        self._handle: int | None = None
+        self.reading = threading.RLock()
         self._frames = Frames()
-        self._sending, self._pumping = threading.Lock(), threading.Lock()
-        self._tokens = 0
-        self._codes: dict[int, int] = {}
-        self._refusals: dict[int, str] = {}
-        self._states: dict[int, str] = {}  # of workers that were to write down where they are
+        self._sending = threading.Lock()
+        setup = {"path": origin["path"], "cpus": cpus, "folder": folder, "caller": os.getpid(), "idle": idle}
         with contextlib.ExitStack() as stack:
-            self._control, theirs = _socket_pair()
+            self._control, other = _socket_pair()
             stack.callback(self._control.close)
-            with theirs:
+            with other:
                 reading, writing = pipe()
                 stack.callback(os.close, reading)
                 try:
-                    self._process = _popen(origin, theirs.fileno(), writing)
+                    self._process = _popen(origin, other.fileno(), writing)
                 finally:
                     os.close(writing)
             self._closing = stack.pop_all()
         self._output = Output(reading, sys.stderr, "[workers] ")
         with contextlib.suppress(BrokenPipeError):  # it is dead already, which is seen soon enough
             assert self._process.stdin is not None
-            self._process.stdin.write(origin.as_line(cpus, folder, idle, modules))
+            self._process.stdin.write(json.dumps({**setup, "modules": [*modules]}).encode() + b"\n")
             self._process.stdin.close()
 
     @property
     def sources(self) -> Sequence[Any]:
-        """What is readable when there is something to pump."""
+        """What is readable when there is a reply to read."""
         return [] if self.gone else [self._control, *([self._output.descriptor] if self._output.is_open else [])]
 
     @property
@@ -88,10 +114,9 @@ class Server:
         return self._output.last_words
 
     @property
-    def descriptors(self) -> list[int]:
-        """The descriptors that it takes in this process."""
-        mine = (self._control.fileno(), self._output.descriptor, self._handle)
-        return [] if self.gone else [each for each in mine if each is not None]
+    def exitcode(self) -> int | None:
+        """The exit code of a Python that did not start; None if it started."""
+        return self._process.returncode if self.pid is None else None
 
     def answers(self) -> bool:
         """Whether it is there and does its work: somebody may have killed or stopped it since the last run."""
@@ -100,137 +125,78 @@ class Server:
         deadline = time.monotonic() + _HELLO
         while not self._answered and not self.gone and time.monotonic() < deadline:
             wait(self.sources, _HELLO)
-            self.pump()
+            self.read_replies()
         return self._answered
 
-    def begin(self, folder: str) -> None:
+    def begin(self, folder: str, modules: Iterable[str] = ()) -> None:
         """Prepare it for a run, whose folder it deletes if this process is killed."""
-        self._ask({"ask": "begin", "folder": folder, "modules": modules_to_import()})
+        self._ask({"ask": "begin", "folder": folder, "modules": [*modules]})
 
     def finish(self, folder: str) -> None:
         """Leave a run's folder to this process again."""
         self._ask({"ask": "finish", "folder": folder})
 
-    def fork(self, start: str, streams: Sequence[int], again: bool = True) -> int:
-        """Ask for a worker, which gets `streams`, and return the token that it is known by.
+    def fork(self, start: str, streams: Sequence[int]) -> Fork:
+        """Ask for a worker, which reads the file `start` and gets the streams: reports, output, errors."""
+        channel, other = _socket_pair()
+        with other, self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `read_replies` notices
+            message = framed({"ask": "fork", "start": start})
+            socket.send_fds(self._control, [message], [other.fileno(), *streams], _NO_SIGNAL)
+        return Fork(self, channel)
 
-        Another one is forked ahead when it ends, if such a worker may be needed `again`.
-        """
-        with self._sending:
-            self._tokens += 1
-            message = framed({"ask": "fork", "token": self._tokens, "start": start, "again": again})
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone, which `pump` notices
-                socket.send_fds(self._control, [message], streams)
-            return self._tokens
-
-    def kill(self, token: int) -> None:
-        """Kill a worker and all that it has started, also one that has ended already."""
-        if not self.ready:
-            self.end()  # it imports, and would fork the worker first
-        elif not self.ended(token):
-            self._ask({"ask": "kill", "token": token})
-
-    def whereabouts(self, token: int, folder: str, rank: int) -> str:
-        """Have a worker write down where it is, and return that; what stops it where it is stopped."""
-        self._ask({"ask": "show", "token": token})
-        deadline = time.monotonic() + _HELLO
-        while token not in self._states and not self.ended(token) and time.monotonic() < deadline:
-            wait(self.sources, 0.02)
-            self.pump()
-        if self._states.pop(token, "") in _STOPPED:
-            return "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
-        return whereabouts.read(folder, rank, deadline)
-
-    def pump(self) -> None:
+    def read_replies(self) -> None:
         """Take in what it has answered, without waiting."""
-        with self._pumping:
+        with self.reading:
             if self.gone:
                 return
-            data, ended = _received(self._control)
-            for header, _ in self._frames.feed(data):
-                self._take(header)
+            data, ended = read_available(self._control)
+            self._take(data)
             self._output.relay()
             if ended:
-                self._bury()
-
-    def ended(self, token: int) -> bool:
-        """Whether a worker has ended, or will never begin."""
-        return self.gone or token in self._codes or token in self._refusals
-
-    def exitcode(self, token: int) -> int | None:
-        """Return the exit code of a worker that has ended, negative for a signal; None if nobody knows it."""
-        if token in self._codes or self.pid is not None:
-            return self._codes.get(token)
-        return self._process.returncode  # of a Python that did not start
-
-    def refusal(self, token: int) -> str | None:
-        """Return why the system refused to fork a worker; None if it did not."""
-        if self.pid is None and self.gone and self._process.returncode == UNFORKED:
-            return os.strerror(errno.EAGAIN)
-        return self._refusals.get(token)
-
-    def wait_for(self, token: int, timeout: float) -> None:
-        """Wait until a worker that was killed has ended; end the server if that takes too long."""
-        began = time.monotonic()
-        while not self.ended(token):
-            waited = time.monotonic() - began
-            if waited > timeout or (waited > _HELLO and not self.answers()):
-                self.end()
-                return
-            wait(self.sources, 0.1)
-            self.pump()
+                self._reap()
 
     def end(self) -> None:
         """End it, and with it all of its workers, at once."""
-        with self._pumping:
+        with self.reading:
             if self.gone:
                 return
-            self._meet()
+            self._read_pid()
             self._control.shutdown(socket.SHUT_WR)  # it ends its workers, with all that they have started, and itself
             if not self.ready or not self._has_closed(_ENDING):
                 self._kill()
-            self._bury()
+            self._reap()
 
     def _ask(self, request: dict[str, Any]) -> None:
-        with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError, OSError):
-            self._control.sendall(framed(request))
+        with self._sending, contextlib.suppress(OSError):
+            self._control.sendall(framed(request), _NO_SIGNAL)
 
-    def _take(self, header: dict[str, Any]) -> None:
-        if "hello" in header:
-            self.pid = header["hello"]
-            self._handle = handle_of(self.pid)
-            self._process.wait()  # the process that was started has forked this one, and ended
-        elif "exited" in header:
-            self._codes[header["exited"]] = header["code"]
-        elif "shown" in header:
-            self._states[header["shown"]] = header["state"]
-        elif "unforked" in header:
-            self._refusals[header["unforked"]] = header["why"]
-        self.ready = self.ready or "ready" in header
-        self._answered = self._answered or "answer" in header
+    def _take(self, data: bytes) -> None:
+        for header, _ in self._frames.feed(data):
+            if "hello" in header:
+                self.pid = header["hello"]
+                self._process.wait()  # the process that was started has forked this one, and ended
+            self.ready = self.ready or "ready" in header
+            self._answered = self._answered or "answer" in header
 
-    def _meet(self) -> None:
+    def _read_pid(self) -> None:
         """Learn the number of the process, if it is about to say it: the one that was started has ended."""
         if self.pid is None and self._process.poll() is not None and wait([self._control], _HELLO):
-            for header, _ in self._frames.feed(_received(self._control)[0]):
-                self._take(header)
+            self._take(read_available(self._control)[0])
 
     def _has_closed(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         while wait([self._control], max(0.0, deadline - time.monotonic())):
-            if _received(self._control)[1]:
+            if read_available(self._control)[1]:
                 return True
         return False
 
     def _kill(self) -> None:
         self._process.kill()
         with contextlib.suppress(ProcessLookupError):
-            if self._handle is not None:
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-            elif self.pid is not None:
+            if self.pid is not None:  # nobody else has the number: the process has not closed its end
                 os.kill(self.pid, signal.SIGKILL)
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         self.gone = True
         if self.pid is None:  # it has closed its end without having begun
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -238,45 +204,110 @@ class Server:
         self._output.relay()
         self._output.finish()
         self._closing.close()
-        if self._handle is not None:
-            os.close(self._handle)
+
+
+class Fork:
+    """One worker of a server, as that tells of it.
+
+    Parameters
+    ----------
+    server : Server
+        Forks it.
+    channel : socket.socket
+        A connection to the server for this worker alone.
+    """
+
+    def __init__(self, server: Server, channel: socket.socket) -> None:
+        self._server = server
+        self._channel = channel
+        self._frames = Frames()
+        self._replies: dict[str, Any] = {}
+        self._is_open = True
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """What is readable when there is something to read."""
+        return [*self._server.sources, *([self._channel] if self._is_open else [])]
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, or will never begin."""
+        return self._server.gone or "exited" in self._replies or "refused" in self._replies
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code once it has ended, negative for a signal; None if nobody knows it."""
+        return self._replies.get("exited", self._server.exitcode)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the system refused to fork it; None if it did not."""
+        if self._server.gone and self._server.exitcode == _UNFORKED:
+            return os.strerror(errno.EAGAIN)
+        return self._replies.get("refused")
+
+    def read(self) -> None:
+        """Take in what the server has told, without waiting."""
+        with self._server.reading:
+            self._server.read_replies()
+            if self._is_open:
+                data, closed = read_available(self._channel)
+                self._is_open = not closed
+                for header, _ in self._frames.feed(data):
+                    self._replies.update(header)
+
+    def kill(self) -> None:
+        """Kill it and all that it has started, also if it has ended already."""
+        if not self._server.ready:
+            self._server.end()  # it imports, and would fork the worker first
+        else:
+            self._ask(KILL)
+
+    def stack_dump(self, folder: str, rank: int) -> str:
+        """Have it write down where it is, and return that; what stops it where it is stopped."""
+        self._replies.pop("state", None)
+        self._ask(DUMP)
+        deadline = time.monotonic() + _HELLO
+        while "state" not in self._replies and not self.ended and time.monotonic() < deadline:
+            wait(self.sources, 0.02)
+            self.read()
+        if self._replies.get("state") in _STOPPED:
+            return "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
+        return stack_dump.read(folder, rank, deadline)
+
+    def close(self, timeout: float) -> None:
+        """Kill it, wait until it has ended, and end the server if that takes too long."""
+        self.kill()
+        began = time.monotonic()
+        while not self.ended:
+            waited = time.monotonic() - began
+            if waited > timeout or (waited > _HELLO and not self._server.answers()):
+                self._server.end()
+                break
+            wait(self.sources, 0.1)
+            self.read()
+        self._is_open = False
+        self._channel.close()
+
+    def _ask(self, request: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send(request, _NO_SIGNAL)
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets, clear of the standard streams, which a caller may have closed."""
-    first, second = socket.socketpair()
-    with first, second, contextlib.ExitStack() as undoing:
-        ours = undoing.enter_context(_moved(first))
-        theirs = undoing.enter_context(_moved(second))
-        undoing.pop_all()
-    return ours, theirs
+    """Return two connected sockets, clear of the standard streams."""
+    ends = [end.detach() for end in socket.socketpair()]
+    first, second = above_stdio(*ends)
+    return socket.socket(fileno=first), socket.socket(fileno=second)
 
 
-def _moved(end: socket.socket) -> socket.socket:
-    return socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, STANDARD))
-
-
-def _popen(origin: Origin, control: int, errors: int) -> subprocess.Popen[bytes]:
+def _popen(origin: dict[str, Any], control: int, errors: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*origin.command, str(control)],
+        [*origin["command"], "-c", BOOTSTRAP, str(control)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=errors,
-        env=dict(origin.environ),
+        env=origin["environ"],
         pass_fds=(control,),
         start_new_session=True,  # Ctrl-C is for rank 0
     )
-
-
-def _received(control: socket.socket) -> tuple[bytes, bool]:
-    """Return what has come, without waiting, and whether the other end is closed."""
-    pieces = []
-    while True:
-        try:
-            pieces.append(control.recv(1 << 16, socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return b"".join(pieces), False
-        except ConnectionResetError:  # it was closed with something unread
-            return b"".join(pieces), True
-        if not pieces[-1]:
-            return b"".join(pieces), True

@@ -1,4 +1,4 @@
-"""Warnings of workers: rank 0 shows them, except for those that it gives itself.
+"""Warnings of workers: rank 0 shows them when a worker has ended, except for those that it has given itself.
 
 All ranks run the same code, so most warnings of a worker are those of rank 0 over again.
 """
@@ -6,40 +6,23 @@ All ranks run the same code, so most warnings of a worker are those of rank 0 ov
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 from nano_loop.intercept.attributes import replaced
 
-_PATIENCE = 10.0  # seconds that a worker's warning waits for rank 0 to get to the same place
 _MOST = 10_000  # warnings that are remembered
 
 
-class Warned(NamedTuple):
-    """One warning, as it is compared.
+Warned = tuple[str, str, str, int]  # its class, its message, the file that it is about, and the line there
 
-    Attributes
-    ----------
-    category, text, file : str
-        Its class, its message and the file that it is about.
-    line : int
-        The line in that file.
-    """
-
-    category: str
-    text: str
-    file: str
-    line: int
-
-
-_given: dict[Warned, None] = {}  # by this process, in this run and in those before
+_given: set[Warned] = set()  # by this process, in this run and in those before
 
 
 def _warned(message: Any, category: type[Warning], filename: str, lineno: int) -> Warned:
-    return Warned(f"{category.__module__}.{category.__qualname__}", str(message), filename, lineno)
+    return f"{category.__module__}.{category.__qualname__}", str(message), filename, lineno
 
 
 def noted() -> AbstractContextManager[None]:
@@ -50,7 +33,7 @@ def noted() -> AbstractContextManager[None]:
 def _noting(show: Callable[..., None]) -> Callable[..., None]:
     def showwarning(message: Any, category: type[Warning], filename: str, lineno: int, *where: Any) -> None:
         if len(_given) < _MOST:
-            _given[_warned(message, category, filename, lineno)] = None
+            _given.add(_warned(message, category, filename, lineno))
         show(message, category, filename, lineno, *where)
 
     return showwarning
@@ -79,30 +62,19 @@ def sent(send: Callable[[dict[str, Any]], None]) -> None:
 
 
 class Awaiting:
-    """The warnings of one worker that rank 0 may still give itself.
+    """The warnings of one worker, until it has ended and it is known which of them rank 0 has given itself."""
 
-    Parameters
-    ----------
-    show : callable
-        Is given the text of each one that rank 0 has not given.
-    """
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self._show = show
-        self._waiting: list[tuple[float, Warned, str]] = []
+    def __init__(self) -> None:
+        self._texts: dict[Warned, str] = {}
 
     def take(self, report: dict[str, Any]) -> None:
         """Take a report that `sent` has sent."""
-        self._waiting.append((time.monotonic(), Warned(*report["warned"]), report["shown"]))
+        if len(self._texts) < _MOST:
+            self._texts.setdefault(tuple(report["warned"]), report["shown"])
 
-    def show(self, *, all_of_them: bool = False) -> None:
-        """Show those that have waited long enough, or all; and drop those that rank 0 has given."""
-        still = []
-        for since, warned, text in self._waiting:
-            if warned in _given:
-                continue
-            if all_of_them or time.monotonic() > since + _PATIENCE:
-                self._show(text)
-            else:
-                still.append((since, warned, text))
-        self._waiting = still
+    def show(self, say: Callable[[str], None]) -> None:
+        """Say those that rank 0 has not given, once each."""
+        for warned, text in self._texts.items():
+            if warned not in _given:
+                say(text)
+        self._texts.clear()

@@ -42,7 +42,7 @@ class ActorProcess:
         self._node, self._actor, self._connection = node, actor, connection
         self._running: Any = None
         self._frames = Frames()
-        self._warnings = Awaiting(Output(-1, sys.stderr, f"[rank {rank}] ").say)
+        self._warnings = Awaiting()
         self._silent_since: float | None = None
         self._failure: Failure | None = None
         self._answer: str | None = None
@@ -62,13 +62,12 @@ class ActorProcess:
     def poll(self) -> Failure | None:
         """See `Worker.poll`."""
         self._read()
-        self._warnings.show()
         if self._failure is None and not self.finished:
             self._failure = self._outcome() or self._loss()
         return self._failure
 
-    def whereabouts(self) -> str:
-        """See `Worker.whereabouts`."""
+    def stack_dump(self) -> str:
+        """See `Worker.stack_dump`."""
         self._answered.clear()
         ask(self._connection)
         deadline = time.monotonic() + _ANSWER
@@ -87,7 +86,7 @@ class ActorProcess:
         while self._is_open and time.monotonic() < deadline:
             self._read()
             time.sleep(0.01)
-        self._warnings.show(all_of_them=True)
+        self._warnings.show(Output(-1, sys.stderr, f"[rank {self.rank}] ").say)
         self._is_open = False
         self._connection.close()
         self._running = None

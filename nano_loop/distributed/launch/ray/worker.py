@@ -24,11 +24,11 @@ from nano_loop.distributed.files.folder import redirect_files
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.launch.failure import flush_output, pickled, raised
-from nano_loop.distributed.launch.joining import run_joined
 from nano_loop.distributed.launch.local.warned import sent
 from nano_loop.distributed.launch.ray.call import PAYLOAD, WORKER_INIT, Call, threads_for, versions
 from nano_loop.distributed.launch.ray.folder import NodeFolder
 from nano_loop.distributed.launch.ray.lifeline import Lifeline
+from nano_loop.distributed.launch.running import run_joined
 from nano_loop.distributed.payload.payload import load
 from nano_loop.distributed.seat import Seat
 from nano_loop.rank_zero import note_rank

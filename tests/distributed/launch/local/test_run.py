@@ -3,7 +3,6 @@
 import functools
 import os
 import random
-import signal
 import subprocess
 import sys
 import textwrap
@@ -505,23 +504,6 @@ def test_dataset_in_memory_is_not_copied_for_each_rank():
     assert growth(1 << 28) - growth(1 << 10) < 1.05
 
 
-KILLED = """
-    import os, sys, time, torch
-    from nano_loop import nano
-
-    @nano(num_processes=2, verbose=False)
-    def train(model):
-        if torch.distributed.get_rank() == 1:
-            with open("private", "wb") as file:
-                file.write(bytes(10_000))
-            with open(sys.argv[1], "w") as pipe:
-                pipe.write(str(os.getpid()))
-        time.sleep(100)
-
-    train(torch.nn.Linear(1, 1))
-"""
-
-
 DUMPING = """
     import sys, time, torch
     from nano_loop import nano
@@ -537,48 +519,24 @@ DUMPING = """
 
 
 def test_caller_that_is_killed_while_it_writes_the_payload_leaves_nothing(tmp_path):
-    caller, pipe, temporary = caller_of(DUMPING, tmp_path)
+    pipe, temporary = tmp_path / "pipe", tmp_path / "temporary"
+    os.mkfifo(pipe)
+    temporary.mkdir()
+    command = [sys.executable, "-c", textwrap.dedent(DUMPING), str(pipe)]
+    package = Path(nano_loop.__file__).parents[1]
+    caller = subprocess.Popen(command, cwd=package, env={**os.environ, "TMPDIR": str(temporary)})
     assert pipe.read_text() == "x"
     caller.kill()
     caller.wait()
-    assert left_by(caller, temporary) == []
-
-
-def caller_of(script, folder):
-    """Start a script that writes to a pipe, with a folder for temporary files; give both too."""
-    pipe, temporary = folder / "pipe", folder / "temporary"
-    os.mkfifo(pipe)  # a worker's files are its own, pipes are not
-    temporary.mkdir()
-    caller = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), str(pipe)],
-        cwd=Path(nano_loop.__file__).parents[1],
-        env={**os.environ, "TMPDIR": str(temporary)},
-    )
-    return caller, pipe, temporary
-
-
-def left_by(caller, temporary):
-    """What is left of a killed caller's folders, which the process that forks its workers deletes soon."""
 
     def left():
         files = [*temporary.iterdir(), *Path("/dev/shm").glob(f"nano_loop-{caller.pid}-*")]
-        return [each for each in files if not each.name.startswith("torchinductor_")]  # torch's own cache
+        return [file for file in files if not file.name.startswith("torchinductor_")]  # torch's own cache
 
     deadline = time.monotonic() + 30
-    while left() and time.monotonic() < deadline:
+    while left() and time.monotonic() < deadline:  # the process that forks its workers deletes them soon
         time.sleep(0.01)
-    return left()
-
-
-@pytest.mark.slow  # test_server.py has it of workers that hold the interpreter's lock
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_end_with_the_caller(tmp_path, number):
-    caller, pipe, temporary = caller_of(KILLED, tmp_path)
-    worker = psutil.Process(int(pipe.read_text()))
-    caller.send_signal(number)
-    caller.wait()
-    worker.wait(timeout=10)
-    assert left_by(caller, temporary) == []
+    assert left() == []
 
 
 PARTING = """

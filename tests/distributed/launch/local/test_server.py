@@ -1,6 +1,5 @@
 """The process that workers are forked from: kept for the next run, replaced where it does not fit, never in the way."""
 
-import ctypes
 import importlib
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ from distributed import small
 from distributed.launch.started import LOOP, environment
 from nano_loop import NanoError, NanoWorkerError, nano
 from nano_loop.distributed.launch.local import kept_server as servers
-from nano_loop.distributed.launch.local import start
+from nano_loop.run import Task
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -98,30 +97,6 @@ def test_it_ends_by_itself_without_runs_and_the_next_run_starts_another(monkeypa
     first = parent_of_the_worker()
     wait_until(lambda: is_gone(first))
     assert parent_of_the_worker() != first
-
-
-@pytest.mark.slow
-def test_it_is_not_missed_where_somebody_has_killed_it_between_two_runs():
-    first = parent_of_the_worker()
-    os.kill(first, signal.SIGKILL)
-    assert parent_of_the_worker() != first
-
-
-def test_killed_in_a_run_it_takes_its_workers_with_it_and_the_run_ends_with_an_error():
-    def train(model):
-        pids = everywhere((os.getpid(), os.getppid()))
-        if small.rank() == 0:
-            left.append(pids[1][0])
-            os.kill(pids[1][1], signal.SIGKILL)
-        time.sleep(30 * small.rank())
-        everywhere(0)
-
-    left = []
-    with pytest.raises(NanoWorkerError) as caught:
-        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
-    assert caught.value.rank == 1
-    wait_until(lambda: is_gone(left[0]))
-    assert run(small.rank) == [0, 1]
 
 
 @pytest.mark.slow
@@ -204,23 +179,6 @@ def test_nothing_is_left_open_when_the_caller_ends(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_child_of_a_worker_that_left_its_group_does_not_hide_that_the_worker_has_died():
-    def train(model):
-        if small.rank() == 1:
-            subprocess.Popen(["sleep", "30"], start_new_session=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        everywhere(0)
-
-    started = time.monotonic()
-    with pytest.raises(NanoWorkerError) as caught:
-        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
-    assert caught.value.exitcode == -signal.SIGKILL
-    assert time.monotonic() - started < 10
-    for each in psutil.process_iter(["cmdline"]):
-        if each.info["cmdline"] == ["sleep", "30"]:
-            each.kill()
-
-
 @pytest.mark.slow
 def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -232,34 +190,6 @@ def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
         assert run(small.rank) == [0, 1]
     finally:
         signal.signal(signal.SIGCHLD, before)
-
-
-KILLED = """
-import ctypes
-
-@nano(**OPTIONS)
-def train(model):
-    pids = everywhere((os.getpid(), os.getppid()))
-    if torch.distributed.get_rank() == 1:
-        ctypes.PyDLL(None).sleep(60)  # which holds the interpreter's lock: no thread of this process runs
-    print(json.dumps([pids[1], str(OPTIONS)]), flush=True)
-    everywhere(0)
-
-train(Line())
-"""
-
-
-def test_workers_end_with_a_killed_caller_also_while_they_hold_the_interpreter_s_lock(tmp_path):
-    (tmp_path / "train.py").write_text(LOOP + KILLED)
-    with subprocess.Popen(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
-    ) as process:
-        line = process.stdout.readline()
-        worker, server = map(int, line[2:].partition("]")[0].split(","))
-        assert not is_gone(worker)
-        process.kill()
-    wait_until(lambda: is_gone(worker) and is_gone(server), 5)
-    assert [path for path in os.listdir("/dev/shm") if path.startswith(f"nano_loop-{process.pid}-")] == []
 
 
 STREAMS = {
@@ -308,10 +238,6 @@ def test_fifty_megabytes_without_a_line_s_end_are_shown_in_pieces(capfd):
     assert all(line.startswith("[rank 1] x") for line in shown.splitlines())
 
 
-def test_interpreter_s_lock_can_be_held_by_a_call_into_c():
-    assert ctypes.PyDLL(None).sleep(0) == 0  # what a test above relies on
-
-
 @pytest.mark.slow
 def test_limit_on_open_files_is_told_as_such_wherever_it_is_reached():
     used = len(os.listdir("/proc/self/fd"))
@@ -327,11 +253,21 @@ def test_limit_on_open_files_is_told_as_such_wherever_it_is_reached():
     assert run(small.rank) == [0, 1]
 
 
+def test_working_folder_arguments_and_volatile_variables_are_those_of_the_call(tmp_path, monkeypatch):
+    first = parent_of_the_worker()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["another.py"])
+    state = run(lambda: (os.getcwd(), os.environ["PWD"], sys.argv))
+    assert state == [(str(tmp_path), str(tmp_path), ["another.py"])] * 2
+    assert kept().pid == first
+
+
 @pytest.mark.slow
 def test_what_a_later_import_makes_in_the_temporary_folder_goes_with_the_run(tmp_path, monkeypatch):
     (tmp_path / "makes_a_folder.py").write_text("import tempfile\nplace = tempfile.mkdtemp()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(start, "ALL_MODULES", ("makes_a_folder",))
+    monkeypatch.setattr(Task, "modules", ["makes_a_folder"])
     first = parent_of_the_worker()
     mine = importlib.import_module("makes_a_folder").place
     server, place = run(lambda: (os.getppid(), sys.modules["makes_a_folder"].place))[1]

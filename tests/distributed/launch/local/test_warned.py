@@ -86,24 +86,14 @@ def test_all_of_them_are_shown_if_that_is_asked_for(tmp_path):
     assert sum(line.startswith("[rank 1] ") and "of both ranks" in line for line in first) == 1
 
 
-def test_warning_waits_for_rank_0_and_is_shown_when_it_has_waited_long_enough(monkeypatch):
-    now, lines = [100.0], []
-    monkeypatch.setattr(warned.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(warned, "_given", {})
-    awaiting = Awaiting(lines.append)
-    one, two = (["builtins.UserWarning", text, "train.py", 3] for text in ("one", "two"))
-    awaiting.take({"warned": one, "shown": "ONE"})
-    awaiting.take({"warned": two, "shown": "TWO"})
-    awaiting.show()
-    assert lines == []
-    warned._given[warned.Warned(*one)] = None
-    now[0] += 9
-    awaiting.show()
-    assert lines == []
-    now[0] += 2
-    awaiting.show()
-    awaiting.show(all_of_them=True)
-    assert lines == ["TWO"]
-    awaiting.take({"warned": [*two[:3], 4], "shown": "ON ANOTHER LINE"})
-    awaiting.show(all_of_them=True)
-    assert lines[1:] == ["ON ANOTHER LINE"]
+def test_what_rank_0_has_not_given_is_said_once_when_the_worker_has_ended(monkeypatch):
+    one, two, on_another_line = (
+        ("builtins.UserWarning", *rest) for rest in (("1", "a", 3), ("2", "a", 3), ("2", "a", 4))
+    )
+    waiting, lines = Awaiting(), []
+    for warning, text in ((one, "ONE"), (two, "TWO"), (two, "TWO"), (on_another_line, "TWO, ON ANOTHER LINE")):
+        waiting.take({"warned": [*warning], "shown": text})
+    monkeypatch.setattr(warned, "_given", {one})  # after it has come from the worker
+    waiting.show(lines.append)
+    waiting.show(lines.append)
+    assert lines == ["TWO", "TWO, ON ANOTHER LINE"]

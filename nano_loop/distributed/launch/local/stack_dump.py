@@ -1,4 +1,4 @@
-"""Where a worker is in its Python code: it writes that to a file when a signal comes, whatever it is doing then."""
+"""The stacks of a worker's threads: it writes them to a file when a signal comes, whatever it is doing then."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 1
 _LONGEST = 20_000  # characters
 
 
-def told_on_demand(folder: str, rank: int) -> None:
+def dump_on_signal(folder: str, rank: int) -> None:
     """Let this process write the stacks of its threads to a file in the run's folder whenever the signal comes."""
-    file = _file(folder, rank).open("w")  # stays open as long as the process lives
+    file = _path(folder, rank).open("w")  # stays open as long as the process lives
     faulthandler.register(_SIGNAL, file, all_threads=True)
 
 
-def ask(process: int) -> str:
+def request(process: int) -> str:
     """Send the signal, and return the process's state as /proc has it: ``T`` where it is stopped."""
     state = ""
     with contextlib.suppress(OSError):  # there is no /proc, or the process is gone
@@ -31,15 +31,15 @@ def ask(process: int) -> str:
 
 def read(folder: str, rank: int, deadline: float) -> str:
     """Return what the process has written, once that is complete; nothing where it writes nothing."""
-    found = ""
+    dump, path = "", _path(folder, rank)
     while time.monotonic() < deadline:
-        written = _file(folder, rank).read_text(errors="replace") if _file(folder, rank).exists() else ""
-        if written and written == found:
+        written = path.read_text(errors="replace") if path.exists() else ""
+        if written and written == dump:
             break
-        found = written
+        dump = written
         time.sleep(0.02)
-    return found[:_LONGEST]
+    return dump[:_LONGEST]
 
 
-def _file(folder: str, rank: int) -> Path:
+def _path(folder: str, rank: int) -> Path:
     return Path(folder) / f"stacks-{rank}"

@@ -1,0 +1,88 @@
+"""The task of a run in a worker process, from the state that it takes over to its end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from nano_loop.distributed.files.folder import explaining_full_disk
+from nano_loop.distributed.launch.assignment import Assignment, State
+from nano_loop.distributed.launch.group import local_group
+from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.under_way import under_way, whole_process
+from nano_loop.distributed.loaders.worker_advice import advice_of_plain_run
+from nano_loop.distributed.seat import Seat
+
+
+def run_task(assignment: Assignment, rank: int) -> None:
+    """Join a run in a worker process, which its launcher has started for it, and do the task.
+
+    What is changed in the process (torch's settings, its seeds, its files) is left changed: it ends with the run.
+
+    Parameters
+    ----------
+    assignment : Assignment
+        What the caller has sent.
+    rank : int
+        Which of the seats is this process's.
+    """
+    seat = assignment.seats[rank]
+    folder = seat.ranks.folder
+    assert folder is not None
+
+    @contextmanager
+    def connected() -> Iterator[Seat]:
+        alone = seat.ranks.size == 1  # a run beside the caller, who is none of its ranks
+        with nullcontext() if alone else local_group(seat.ranks, assignment.process_group_backend):
+            yield seat
+
+    state = assignment.state, seat.machine.num_threads
+    run_joined(assignment.task, *state, connected(), seat.ranks.size, folder)
+
+
+def run_joined(
+    task: Task, state: State, threads: int, connected: AbstractContextManager[Seat], size: int, folder: Path
+) -> None:
+    """Do a task in a worker process; see `run_task`.
+
+    Parameters
+    ----------
+    task : Task
+        What to do.
+    state : State
+        That of the caller's process.
+    threads : int
+        The most compute threads that this process may have.
+    connected : context manager
+        Connects this process with the other ranks, and gives its seat.
+    size : int
+        How many ranks there are.
+    folder : pathlib.Path
+        The run's folder on this host, for what this process writes (`nano_loop.distributed.files.folder`).
+    """
+    state.take_over(threads)
+    # An optimizer that was pickled has lost the mark of its scheduler, not the scheduler.
+    warnings.filterwarnings("ignore", "Seems like `optimizer.step")
+    whole = whole_process("this worker process", of_ranks(size))
+    with explaining_full_disk(folder), whole, connected as seat, running(seat, task):
+        task.run_in(seat)
+
+
+@contextmanager
+def running(seat: Seat, task: Task | None) -> Iterator[None]:
+    """Note that this process is a rank of a run, for the body."""
+    if task is not None:
+        seat.ranks.context.loop = task.loop
+    seat.ranks.context.common_seed = torch.initial_seed()
+    is_bound = bool(seat.ranks.shares)
+    with under_way(seat.ranks), advice_of_plain_run(len(seat.host.allowed)) if is_bound else nullcontext():
+        yield
+
+
+def of_ranks(size: int) -> str:
+    """Return what a run of several processes does with this one, for the message of a run that it is in the way of."""
+    return f"a run of {size} processes, which has the process group and binds all threads"
