@@ -63,8 +63,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "private_names_of_others": {
         "compiling.operators.attention": "functions of kernels as operators",
         "compiling.operators.cross_entropy": "likewise",
-        "distributed.files.python_io": "tempfile decides on its folder in a private function",
-        "distributed.files.redirection": "numpy and io open files by functions without public names",
+        "distributed.files.private_files": "tempfile decides on folders, and numpy opens files, by private functions",
         "distributed.launch.local.start": "Python documents sys._xoptions, and has no other name for its -X options",
         "distributed.launch.local.worker": "multiprocessing has no public way to let a worker have children",
         "distributed.launch.ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",

@@ -18,6 +18,7 @@ from typing import Any
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.files.folder import place_of, workers_files
+from nano_loop.distributed.files.table import MadeFolders
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.failure import Failure, first
 from nano_loop.distributed.launch.local.kept_server import keep, server_for
@@ -107,6 +108,7 @@ class TrialProcesses:
     def _begin(self, server: Server, task: Task, options: Options, machine: Machine) -> None:
         folder = self._ending.enter_context(private_folder())
         self._ending.enter_context(workers_files(folder))
+        self._ending.callback(MadeFolders(folder).clean, removed_only=False)
         for place in (folder, Path(place_of(folder))):
             server.begin(str(place), task.modules)
             self._ending.callback(server.finish, str(place))

@@ -1,1 +1,1 @@
-"""What a worker process writes: it goes to a private folder, from which the worker reads it back."""
+"""Private files of ranks other than 0: folders are real, and what a rank writes is its own until the run ends."""

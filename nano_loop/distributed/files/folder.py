@@ -10,9 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from nano_loop.distributed.files.caches import cache_folders
 from nano_loop.distributed.files.originals import real
-from nano_loop.distributed.files.redirection import redirect
 from nano_loop.errors import problem
 
 _LINK = "files"  # in the folder of the run, to this one
@@ -41,22 +39,23 @@ def place_of(run: Path) -> str:
     return os.readlink(run / _LINK)
 
 
-def redirect_files(run: Path, rank: int) -> None:
-    """Let this process, a worker, change no file of the caller's from now on, for as long as it lives.
+def began(run: Path) -> int:
+    """Return when `workers_files` has made it, in ns by the clock of the file systems."""
+    return (run / _LINK).lstat().st_ctime_ns
 
-    Parameters
-    ----------
-    run : Path
-        The private folder of the run.
-    rank : int
-        The rank of this process.
-    """
+
+def own_folder(run: Path, rank: int) -> str:
+    """Make the folder of one rank in it, with one for temporary files."""
+    place = f"{place_of(run)}/{rank}"
+    for folder in (place, f"{place}/temporary"):
+        real.mkdir(folder, 0o700)
+    return place
+
+
+def folders_of(run: Path) -> list[str]:
+    """Return the folders of a run, whose files are no rank's own."""
     folders = [place_of(run), os.path.realpath(run)]
-    place = f"{folders[0]}/{rank}"
-    real.mkdir(place, 0o700)
-    since = (run / _LINK).lstat().st_ctime_ns
-    shared = (*folders, *map(_being_deleted, folders), *cache_folders())
-    redirect(place, since, shared, folders[1])
+    return [*folders, *map(_being_deleted, folders)]
 
 
 def discard(folder: str | Path) -> None:

@@ -1,47 +1,72 @@
-"""Functions of compiled code that open files by their paths, and how a worker lets each open its private copy."""
+"""Functions of compiled code that open files by their paths, and how a rank lets each open its private file."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import stat
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from urllib.parse import quote
 
-from nano_loop.distributed.files.copies import Access, accessed
-from nano_loop.distributed.files.databases import opened_database
-from nano_loop.distributed.files.functions import Replacement, replaced_class
-from nano_loop.distributed.files.overlay import Overlay
+from nano_loop.distributed.files.functions import Replacement, naming, redirected, replaced_class
+from nano_loop.distributed.files.table import Table
 from nano_loop.intercept.torch_private import FILE_CLASSES
 
 _Argument = Callable[[int, str, Any], Any]  # gives one of a call's by its position, its name and its default
 
 
-def _reads(overlay: Overlay, path: Any, argument: _Argument, original: Any) -> AbstractContextManager[Any]:
-    return accessed(overlay, path, Access.READ)
+def _reads(table: Table, path: Any, argument: _Argument) -> Any:
+    return table.reading(path)
 
 
-def _replaces(overlay: Overlay, path: Any, argument: _Argument, original: Any) -> AbstractContextManager[Any]:
-    return accessed(overlay, path, Access.REPLACE)
+def _replaces(table: Table, path: Any, argument: _Argument) -> Any:
+    key = table.key(path)
+    return path if table.is_shared(key) or _is_no_file(table, key) else table.new(key)
 
 
-def _maps(overlay: Overlay, path: Any, argument: _Argument, original: Any) -> AbstractContextManager[Any]:
-    return accessed(overlay, path, Access.EDIT if argument(1, "shared", False) else Access.READ)
+def _edits(table: Table, path: Any, argument: _Argument) -> Any:
+    key = table.key(path)
+    exists = table.seen(key) is not None
+    return table.own(key) if exists and not table.is_shared(key) else _replaces(table, path, argument)
 
 
-def _opens_hdf5(overlay: Overlay, path: Any, argument: _Argument, original: Any) -> AbstractContextManager[Any]:
-    modes = {"r": Access.READ, "w": Access.REPLACE}
-    return accessed(overlay, path, modes.get(argument(2, "mode", "r"), Access.EDIT))
+def _maps(table: Table, path: Any, argument: _Argument) -> Any:
+    return (_edits if argument(1, "shared", False) else _reads)(table, path, argument)
 
 
-def _opens_sqlite(overlay: Overlay, path: Any, argument: _Argument, original: Any) -> AbstractContextManager[Any]:
-    return opened_database(overlay, path, bool(argument(7, "uri", False)), original)
+def _by_mode(position: int, default: str) -> Callable[[Table, Any, _Argument], Any]:
+    def opened(table: Table, path: Any, argument: _Argument) -> Any:
+        mode = argument(position, "mode", default).replace("b", "")
+        return {"r": _reads, "w": _replaces}.get(mode, _edits)(table, path, argument)
+
+    return opened
+
+
+def _opens_sqlite(table: Table, path: Any, argument: _Argument) -> Any:
+    """Give a database of the caller's for reading alone: SQLite refuses to write to it, or to make it."""
+    name = os.fsdecode(path)
+    if name in ("", ":memory:") or argument(7, "uri", False) or table.is_shared(key := table.key(name)):
+        return path
+    if (place := table.place(key)) != key:
+        return place or table.new(key)
+    table.read_only.add(key)
+    return _ReadOnly(key)
+
+
+class _ReadOnly(str):
+    """The path of a database that is opened for reading."""
+
+
+def _is_no_file(table: Table, key: str) -> bool:
+    found = table.seen(key)
+    return found is not None and not stat.S_ISREG(found.st_mode)
 
 
 @dataclass(frozen=True)
@@ -55,14 +80,14 @@ class Native:
     position, parameter : int, str
         Where it takes the path.
     opened : callable
-        Returns a context that gives what it is to open instead.
+        Returns what it is to open instead.
     """
 
     module: str
     name: str
     position: int
     parameter: str
-    opened: Callable[[Overlay, Any, _Argument, Any], AbstractContextManager[Any]]
+    opened: Callable[[Table, Any, _Argument], Any]
 
 
 _C, _WRITER, _READER = FILE_CLASSES
@@ -80,70 +105,56 @@ NATIVE = (
     Native("torchvision.io.image", "read_file", 0, "path", _reads),
     Native("safetensors", "serialize_file", 1, "filename", _replaces),
     Native("safetensors", "safe_open", 0, "filename", _reads),
-    Native("_sqlite3", "connect", 0, "database", _opens_sqlite),
+    Native("sqlite3.dbapi2", "connect", 0, "database", _opens_sqlite),
     Native("cv2", "imwrite", 0, "filename", _replaces),
     Native("cv2", "imread", 0, "filename", _reads),
-    Native("h5py", "File.__init__", 1, "name", _opens_hdf5),
+    Native("h5py", "File.__init__", 1, "name", _by_mode(2, "r")),
+    Native("pyarrow", "memory_map", 0, "path", _by_mode(1, "r")),
+    Native("pyarrow", "OSFile", 0, "path", _by_mode(1, "r")),
 )
 
 
-def redirect_native(overlay: Overlay, natives: Iterable[Native] = NATIVE) -> dict[int, tuple[Any, Any]]:
-    """Replace the functions whose modules have been imported, and the others as soon as they are.
+def natives_by_module() -> dict[str, list[Native]]:
+    """Return the functions by the names of their modules."""
+    modules: dict[str, list[Native]] = {}
+    for native in NATIVE:
+        modules.setdefault(native.module, []).append(native)
+    return modules
 
-    Returns
-    -------
-    dict
-        The functions that were replaced at once, each with its replacement, by their ids.
-    """
-    waiting: dict[str, list[Native]] = {}
+
+def replacements_in(table: Table, module: ModuleType, natives: Iterable[Native]) -> Iterator[tuple[Any, str, Any, Any]]:
+    """Yield what is to be replaced in a module: owners, names, originals and replacements."""
     for native in natives:
-        waiting.setdefault(native.module, []).append(native)
-    replaced = {}
-    for name in [name for name in waiting if name in sys.modules]:
-        replaced.update(_redirect(overlay, sys.modules[name], waiting.pop(name)))
-    sys.meta_path.insert(0, WhenImported(waiting, lambda module, natives: _redirect(overlay, module, natives)))
-    return replaced
+        owner: Any = module
+        *owners, name = native.name.split(".")
+        for step in owners:
+            owner = getattr(owner, step, None)
+        original = getattr(owner, name, None)
+        if original is not None:  # other versions have not all of them
+            yield owner, name, original, _replacement(table, owner, original, native)
 
 
-def _found(module: ModuleType, native: Native) -> tuple[Any, Any]:
-    """Return the module or class that has a function, and the function; None for what this version has not."""
-    *owners, name = native.name.split(".")
-    owner: Any = module
-    for each in owners:
-        owner = getattr(owner, each, None)
-    return owner, getattr(owner, name, None)
-
-
-def _redirect(overlay: Overlay, module: ModuleType, natives: Iterable[Native]) -> dict[int, tuple[Any, Any]]:
-    replaced = {}
-    for native in natives:
-        name = native.name.rpartition(".")[2]
-        owner, original = _found(module, native)
-        if original is not None:
-            replacement = _replacement(overlay, owner, original, native)
-            setattr(owner, name, replacement)
-            replaced[id(original)] = original, replacement
-    return replaced
-
-
-def _replacement(overlay: Overlay, owner: Any, original: Any, native: Native) -> Any:
-    function = _redirected(overlay, original, native)
+def _replacement(table: Table, owner: Any, original: Any, native: Native) -> Any:
+    function = _redirected(table, original, native)
     if inspect.isclass(original):
-        return replaced_class(function, original, native.module)
+        return replaced_class(original, native.module, function)
     if inspect.isclass(owner) and native.position > 0:
         return wraps(original)(function)  # a method
     return Replacement(function, original, native.module)
 
 
-def _redirected(overlay: Overlay, original: Any, native: Native) -> Callable[..., Any]:
+def _redirected(table: Table, original: Any, native: Native) -> Callable[..., Any]:
     def function(*args: Any, **options: Any) -> Any:
         def argument(position: int, name: str, default: Any = None) -> Any:
             return args[position] if len(args) > position else options.get(name, default)
 
         path = argument(native.position, native.parameter)
-        if not isinstance(path, (str, bytes, os.PathLike)):
+        if not table.root or not isinstance(path, (str, bytes, os.PathLike)):
             return original(*args, **options)
-        with native.opened(overlay, path, argument, original) as place:
+        with naming(path), redirected:
+            place: Any = native.opened(table, path, argument)
+            if isinstance(place, _ReadOnly):
+                place, options = f"file:{quote(place)}?mode=ro", options | {"uri": True}
             if len(args) > native.position:
                 changed = (*args[: native.position], place, *args[native.position + 1 :])
                 return original(*changed, **options)
@@ -160,7 +171,7 @@ class WhenImported(MetaPathFinder):
     waiting : dict
         What is to be done, by the names of the modules; each is taken out when it is done.
     do : callable
-        Is given a module, and what was to be done with it.
+        Is called with a module, and with what was to be done with it.
     """
 
     def __init__(self, waiting: dict[str, Any], do: Callable[[ModuleType, Any], object]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 #: Functions of `os` that take paths. Not every system has each of them.
 NAMES = (
-    *("access", "chdir", "chflags", "chmod", "chown", "fchdir", "getcwd", "getcwdb", "getxattr", "lchflags", "lchmod"),
+    *("access", "chdir", "chflags", "chmod", "chown", "getcwd", "getcwdb", "getxattr", "lchflags", "lchmod"),
     *("lchown", "link", "listdir", "listxattr", "lstat", "mkdir", "mkfifo", "mknod", "open", "pathconf", "readlink"),
     *("remove", "removexattr", "rename", "replace", "rmdir", "scandir", "setxattr", "stat", "statvfs", "symlink"),
     *("truncate", "unlink", "utime"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nano_loop.distributed.files.folder import explaining_full_disk
+from nano_loop.distributed.files.private_files import explaining
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.task import Task
@@ -68,7 +68,7 @@ def run_joined(
     # An optimizer that was pickled has lost the mark of its scheduler, not the scheduler.
     warnings.filterwarnings("ignore", "Seems like `optimizer.step")
     whole = whole_process("this worker process", of_ranks(size))
-    with explaining_full_disk(folder), whole, connected as seat, running(seat, task):
+    with explaining(folder), whole, connected as seat, running(seat, task):
         task.run_in(seat)
 
 

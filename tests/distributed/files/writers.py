@@ -11,7 +11,6 @@ import lzma
 import os
 import pickle
 import shutil
-import sqlite3
 import tarfile
 import tempfile
 import warnings
@@ -166,7 +165,7 @@ def shared_tensors(value):
     return torch.from_file("tensor", size=4, dtype=torch.uint8).tolist(), Path("storage").read_bytes()
 
 
-# --- logs, text, archives, images, databases ---
+# --- logs, text, archives, images ---
 
 
 def text(value):
@@ -233,20 +232,6 @@ def images(value):
         return image.getpixel((0, 0)), figure.size
 
 
-def database(value):
-    for name in ("new.db", "before.db"):
-        connection = sqlite3.connect(name)
-        connection.execute("create table if not exists rows (value)")
-        connection.execute("insert into rows values (?)", [value])
-        connection.commit()
-        connection.close()
-    connection = sqlite3.connect("file:before.db?mode=ro", uri=True)
-    try:
-        return connection.execute("select * from rows").fetchall()
-    finally:
-        connection.close()
-
-
 def dumped(value):
     joblib.dump({"value": np.full(4, value)}, "dumped.joblib")
     return joblib.load("dumped.joblib")["value"].tolist()
@@ -266,13 +251,13 @@ def folders(value):
 
 
 # Where a worker that is behind adds to what rank 0 has written so far.
-ADDING = ("logs", "database")
+ADDING = ("logs",)
 WRITERS = {
     each.__name__: each
     for each in (
         *(saved_to_an_open_file, saved_by_path, mapped, saved_by_name, best_copied, saved_atomically, last_three_kept),
         *(folder_renamed_when_complete, started_anew, latest_linked, scripted, arrays, shared_tensors, text, logs),
-        *(compressed, images, database, dumped, folders),
+        *(compressed, images, dumped, folders),
     )
 }
 
@@ -288,10 +273,6 @@ def prepare(folder):
     for name in ("before.log", "before.txt"):
         (folder / "logs" / name).write_text("before\n")
     (folder / "folders/empty/inside").mkdir(parents=True)
-    connection = sqlite3.connect(folder / "database/before.db")
-    connection.execute("create table rows (value)")
-    connection.commit()
-    connection.close()
 
 
 def written(name, folder, value):

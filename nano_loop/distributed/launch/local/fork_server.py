@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nano_loop.distributed.files.redirection import prepare
+from nano_loop.distributed.files.private_files import prepare
 from nano_loop.distributed.launch.local import stack_dump
 from nano_loop.distributed.launch.local.frames import DUMP, Frames, framed
 from nano_loop.distributed.launch.local.worker import main

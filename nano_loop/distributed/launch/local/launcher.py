@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.files.folder import place_of, workers_files
+from nano_loop.distributed.files.private_files import folders_made_together
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
@@ -54,6 +55,7 @@ class Local(Launcher):
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(workers_files(folder))
+                stack.enter_context(folders_made_together(folder))
                 seats = seats_of(machine, shares, folder, options.timeout)
                 server = stack.enter_context(serving(seats[1], task.modules, Path(place_of(folder))))
                 with interrupts.heard():

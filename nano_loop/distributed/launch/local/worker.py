@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from nano_loop.distributed.files.folder import redirect_files
+from nano_loop.distributed.files.private_files import guard_files, redirect_files
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
 from nano_loop.distributed.launch.local.frames import framed
@@ -54,6 +54,7 @@ def main(folder: Path, rank: int, reports: int, verbose: bool) -> NoReturn:
             load(folder / WORKER_INIT)()
             where = ""
         assignment: Assignment = load(folder / PAYLOAD)
+        guard_files(folder)  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off
         gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
         gc.enable()
         _send(reports, framed({"kind": "ready"}))

@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import read_machine
-from nano_loop.distributed.files.folder import redirect_files
+from nano_loop.distributed.files.private_files import redirect_files
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.launch.failure import flush_output, pickled, raised

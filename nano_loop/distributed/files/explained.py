@@ -1,0 +1,198 @@
+"""Changes of the caller's files that no replaced function has seen: they are errors, which are explained."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import errno
+import linecache
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from itertools import chain, islice
+from types import TracebackType
+from typing import Any
+
+from nano_loop.distributed.files.functions import WRITING, redirected
+from nano_loop.distributed.files.originals import real
+from nano_loop.distributed.files.table import Table, lower
+from nano_loop.errors import NanoError, problem
+
+# Events of `sys.addaudithook`, with the positions of the paths of what is changed.
+_EVENTS = {
+    **{f"os.{name}": (0,) for name in ("chmod", "chown", "remove", "setxattr", "truncate", "utime")},
+    "open": (0,),
+    "os.link": (1,),
+    "os.rename": (0, 1),
+    "os.symlink": (1,),
+    "sqlite3.connect": (0,),
+}
+_NO_FOLDER = -1  # the descriptor in an event where a path is not meant from an open folder on
+_MOST_TEXT = 10_000  # characters
+_OF_SQLITE = re.compile("readonly database|unable to open database")
+_DENIED = re.compile(r"permission denied|read-only file", re.IGNORECASE)
+_MISSING = re.compile(r"no such file|not found|does not exist|unable to open|cannot open", re.IGNORECASE)
+_QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"|`([^`]+)`|(/[^\s:'\",]+)")
+_ONE_RULE = "only rank 0 writes your files, and what another rank writes is its own, which compiled code does not see"
+_ADVICE = "Do it on rank 0 alone: if nano_loop.is_global_zero()"
+# Expressions that can be computed once more: they change nothing.
+_PURE = (
+    *(ast.Name, ast.Constant, ast.BinOp, ast.Add, ast.Div, ast.JoinedStr, ast.FormattedValue, ast.Attribute),
+    *(ast.Load, ast.Subscript),
+)
+
+
+def refuse_unseen_changes(table: Table) -> None:
+    """Raise where the caller's files would be changed by a function that no table is asked by, while there is a table.
+
+    Such a hook of Python's cannot be taken away.
+    """
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if not table.root or event not in _EVENTS or redirected.depth:
+            return
+        for path in _changed_paths(event, arguments):
+            if _is_of_the_caller(table, path):
+                message = _message(f"compiled code, or a function from before the run, changes {path} ({event})")
+                raise PermissionError(errno.EACCES, message)
+
+    sys.addaudithook(hook)
+
+
+def _message(what: str) -> str:
+    return problem(what, _ONE_RULE, _ADVICE)
+
+
+def _changed_paths(event: str, arguments: tuple[Any, ...]) -> Iterator[str]:
+    if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & WRITING):
+        return
+    from_folder = event != "open" and isinstance(arguments[-1], int) and arguments[-1] != _NO_FOLDER
+    for position in _EVENTS[event]:
+        path = arguments[position]
+        if isinstance(path, (str, bytes, os.PathLike)):
+            path = os.fsdecode(path)
+            if not path.startswith((":", "file:")) and path and (os.path.isabs(path) or not from_folder):
+                yield path
+
+
+def _is_of_the_caller(table: Table, path: str) -> bool:
+    try:
+        key = table.key(path)
+    except OSError:  # it cannot be changed either
+        return False
+    if table.is_shared(key) or "/__pycache__/" in key:
+        return False
+    found = table.seen(key)
+    return found is None or stat.S_ISREG(found.st_mode)
+
+
+@contextlib.contextmanager
+def explaining_files(table: Table) -> Iterator[None]:
+    """Let the error of compiled code that has opened a file by its path name the file, and say what to do.
+
+    Raises
+    ------
+    NanoError
+        Instead of it.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = None if isinstance(error, NanoError) or not table.root else _explained(table, error)
+        if text is None:
+            raise
+        raise NanoError(_message(f"{text} ({type(error).__name__}: {_text(error)})")) from error
+
+
+def _text(error: Exception) -> str:
+    """Return the beginning of an error's message; none of one that has no sound message."""
+    try:
+        return str(error)[:_MOST_TEXT]
+    except Exception:  # the user's class may raise any
+        return ""
+
+
+def _explained(table: Table, error: Exception) -> str | None:
+    number = error.errno if isinstance(error, OSError) else None
+    if _OF_SQLITE.search(_text(error)) and table.read_only:
+        return f"compiled code, SQLite, writes to {' or '.join(sorted(table.read_only))}"
+    paths = [path for path in _paths(error) if path not in ("", ".", "/")]
+    if number in (errno.EACCES, errno.EROFS) or _DENIED.search(_text(error)):
+        refused = next((path for path in paths if _would_be_written(table, path)), None)
+        if refused is None and (paths or table.outside is None):
+            return None
+        return f"compiled code opened {refused or _source(error)} to write it"
+    if number == errno.ENOENT or _MISSING.search(_text(error)):
+        private = next((path for path in paths if _is_private(table, path)), None)
+        return private and f"compiled code opened {private}, which this rank has written or renamed"
+    return None
+
+
+def _would_be_written(table: Table, path: str) -> bool:
+    """Whether the user may write a file, so that it was refused to this process alone."""
+    with contextlib.suppress(OSError):
+        key = table.key(path)
+        return not table.is_shared(key) and real.access(key if lower(key) else os.path.dirname(key), os.W_OK)
+    return False
+
+
+def _is_private(table: Table, path: str) -> bool:
+    """Whether a file, or the folder that it is to be in, is the rank's own."""
+    with contextlib.suppress(OSError):
+        key = table.key(path)
+        above = os.path.dirname(key)
+        return not table.is_shared(key) and (table.place(key) != key or table.place(above) != above)
+    return False
+
+
+# --- which file it is: that is in the error, or in the call that has failed ---
+
+
+def _paths(error: Exception) -> Iterator[str]:
+    if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)):
+        yield os.fsdecode(error.filename)
+    for match in _QUOTED.finditer(_text(error)):
+        yield next(filter(None, match.groups()))
+    for trace in _traces(error)[::-1]:
+        yield from (path for path in _arguments(trace) if path not in _text(error))
+
+
+def _traces(error: Exception) -> list[TracebackType]:
+    """Return where the error has come through, the innermost last."""
+    traces, trace = [], error.__traceback__
+    while trace is not None:
+        traces.append(trace)
+        trace = trace.tb_next
+    return traces
+
+
+def _source(error: Exception) -> str:
+    trace = _traces(error)[-1]
+    file = trace.tb_frame.f_code.co_filename
+    return f"a file in line {trace.tb_lineno} of {file} ({linecache.getline(file, trace.tb_lineno).strip()})"
+
+
+def _arguments(trace: TracebackType) -> Iterator[str]:
+    """Yield the paths that the call was given which has failed, as far as they can be computed once more."""
+    frame = trace.tb_frame
+    with contextlib.suppress(SyntaxError):
+        calls = [node for node in ast.walk(ast.parse(_failed_call(trace))) if isinstance(node, ast.Call)]
+        for node in [*chain(*(call.args for call in calls)), *(word.value for call in calls for word in call.keywords)]:
+            if all(isinstance(part, _PURE) for part in ast.walk(node)):
+                with contextlib.suppress(Exception):  # of the user's objects
+                    value = eval(compile(ast.Expression(node), "", "eval"), frame.f_globals, frame.f_locals)
+                    if isinstance(value, (str, os.PathLike)):
+                        yield os.fsdecode(value)
+
+
+def _failed_call(trace: TracebackType) -> str:
+    """Return the source of the call; of the line, before Python 3.11."""
+    code = trace.tb_frame.f_code
+    line = linecache.getline(code.co_filename, trace.tb_lineno)
+    positions = getattr(code, "co_positions", None)
+    if positions is None:
+        return line.strip()
+    first, last, start, end = next(islice(positions(), trace.tb_lasti // 2, None))
+    return line.encode()[start:end].decode() if first == last else line.strip()

@@ -1,0 +1,421 @@
+"""The table of a rank's private files: which paths it has written or removed, kept in a folder that mirrors them.
+
+What the rank has written at ``/data/best.pt`` lies at ``<root>/data/best.pt``. A symbolic link there whose target
+begins with `_REMOVED` stands for a file that it has removed. So the folder is the table, and forked processes share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import stat
+from collections.abc import Iterable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+from nano_loop.distributed.files.originals import real
+
+#: What the system makes files of, and shared memory.
+SYSTEM = ("/dev/", "/proc/", "/sys/")
+_REMOVED = "/proc/self/removed by this rank:"
+_NEVER = 1 << 63  # later than all files
+_MOST_FOLDERS = 10_000  # that are kept in mind
+_MOST_LINKS = 40  # that lead to one another, as in the kernel
+_CLONE = 0x40049409  # FICLONE of Linux: the copy shares its blocks with the file
+_CHUNK = 1 << 24
+
+
+class Table:
+    """The private files of a rank, and of the processes that it forks.
+
+    Before `begin` and after `end` every file is shared: the functions do what Python's do.
+
+    Attributes
+    ----------
+    read_only : set of str
+        The caller's databases that were opened for reading alone.
+    outside : executor or None
+        A thread that may do what the kernel refuses to the others of this process: to change the caller's files.
+    """
+
+    def __init__(self) -> None:
+        self._changes: Any = memoryview(bytearray(8)).cast("Q")  # how often folders may have become others
+        self._folders: dict[str, tuple[str, bool]] = {}
+        self._known = 0
+        self.read_only: set[str] = set()
+        self.outside: Executor | None = None
+        self.end()
+
+    def begin(self, place: str, run: Path, since: int, shared: Iterable[str] = ()) -> None:
+        """Keep what is written from now on private.
+
+        Parameters
+        ----------
+        place : str
+            An existing folder without symbolic links in its path, for the files.
+        run : pathlib.Path
+            The folder of the run, in which ranks tell each other which folders they have made.
+        since : int
+            When the run began, in ns, by the clock of the file systems. What of the caller's has changed since then,
+            rank 0 has changed.
+        shared : iterable of str
+            Folders whose files all ranks write, such as caches.
+        """
+        self.root, self.made, self.since = f"{place}/files", MadeFolders(run), since
+        real.mkdir(self.root, 0o700)
+        self._changes = memoryview(mmap.mmap(-1, 8)).cast("Q")
+        self._shared = (*SYSTEM, *(f"{folder}/" for folder in (place, *shared)))
+
+    def end(self) -> None:
+        """Let every file be shared again."""
+        self._changes[0] = 0
+        self.root, self._shared, self.since = "", ("/",), _NEVER
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in it, so that nothing need be looked up."""
+        return not self._changes[0]
+
+    def is_shared(self, key: str) -> bool:
+        """Whether a file is no rank's own: of the system, of a cache, or of the run."""
+        return f"{key}/".startswith(self._shared)
+
+    # --- what is at a path ---
+
+    def key(self, path: Any, follow: bool = True, links: int = 0) -> str:
+        """Return the absolute path without symbolic links, as the rank sees it; that of a link itself unless `follow`.
+
+        Raises
+        ------
+        OSError
+            If the rank sees no folder that it could be in.
+        """
+        path = os.fsdecode(path)
+        if path.startswith(SYSTEM):  # where links lead to what has no path, such as a pipe
+            return str(path)
+        if not path.startswith("/"):
+            path = f"{self.working_folder()}/{path}"
+        above, _, name = path.rpartition("/")
+        folder, mirrored = self._folder(above, links) if name not in ("", ".", "..") else self._folder(path, links)
+        step = f"{folder}/{name}"
+        if name in ("", ".", ".."):
+            return folder or "/"
+        place = self._seen_at(step) if mirrored else step
+        if not follow or place is None:
+            return step
+        found = lower(place)
+        if found is None or not stat.S_ISLNK(found.st_mode):
+            return step
+        if links > _MOST_LINKS:
+            raise os_error(errno.ELOOP, path)
+        return self.key(os.path.join(folder or "/", os.fsdecode(real.readlink(place))), True, links + 1)
+
+    def _folder(self, path: str, links: int = 0) -> tuple[str, bool]:
+        """Return a folder without symbolic links, the root as an empty string, and whether the rank has some of it."""
+        if self._known != self._changes[0]:
+            self._folders, self._known = {}, self._changes[0]
+        known = self._folders.get(path)
+        if known is not None:
+            return known
+        above, _, name = path.rpartition("/")
+        if name in ("", "."):
+            return self._folder(above, links) if above else ("", bool(self.root))
+        if name == "..":
+            folder = self._folder(above, links)[0].rpartition("/")[0]
+        else:
+            folder = self.key(f"{self._folder(above, links)[0]}/{name}", True, links).rstrip("/")
+        found = self.seen(folder or "/")
+        if found is None:
+            raise missing(path)
+        if not stat.S_ISDIR(found.st_mode):
+            raise os_error(errno.ENOTDIR, path)
+        mirrored = bool(self.root) and lower(self.root + folder) is not None
+        if len(self._folders) >= _MOST_FOLDERS:
+            self._folders.clear()
+        self._folders[path] = folder, mirrored
+        return folder, mirrored
+
+    def place(self, key: str) -> str | None:
+        """Return where that lies which the rank sees at a resolved path; None where it has removed it."""
+        return self._seen_at(key) if self.root else key
+
+    def _seen_at(self, key: str) -> str | None:
+        own = self.root + key
+        entry = lower(own)
+        if entry is None:
+            return key
+        if stat.S_ISDIR(entry.st_mode):  # a folder in which the rank has something
+            found = lower(key)
+            return key if found is not None and stat.S_ISDIR(found.st_mode) else own
+        removed = _removed(own, entry)
+        if removed is None:
+            return own
+        found = lower(key)
+        return None if found is None or _identity(found) == removed else key
+
+    def seen(self, key: str) -> os.stat_result | None:
+        """Return the `os.lstat` of what the rank sees at a resolved path, or None."""
+        place = self.place(key)
+        return None if place is None else lower(place)
+
+    def names(self, key: str) -> list[str] | None:
+        """Return the names that the rank sees in a folder; None where it has nothing there."""
+        entry = lower(self.root + key) if self.root else None
+        if entry is None or not stat.S_ISDIR(entry.st_mode):
+            return None
+        own, others = real.listdir(self.root + key), set(_names(key))
+        return [name for name in {*own, *others} if name not in own or self.seen(os.path.join(key, name)) is not None]
+
+    def is_rank_0s(self, key: str, found: os.stat_result | None) -> bool:
+        """Whether another rank has made, in this run, what this one sees, and this one has nothing there.
+
+        The rank may be later than rank 0 in the loop that both run, and must not stumble over what it has not done yet.
+        """
+        entry = lower(self.root + key)
+        removed = entry is not None and _removed(self.root + key, entry) is not None
+        return found is not None and (removed or (entry is None and found.st_ctime_ns >= self.since))
+
+    def has_rank_0_removed(self, path: str) -> bool:
+        """Whether what is not there may have been removed by rank 0 in this run: its folder has changed since."""
+        path, found = os.path.join(self.working_folder(), path), None
+        if lower(self.root + path) is not None:  # this rank has removed it
+            return False
+        while found is None:
+            path = os.path.dirname(path)
+            found = lower(path)
+        return bool(found.st_ctime_ns >= self.since)
+
+    def reading(self, path: Any, follow: bool = True) -> Any:
+        """Return what to read instead of a path: the same where it leads to the caller's file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If the rank has removed what is there.
+        """
+        if self.is_empty:
+            return path
+        key = self.key(path, follow)
+        place = self.place(key)
+        if place is None:
+            raise missing(path)
+        return os.fsencode(place) if isinstance(path, bytes) else place
+
+    def working_folder(self) -> str:
+        """Return the working folder, as the rank knows it."""
+        return self.virtual(real.getcwd())
+
+    def virtual(self, place: str) -> str:
+        """Return the path that the rank knows what lies at a place by."""
+        return place[len(self.root) :] or "/" if self.root and f"{place}/".startswith(f"{self.root}/") else place
+
+    # --- changes ---
+
+    def new(self, key: str) -> str:
+        """Return the place of a private file that is written anew, whatever there was before."""
+        self.mirrored(os.path.dirname(key))
+        self._changes[0] = self._changes[0] or 1
+        own = self.root + key
+        entry = lower(own)
+        if entry is not None and _removed(own, entry) is not None:
+            real.unlink(own)
+            self.forget_folders()
+        return own
+
+    def mirrored(self, key: str) -> str:
+        """Return the place of what the rank has in a folder, which it sees."""
+        own = self.root + key
+        entry = lower(own)
+        if entry is not None and stat.S_ISDIR(entry.st_mode):
+            return own
+        if entry is not None:  # rank 0 has made it again
+            real.unlink(own)
+        elif key != "/":
+            self.mirrored(os.path.dirname(key))
+        with contextlib.suppress(FileExistsError):
+            real.mkdir(own)
+        self.forget_folders()
+        return own
+
+    def forget_folders(self) -> None:
+        """Look folders up anew, here and in forked processes: one of them may be another now."""
+        self._changes[0] += 1
+
+    def own(self, key: str) -> str:
+        """Return the place of a private copy of a file or a link; of what cannot be copied, its own."""
+        place = self.place(key)
+        found = None if place is None else lower(place)
+        if place is None or found is None:
+            raise missing(key)
+        if place == key and stat.S_IFMT(found.st_mode) in (stat.S_IFREG, stat.S_IFLNK):
+            place = self.new(key)
+            _copy(key, place, found)
+        return place
+
+    def own_tree(self, key: str) -> str:
+        """Return the place of a private copy of a file, or of a folder with all that the rank sees in it."""
+        found = self.seen(key)
+        if found is None or not stat.S_ISDIR(found.st_mode):
+            return self.own(key)
+        place = self.mirrored(key)
+        for name in self.names(key) or ():
+            self.own_tree(os.path.join(key, name))
+        return place
+
+    def make_folder(self, key: str, mode: int) -> None:
+        """Make a real folder, which the rank does not see yet."""
+        if self._is_removed(key):  # what is in it now was removed with it
+            names = _names(key)
+            real.unlink(self.root + key)
+            for name in names:
+                self._hide(os.path.join(key, name))
+        try:
+            real.mkdir(key, mode)
+            self.made.note(key)
+        except (FileExistsError, FileNotFoundError, NotADirectoryError):
+            pass  # rank 0 has made it, or it has not made the folder above yet
+        self.mirrored(key)
+
+    def remove(self, key: str) -> None:
+        """Let the rank see nothing at a path. A real folder stays, unless no rank but such ones has made it."""
+        _delete(self.root + key)
+        self._hide(key)
+        self.made.note_removed(key)
+
+    def _is_removed(self, key: str) -> bool:
+        entry = lower(self.root + key)
+        return entry is not None and _removed(self.root + key, entry) is not None
+
+    def _hide(self, key: str) -> None:
+        found = lower(key)
+        if found is not None:
+            real.symlink(_REMOVED + _identity(found), self.new(key))
+        self.forget_folders()
+
+
+class MadeFolders:
+    """The real folders that ranks other than 0 have made in a run, as files in the folder of the run."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = str(run / "made")
+
+    def note(self, key: str) -> None:
+        """Note that this rank has made a folder."""
+        with contextlib.suppress(OSError):  # the run's folder is gone
+            with contextlib.suppress(FileExistsError):
+                real.mkdir(self._folder)
+            with real.open_file(self._mark(key), "w") as file:
+                file.write(key)
+
+    def note_removed(self, key: str) -> None:
+        """Note that a rank which has made a folder wants it no more."""
+        with contextlib.suppress(OSError):
+            real.rename(self._mark(key), self._mark(key) + ".removed")
+
+    def claim(self, path: Any) -> bool:
+        """Let rank 0 have made a folder that is there, if another rank has."""
+        mark = self._mark(os.path.realpath(os.fsdecode(path)))
+        claimed = False
+        for name in (mark, f"{mark}.removed"):
+            with contextlib.suppress(OSError):
+                real.unlink(name)
+                claimed = True
+        return claimed
+
+    def clean(self, removed_only: bool = True) -> None:
+        """Remove the folders that no rank wants, or all of them, where they are empty; the innermost first."""
+        removed = []
+        for name in _names(self._folder):
+            if name.endswith(".removed") or not removed_only:
+                with real.open_file(os.path.join(self._folder, name)) as file:
+                    removed.append(file.read())
+        for key in sorted(removed, reverse=True):
+            with contextlib.suppress(OSError):  # rank 0 has it
+                real.rmdir(key)
+
+    def _mark(self, key: str) -> str:
+        return os.path.join(self._folder, hashlib.sha1(os.fsencode(key), usedforsecurity=False).hexdigest())
+
+
+def lower(path: str) -> os.stat_result | None:
+    """Return the `os.lstat` of what is really at a path, or None."""
+    try:
+        found: os.stat_result = real.lstat(path)
+    except OSError:
+        return None
+    return found
+
+
+def missing(path: Any) -> OSError:
+    """Return the error of Python where there is no file."""
+    return os_error(errno.ENOENT, path)
+
+
+def os_error(number: int, path: Any, target: Any = None) -> OSError:
+    """Return the error of Python for a path."""
+    if target is not None:
+        return OSError(number, os.strerror(number), path, None, target)
+    return OSError(number, os.strerror(number), path)
+
+
+def _identity(found: os.stat_result) -> str:
+    """Return what tells a file from another one, made later, of the same name."""
+    return f"{found.st_dev} {found.st_ino} {found.st_ctime_ns}"
+
+
+def _removed(own: str, entry: os.stat_result) -> str | None:
+    """Return the identity of the file that an entry hides; None where it is no such entry."""
+    if not stat.S_ISLNK(entry.st_mode):
+        return None
+    target: str = real.readlink(own)
+    return target[len(_REMOVED) :] if target.startswith(_REMOVED) else None
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        names: list[str] = real.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return names
+
+
+def _delete(place: str) -> None:
+    found = lower(place)
+    if found is None:
+        return
+    if not stat.S_ISDIR(found.st_mode):
+        real.unlink(place)
+        return
+    for name in real.listdir(place):
+        _delete(os.path.join(place, name))
+    real.rmdir(place)
+
+
+def _copy(source: str, target: str, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        real.symlink(real.readlink(source), target)
+        return
+    incomplete = f"{target}.copy-{os.getpid()}"
+    try:
+        with real.open_file(source, "rb") as read, real.open_file(incomplete, "wb") as written:
+            _copy_content(read, written)
+        real.chmod(incomplete, stat.S_IMODE(found.st_mode) | stat.S_IWUSR)
+        real.utime(incomplete, ns=(found.st_atime_ns, found.st_mtime_ns))
+        with contextlib.suppress(FileExistsError):  # another process or thread of this rank was faster
+            real.link(incomplete, target)
+    finally:
+        with contextlib.suppress(OSError):
+            real.unlink(incomplete)
+
+
+def _copy_content(read: Any, written: Any) -> None:
+    try:
+        fcntl.ioctl(written.fileno(), _CLONE, read.fileno())
+    except OSError:  # most file systems cannot
+        while chunk := read.read(_CHUNK):
+            written.write(chunk)

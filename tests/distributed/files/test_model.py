@@ -1,0 +1,96 @@
+"""A rank's private files against a model of them: a plain process with its own copy of the tree.
+
+What differs is said in `operations`: a real folder keeps its mode and its times.
+"""
+
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from distributed.files import operations
+from distributed.files.operations import NAMES, on_one, on_two
+from distributed.files.test_writers import contents
+from nano_loop.distributed.files.private_files import private_files
+from nano_loop.distributed.files.table import Table
+
+# Whether the paths are absolute, the operation, and its paths.
+OPERATIONS = st.tuples(
+    st.booleans(), st.sampled_from([*on_one(), *on_two()]), st.sampled_from(NAMES), st.sampled_from(NAMES)
+)
+
+
+def done(folder, drawn):
+    """What each operation gives in a folder, and what there is afterwards."""
+    before, one, two = os.getcwd(), on_one(), on_two()
+    os.chdir(folder)
+    try:
+        for is_absolute, name, *paths in drawn:
+            paths = [os.path.join(folder, path) if is_absolute else path for path in paths[: 1 + (name in two)]]
+            given = operations.given((one | two)[name], *paths)
+            yield f"{name} {paths}: {given}".replace(str(folder), "FOLDER")
+        yield from map(str, operations.contents())
+    finally:
+        os.chdir(before)
+
+
+def files(folder):
+    """All that is in a folder but the folders, which are real."""
+    return {path: content for path, content in contents(folder).items() if content is not None}
+
+
+@contextmanager
+def rank(run):
+    """Let this process be rank 1, and later than nothing that is there."""
+    run.mkdir()
+    with private_files(run, 1, since=1 << 62):
+        yield
+
+
+def check(drawn):
+    with tempfile.TemporaryDirectory() as place:
+        place = Path(os.path.realpath(place))
+        for name in ("callers", "copy"):
+            (place / name).mkdir()
+            operations.fill(place / name)
+        before = files(place / "callers")
+        expected = [*done(place / "copy", drawn)]
+        with rank(place / "run"):
+            found = [*done(place / "callers", drawn)]
+        assert found == expected
+        assert files(place / "callers") == before
+
+
+def search(check, *phases):
+    options = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": [*HealthCheck]}
+    settings(max_examples=100, phases=phases, **options)(given(st.lists(OPERATIONS, max_size=25))(check))()
+
+
+def test_rank_sees_what_a_process_with_its_own_copy_sees():
+    before = functions()
+    search(check, *Phase)
+    assert functions() == before
+
+
+def functions():
+    return [os.open, os.stat, os.mkdir, os.scandir, os.supports_fd.copy(), shutil.rmtree, open, tempfile.mkdtemp]
+
+
+FAULTS = {
+    "a removed file is seen again": ("_hide", lambda table, key: None),
+    "a change begins with an empty file": ("own", Table.new),
+    "a folder is renamed without what is in it": ("own_tree", Table.mirrored),
+    "what is written is the caller's": ("new", lambda table, key: key),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found(fault, monkeypatch):
+    monkeypatch.setattr(Table, *FAULTS[fault])
+    with pytest.raises((AssertionError, OSError)):
+        search(check, Phase.generate)
