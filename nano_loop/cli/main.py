@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 if all is well, 1 if `doctor` has found what hurts, 2 for bad input.
     """
     if importlib.util.find_spec("click") is None:
-        needed = "nano-loop's command line needs click"
-        return refused(problem("click is not installed", needed, 'Run: pip install "nano-loop[cli]"'))
+        expected = "nano-loop's command line needs click"
+        return refused(problem("click is not installed", expected, 'Run: pip install "nano-loop[cli]"'))
     from nano_loop.cli.app import run_app
 
     try:

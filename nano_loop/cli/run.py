@@ -28,7 +28,7 @@ _NO_TEXT = (checks.worker_init,)  # a function
 
 def run_options(function: Callable[..., _T]) -> Callable[..., _T]:
     """Add an option to the command for each option of nano_loop that can be written as text."""
-    for each in reversed([each for each in fields(Options) if each.init]):
+    for each in reversed([field for field in fields(Options) if field.init]):
         check, text = each.metadata["check"], each.metadata["help"]
         flag = flag_of(each.name)
         if check in _SWITCHES:
@@ -106,8 +106,8 @@ def variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:
 def refuse_missing(script: str, is_module: bool) -> None:
     """Raise a `NanoConfigError` if there is no such script or module."""
     if is_module and not _is_module(script.partition(".")[0]):
-        needed, advice = "there is no such module", "Check its name and the working folder"
-        raise NanoConfigError(problem(f"-m {script}", needed, advice))
+        expected, hint = "there is no such module", "Check its name and the working folder"
+        raise NanoConfigError(problem(f"-m {script}", expected, hint))
     if not is_module and script != "-" and not os.path.exists(script):
         raise NanoConfigError(problem(script, "there is no such file", "Check the path of the script"))
 

@@ -78,12 +78,12 @@ def result_of(
     if code:
         raise click.exceptions.Exit(code if code > 0 else 128 - code)
     if result is None:
-        needed = f"{command} measures the first call of a function under @nano, or of TorchNano.train"
-        given, advice = f"{script} never calls nano_loop", "Decorate its training function"
+        expected = f"{command} measures the first call of a function under @nano, or of TorchNano.train"
+        got, hint = f"{script} never calls nano_loop", "Decorate its training function"
         if command == "profile":
-            given += ", or never takes enough steps"
-            advice += f", and let it take {STEPS} steps"
-        raise NanoConfigError(problem(given, needed, advice))
+            got += ", or never takes enough steps"
+            hint += f", and let it take {STEPS} steps"
+        raise NanoConfigError(problem(got, expected, hint))
     content: dict[str, Any] = result["result"]
     return content
 

@@ -131,8 +131,8 @@ def _library(name: str, environ: Mapping[str, str], root: Path | str) -> str:
     stem, package = PRELOADS[name]
     if not sys.platform.startswith("linux"):
         raise NanoConfigError(problem(f"--{name}", "libraries are preloaded on Linux alone", "Leave it out"))
-    for each in _OTHER_STEMS.get(stem, (stem,)):
-        if found := find_library(each, environ, sys.prefix, root):
+    for other_stem in _OTHER_STEMS.get(stem, (stem,)):
+        if found := find_library(other_stem, environ, sys.prefix, root):
             return found
     raise NanoConfigError(
         problem(f"--{name}", f"{stem}.so was not found", f"Install it ({package}), or leave --{name} out")
@@ -142,5 +142,5 @@ def _library(name: str, environ: Mapping[str, str], root: Path | str) -> str:
 def _refuse_two_allocators(libraries: list[str], environ: Mapping[str, str]) -> None:
     found = allocators_of(libraries)
     if len(found) > 1:
-        given = f"{' and '.join(found)} (LD_PRELOAD={environ.get('LD_PRELOAD', '')})"
-        raise NanoConfigError(problem(given, "a process has one allocator", "Leave one of them out"))
+        got = f"{' and '.join(found)} (LD_PRELOAD={environ.get('LD_PRELOAD', '')})"
+        raise NanoConfigError(problem(got, "a process has one allocator", "Leave one of them out"))

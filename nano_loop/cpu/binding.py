@@ -72,8 +72,8 @@ def _bind(cpus: Collection[int], own: Collection[int]) -> None:
                 os.sched_setaffinity(thread, cpus)
     except OSError as error:
         refused = f"the kernel refused it ({error.strerror}); this thread had CPUs {format_cpu_list(own)}"
-        advice = "Check whether the cpuset or the affinity of this process has changed, and restart the run"
-        raise NanoError(problem(f"binding to CPUs {format_cpu_list(cpus)}", refused, advice)) from error
+        hint = "Check whether the cpuset or the affinity of this process has changed, and restart the run"
+        raise NanoError(problem(f"binding to CPUs {format_cpu_list(cpus)}", refused, hint)) from error
 
 
 def _put_back(masks: dict[int, set[int]], own: Collection[int]) -> None:

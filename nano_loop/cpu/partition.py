@@ -204,8 +204,8 @@ def _without_cpus(machine: Machine, lists: Iterable[tuple[int, Sequence[int]]]) 
 
 def _in_several_lists(claimed: Counter[int]) -> Iterator[str]:
     if shared := [cpu for cpu, lists in claimed.items() if lists > 1]:
-        given = f"cpu_for_each_process has CPU {format_cpu_list(shared)} in more than one list"
-        yield problem(given, "a CPU computes for one process", "Take it out of the others")
+        got = f"cpu_for_each_process has CPU {format_cpu_list(shared)} in more than one list"
+        yield problem(got, "a CPU computes for one process", "Take it out of the others")
 
 
 def _too_many(machine: Machine, num_processes: int, cores_each: int | None) -> str:
@@ -213,15 +213,15 @@ def _too_many(machine: Machine, num_processes: int, cores_each: int | None) -> s
     limit = f"this process may use {machine.num_threads} ({_extent(machine)}{quota})"
     binding = [f"{name}={os.environ[name]}" for name in _BINDING if os.environ.get(name)]
     if binding and len(machine.allowed) < len(machine.logical_cpus):
-        advice = f"Unset {' and '.join(binding)}, by which OpenMP binds this process when it is loaded"
+        hint = f"Unset {' and '.join(binding)}, by which OpenMP binds this process when it is loaded"
     else:
-        advice = "Lower num_processes, or widen the CPU affinity" + (" or the quota" if quota else "")
+        hint = "Lower num_processes, or widen the CPU affinity" + (" or the quota" if quota else "")
     needed = num_processes * (cores_each or 1)
-    given = f"num_processes={num_processes}"
+    got = f"num_processes={num_processes}"
     if cores_each:
-        given += f" with cpu_for_each_process={cores_each}"
-        advice = f"Lower cpu_for_each_process, or {advice[0].lower()}{advice[1:]}"
-    return problem(given, f"it needs {needed} physical cores, and {limit}", advice)
+        got += f" with cpu_for_each_process={cores_each}"
+        hint = f"Lower cpu_for_each_process, or {hint[0].lower()}{hint[1:]}"
+    return problem(got, f"it needs {needed} physical cores, and {limit}", hint)
 
 
 def _extent(machine: Machine) -> str:

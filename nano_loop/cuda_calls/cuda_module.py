@@ -76,8 +76,8 @@ def refused(name: str) -> Callable[..., NoReturn]:
     """Return what raises when it is called, for what has no meaning on a CPU."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        given = f"{name} was called after patch_cuda()"
-        raise NanoError(problem(given, "it has no meaning on a CPU", "Leave it out where there is no GPU"))
+        got = f"{name} was called after patch_cuda()"
+        raise NanoError(problem(got, "it has no meaning on a CPU", "Leave it out where there is no GPU"))
 
     return refuse
 

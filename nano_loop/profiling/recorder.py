@@ -150,8 +150,8 @@ class _Recorder:
 def _events_of_loop(profiled: Any) -> list[Any]:
     """Return the events of the thread that has most of them."""
     events = profiled.events()
-    threads = Counter(each.thread for each in events).most_common(1)
-    return [each for each in events if each.thread == threads[0][0]]
+    threads = Counter(event.thread for event in events).most_common(1)
+    return [event for event in events if event.thread == threads[0][0]]
 
 
 def _exit() -> NoReturn:

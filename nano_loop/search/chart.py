@@ -56,6 +56,6 @@ def draw(bars: Sequence[Bar], path: str | os.PathLike[str]) -> None:
     try:
         figure.savefig(Path(path))
     except (OSError, ValueError) as error:
-        given = f"the picture {os.fspath(path)!r} cannot be written ({error})"
-        advice = "Name a file such as tune.png in a folder that exists"
-        raise NanoConfigError(problem(given, "its name says the format, which matplotlib must know", advice)) from error
+        got = f"the picture {os.fspath(path)!r} cannot be written ({error})"
+        hint = "Name a file such as tune.png in a folder that exists"
+        raise NanoConfigError(problem(got, "its name says the format, which matplotlib must know", hint)) from error

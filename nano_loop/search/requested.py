@@ -111,5 +111,5 @@ def options_of_environment(options: Options) -> set[str]:
 def _refuse_launch() -> None:
     launch = found_launch(os.environ)
     if launch is not None:
-        given = f"tune under {launch.launcher}"
-        raise NanoConfigError(problem(given, "trials start processes of their own", "Tune in one process first"))
+        got = f"tune under {launch.launcher}"
+        raise NanoConfigError(problem(got, "trials start processes of their own", "Tune in one process first"))

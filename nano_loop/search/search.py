@@ -242,9 +242,9 @@ class Search:
         try:
             yield
         except TrialFailedError as error:
-            given = f"the loop fails in a trial: it {_first_line(error)}"
-            needed = "a trial calls it on copies, in another process, and repeats it"
-            raise NanoError(problem(given, needed, "Run it without tune to see the error")) from error
+            got = f"the loop fails in a trial: it {_first_line(error)}"
+            expected = "a trial calls it on copies, in another process, and repeats it"
+            raise NanoError(problem(got, expected, "Run it without tune to see the error")) from error
 
     # --- numbers ---
 
@@ -253,9 +253,9 @@ class Search:
         for candidate in sorted(filter(lambda each: each.pays, others), key=lambda each: -(each.speed or 0.0)):
             if not candidate.comparison:
                 comparison = self._comparison(candidate)
-                for each in others:
-                    if each.seconds and each.numbers == candidate.numbers:
-                        each.compare(comparison)
+                for other in others:
+                    if other.seconds and other.numbers == candidate.numbers:
+                        other.compare(comparison)
             if not candidate.note:
                 return candidate
         return self._own

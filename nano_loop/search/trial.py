@@ -68,8 +68,8 @@ class Trial(RunTask):
             return
         finally:
             gate.close()
-        given = "the loop has returned without a step of an optimizer"
-        raise NanoError(problem(given, "a trial times steps", "Call optimizer.step() in the loop"))
+        got = "the loop has returned without a step of an optimizer"
+        raise NanoError(problem(got, "a trial times steps", "Call optimizer.step() in the loop"))
 
 
 class _Gate:

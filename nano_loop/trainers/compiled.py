@@ -27,8 +27,8 @@ class CompiledMixin:
         self._optimizer, self._scheduler = optimizer, scheduler
         # Modules among them are registered, with a copy for each stage: the values of one do not count in another.
         self.val_metrics, self.test_metrics = (_held(metrics or []) for _ in range(2))
-        self._metrics = [None if isinstance(each, nn.Module) else each for each in metrics or []]
-        self._names = [f"{_name(each)}_{number}" for number, each in enumerate(metrics or [])]
+        self._metrics = [None if isinstance(metric, nn.Module) else metric for metric in metrics or []]
+        self._names = [f"{_name(metric)}_{number}" for number, metric in enumerate(metrics or [])]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -125,7 +125,7 @@ def _are_metrics(value: Any) -> bool:
 
 
 def _held(metrics: Sequence[Any]) -> nn.ModuleList:
-    return nn.ModuleList(copy.deepcopy(each) for each in metrics if isinstance(each, nn.Module))
+    return nn.ModuleList(copy.deepcopy(metric) for metric in metrics if isinstance(metric, nn.Module))
 
 
 def _name(metric: Any) -> str:
@@ -140,9 +140,9 @@ def _is_metric(metric: Any) -> bool:
 def _split(batch: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the inputs and the target of a batch."""
     if not isinstance(batch, (list, tuple)) or len(batch) < 2:
-        given = f"a batch of type {type(batch).__name__}" + (" with one element" if isinstance(batch, Sequence) else "")
-        needed = "a compiled model takes batches of inputs and a target, which is the last element"
-        raise NanoError(problem(given, needed, "Write a LightningModule for other batches"))
+        got = f"a batch of type {type(batch).__name__}" + (" with one element" if isinstance(batch, Sequence) else "")
+        expected = "a compiled model takes batches of inputs and a target, which is the last element"
+        raise NanoError(problem(got, expected, "Write a LightningModule for other batches"))
     return tuple(batch[:-1]), batch[-1]
 
 
@@ -150,4 +150,4 @@ def _required(model: nn.Module) -> int:
     """Return how many positional arguments a model needs."""
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(each.kind in kinds and each.default is each.empty for each in parameters)
+    return sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in parameters)

@@ -19,7 +19,7 @@ from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding, Verify
 #: `TrainerFn.FITTING` of Lightning, a string.
 FITTING = "fit"
 #: Lightning's precision plugin enters autocast and converts parameters itself.
-_STEPS = tuple(each for each in STEPS if each not in (ParameterDtype, Precision, Rounding, Verify))
+_STEPS = tuple(step for step in STEPS if step not in (ParameterDtype, Precision, Rounding, Verify))
 _STATE = ("callbacks", "loggers", "datamodule")
 
 

@@ -15,5 +15,5 @@ def register(strategy: type, registry: Any) -> None:
 
 def lightning_is_missing(package: str, needed_by: str) -> ImportError:
     """Return the error of a module of nano_loop that needs one of Lightning's packages."""
-    needed = f"{needed_by} is over {package}"
-    return ImportError(problem(f"{package} is not installed", needed, 'Run pip install "nano-loop[lightning]"'))
+    expected = f"{needed_by} is over {package}"
+    return ImportError(problem(f"{package} is not installed", expected, 'Run pip install "nano-loop[lightning]"'))

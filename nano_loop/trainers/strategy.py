@@ -33,9 +33,9 @@ _REDUCED = "bf16-mixed"
 def _read(options: dict[str, Any]) -> Settings:
     settings = Settings.read(options)
     if settings.options.verify:
-        given = settings.options.given["verify"]
-        needed = "training_step needs its Trainer, of which there is no copy"
-        raise NanoConfigError(problem(given, needed, "Call nano_loop.verify(module, loss_fn, batch)"))
+        got = settings.options.given["verify"]
+        expected = "training_step needs its Trainer, of which there is no copy"
+        raise NanoConfigError(problem(got, expected, "Call nano_loop.verify(module, loss_fn, batch)"))
     return settings
 
 
@@ -65,8 +65,8 @@ class NanoStrategyMixin:
     def __init__(self, *, checkpoint_io: Any = None, **options: Any) -> None:
         for name, instead in LIGHTNINGS.items():
             if name in options:
-                given = f"NanoStrategy({name}={options[name]!r})"
-                raise NanoConfigError(problem(given, "Lightning's Trainer has it", f"Pass {instead} to the Trainer"))
+                got = f"NanoStrategy({name}={options[name]!r})"
+                raise NanoConfigError(problem(got, "Lightning's Trainer has it", f"Pass {instead} to the Trainer"))
         super().__init__(checkpoint_io=checkpoint_io, cluster_environment=RanksEnvironment(Ranks()))  # type: ignore[call-arg]
         self._nano_options = options
         self._nano_run: Run | None = None
@@ -120,10 +120,10 @@ class NanoStrategyMixin:
 
     def _configure_launcher(self) -> None:
         """Check the options, as the last of what the Trainer sets up."""
-        devices = [each.type for each in self.parallel_devices or []]  # type: ignore[attr-defined]
+        devices = [device.type for device in self.parallel_devices or []]  # type: ignore[attr-defined]
         if set(devices) - {"cpu"}:
-            given = f"strategy='nano' with devices of type {', '.join(sorted(set(devices)))}"
-            raise NanoConfigError(problem(given, "it trains on CPUs", 'Pass accelerator="cpu" to the Trainer'))
+            got = f"strategy='nano' with devices of type {', '.join(sorted(set(devices)))}"
+            raise NanoConfigError(problem(got, "it trains on CPUs", 'Pass accelerator="cpu" to the Trainer'))
         settings = self.settings()
         self._refuse_another(settings.options)
         self._nano_ranks = self.cluster_environment.ranks = settings.expected_ranks()  # type: ignore[attr-defined]
@@ -136,8 +136,8 @@ class NanoStrategyMixin:
             ("num_processes", options.num_processes != self.num_processes, f"devices={self.num_processes}"),
         ):
             if differs and options.given[name] in options.from_environment:
-                advice = f"Unset it, pass {LIGHTNINGS[name]} to the Trainer, or use nano_loop's Trainer, which obeys it"
-                raise NanoConfigError(problem(options.given[name], f"this Trainer has {own}", advice))
+                hint = f"Unset it, pass {LIGHTNINGS[name]} to the Trainer, or use nano_loop's Trainer, which obeys it"
+                raise NanoConfigError(problem(options.given[name], f"this Trainer has {own}", hint))
 
     # --- a run ---
 
@@ -209,8 +209,8 @@ class NanoStrategyMixin:
     def _apply(self, parts: Parts) -> None:
         run = self._nano_run
         if run is None:
-            given = "NanoStrategy was set up outside of the Trainer's fit, validate, test and predict"
-            raise NanoError(problem(given, "these start a run", "Call trainer.fit(module)"))
+            got = "NanoStrategy was set up outside of the Trainer's fit, validate, test and predict"
+            raise NanoError(problem(got, "these start a run", "Call trainer.fit(module)"))
         check_kinds(("models", nn.Module, parts.models))
         try:
             run.apply(parts)

@@ -18,7 +18,7 @@ from nano_loop.report import SetupReport
 from nano_loop.settings import Settings
 from nano_loop.trainers.compiled import refuse_compiled_twice
 
-_OPTIONS = {each.name for each in fields(Options) if each.init} - {"num_processes", "precision"}
+_OPTIONS = {field.name for field in fields(Options) if field.init} - {"num_processes", "precision"}
 _PRECISIONS = {"32": "32-true", "32-true": "32-true", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed"}
 #: Arguments that it refuses, with the reason and what to do.
 _REFUSED = {
@@ -126,8 +126,8 @@ class NanoTrainerMixin:
             If an argument has another type, or is given for a `LightningModule`.
         """
         if not isinstance(model, nn.Module):
-            given = f"compile({type(model).__name__})"
-            raise NanoConfigError(problem(given, "it takes a torch.nn.Module", "Pass the model"))
+            got = f"compile({type(model).__name__})"
+            raise NanoConfigError(problem(got, "it takes a torch.nn.Module", "Pass the model"))
         if isinstance(model, cls._nano_lightning_module):
             refuse_compiled_twice(model, loss=loss, optimizer=optimizer, scheduler=scheduler, metrics=metrics)
             return model
@@ -135,9 +135,9 @@ class NanoTrainerMixin:
 
 
 def _refuse(others: Mapping[str, Any]) -> None:
-    for name, (needed, advice) in _REFUSED.items():
+    for name, (expected, hint) in _REFUSED.items():
         if name in others and not (name == "use_hpo" and not others[name]):
-            raise NanoConfigError(problem(f"Trainer({shown(name, others[name])})", needed, advice))
+            raise NanoConfigError(problem(f"Trainer({shown(name, others[name])})", expected, hint))
 
 
 def _of_environment() -> dict[str, Any]:
@@ -149,8 +149,8 @@ def _of_environment() -> dict[str, Any]:
 def _auto_lr(value: Any) -> Any:
     """Return the option for BigDL-Nano's ``{"warmup_epochs": 2}``, too."""
     if isinstance(value, Mapping):
-        given, needed = f"auto_lr={dict(value)!r}", "the ramp of nano_loop takes 1,000 steps, whatever the epochs"
-        warnings.warn(problem(given, needed, "Pass auto_lr=True"), NanoWarning, stacklevel=4)
+        got, expected = f"auto_lr={dict(value)!r}", "the ramp of nano_loop takes 1,000 steps, whatever the epochs"
+        warnings.warn(problem(got, expected, "Pass auto_lr=True"), NanoWarning, stacklevel=4)
         return True
     return value
 
@@ -158,11 +158,11 @@ def _auto_lr(value: Any) -> Any:
 def _devices(accelerator: Any, num_processes: Any, devices: Any) -> Any:
     """Return how many processes there are on this host."""
     if accelerator not in ("cpu", "auto"):
-        given = f"Trainer(accelerator={accelerator!r})"
-        raise NanoConfigError(problem(given, "nano_loop trains on CPUs", 'Leave it out, or pass "cpu"'))
+        got = f"Trainer(accelerator={accelerator!r})"
+        raise NanoConfigError(problem(got, "nano_loop trains on CPUs", 'Leave it out, or pass "cpu"'))
     if devices not in (None, "auto") and num_processes not in (None, devices):
-        given = f"Trainer(num_processes={num_processes!r}, devices={devices!r})"
-        raise NanoConfigError(problem(given, "both are the number of processes", "Pass one of them"))
+        got = f"Trainer(num_processes={num_processes!r}, devices={devices!r})"
+        raise NanoConfigError(problem(got, "both are the number of processes", "Pass one of them"))
     launch = found_launch(os.environ)
     here = 1 if launch is None else local_size(launch, os.environ)
     if num_processes is None:

@@ -95,10 +95,10 @@ def collate(samples: Sequence[Any]) -> Any:
 
 def _batch(images: Sequence[Pending]) -> Any:
     if not _go_together(images):
-        return default_collate([each.finished() for each in images])  # and it says what is wrong
+        return default_collate([image.finished() for image in images])  # and it says what is wrong
     conversion: Any = images[0].plan.conversion
     height, width, channels = images[0].pixels.shape
-    pixels = torch.from_numpy(np.stack([each.pixels for each in images]))
+    pixels = torch.from_numpy(np.stack([image.pixels for image in images]))
     batch = _empty((len(images), channels, height, width), _dtype(images[0]))
     batch.copy_(pixels.permute(0, 3, 1, 2))
     return _converted(batch, conversion)
@@ -117,8 +117,8 @@ def _converted(batch: torch.Tensor, conversion: Conversion) -> torch.Tensor:
 def _go_together(images: Sequence[Any]) -> bool:
     first = images[0]
     return all(
-        isinstance(each, Pending) and each.plan[2:] == first.plan[2:] and each.pixels.shape == first.pixels.shape
-        for each in images
+        isinstance(image, Pending) and image.plan[2:] == first.plan[2:] and image.pixels.shape == first.pixels.shape
+        for image in images
     ) and all(
         len(mean) in (1, first.pixels.shape[2]) and all(std) for mean, std in first.plan.conversion.normalizations
     )
@@ -129,7 +129,7 @@ def _of_channels(values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _dtype(image: Pending) -> torch.dtype:
-    names = {type(each).__name__ for each in image.plan.transforms}
+    names = {type(transform).__name__ for transform in image.plan.transforms}
     return torch.get_default_dtype() if "ToTensor" in names else torch.float32
 
 

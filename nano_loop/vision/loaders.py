@@ -67,7 +67,7 @@ class Images(Dataset[Any]):
         from nano_loop.vision.reading import Reading  # imports Pillow
 
         plans = [plan for each in pipelines_in(dataset) if (plan := plan_of(each)) is not None]
-        deferring = {id(each): each for each in direct_pipelines(dataset)} if batched else {}
+        deferring = {id(pipeline): pipeline for pipeline in direct_pipelines(dataset)} if batched else {}
         reading = Reading(store, exact, plans[:4], deferring)
         vars(self).update(_dataset=dataset, _reading=reading, _batched=batched)
 
@@ -215,7 +215,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         yield from (each for each in value[:_SMALL] if not isinstance(each, _NUMBERS))
     elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from (each for each in vars(value).values() if not isinstance(each, _NUMBERS))
+        yield from (var for var in vars(value).values() if not isinstance(var, _NUMBERS))
 
 
 _SMALL = 16

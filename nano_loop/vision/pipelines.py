@@ -121,7 +121,7 @@ class Plan(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The names of the deterministic transforms."""
-        return [type(each).__name__ for each in self.transforms[: self.prefix]]
+        return [type(transform).__name__ for transform in self.transforms[: self.prefix]]
 
 
 _Attributes = list[tuple[type, dict[str, Any]]]
@@ -147,7 +147,7 @@ class Plans:
         plan = _plan_of(transforms)
         self._read.pop(id(pipeline), None)
         if len(self._read) < _MOST_PLANS and not any(map(_holds_nested, transforms)):
-            self._read[id(pipeline)] = plan, [_copied(each) for each in transforms]
+            self._read[id(pipeline)] = plan, [_copied(transform) for transform in transforms]
         return plan
 
 
@@ -163,7 +163,7 @@ def _is_unchanged(now: tuple[Any, ...], then: tuple[Any, ...], attributes: _Attr
 def _copied(transform: Any) -> tuple[type, dict[str, Any]]:
     """Return the class and the attributes of a transform, with copies of what can change in its place."""
     return type(transform), {
-        name: copy(each) if isinstance(each, _MUTABLE) else each for name, each in vars(transform).items()
+        name: copy(var) if isinstance(var, _MUTABLE) else var for name, var in vars(transform).items()
     }
 
 
@@ -171,7 +171,7 @@ def _holds_nested(transform: Any) -> bool:
     """Whether an attribute could change deeper inside than `_copied` copies, or there are none to compare."""
     values = getattr(transform, "__dict__", {"": [[]]}).values()
     inner = (value.values() if isinstance(value, dict) else value for value in values if isinstance(value, _HOLDERS))
-    return any(isinstance(each, _HOLDERS) for items in inner for each in items)
+    return any(isinstance(item, _HOLDERS) for items in inner for item in items)
 
 
 def plan_of(pipeline: Any) -> Plan | None:
@@ -181,7 +181,7 @@ def plan_of(pipeline: Any) -> Plan | None:
 
 
 def _plan_of(transforms: tuple[Any, ...]) -> Plan:
-    descriptions = [described(each) for each in transforms]
+    descriptions = [described(transform) for transform in transforms]
     prefix = 0
     while prefix < len(transforms) and (found := descriptions[prefix]) is not None and found[0].of_pixels:
         prefix += 1
@@ -292,9 +292,9 @@ def _conversion(transforms: Sequence[Any], known: Sequence[Known | None], prefix
 
 
 def _normalizations(transforms: Sequence[Any]) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
-    for each in transforms:
-        if hasattr(each, "mean"):
-            yield _numbers(each.mean), _numbers(each.std)
+    for transform in transforms:
+        if hasattr(transform, "mean"):
+            yield _numbers(transform.mean), _numbers(transform.std)
 
 
 def _numbers(value: Any) -> tuple[float, ...]:

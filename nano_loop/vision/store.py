@@ -207,7 +207,7 @@ def _opened(path: str) -> int:
 
 
 def _write_all(descriptor: int, pieces: list[bytes | memoryview]) -> None:
-    left = [memoryview(each) for each in pieces]
+    left = [memoryview(piece) for piece in pieces]
     while left:
         count = os.writev(descriptor, left)
         while left and count >= len(left[0]):
