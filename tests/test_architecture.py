@@ -29,7 +29,7 @@ ROOMS = (
     ("run",),
     ("settings", "report_start"),
     ("call_parts",),
-    ("steps", "steps.ipex"),
+    ("steps", "steps.ipex", "steps.kernels"),
     ("vision",),
     ("cuda_calls",),
     ("distributed.strategy", "distributed.collectives"),
