@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOSTS = ("nano-loop-a", "nano-loop-b")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = 29617
-WAYS = ("DDP over gloo", "flat", "by host", "by host, overlapped")
+WAYS = ("DDP over gloo", "flat", "by host")
 
 
 class Bert(nn.Module):
@@ -118,8 +118,7 @@ def averaged(ranks: Ranks, way: str, model: nn.Module, optimizer: Any) -> Iterat
     assert ranks.context.hosts is not None
     flat = way == "flat"
     transport: Any = ProcessGroupTransport(ranks) if flat else HostsTransport(ranks, ranks.context.hosts)
-    overlapped = way == "by host, overlapped"
-    averaging = Averaging(ranks, transport, compare=False, overlapped=overlapped)
+    averaging = Averaging(ranks, transport, compare=False)
     averaging.add([model], [optimizer])
     with ExitStack() as stack:
         stack.callback(transport.close)

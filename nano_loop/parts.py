@@ -25,6 +25,12 @@ def class_name(module: nn.Module) -> str:
     return str(module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__)
 
 
+def has_modules(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether a model has modules of these classes, or scripted ones."""
+    names = {kind.__name__ for kind in kinds}
+    return any(isinstance(module, kinds) or class_name(module) in names for module in model.modules())
+
+
 def names_in_forward(module: nn.Module) -> tuple[str, ...]:
     """Return the global names and attributes in the code of a module's `forward`, also if it is wrapped."""
     forward = inspect.getattr_static(module, "forward", None)  # not a function in a scripted class

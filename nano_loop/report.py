@@ -24,6 +24,8 @@ class StepResult:
         Whether the step was applied or skipped. "measured" marks a measurement that was made at the end of the run.
     detail : str
         What the step changed, why it was skipped, or what was measured.
+    code : str or None
+        Why it was skipped, in a short word that stays the same, such as "no_dropout".
     data : object
         A measurement in full, such as a `Verification` or a `CastLog`, with a table as its text and with `as_dict`.
         None for most steps.
@@ -33,11 +35,13 @@ class StepResult:
     status: Literal["applied", "skipped", "measured"]
     detail: str
     data: Any = field(default=None, compare=False)
+    code: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain dicts, lists, strings and numbers, for JSON."""
-        found = {"name": self.name, "status": self.status, "detail": self.detail}
-        return found if self.data is None else {**found, "data": self.data.as_dict()}
+        result = {"name": self.name, "status": self.status, "detail": self.detail}
+        result |= {} if self.code is None else {"code": self.code}
+        return result if self.data is None else {**result, "data": self.data.as_dict()}
 
     def __str__(self) -> str:
         return f"  {self.status}  {self.name:<{_NAME_WIDTH}}  {self.detail}"

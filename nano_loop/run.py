@@ -256,9 +256,9 @@ class Run:
             return StepResult(step.name, "applied", step.apply(parts))
         if step.required:
             raise NanoConfigError(
-                problem(f"{step.name}=True", reason, f'Leave it out, which means "auto": {step.name}')
+                problem(f"{step.name}=True", reason.detail, f'Leave it out, which means "auto": {step.name}')
             )
-        return StepResult(step.name, "skipped", reason)
+        return StepResult(step.name, "skipped", reason.detail, code=reason.code)
 
 
 @contextmanager

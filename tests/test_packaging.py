@@ -210,10 +210,23 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "nano_loop").rglob("*.py")}
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     script = f"nano_loop-{nano_loop.__version__}.data/scripts/nano-loop-init"
-    kernels = ROOT / "nano_loop/kernels"
-    sources = {str(path.relative_to(ROOT)) for path in [*kernels.glob("*.c"), *kernels.glob("*.h")]}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "nano_loop/kernels/csrc").iterdir()}
     assert held == modules | sources | {"nano_loop/py.typed", script}
     assert wheel.read(script) == (ROOT / "scripts/nano-loop-init").read_bytes()
+
+
+def test_kernels_are_compiled_from_what_the_wheel_holds(wheel, tmp_path):
+    wheel.extractall(tmp_path / "installed")
+    code = (
+        "from nano_loop.kernels import compiled, norms\n"
+        "print(norms.KERNEL.unavailable, compiled.compiled_for_threads('norms').batch_norm is not None, norms.__file__)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True, capture_output=True, text=True
+    )
+    assert run.stdout.split() == ["None", "True", str(tmp_path / "installed/nano_loop/kernels/norms.py")]
+    assert [path.name.partition("-")[0] for path in (tmp_path / "cache/nano_loop").iterdir()] == ["norms"]
 
 
 def test_wheel_says_what_it_is(wheel):

@@ -70,7 +70,7 @@ def attention(
     ) -> Tensor:
         ours, even = torch.ops.nano_loop, query.size(-1) % 2 == 0 and value.size(-1) % 2 == 0
         out: Tensor
-        if query.dim() == 4 and even and blocked_attention.unavailable() is None:
+        if query.dim() == 4 and even and blocked_attention.KERNEL.unavailable is None:
             out = ours.blocked_attention(query, key, value, mask, dropout_p, is_causal, scale, number)[0]
         else:
             *tensors, mask = plain_attention.for_all_heads(query, key, value, mask, is_causal)
@@ -137,7 +137,7 @@ def cross_entropy(
     """Compute `torch.nn.functional.cross_entropy`, of logits in bf16 or fp32."""
     usual = weight is None and size_average is None and reduce is None and reduction in ("none", "mean", "sum")
     worth_it = usual and input.dim() == 2 and losses.fits(input, target) and input.numel() >= losses.WORTH_IT
-    if not worth_it or not 0 <= label_smoothing <= 1 or losses.unavailable():
+    if not worth_it or not 0 <= label_smoothing <= 1 or losses.KERNEL.unavailable:
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     found: Tensor = torch.ops.nano_loop.cross_entropy(input, target, ignore_index, label_smoothing)[0]
     if reduction == "none":

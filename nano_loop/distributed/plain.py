@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from nano_loop.distributed.plain_tensors import Blobs, array_of, node_of_array, node_of_tensor, tensor_of
+from nano_loop.distributed.plain_tensors import Blobs, array_of, dtype_of, node_of_array, node_of_tensor, tensor_of
 from nano_loop.errors import NanoError, problem
 
 _START = struct.Struct("<4sI")
@@ -162,15 +162,8 @@ _VALUES: dict[str, Callable[[Any, Blobs], Any]] = {
     "dict": _dict,
     "bytes": lambda content, blobs: bytes(blobs[content]),
     "complex": _complex,
-    "dtype": lambda content, blobs: _dtype(content),
+    "dtype": lambda content, blobs: dtype_of(content),
     "array": lambda content, blobs: array_of(content, blobs),
     "number": lambda content, blobs: array_of(content, blobs)[()],
     "tensor": tensor_of,
 }
-
-
-def _dtype(name: Any) -> torch.dtype:
-    found = vars(torch).get(name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError("no dtype of torch")
-    return found

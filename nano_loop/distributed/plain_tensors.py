@@ -15,7 +15,8 @@ from nano_loop.intercept.optimizers import is_dense
 Blobs = Sequence[memoryview]
 
 _NUMBERS = "biufc"  # the kinds of numpy's dtypes that are plain numbers
-_COMPRESSED = {str(each): each for each in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)}
+_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_SPARSE = {str(layout): layout for layout in _LAYOUTS}
 _BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 
 
@@ -43,13 +44,9 @@ def node_of_tensor(tensor: torch.Tensor, blobs: list[bytes]) -> Any:
     detached, needs_gradient = tensor.detach(), tensor.requires_grad
     if tensor.layout is torch.strided:
         node = _node_of_strided(detached, blobs)
-    elif tensor.layout is torch.sparse_coo:
-        whole = detached.coalesce()
-        parts = [node_of_tensor(each, blobs) for each in (whole.indices(), whole.values())]
-        node = ["sparse", list(tensor.shape), *parts]
-    elif str(tensor.layout) in _COMPRESSED:
-        parts = [node_of_tensor(each, blobs) for each in _compressed_parts(detached)]
-        node = ["compressed", list(tensor.shape), str(tensor.layout), *parts]
+    elif tensor.layout in _SPARSE.values():
+        parts = [node_of_tensor(part, blobs) for part in _parts(detached)]
+        node = ["sparse", list(tensor.shape), str(tensor.layout), *parts]
     else:
         return None
     return node and ["tensor", [needs_gradient, node]]
@@ -60,6 +57,14 @@ def tensor_of(node: Any, blobs: Blobs) -> torch.Tensor:
     needs_gradient, (kind, *content) = node
     tensor = _KINDS[kind](content, blobs)
     return tensor.requires_grad_() if needs_gradient is True else tensor
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """Return the dtype that has a name."""
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("no dtype of torch")
+    return dtype
 
 
 def _node_of_strided(tensor: torch.Tensor, blobs: list[bytes]) -> Any:
@@ -74,9 +79,7 @@ def _node_of_strided(tensor: torch.Tensor, blobs: list[bytes]) -> Any:
 
 def _strided(content: Any, blobs: Blobs) -> torch.Tensor:
     name, shape, strides, number = content
-    dtype, sizes, steps = vars(torch).get(name), _sizes(shape), _sizes(strides)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("no dtype of torch")
+    dtype, sizes, steps = dtype_of(name), _sizes(shape), _sizes(strides)
     if len(sizes) != len(steps) or math.prod(sizes) * dtype.itemsize != len(blobs[number]):
         raise ValueError("a tensor has other data than its shape needs")
     if not math.prod(sizes):
@@ -87,25 +90,24 @@ def _strided(content: Any, blobs: Blobs) -> torch.Tensor:
     return flat.as_strided(sizes, steps)
 
 
-def _sparse(content: Any, blobs: Blobs) -> torch.Tensor:
-    shape, indices, values = content
-    parts = _part(indices, blobs), _part(values, blobs)
-    return torch.sparse_coo_tensor(*parts, _sizes(shape), check_invariants=True).coalesce()
-
-
-def _compressed_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.coalesce()
+        return whole.indices(), whole.values()
     if tensor.layout in _BY_COLUMN:
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return tensor.crow_indices(), tensor.col_indices(), tensor.values()
 
 
-def _compressed(content: Any, blobs: Blobs) -> torch.Tensor:
-    shape, layout, *parts = content
-    compressed, plain, values = (_part(each, blobs) for each in parts)
+def _sparse(content: Any, blobs: Blobs) -> torch.Tensor:
+    shape, layout, *nodes = content
+    parts, sizes, kind = [_part(node, blobs) for node in nodes], _sizes(shape), _SPARSE[layout]
+    if kind is torch.sparse_coo:
+        indices, values = parts
+        return torch.sparse_coo_tensor(indices, values, sizes, check_invariants=True).coalesce()
     make: Any = torch.sparse_compressed_tensor  # torch's own annotation of it has other parameters
-    made: torch.Tensor = make(
-        compressed, plain, values, _sizes(shape), layout=_COMPRESSED[layout], check_invariants=True
-    )
+    made: torch.Tensor = make(*parts, sizes, layout=kind, check_invariants=True)
     return made
 
 
@@ -117,13 +119,9 @@ def _part(node: Any, blobs: Blobs) -> torch.Tensor:
 
 
 def _sizes(numbers: Any) -> tuple[int, ...]:
-    if type(numbers) is not list or not all(type(each) is int and each >= 0 for each in numbers):
+    if type(numbers) is not list or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("no sizes")
     return tuple(numbers)
 
 
-_KINDS = {
-    "strided": _strided,
-    "sparse": _sparse,
-    "compressed": _compressed,
-}
+_KINDS = {"strided": _strided, "sparse": _sparse}

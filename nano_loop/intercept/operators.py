@@ -15,7 +15,7 @@ import torch
 
 from nano_loop.intercept.ownership import rule_for
 from nano_loop.intercept.registry import shared_change
-from nano_loop.intercept.torch_private import destroy_library, has_kernel
+from nano_loop.intercept.torch_private import destroy_library, has_kernel, never_compiled
 
 #: torch's own kernel. It takes the dispatch key set, followed by the arguments of the operator.
 Kernel = Callable[..., Any]
@@ -165,6 +165,7 @@ def _registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) 
             for operator, function in functions.items():
                 keys = function is not torch.library.fallthrough_kernel
                 called = _sites[operator] if operator in sites else function
+                never_compiled(called)  # Dynamo would, where it breaks its graph, as at an LSTM
                 library.impl(operator, called, dispatch_key, with_keyset=keys, allow_override=True)  # type: ignore[no-untyped-call]
         yield
     finally:

@@ -64,6 +64,18 @@ def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def never_compiled(function: Callable[..., Any]) -> None:
+    """Keep `torch.compile` from tracing a function of Python, and all that it calls, where C++ code calls it.
+
+    The public `torch.compiler.disable` imports torch._dynamo and puts a function around each call.
+    """
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is not None:
+        dynamo = torch._C._dynamo.eval_frame
+        skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+        dynamo.set_code_exec_strategy(code, skip)
+
+
 def forget_compiled(model: nn.Module) -> None:
     """Undo `model.compile()` and `call_compiled`. torch has no public function for it."""
     vars(model).pop("_compiled_call_impl", None)

@@ -2,77 +2,39 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from nano_loop.intercept.operators import Kernel
 from nano_loop.intercept.optimizers import is_dense
 from nano_loop.intercept.ownership import belongs_to_set_up_model
-from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
+from nano_loop.kernels.compiled import CompiledKernel
+from nano_loop.kernels.replacement import Replacement, unless_none
 
+KERNEL = CompiledKernel("activations")
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain.
 WORTH_IT = 1 << 15
 
 _BY_TANH = "tanh"
 
 
-def unavailable() -> str | None:
-    """Return why these kernels cannot be used in this process, or None."""
-    try:
-        compiled_for_threads("activations")
-    except UnavailableError as error:
-        return str(error)
-    return None
+def tanh(x: Tensor) -> Tensor | None:
+    """Compute ``aten::tanh``, or return None where torch has to."""
+    return _computed("tanh_forward", x) if _fits(x) else None
 
 
-def _of_tanh(original: Kernel | None) -> Callable[..., Tensor]:
-    assert original is not None
-
-    def tanh(keys: torch.DispatchKeySet, x: Tensor) -> Tensor:
-        if _fits(x):
-            return _computed("tanh_forward", x)
-        found: Tensor = original(keys, x)
-        return found
-
-    return tanh
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor | None:
+    """Compute ``aten::gelu``, likewise."""
+    return _computed("gelu_forward", x) if approximate == _BY_TANH and _fits(x) else None
 
 
-def _of_gelu(original: Kernel | None) -> Callable[..., Tensor]:
-    assert original is not None
-
-    def gelu(keys: torch.DispatchKeySet, x: Tensor, *, approximate: str = "none") -> Tensor:
-        if approximate == _BY_TANH and _fits(x):
-            return _computed("gelu_forward", x)
-        found: Tensor = original(keys, x, approximate=approximate)
-        return found
-
-    return gelu
+def gelu_backward(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor | None:
+    """Compute ``aten::gelu_backward``, likewise."""
+    alike = gradient.dtype is x.dtype and gradient.shape == x.shape and gradient.stride() == x.stride()
+    return _computed("gelu_backward", gradient, x) if approximate == _BY_TANH and alike and _fits(x) else None
 
 
-def _of_gelu_backward(original: Kernel | None) -> Callable[..., Tensor]:
-    assert original is not None
-
-    def gelu_backward(keys: torch.DispatchKeySet, gradient: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
-        alike = gradient.dtype is x.dtype and gradient.shape == x.shape and gradient.stride() == x.stride()
-        if approximate == _BY_TANH and alike and _fits(x):
-            return _computed("gelu_backward", gradient, x)
-        found: Tensor = original(keys, gradient, x, approximate=approximate)
-        return found
-
-    return gelu_backward
-
-
-#: By the ATen operator, what makes the replacement of its CPU kernel from the original one. Calls that do not belong to
-#: a set-up model return torch's own result, bitwise identical.
-REPLACEMENTS: Mapping[str, Callable[[Kernel | None], Callable[..., Tensor]]] = {
-    "tanh": _of_tanh,
-    "gelu": _of_gelu,
-    "gelu_backward": _of_gelu_backward,
-}
+#: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
+REPLACEMENTS = tuple(Replacement(compute.__name__, unless_none(compute)) for compute in (tanh, gelu, gelu_backward))
 
 
 def _fits(x: Tensor) -> bool:
@@ -83,7 +45,5 @@ def _fits(x: Tensor) -> bool:
 def _computed(name: str, *tensors: Tensor) -> Tensor:
     """Call a C function that computes an element from those at its place."""
     out = torch.empty_like(tensors[0])
-    pointers = [ctypes.c_void_p(each.data_ptr()) for each in (*tensors, out)]
-    function: Any = getattr(compiled_for_threads("activations"), name)
-    function(*pointers, ctypes.c_int64(out.numel()), ctypes.c_int(torch.get_num_threads()))
+    KERNEL(name, *tensors, out, out.numel())
     return out

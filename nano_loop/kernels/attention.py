@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nano_loop.intercept.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.intercept.torch_private import in_functorch
 from nano_loop.kernels import blocked_attention, plain_attention
+from nano_loop.kernels.replacement import Replacement
 
 #: Under this name, a call into a set-up model may have a rule that chooses the way (see `Choose`).
 WAY = "the way of an attention"
@@ -50,6 +51,9 @@ def for_set_up_models(original: Callable[..., Tensor] | None) -> Callable[..., T
         return original(keys, *args, **kwargs)
 
     return dispatched
+
+
+REPLACEMENTS = (Replacement("scaled_dot_product_attention", for_set_up_models, "AutocastCPU"),)
 
 
 def attention(

@@ -19,7 +19,7 @@ import torch
 from nano_loop.intercept.operators import overridden
 from nano_loop.intercept.optimizers import is_dense
 from nano_loop.intercept.registry import shared_change, users
-from nano_loop.kernels.compiled import UnavailableError, compiled
+from nano_loop.kernels.compiled import CompiledKernel
 from nano_loop.kernels.drawing_order import contiguous_like, is_drawn_as_nchw
 
 #: Minimum number of elements. Below it, copying the state takes longer than the gain.
@@ -39,12 +39,15 @@ _WORDS = 624
 _lock = threading.Lock()  # a state is taken, advanced and given back by one thread at a time
 
 
-def unavailable() -> str | None:
-    """Return why `fill` cannot be used in this process, or None."""
-    try:
-        return None if _draws_as_torch() else "torch draws masks with another generator here"
-    except UnavailableError as error:
-        return str(error)
+class _Kernel(CompiledKernel):
+    @functools.cached_property
+    def unavailable(self) -> str | None:
+        reason = super().unavailable
+        return reason or (None if _draws_as_torch() else "torch draws masks with another generator here")
+
+
+#: Takes microseconds.
+KERNEL = _Kernel("bernoulli", is_threaded=False)
 
 
 @contextmanager
@@ -112,14 +115,15 @@ def _draw(tensor: torch.Tensor, p: float, state: torch.Tensor) -> torch.Tensor:
     """Fill `tensor` from a generator's state, which is advanced in place and returned."""
     left = ctypes.c_int32.from_address(state.data_ptr() + _LEFT)
     position = ctypes.c_uint64.from_address(state.data_ptr() + _NEXT)
-    following = compiled("bernoulli").draw_bernoulli(
-        ctypes.c_void_p(state.data_ptr() + _NUMBERS),
-        ctypes.c_int32(_WORDS if left.value == 1 else position.value),
-        ctypes.c_void_p(tensor.data_ptr()),
-        ctypes.c_int64(tensor.numel()),
-        ctypes.c_int(tensor.element_size()),
-        ctypes.c_uint64(_ONES[tensor.dtype]),
-        ctypes.c_uint64(math.ceil(math.ldexp(p, 53))),
+    following = KERNEL(
+        "draw_bernoulli",
+        state[_NUMBERS:],
+        _WORDS if left.value == 1 else position.value,
+        tensor,
+        tensor.numel(),
+        tensor.element_size(),
+        _ONES[tensor.dtype],
+        math.ceil(math.ldexp(p, 53)),
     )
     left.value, position.value = _WORDS + 1 - following, following
     return state
@@ -144,7 +148,6 @@ def by_torch(tensor: torch.Tensor, p: float = 0.5, generator: torch.Generator | 
     return tensor.bernoulli_(torch.tensor(p, dtype=torch.float64), generator=generator)
 
 
-@functools.cache
 def _draws_as_torch() -> bool:
     """Whether `fill` makes the same draws and leaves the same state as torch, whose builds with MKL may differ."""
     ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nano_loop.kernels import avx512_bf16
-from nano_loop.kernels.compiled import compiled_for_threads
+from nano_loop.kernels.compiled import SCRATCH_BOUND, CompiledKernel, scratch
 
-#: Maximum number of bytes that all threads together need for their blocks, which grow with the number of keys.
-SCRATCH_BOUND = 256 * 2**20
+KERNEL = CompiledKernel("attention", needs_avx512_bf16=True)
 #: Head sizes are computed in pairs of columns.
 _PAIR = 2
 _DIMENSIONS = 4  # batch, heads, rows, columns
@@ -39,14 +37,9 @@ class _Call(ctypes.Structure):
     )
 
 
-def unavailable() -> str | None:
-    """Return why this kernel cannot be used in this process, or None."""
-    return avx512_bf16.unavailable("attention")
-
-
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel supports these tensors, which fit `nano_loop.kernels.attention.attention`."""
-    if query.size(-1) % _PAIR or value.size(-1) % _PAIR or unavailable():
+    if query.size(-1) % _PAIR or value.size(-1) % _PAIR or KERNEL.unavailable:
         return False
     call = _sizes(*(_as_heads(each) for each in (query, key, value)))
     return _bytes(call, backward=True) * torch.get_num_threads() <= SCRATCH_BOUND
@@ -225,12 +218,10 @@ def _note(call: _Call, name: str, tensor: Tensor) -> None:
 
 
 def _run(direction: str, call: _Call, *tensors: Tensor | None) -> None:
-    threads = torch.get_num_threads()
-    scratch = torch.empty(threads * _bytes(call, direction == "backward"), dtype=torch.uint8)
-    pointers = [ctypes.c_void_p(None if each is None else each.data_ptr()) for each in (*tensors, scratch)]
-    function = getattr(compiled_for_threads("attention"), f"attention_{direction}")
-    function(ctypes.byref(call), *pointers, ctypes.c_int(threads))
+    memory = scratch(torch.get_num_threads() * _bytes(call, direction == "backward"))
+    KERNEL(f"attention_{direction}", call, *tensors, memory)
 
 
 def _bytes(call: _Call, backward: bool) -> int:
-    return avx512_bf16.needed_bytes("attention", call, int(backward))
+    """Return the memory that a thread takes, which grows with the number of keys."""
+    return KERNEL.bytes_of(call, int(backward))

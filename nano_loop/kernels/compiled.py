@@ -1,4 +1,4 @@
-"""Compiles the C files of this folder at first use, with the machine's compiler, and caches the result.
+"""Kernels in C: the files in ``csrc``, compiled at first use with the machine's compiler, and cached.
 
 Neither installing nor importing nano_loop needs a compiler: a kernel that cannot be compiled is not used. Compiled
 libraries are stored in the user's cache folder (see `nano_loop.cache_folder`). The file name contains a hash of the
@@ -20,8 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from nano_loop.cache_folder import cache_folder
 
+_SOURCES = Path(__file__).parent / "csrc"
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-fPIC")
 # The directives are compiled with it, and linked without: a second OpenMP runtime would have threads of its own beside
@@ -36,6 +40,77 @@ _Library = TypeVar("_Library", bound=ctypes.CDLL)
 
 class UnavailableError(Exception):
     """A compiled kernel is not available. The message is the reason for the report."""
+
+
+#: Maximum number of bytes that a call takes for what it packs and sums up, in all threads together.
+SCRATCH_BOUND = 256 * 2**20
+
+#: What a C function takes: a tensor for a pointer to its elements, None for NULL, int for int64_t, float for double.
+Argument = Tensor | ctypes.Structure | int | float | None
+
+
+class CompiledKernel:
+    """The functions of a C file, and what each kernel has to know of them.
+
+    Parameters
+    ----------
+    name : str
+        The name of the file, without its ending.
+    is_threaded : bool
+        Whether the functions use torch's threads, whose number is then their last argument, and release the GIL.
+    needs_avx512_bf16 : bool
+        Whether they need the bf16 instructions of AVX-512. The file then has ``NAME_is_supported``, which is 0 where
+        the compiler's target has none, ``NAME_is_first_guess``, and ``NAME_bytes``, the memory that a call takes.
+    """
+
+    def __init__(self, name: str, *, is_threaded: bool = True, needs_avx512_bf16: bool = False) -> None:
+        self.name = name
+        self._is_threaded = is_threaded
+        self._needs_avx512_bf16 = needs_avx512_bf16
+
+    @functools.cached_property
+    def unavailable(self) -> str | None:
+        """Why the functions cannot be used in this process, or None."""
+        try:
+            library = self._library()
+        except UnavailableError as error:
+            return str(error)
+        supported = not self._needs_avx512_bf16 or getattr(library, f"{self.name}_is_supported")()
+        return None if supported else "the CPU has no bf16 instructions of AVX-512"
+
+    @functools.cached_property
+    def is_first_guess(self) -> bool:
+        """Whether they are faster than oneDNN on most shapes: most are not on CPUs with AMX, which oneDNN uses."""
+        return self.unavailable is None and bool(getattr(self._library(), f"{self.name}_is_first_guess")())
+
+    def __call__(self, function: str, *arguments: Argument) -> int:
+        """Call a function, and return its result, if it has one."""
+        threads = (ctypes.c_int(torch.get_num_threads()),) if self._is_threaded else ()
+        return int(getattr(self._library(), function)(*map(_as_c, arguments), *threads))
+
+    def bytes_of(self, call: ctypes.Structure, argument: int) -> int:
+        """Return how many bytes of memory a call takes, by the function ``NAME_bytes``."""
+        function = getattr(self._library(), f"{self.name}_bytes")
+        function.restype = ctypes.c_int64
+        return int(function(ctypes.byref(call), ctypes.c_int(argument)))
+
+    def _library(self) -> ctypes.CDLL:
+        return compiled_for_threads(self.name) if self._is_threaded else compiled(self.name)
+
+
+def scratch(size: int) -> Tensor:
+    """Return memory for a call."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+def _as_c(argument: Argument) -> object:
+    if argument is None:
+        return None
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, ctypes.Structure):
+        return ctypes.byref(argument)
+    return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
 
 
 @functools.cache
@@ -63,7 +138,7 @@ def compiled_for_threads(name: str) -> ctypes.CDLL:
 
 
 def _loaded(name: str, load: Callable[[str], _Library], flags: tuple[str, ...]) -> _Library:
-    source = Path(__file__).with_name(f"{name}.c")
+    source = _SOURCES / f"{name}.c"
     command = _compiler()
     folder = cache_folder()
     if folder is None:

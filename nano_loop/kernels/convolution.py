@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nano_loop.intercept.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.kernels import weight_gradient
+from nano_loop.kernels.replacement import Replacement
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 WORTH_IT = 1 << 25
@@ -110,6 +111,9 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
         return found
 
     return dispatched
+
+
+REPLACEMENTS = (Replacement(OPERATOR, for_set_up_models),)
 
 
 def faster_backward(
@@ -249,7 +253,7 @@ def _blocks_are_faster(given: Arguments) -> bool:
     images, pixels = given.inputs.size(0), _pixels(given._replace(gradient=_for_blocks(given)[0]))
     if pixels * given.weight.numel() < WORTH_IT or (images % 2 and images < _ODD_IMAGES):
         return False
-    return weight_gradient.is_first_guess() and _fits_blocks(given)
+    return weight_gradient.KERNEL.is_first_guess and _fits_blocks(given)
 
 
 def _fits_blocks(given: Arguments) -> bool:

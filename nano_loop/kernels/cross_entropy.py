@@ -8,7 +8,6 @@ which it writes in the dtype of the logits. Only the logits are kept in between.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,10 @@ from torch import Tensor
 from nano_loop.intercept.ownership import belongs_to_set_up_model, was_made_inside
 from nano_loop.intercept.torch_private import below_autocast, in_functorch, in_mode_of_others, node_number
 from nano_loop.intercept.upcasts import Upcast, upcast_of
-from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
+from nano_loop.kernels.compiled import CompiledKernel
+from nano_loop.kernels.replacement import Replacement
+
+KERNEL = CompiledKernel("cross_entropy")
 
 #: Minimum number of logits. Below it, the Python overhead exceeds the gain.
 WORTH_IT = 1 << 16
@@ -26,15 +28,6 @@ WORTH_IT = 1 << 16
 _FAR = 4
 _MEAN, _SUM = 1, 2  # torch's numbers of the reductions; 0 is none
 _KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
-
-
-def unavailable() -> str | None:
-    """Return why this kernel cannot be used in this process, or None."""
-    try:
-        compiled_for_threads("cross_entropy")
-    except UnavailableError as error:
-        return str(error)
-    return None
 
 
 def outside_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
@@ -85,6 +78,10 @@ def under_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Tens
 
 
 _OPERATOR = torch.ops.aten.cross_entropy_loss.default
+REPLACEMENTS = (
+    Replacement("cross_entropy_loss", under_autocast, "AutocastCPU"),
+    Replacement("cross_entropy_loss", outside_autocast, "AutogradCPU"),
+)
 
 
 def cross_entropy(
@@ -183,8 +180,8 @@ class _Losses(torch.autograd.Function):
     ) -> Tensor | None:
         values = logits if source is None else source
         maxima, log_sums, losses = (torch.empty(len(values)) for _ in range(3))
-        arguments = (*_shared_arguments(values, target, ignored, smoothing), *map(_pointer, (maxima, log_sums, losses)))
-        if not _function(f"cross_entropy_{_KINDS[values.dtype]}")(*arguments, _threads()):
+        call = (values, target, *values.shape, ignored, float(smoothing))
+        if not KERNEL(f"cross_entropy_{_KINDS[values.dtype]}", *call, maxima, log_sums, losses):
             return None
         ctx.save_for_backward(values, target, maxima, log_sums)
         ctx.upcast, ctx.dtype = None if source is None else upcast, logits.dtype
@@ -199,10 +196,9 @@ class _Losses(torch.autograd.Function):
             return found, *[None] * 5
         unseen = ctx.upcast is not None and ctx.upcast.nobody_sees
         gradient = torch.empty_like(values, dtype=values.dtype if unseen else ctx.dtype)
-        tensors = (maxima, log_sums, factors.contiguous(), gradient)
-        arguments = (*_shared_arguments(values, target, ctx.ignored, ctx.smoothing), *map(_pointer, tensors))
+        call = (values, target, *values.shape, ctx.ignored, float(ctx.smoothing))
         name = f"gradient_{_KINDS[values.dtype]}_to_{_KINDS[gradient.dtype]}"
-        _function(name)(*arguments, _threads())
+        KERNEL(name, *call, maxima, log_sums, factors.contiguous(), gradient)
         return ctx.upcast.hand_over(gradient) if unseen else gradient, *[None] * 5
 
 
@@ -213,22 +209,3 @@ def _differentiable(values: Tensor, target: Tensor, factors: Tensor, ignored: in
     classes = target.where(kept, 0).unsqueeze(1)
     expected.scatter_add_(1, classes, torch.full_like(classes, 1 - smoothing, dtype=torch.float32))
     return (values.float().softmax(1) - expected) * factors.where(kept, 0).unsqueeze(1)
-
-
-def _shared_arguments(values: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Any, ...]:
-    rows, width = values.shape
-    numbers = (ctypes.c_int64(rows), ctypes.c_int64(width), ctypes.c_int64(ignored), ctypes.c_double(smoothing))
-    return _pointer(values), _pointer(target), *numbers
-
-
-def _function(name: str) -> Callable[..., int]:
-    function: Callable[..., int] = getattr(compiled_for_threads("cross_entropy"), name)
-    return function
-
-
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _threads() -> ctypes.c_int:
-    return ctypes.c_int(torch.get_num_threads())

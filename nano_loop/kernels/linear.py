@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nano_loop.intercept.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.kernels import product
+from nano_loop.kernels.replacement import Replacement
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
 WORTH_IT = 1 << 24
@@ -62,8 +63,10 @@ def addmm(original: _Kernel | None) -> _Kernel:
     return dispatched
 
 
-#: What replaces the CPU's kernels, by operator. Inductor calls those with ``out``.
-REPLACEMENTS = {"mm": mm, "mm.out": mm, "addmm": addmm, "addmm.out": addmm}
+#: Inductor calls those with ``out``.
+REPLACEMENTS = tuple(
+    Replacement(f"{make.__name__}{overload}", make) for make in (mm, addmm) for overload in ("", ".out")
+)
 
 
 def fits(given: Arguments) -> bool:
@@ -105,7 +108,7 @@ def _can_be_filled(given: Arguments, out: Tensor) -> bool:
 
 
 def _way(given: Arguments, by_torch: _Kernel, needs_out: bool) -> str:
-    guess = BLOCKS if product.is_first_guess() else TORCH
+    guess = BLOCKS if product.KERNEL.is_first_guess else TORCH
     rule: Choose | None = rule_for(WAY)
     if rule is None:
         return guess

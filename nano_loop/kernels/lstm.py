@@ -12,9 +12,8 @@ from nano_loop.intercept.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.intercept.torch_private import in_functorch
 from nano_loop.kernels import lstm_layer
 from nano_loop.kernels.lstm_layer import GATES, Arguments, Found
+from nano_loop.kernels.replacement import Replacement
 
-#: The operator, without its overload.
-OPERATOR = "mkldnn_rnn_layer"
 #: Under this name, a call into a set-up model may have a rule that chooses the way (see `Choose`), and the ways.
 WAY = "the way of an LSTM"
 TORCH, BLOCKS = "torch", "blocks"
@@ -63,6 +62,9 @@ def for_set_up_models(original: _Kernel | None) -> _Kernel:
     return dispatched
 
 
+REPLACEMENTS = (Replacement("mkldnn_rnn_layer", for_set_up_models, "AutogradCPU"),)
+
+
 def _ours(args: Sequence[Any]) -> Arguments | None:
     """Return the arguments of torch's operator, if this kernel supports them and the call is large enough."""
     tensors, (is_reversed, batch_sizes, mode, hidden, _, has_biases) = args[:7], args[7:13]
@@ -101,6 +103,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _way(given: Arguments, by_torch: ByTorch) -> str:
-    guess = BLOCKS if lstm_layer.is_first_guess() else TORCH
+    guess = BLOCKS if lstm_layer.KERNEL.is_first_guess else TORCH
     rule: Choose | None = rule_for(WAY)
     return guess if rule is None else rule(by_torch, given, guess)

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nano_loop.intercept.torch_private import in_mode
-from nano_loop.kernels import avx512_bf16, product
-from nano_loop.kernels.compiled import compiled_for_threads
+from nano_loop.kernels import product
+from nano_loop.kernels.compiled import CompiledKernel, scratch
+
+KERNEL = CompiledKernel("lstm", needs_avx512_bf16=True)
 
 #: Number of inputs below which their product is computed in the steps, and number of weights up to which it is: 1 MiB.
 _FEW_INPUTS, _CACHED = 32, 1 << 19
@@ -64,16 +66,6 @@ class Arguments(NamedTuple):
 
 #: Outputs of all steps, and the output and the cells after the last one.
 Found = tuple[Tensor, Tensor, Tensor]
-
-
-def unavailable() -> str | None:
-    """Return why this kernel cannot be used in this process, or None."""
-    return avx512_bf16.unavailable("lstm") or product.unavailable()
-
-
-def is_first_guess() -> bool:
-    """Whether it is faster than oneDNN on most shapes."""
-    return avx512_bf16.is_first_guess("lstm")
 
 
 def lstm(given: Arguments) -> Found:
@@ -231,8 +223,5 @@ def _is_computed_in_steps(size: int, hidden: int) -> bool:
 
 
 def _run(direction: str, call: _Call, *tensors: Tensor | None) -> None:
-    needed = avx512_bf16.needed_bytes("lstm", call, int(direction == "backward"))
-    scratch = _empty(needed, dtype=torch.uint8)
-    pointers = [ctypes.c_void_p(None if each is None else each.data_ptr()) for each in (*tensors, scratch)]
-    function = getattr(compiled_for_threads("lstm"), f"lstm_{direction}")
-    function(ctypes.byref(call), *pointers, ctypes.c_int(torch.get_num_threads()))
+    memory = scratch(KERNEL.bytes_of(call, int(direction == "backward")))
+    KERNEL(f"lstm_{direction}", call, *tensors, memory)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from nano_loop.kernels.compiled import compiled_for_threads
 
 #: Minimum number of neighbours in memory: of channels in NHWC, of pixels in NCHW, of elements of a row.
 _FEW = 16
@@ -60,11 +58,11 @@ def layout_of(x: Tensor) -> Layout | None:
     return found if (found.channels if found.is_nhwc else found.pixels) >= _FEW else None
 
 
-def shape_of(x: Tensor, layout: Layout, together: bool = False) -> Any:
-    """Return the ``Shape``. Images in NHWC that have their statistics together are one segment."""
+def shape_of(x: Tensor, layout: Layout, together: bool = False) -> _Shape:
+    """Return the ``Shape`` of a tensor. Images in NHWC that have their statistics together are one segment."""
     one = together and layout.is_nhwc
     segments, rows = (1, layout.images * layout.pixels) if one else (layout.images, layout.pixels)
-    return ctypes.byref(_Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16))
+    return _Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16)
 
 
 def fits_rows(x: Tensor, shape: Sequence[int]) -> bool:
@@ -72,10 +70,10 @@ def fits_rows(x: Tensor, shape: Sequence[int]) -> bool:
     return _is_plain(x) and tuple(x.shape[x.dim() - len(shape) :]) == tuple(shape) and math.prod(shape) >= _FEW
 
 
-def rows_of(x: Tensor, shape: Sequence[int]) -> tuple[ctypes.c_int64, ...]:
+def rows_of(x: Tensor, shape: Sequence[int]) -> tuple[int, int, bool]:
     """Return the number of rows of this shape, how long each is, and whether they are in bf16."""
     width = math.prod(shape)
-    return ctypes.c_int64(x.numel() // width), ctypes.c_int64(width), ctypes.c_int64(x.dtype is torch.bfloat16)
+    return x.numel() // width, width, x.dtype is torch.bfloat16
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -94,18 +92,3 @@ def are_fp32(x: Tensor, *parameters: Tensor | None) -> bool:
 def is_fp32(each: Tensor) -> bool:
     """Whether a tensor is a plain one of fp32 on the CPU."""
     return each.dtype is torch.float32 and each.is_contiguous() and each.is_cpu
-
-
-def library() -> Any:
-    """Return the compiled functions."""
-    return compiled_for_threads("norms")
-
-
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
-    """Return the address of a tensor's elements, or NULL where there is none."""
-    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
-
-
-def thread_count() -> ctypes.c_int:
-    """Return the number of torch's threads."""
-    return ctypes.c_int(torch.get_num_threads())

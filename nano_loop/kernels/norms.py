@@ -10,63 +10,33 @@ hooks, checkpoints and vmap are torch's.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nano_loop.intercept.operators import overridden
+from nano_loop.intercept.operators import Kernel
 from nano_loop.intercept.ownership import belongs_to_set_up_model
-from nano_loop.kernels.compiled import UnavailableError, compiled_for_threads
-from nano_loop.kernels.norm_arguments import (
-    NHWC,
-    are_fp32,
-    fits_rows,
-    is_fp32,
-    layout_of,
-    library,
-    pointer,
-    rows_of,
-    shape_of,
-    thread_count,
-)
+from nano_loop.intercept.registry import users
+from nano_loop.kernels.compiled import CompiledKernel
+from nano_loop.kernels.norm_arguments import NHWC, are_fp32, fits_rows, is_fp32, layout_of, rows_of, shape_of
+from nano_loop.kernels.replacement import Replacement, unless_none
 
+KERNEL = CompiledKernel("norms")
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
 WORTH_IT = 1 << 18
 
 _Results = tuple[Tensor | None, Tensor | None, Tensor | None]
 #: Takes the arguments of an operator. Returns its results, or None where torch has to compute them.
-_Ours = Callable[..., _Results | None]
+_Compute = Callable[..., _Results | None]
 
 
-def unavailable() -> str | None:
-    """Return why these kernels cannot be used in this process, or None."""
-    try:
-        compiled_for_threads("norms")
-    except UnavailableError as error:
-        return str(error)
-    return None
+def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[..., Any]]:
+    def ours(x: Tensor, *args: Any) -> _Results | None:
+        return compute(x, *args) if x.numel() >= WORTH_IT and belongs_to_set_up_model() else None
 
-
-def _replacing(ours: _Ours) -> Callable[[Callable[..., Any] | None], Callable[..., Any]]:
-    """Return the argument `make` of `overridden` for a function which may answer calls of set-up models."""
-
-    def make(original: Callable[..., Any] | None) -> Callable[..., Any]:
-        assert original is not None
-
-        def dispatched(keys: torch.DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if x.numel() >= WORTH_IT and not kwargs and belongs_to_set_up_model():
-                found = ours(x, *args)
-                if found is not None:
-                    return found
-            return original(keys, x, *args, **kwargs)
-
-        return dispatched
-
-    return make
+    return unless_none(ours)
 
 
 def batch_norm(
@@ -86,12 +56,9 @@ def batch_norm(
     if layout is None or not training or not layout.is_worth_a_forward or not are_fp32(x, *parameters):
         return None
     out, means, inverses = torch.empty_like(x), *(torch.empty(layout.channels) for _ in range(2))
-    numbers = ctypes.c_double(momentum), ctypes.c_double(eps)
-    outputs = map(pointer, (out, means, inverses))
-    shape = shape_of(x, layout, together=True)
-    if not library().batch_norm(shape, pointer(x), *map(pointer, parameters), *numbers, *outputs, thread_count()):
-        return None
-    return out, means, inverses
+    results, numbers = (out, means, inverses), (float(momentum), float(eps))
+    is_done = KERNEL("batch_norm", shape_of(x, layout, together=True), x, *parameters, *numbers, *results)
+    return results if is_done else None
 
 
 def batch_norm_backward(
@@ -127,10 +94,9 @@ def group_norm(
     layout = layout_of(x)
     if layout is None or not layout.is_worth_a_forward or not are_fp32(x, weight, bias):
         return None
-    out, means, inverses = torch.empty_like(x), *(torch.empty(images, groups) for _ in range(2))
-    inputs, outputs = map(pointer, (x, weight, bias)), map(pointer, (out, means, inverses))
-    arguments = (shape_of(x, layout), ctypes.c_int64(groups), *inputs, ctypes.c_double(eps), *outputs)
-    return (out, means, inverses) if library().group_norm(*arguments, thread_count()) else None
+    results = (torch.empty_like(x), torch.empty(images, groups), torch.empty(images, groups))
+    is_done = KERNEL("group_norm", shape_of(x, layout), groups, x, weight, bias, float(eps), *results)
+    return results if is_done else None
 
 
 def group_norm_backward(
@@ -149,7 +115,7 @@ def group_norm_backward(
     layout = layout_of(x)
     if layout is None or not are_fp32(x, weight, means, inverses):
         return None
-    sizes = shape_of(x, layout), ctypes.c_int64(groups)
+    sizes = shape_of(x, layout), groups
     return _gradients("group_norm", sizes, gradient, x, weight, means, inverses, mask)
 
 
@@ -161,9 +127,7 @@ def layer_norm(
         return None
     x, rows = x.contiguous(), x.shape[: x.dim() - len(shape)]
     out, means, inverses = torch.empty_like(x), *(torch.empty(*rows, *[1] * len(shape)) for _ in range(2))
-    outputs = map(pointer, (out, means, inverses))
-    arguments = (*rows_of(x, shape), pointer(weight), pointer(bias), ctypes.c_double(eps), *outputs)
-    library().layer_norm(pointer(x), *arguments, thread_count())
+    KERNEL("layer_norm", x, *rows_of(x, shape), weight, bias, float(eps), out, means, inverses)
     if weight is None and bias is None:  # torch's statistics have the dtype of the input then
         return out, means.to(x.dtype), inverses.to(x.dtype)
     return out, means, inverses
@@ -186,35 +150,18 @@ def layer_norm_backward(
     return _gradients("layer_norm", rows_of(x, shape), gradient, x, weight, means, inverses, mask)
 
 
-_REPLACEMENTS = {
-    f"native_{ours.__name__}": _replacing(ours)
-    for ours in (
+REPLACEMENTS = tuple(
+    Replacement(f"native_{compute.__name__}", _for_set_up_models(compute))
+    for compute in (
         *(batch_norm, batch_norm_backward, group_norm, group_norm_backward),
         *(layer_norm, layer_norm_backward),
     )
-}
-
-
-_users = 0
-
-
-@contextmanager
-def replaced() -> Iterator[None]:
-    """Replace torch's kernels for the CPU. Calls that do not belong to a set-up model get torch's own results."""
-    global _users
-    with ExitStack() as stack:
-        for operator, make in _REPLACEMENTS.items():
-            stack.enter_context(overridden(operator, make, "CPU"))
-        _users += 1
-        try:
-            yield
-        finally:
-            _users -= 1
+)
 
 
 def computes_group_norm(x: Tensor) -> bool:
     """Return whether a group norm of this input, with weights in fp32, is computed here in a set-up model."""
-    layout = layout_of(x) if _users and x.numel() >= WORTH_IT else None
+    layout = layout_of(x) if users(("native_group_norm", "CPU")) and x.numel() >= WORTH_IT else None
     return layout is not None and layout.is_worth_a_forward
 
 
@@ -236,13 +183,10 @@ def _gradients(
     weights = weight.shape if weight is not None else _sizes_of_weights(norm, x, sizes)
     of_weight, of_bias = (torch.empty(weights) if each else None for each in mask[1:])
     found = torch.empty_like(x) if mask[0] else None, of_weight, of_bias
-    first, tensors = map(pointer, (gradient, x)), map(pointer, (weight, means, inverses, *found))
-    function = getattr(library(), f"{norm}_backward")
-    before = first if norm == "layer_norm" else sizes
-    after = sizes if norm == "layer_norm" else first
-    return found if function(*before, *after, *tensors, thread_count()) else None
+    first = (gradient, x, *sizes) if norm == "layer_norm" else (*sizes, gradient, x)
+    return found if KERNEL(f"{norm}_backward", *first, weight, means, inverses, *found) else None
 
 
 def _sizes_of_weights(norm: str, x: Tensor, sizes: tuple[Any, ...]) -> Sequence[int]:
     """Return the sizes of the gradients of a weight that there is not."""
-    return (sizes[1].value if norm == "layer_norm" else x.size(1),)
+    return (sizes[1] if norm == "layer_norm" else x.size(1),)

@@ -11,11 +11,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from nano_loop.kernels import avx512_bf16
-from nano_loop.kernels.compiled import compiled_for_threads
+from nano_loop.kernels.compiled import SCRATCH_BOUND, CompiledKernel, scratch
 
-#: Maximum number of bytes that all threads together need for packed panels and sums.
-SCRATCH_BOUND = 256 * 2**20
+KERNEL = CompiledKernel("product", needs_avx512_bf16=True)
 #: Minimum of rows, columns and depth: with fewer, most of a tile is empty, or packing takes as long as the product.
 _FEWEST = 32
 
@@ -31,16 +29,6 @@ class _Call(ctypes.Structure):
     )
 
 
-def unavailable() -> str | None:
-    """Return why this kernel cannot be used in this process, or None."""
-    return avx512_bf16.unavailable("product")
-
-
-def is_first_guess() -> bool:
-    """Whether it is faster than oneDNN on most shapes."""
-    return avx512_bf16.is_first_guess("product")
-
-
 def fits(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the kernel supports these arguments of `product`."""
     if min(*a.shape, b.size(1)) < _FEWEST or 1 not in a.stride() or 1 not in b.stride():
@@ -49,7 +37,7 @@ def fits(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
         return False
     if not all(each.data_ptr() for each in (a, b, bias) if each is not None):  # the storage was released
         return False
-    return unavailable() is None and _bytes(_call(a, b)) <= SCRATCH_BOUND
+    return KERNEL.unavailable is None and _bytes(_call(a, b)) <= SCRATCH_BOUND
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -73,11 +61,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
     out = torch.empty(a.size(0), b.size(1), dtype=torch.bfloat16, device="cpu") if out is None else out
     call = _call(a, b)
     call.out_row, call.is_wide = out.stride(0), out.dtype is torch.float32
-    scratch = torch.empty(_bytes(call), dtype=torch.uint8, device="cpu")
-    pointers = [None if each is None else each.data_ptr() for each in (a, b, bias, out, scratch)]
-    compiled_for_threads("product").product(
-        ctypes.byref(call), *map(ctypes.c_void_p, pointers), torch.get_num_threads()
-    )
+    KERNEL("product", call, a, b, bias, out, scratch(_bytes(call)))
     return out
 
 
@@ -87,4 +71,4 @@ def _call(a: Tensor, b: Tensor) -> _Call:
 
 
 def _bytes(call: _Call) -> int:
-    return avx512_bf16.needed_bytes("product", call, torch.get_num_threads())
+    return KERNEL.bytes_of(call, torch.get_num_threads())

@@ -15,11 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_loop.kernels import avx512_bf16
-from nano_loop.kernels.compiled import compiled_for_threads
+from nano_loop.kernels.compiled import SCRATCH_BOUND, CompiledKernel, scratch
 
-#: Maximum number of bytes that all threads together need for packed blocks and sums.
-SCRATCH_BOUND = 256 * 2**20
+KERNEL = CompiledKernel("weight_gradient", needs_avx512_bf16=True)
 #: Minimum number of channels and of outputs: with fewer, most of a vector is empty.
 _FEWEST = 8
 #: Maximum number of pixels that a step of the geometry may reach: with more, bytes would overflow.
@@ -52,16 +50,6 @@ class _Call(ctypes.Structure):
     )
 
 
-def unavailable() -> str | None:
-    """Return why this kernel cannot be used in this process, or None."""
-    return avx512_bf16.unavailable("weight_gradient")
-
-
-def is_first_guess() -> bool:
-    """Whether it is faster than oneDNN on most shapes."""
-    return avx512_bf16.is_first_guess("weight_gradient")
-
-
 def fits(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
     """Whether the kernel supports these arguments of `weight_gradient`."""
     if gradient.dim() != _DIMENSIONS or any(len(each) != 2 for each in geometry):
@@ -71,7 +59,7 @@ def fits(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
     # Without elements, or with a storage that was released, there is no address.
     if gradient.size(0) != inputs.size(0) or not (gradient.data_ptr() and inputs.data_ptr() and gradient.numel()):
         return False
-    if max(map(abs, (*geometry.stride, *geometry.padding, *geometry.dilation))) > _FARTHEST or unavailable():
+    if max(map(abs, (*geometry.stride, *geometry.padding, *geometry.dilation))) > _FARTHEST or KERNEL.unavailable:
         return False
     return _bytes(_call(gradient, inputs, geometry)) <= SCRATCH_BOUND
 
@@ -102,9 +90,7 @@ def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry, in_nch
     result = torch.empty(sizes, dtype=torch.bfloat16, device="cpu", memory_format=form)
     call = _call(gradient, inputs, geometry)
     call.result = (_INT * 4)(*result.stride())
-    scratch = torch.empty(_bytes(call), dtype=torch.uint8, device="cpu")
-    pointers = [ctypes.c_void_p(each.data_ptr()) for each in (inputs, gradient, result, scratch)]
-    compiled_for_threads("weight_gradient").weight_gradient(ctypes.byref(call), *pointers, torch.get_num_threads())
+    KERNEL("weight_gradient", call, inputs, gradient, result, scratch(_bytes(call)))
     return result
 
 
@@ -120,4 +106,4 @@ def _call(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> _Call:
 
 
 def _bytes(call: _Call) -> int:
-    return avx512_bf16.needed_bytes("weight_gradient", call, torch.get_num_threads())
+    return KERNEL.bytes_of(call, torch.get_num_threads())

@@ -6,19 +6,12 @@ from nano_loop.steps.allocator import Allocator
 from nano_loop.steps.broadcast import Broadcast
 from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.compile import Compile
-from nano_loop.steps.fast_activation import FastActivation
-from nano_loop.steps.fast_attention import FastAttention
-from nano_loop.steps.fast_convolution import FastConvolution
-from nano_loop.steps.fast_cross_entropy import FastCrossEntropy
-from nano_loop.steps.fast_dropout import FastDropout
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.fast_images import FastImages
-from nano_loop.steps.fast_linear import FastLinear
-from nano_loop.steps.fast_lstm import FastLstm
-from nano_loop.steps.fast_norm import FastNorm
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
 from nano_loop.steps.ipex import Ipex
+from nano_loop.steps.kernels import KERNEL_STEPS
 from nano_loop.steps.learning_rate import LearningRate
 from nano_loop.steps.loader_workers import LoaderWorkers
 from nano_loop.steps.log_casts import LogCasts
@@ -50,15 +43,8 @@ STEPS: tuple[type[Step], ...] = (
     OperatorLists,  # in any place: it affects what is computed under autocast
     GradientAveraging,  # in any place: it hooks gradients, not models
     LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run
-    FastDropout,  # in any place: it replaces an operator, not models
-    FastAttention,  # likewise
-    FastActivation,  # likewise
-    FastConvolution,  # likewise
-    FastCrossEntropy,  # likewise
-    FastLinear,  # likewise
-    FastLstm,  # likewise
-    FastNorm,  # before TuneOperators, which leaves group norms to it
-    TuneOperators,  # after Precision, FastLinear, FastLstm and FastConvolution, whose choices by rules it replaces
+    *KERNEL_STEPS,  # before TuneOperators, which leaves group norms to one of them, and chooses algorithms of others
+    TuneOperators,  # after Precision, whose choices by rules it replaces
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
     LoaderWorkers,  # after FastFetch, which asks for the number of the loader's own workers

@@ -25,7 +25,7 @@ from nano_loop.glibc import (
 )
 from nano_loop.intercept.registry import shared_change
 from nano_loop.parts import Parts
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 # The settings after a run. By default, glibc raises its thresholds dynamically as large blocks are freed. The first
 # call of mallopt disables this. These values are the highest that glibc would reach (DEFAULT_MMAP_THRESHOLD_MAX, and
@@ -46,17 +46,17 @@ class Allocator(Step):
     once = True
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         if not is_glibc():
-            return "the C library is not glibc"
+            return SkipReason("not_glibc", "the C library is not glibc")
         other = allocator_of_this_process()
         if other:
-            return f"{other} is loaded instead of glibc's"
+            return SkipReason("other_allocator", f"{other} is loaded instead of glibc's")
         if keeps_freed_memory(os.environ):
             return None
         for variable in USERS_OWN:
             if variable in os.environ:
-                return f"{variable} is set, and stays in force"
+                return SkipReason("users_setting", f"{variable} is set, and stays in force")
         return None
 
     @override

@@ -18,7 +18,7 @@ from nano_loop.kernels.bernoulli import same_draws
 from nano_loop.kernels.drawing_order import drawn_as_nchw, drawn_as_they_lie
 from nano_loop.kernels.pixel_means import gradients_in_nhwc
 from nano_loop.parts import Parts
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
@@ -41,13 +41,13 @@ class ChannelsLast(Step):
     required = False  # the option applies to all models of a run, and one of them may have no convolution
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         models = _unscripted(parts)
         if parts.models and not models:
-            return "the model is scripted, so its convolutions and views cannot be changed"
+            return SkipReason("scripted", "the model is scripted, so its convolutions and views cannot be changed")
         if any(parameter.dim() in _FORMATS for model in models for parameter in model.parameters()):
             return None
-        return "the model has no 4-D or 5-D parameters"
+        return SkipReason("no_images", "the model has no 4-D or 5-D parameters")
 
     @override
     def apply(self, parts: Parts) -> str:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from nano_loop.compiling.blocks import described, repeated_blocks
 from nano_loop.intercept.torch_private import call_compiled, forget_compiled, is_compiled, plain_call
 from nano_loop.parts import Parts, class_name
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 _numbers = itertools.count()
 _TRACING = r"torch\._"  # the modules of torch that trace
@@ -41,10 +41,10 @@ class Compile(Step):
         self._arguments: dict[str, Any] | None = None
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         if parts.models and all(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
-            return "the model is scripted"
-        return "the model is compiled already" if not self._uncompiled(parts) else None
+            return SkipReason("scripted", "the model is scripted")
+        return None if self._uncompiled(parts) else SkipReason("compiled", "the model is compiled already")
 
     @override
     def apply(self, parts: Parts) -> str:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from nano_loop.intercept.loaders import LoaderChange, changed
 from nano_loop.parts import Parts
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 
 class FastFetch(Step):
@@ -30,9 +30,8 @@ class FastFetch(Step):
     needs = "loaders"
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
-        reasons = [_refusal(loader) for loader in parts.loaders]
-        return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
+        return SkipReason.of_all([_refusal(loader) for loader in parts.loaders])
 
     @override
     def apply(self, parts: Parts) -> str:
@@ -102,19 +101,21 @@ def _tensors(dataset: Any) -> Sequence[torch.Tensor]:
     return (dataset,) if type(dataset) is torch.Tensor and dataset.dim() else ()
 
 
-def _refusal(loader: DataLoader[Any]) -> str | None:
+def _refusal(loader: DataLoader[Any]) -> SkipReason | None:
     dataset: Any = loader.dataset
     while type(dataset) is Subset:
         dataset = dataset.dataset
     tensors = _tensors(dataset)
     if not tensors:
-        return f"the dataset is a {type(dataset).__name__}; whole batches come from a TensorDataset or a tensor only"
+        kind = type(dataset).__name__
+        only = "whole batches come from a TensorDataset or a tensor only"
+        return SkipReason("no_tensors", f"the dataset is a {kind}; {only}")
     if loader.collate_fn is not default_collate:
-        return "the loader has its own collate_fn"
+        return SkipReason("collate_fn", "the loader has its own collate_fn")
     if loader.num_workers:
-        return f"the loader has {loader.num_workers} workers"
+        return SkipReason("workers", f"the loader has {loader.num_workers} workers")
     if type(loader.batch_sampler) is not BatchSampler:
-        return "the loader has its own batch sampler, or none"
+        return SkipReason("batch_sampler", "the loader has its own batch sampler, or none")
     if any(tensor.layout is not torch.strided for tensor in tensors):
-        return "the dataset holds sparse tensors"
+        return SkipReason("sparse", "the dataset holds sparse tensors")
     return None

@@ -11,7 +11,7 @@ from typing_extensions import override
 from nano_loop.intercept.loaders import changed
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 from nano_loop.vision.lifetime import store_for
 from nano_loop.vision.loaders import CachedImages, datasets_in, has_images, plans_in, refusal
 from nano_loop.vision.store import Store
@@ -45,9 +45,9 @@ class FastImages(Step):
         return super().is_relevant(parts) and (self.required or any(has_images(each.dataset) for each in parts.loaders))
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         reasons = [refusal(loader) for loader in parts.loaders]
-        return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
+        return SkipReason.of_all([None if reason is None else SkipReason("no_images", reason) for reason in reasons])
 
     @override
     def apply(self, parts: Parts) -> str:

@@ -13,7 +13,7 @@ from nano_loop.intercept.direct_steps import stepped_directly
 from nano_loop.intercept.optimizers import guard_layout, is_dense, once_gradients_exist
 from nano_loop.intercept.torch_private import forget_fused_check, fused_check_pending
 from nano_loop.parts import Parts
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 _HAVE_KERNELS = (AdamW, Adam, SGD, Adagrad)
 _FLAGS = ("fused", "foreach")
@@ -35,16 +35,15 @@ class FusedOptimizer(Step):
         self._switches: dict[int, _Switch] = {}  # by the optimizer's id; each keeps its optimizer alive
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
-        reasons = self._refusals(parts)
-        return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
+        return SkipReason.of_all(self._refusals(parts))
 
     @override
     def apply(self, parts: Parts) -> str:
         fused, refused = [], []
         for optimizer, refusal in zip(parts.optimizers, self._refusals(parts), strict=True):
             if refusal:
-                refused.append(refusal)
+                refused.append(refusal.detail)
                 continue
             fused.append(type(optimizer).__name__)
             if id(optimizer) not in self._switches:
@@ -52,7 +51,7 @@ class FusedOptimizer(Step):
                 self._switch(self._switches[id(optimizer)])
         return "; ".join([", ".join(dict.fromkeys(fused)), *dict.fromkeys(refused)])
 
-    def _refusals(self, parts: Parts) -> list[str | None]:
+    def _refusals(self, parts: Parts) -> list[SkipReason | None]:
         sparse = _sparse_parameters(parts.models)
         return [
             None if id(optimizer) in self._switches else _refusal(optimizer, sparse) for optimizer in parts.optimizers
@@ -114,33 +113,35 @@ class _Switch:
             groups[place].update(flags)
 
 
-def _refusal(optimizer: Optimizer, sparse: set[int]) -> str | None:
+def _refusal(optimizer: Optimizer, sparse: set[int]) -> SkipReason | None:
     """Return the reason why no group of `optimizer` can be switched, or None."""
     name = type(optimizer).__name__
     kernel = next((kind for kind in _HAVE_KERNELS if isinstance(optimizer, kind)), None)
     if kernel is None:
-        return f"{name} has no fused CPU kernel"
+        return SkipReason("no_kernel", f"{name} has no fused CPU kernel")
     if type(optimizer).step is not kernel.step:
-        return f"{name} overrides step()"
+        return SkipReason("own_step", f"{name} overrides step()")
     reasons = [_group_refusal(group, sparse) for group in optimizer.param_groups]
-    return f"{name}: {reasons[0]}" if all(reasons) and reasons else None
+    first = reasons[0] if reasons and all(reasons) else None
+    return None if first is None else first._replace(detail=f"{name}: {first.detail}")
 
 
-def _group_refusal(group: dict[str, Any], sparse: set[int]) -> str | None:
+def _group_refusal(group: dict[str, Any], sparse: set[int]) -> SkipReason | None:
     if group.get("fused"):
         return None  # set by the user or by an enclosing run; only the layout has to be guarded
     if group.get("fused") is not None or group.get("foreach") is not None:
-        return f"it was built with {'fused' if group.get('fused') is not None else 'foreach'}="
+        flag = "fused" if group.get("fused") is not None else "foreach"
+        return SkipReason("users_flag", f"it was built with {flag}=")
     if group.get("differentiable") or group.get("capturable") or isinstance(group.get("lr"), torch.Tensor):
-        return "it is differentiable, capturable or has a tensor as its lr"
+        return SkipReason("differentiable", "it is differentiable, capturable or has a tensor as its lr")
     if any(not parameter.is_floating_point() for parameter in group["params"]):
-        return "it has complex parameters"
+        return SkipReason("complex", "it has complex parameters")
     if any(parameter.device.type != "cpu" for parameter in group["params"]):
-        return "its parameters are not on the CPU"
+        return SkipReason("not_on_cpu", "its parameters are not on the CPU")
     if not all(map(is_dense, group["params"])):
-        return "its parameters overlap in memory"
+        return SkipReason("overlapping", "its parameters overlap in memory")
     if any(id(parameter) in sparse for parameter in group["params"]):
-        return "its embeddings have sparse gradients"
+        return SkipReason("sparse", "its embeddings have sparse gradients")
     return None
 
 

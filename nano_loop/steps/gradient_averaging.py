@@ -1,4 +1,4 @@
-"""Averages gradients over the ranks at the end of each backward, between hosts during it."""
+"""Averages gradients over the ranks at the end of each backward."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class GradientAveraging(RanksStep):
             transport,
             served_whole_by_mode,
             compare=self.options.compare_parameters,
-            overlapped=isinstance(transport, HostsTransport),
         )
         self.undoing.callback(averaging.close)
         return averaging
@@ -90,7 +89,7 @@ class GradientAveraging(RanksStep):
                 transport_between = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
                 shares = any(len(each) > 1 for each in self.ranks.context.hosts.members)
                 way = "through shared memory, then between hosts by gloo" if shares else "by gloo"
-                self._way = f"during each backward, {way}"
+                self._way = f"{_AT_END}, {way}"
                 return transport_between
         self._way = f"{_AT_END}, by {distributed.get_backend()}"
         return ProcessGroupTransport(self.ranks, compression=compression)

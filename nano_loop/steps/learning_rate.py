@@ -21,7 +21,7 @@ from nano_loop.distributed.ranks import Ranks
 from nano_loop.intercept.optimizers import Closure, closure_of, with_closure
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
-from nano_loop.steps.step import RanksStep
+from nano_loop.steps.step import RanksStep, SkipReason
 
 #: Number of steps over which the ratio grows from 1 to the number of ranks.
 WARM_UP = 1000
@@ -51,9 +51,8 @@ class LearningRate(RanksStep):
         self._ddp |= {id(each): each for model in models for each in model.parameters()}
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
-        reasons = [self._refusal(optimizer) for optimizer in parts.optimizers]
-        return "; ".join(dict.fromkeys(map(str, reasons))) if all(reasons) else None
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
+        return SkipReason.of_all([self._refusal(optimizer) for optimizer in parts.optimizers])
 
     @override
     def apply(self, parts: Parts) -> str:
@@ -64,21 +63,22 @@ class LearningRate(RanksStep):
             self._ramps[id(optimizer)] = _Ramp(optimizer, self.ranks, step)
             self._start(self._ramps[id(optimizer)])
         ramps = f"ramps to {self.ranks.size}× over {WARM_UP:,} steps (auto_lr)"
-        return "; ".join(dict.fromkeys([ramps, *filter(None, refusals.values())]))
+        return "; ".join(dict.fromkeys([ramps, *(each.detail for each in refusals.values() if each)]))
 
-    def _refusal(self, optimizer: Optimizer) -> str | None:
+    def _refusal(self, optimizer: Optimizer) -> SkipReason | None:
         if isinstance(optimizer, LBFGS):
-            return "LBFGS searches its own step length"
+            return SkipReason("lbfgs", "LBFGS searches its own step length")
         held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         if held and self._ddp.keys() >= set(held):
-            return "the model is your own DistributedDataParallel, so the rate is yours, too"
+            return SkipReason("users_ddp", "the model is your own DistributedDataParallel, so the rate is yours, too")
         return None
 
     @override
     def final_result(self) -> StepResult | None:
         if not self._ramps or not self.ranks.context.sharding.undivided:
             return None
-        return StepResult(self.name, "skipped", "stays at 1×, since all ranks have computed the same")
+        detail = "stays at 1×, since all ranks have computed the same"
+        return StepResult(self.name, "skipped", detail, code="same_batches")
 
     def _start(self, ramp: _Ramp) -> None:
         optimizer = ramp.optimizer

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from nano_loop.intercept.loaders import LoaderChange, changed
 from nano_loop.parts import Parts
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 _PREFETCHED = 2  # batches a worker, as torch has it where the user does not say
 
@@ -32,9 +32,10 @@ class LoaderWorkers(Step):
         return self.options.loader_workers is not None
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         if all(isinstance(loader.dataset, IterableDataset) for loader in parts.loaders):
-            return "workers of an iterable dataset would each read all of it, unless it divides itself"
+            detail = "workers of an iterable dataset would each read all of it, unless it divides itself"
+            return SkipReason("iterable_dataset", detail)
         return None
 
     @override

@@ -13,7 +13,7 @@ from typing_extensions import override
 from nano_loop.parts import Parts
 from nano_loop.precision.cast_log import CastLog, CastRecorder
 from nano_loop.report import StepResult, print_to_stderr
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 #: The first steps are not like the others: optimizers make their state, and products of new sizes are counted.
 _AFTER_STEPS = 2
@@ -52,7 +52,7 @@ class LogCasts(Step):
             self._models.append(model)
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         return None
 
     @override
@@ -68,7 +68,7 @@ class LogCasts(Step):
     def final_result(self) -> StepResult | None:
         if self._optimizer is None:
             return None
-        return self._result or StepResult(self.name, "skipped", "fewer than three steps")
+        return self._result or StepResult(self.name, "skipped", "fewer than three steps", code="few_steps")
 
     def _mark(self, *_: object) -> None:
         if self._recorder is not None:

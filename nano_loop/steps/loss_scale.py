@@ -11,7 +11,7 @@ from typing_extensions import override
 from nano_loop.parts import Parts
 from nano_loop.precision.loss_scale import LossScale
 from nano_loop.report import StepResult
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 #: The keys in the first parameter group of a checkpoint that hold the scale, and the backwards since it was changed.
 KEYS = ("loss_scale", "loss_scale_good")
@@ -36,7 +36,7 @@ class LossScaling(Step):
         return self.options.kind.scaled
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         return None
 
     @override

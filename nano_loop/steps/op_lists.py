@@ -11,7 +11,7 @@ from nano_loop.intercept.torch_private import is_compiled
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.default_ops import in_force
 from nano_loop.precision.op_lists import OpLists
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 #: How many names of a list the report shows.
 _MOST_NAMES = 4
@@ -33,10 +33,11 @@ class OperatorLists(Step):
         return any(self.options.listed_operators.values())
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         if self.options.kind.autocast is not None:
             return None
-        return f'lists are for autocast, as precision="bf16" has it, and the precision is {self.options.precision}'
+        detail = f'lists are for autocast, as precision="bf16" has it, and the precision is {self.options.precision}'
+        return SkipReason("no_autocast", detail)
 
     @override
     def apply(self, parts: Parts) -> str:

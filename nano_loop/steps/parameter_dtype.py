@@ -13,7 +13,7 @@ from nano_loop.intercept.nested import map_tensors
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.conversion import Conversion
 from nano_loop.precision.dtype_errors import explain
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 
 class ParameterDtype(Step):
@@ -32,9 +32,9 @@ class ParameterDtype(Step):
         return self.options.kind.parameters is not None
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         if all(isinstance(model, torch.jit.ScriptModule) and _is_frozen(model) for model in parts.models):
-            return "the model is frozen TorchScript, whose weights are constants"
+            return SkipReason("frozen", "the model is frozen TorchScript, whose weights are constants")
         return None
 
     @override

@@ -31,7 +31,7 @@ from nano_loop.precision.op_lists import OpLists
 from nano_loop.precision.output_activations import activations_noticed
 from nano_loop.precision.worth import Kind, Worth, kind_of
 from nano_loop.report import StepResult
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 
 class Precision(Step):
@@ -57,14 +57,14 @@ class Precision(Step):
         return self.options.kind.autocast is not None or self.options.auto_precision
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         if self.options.kind.autocast is None:
-            return "fp32, since this CPU has no bf16 instructions"
+            return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
         if parts.models and all(map(_is_meta, parts.models)):
-            return "the model's parameters are on the meta device, where nothing is computed"
+            return SkipReason("meta_device", "the model's parameters are on the meta device, where nothing is computed")
         dtypes = [_uncast_dtype(model) for model in parts.models]
         if dtypes and all(dtypes):
-            return f"the model's parameters are {dtypes[0]}, which autocast does not cast"
+            return SkipReason("uncast_dtype", f"the model's parameters are {dtypes[0]}, which autocast does not cast")
         return None
 
     @override
@@ -108,15 +108,16 @@ class Precision(Step):
         """Return a result about models whose calls were not intercepted, or too small for bf16, or None."""
         names = ", ".join(self._missed)
         if names:
-            return StepResult(self.name, "skipped", f"{names} was called by code compiled before the run")
+            detail = f"{names} was called by code compiled before the run"
+            return StepResult(self.name, "skipped", detail, code="not_intercepted")
         if self.options.auto_precision:
             names = self._names_of(lambda worth: worth.sometimes_not)
             small = f"fp32 for calls into {names} that are too small for bf16 to pay"
             pays = any(worth.sometimes for worth in self._worth.values())
-            return StepResult(self.name, "applied" if pays else "skipped", small) if names else None
+            return StepResult(self.name, "applied" if pays else "skipped", small, code="too_small") if names else None
         names = self._names_of(lambda worth: worth.never)
         small = f'calls into {names} are too small for bf16 to pay: precision="auto" runs them in fp32'
-        return StepResult(self.name, "applied", small) if names else None
+        return StepResult(self.name, "applied", small, code="too_small") if names else None
 
     def _names_of(self, is_concerned: Callable[[Worth], bool]) -> str:
         models = [worth.model for worth in self._worth.values() if is_concerned(worth)]

@@ -18,7 +18,7 @@ from nano_loop.intercept.optimizers import closure_of, with_closure
 from nano_loop.intercept.torch_private import below_torch_functions
 from nano_loop.parts import Parts
 from nano_loop.precision.rounding import StochasticRounding
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 
 class Rounding(Step):
@@ -42,7 +42,7 @@ class Rounding(Step):
         return self.options.kind.parameters is torch.bfloat16
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         return None
 
     @override

@@ -15,7 +15,7 @@ from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_se
 from nano_loop.intercept.loaders import changed, found
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
-from nano_loop.steps.step import RanksStep
+from nano_loop.steps.step import RanksStep, SkipReason
 
 
 class Sharding(RanksStep):
@@ -45,10 +45,10 @@ class Sharding(RanksStep):
             self.undoing.enter_context(found(self._find))
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         if self.ranks.loader_cpus or not all(self._is_sharded_by_user(loader) for loader in parts.loaders):
             return None
-        return "their own samplers shard them"
+        return SkipReason("sharded_by_user", "their own samplers shard them")
 
     @override
     def apply(self, parts: Parts) -> str:

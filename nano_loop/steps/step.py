@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import nn
 from typing_extensions import override
@@ -17,6 +17,29 @@ from nano_loop.intercept.calls import Entries
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
+
+
+class SkipReason(NamedTuple):
+    """Why a step does not apply.
+
+    Attributes
+    ----------
+    code : str
+        A short word that stays the same, such as "no_dropout".
+    detail : str
+        The reason in one line, for the report.
+    """
+
+    code: str
+    detail: str
+
+    @classmethod
+    def of_all(cls, reasons: Sequence[SkipReason | None]) -> SkipReason | None:
+        """Return one reason for several objects, or None if the step applies to one of them."""
+        known = dict.fromkeys(reason for reason in reasons if reason is not None)
+        if None in reasons or not known:
+            return None
+        return cls(",".join(dict.fromkeys(each.code for each in known)), "; ".join(each.detail for each in known))
 
 
 @dataclass(frozen=True)
@@ -105,8 +128,8 @@ class Step(ABC):
         """Inspect the parts of a ``setup`` call, including calls to which the step does not apply."""
 
     @abstractmethod
-    def skip_reason(self, parts: Parts) -> str | None:
-        """Return why the step does not apply to `parts`, in one line for the report, or None if it applies."""
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
+        """Return why the step does not apply to `parts`, or None if it applies."""
 
     @abstractmethod
     def apply(self, parts: Parts) -> str:
@@ -139,5 +162,5 @@ class RanksStep(Step):
         return self.ranks.size > 1
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         return None

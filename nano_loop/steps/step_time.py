@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 from nano_loop.steps.stopwatch import Stopwatch
 
 
@@ -24,7 +24,7 @@ class StepTime(Step):
         self._stopwatch: Stopwatch | None = None
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         return None
 
     @override

@@ -16,7 +16,7 @@ from nano_loop.cpu.waits import Waits
 from nano_loop.exports import is_exported
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 #: Seconds that a run takes at least of which the waits are judged, and the part of the time in which threads may wait.
@@ -43,15 +43,15 @@ class Threads(Step):
             self._began, self._waits = time.monotonic(), Waits()
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         if self.options.num_threads is not None:
             return None
         count, wanted = torch.get_num_threads(), self.machine.num_threads
         for variable in _USERS_OWN:
             if variable in os.environ and _is_users(variable):
-                return f"{variable}={os.environ[variable]} is set, and stays in force"
+                return SkipReason("users_setting", f"{variable}={os.environ[variable]} is set, and stays in force")
         if count < wanted and _is_users("OMP_NUM_THREADS"):
-            return f"torch was set to {count}, fewer than the {wanted} physical cores"
+            return SkipReason("users_number", f"torch was set to {count}, fewer than the {wanted} physical cores")
         return None
 
     @override

@@ -16,7 +16,7 @@ from nano_loop.kernels.lstm import WAY as OF_LSTM
 from nano_loop.parts import Parts
 from nano_loop.precision.tuned_layers import TunedLayers
 from nano_loop.report import StepResult
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 from nano_loop.tuning import attention, convolutions, lstms, products
 from nano_loop.tuning.budget import Budget
 from nano_loop.tuning.choices import Choice, Choices, choices_for
@@ -50,21 +50,24 @@ class TuneOperators(Step):
             self._agreed_to = all(self.ranks.gather(mine)) if self.ranks.size > 1 else mine
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         reason = self._own_reason()
-        return "another rank computes in another precision" if reason is None and self._agreed_to is False else reason
+        if reason is None and self._agreed_to is False:
+            return SkipReason("other_ranks", "another rank computes in another precision")
+        return reason
 
-    def _own_reason(self) -> str | None:
+    def _own_reason(self) -> SkipReason | None:
         if not self.options.reduced_precision:
-            return "it is for bf16: in fp32 no two ways give equal bits"
+            return SkipReason("not_bf16", "it is for bf16: in fp32 no two ways give equal bits")
         if self.options.use_ipex:
-            return "IPEX has its own kernels"
+            return SkipReason("ipex", "IPEX has its own kernels")
         if self.options.compile:
-            return "compiled models are not measured"
+            return SkipReason("compiled", "compiled models are not measured")
         if self.options.log_casts:
-            return "log_casts would list what is measured"
+            return SkipReason("log_casts", "log_casts would list what is measured")
         if torch.are_deterministic_algorithms_enabled():
-            return "measured choices may differ between runs, and torch.use_deterministic_algorithms is on"
+            detail = "measured choices may differ between runs, and torch.use_deterministic_algorithms is on"
+            return SkipReason("deterministic", detail)
         return None
 
     @override

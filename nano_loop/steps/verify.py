@@ -16,7 +16,7 @@ from nano_loop.parts import Parts, class_name
 from nano_loop.precision.noted_calls import NO_GRADIENT, NotedCalls, loss_of
 from nano_loop.precision.verification import Verification, verified
 from nano_loop.report import StepResult
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 
 
 class Verify(Step):
@@ -36,7 +36,7 @@ class Verify(Step):
         self._found: dict[str, Verification] = {}
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         return None
 
     @override
@@ -59,7 +59,7 @@ class Verify(Step):
         self._compare()  # a step with a closure has made its gradients after the hook
         if not self._found:
             reasons = dict.fromkeys(noted.reason or NO_GRADIENT for noted in self._noted.values())
-            return StepResult(self.name, "skipped", "; ".join(reasons))
+            return StepResult(self.name, "skipped", "; ".join(reasons), code="not_compared")
         summaries = [f"{name}: {found.summary()}" for name, found in self._found.items()]
         return StepResult(self.name, "measured", "; ".join(summaries), _Findings(self._found))
 

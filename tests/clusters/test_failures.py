@@ -214,9 +214,9 @@ def test_node_without_nano_loop_is_an_error_that_names_runtime_env(connected, tm
 
 
 def test_other_versions_on_a_node_are_refused(monkeypatch):
-    from nano_loop.distributed.launch.ray import call
+    from nano_loop.distributed.launch.ray import worker
 
-    monkeypatch.setattr(call, "__version__", "0.0.1")
+    monkeypatch.setattr(worker, "__version__", "0.0.1")
     error = refused(small.fit, NanoError, num_processes=2)
     assert f"has nano_loop {nano_loop.__version__}, and the caller's has 0.0.1: all ranks compute" in str(error)
 

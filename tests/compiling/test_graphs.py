@@ -42,8 +42,8 @@ def near(found, expected, **tolerance):
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_under_autocast_is_our_operator(causal, in_blocks, monkeypatch):
     if not in_blocks:
-        monkeypatch.setattr(blocked_attention, "unavailable", lambda: "no compiler")
-    name = "blocked_attention" if blocked_attention.unavailable() is None else "attention"
+        monkeypatch.setattr(blocked_attention.KERNEL, "unavailable", "no compiler")
+    name = "blocked_attention" if blocked_attention.KERNEL.unavailable is None else "attention"
     seen, function = [], lambda *tensors: F.scaled_dot_product_attention(*tensors, is_causal=causal)
     found = gradients(bf16_autocast(compiled(function, [ATTENTION], seen)), heads())
     assert {f"nano_loop.{name}.default", f"nano_loop.{name}_backward.default"} <= set(seen)

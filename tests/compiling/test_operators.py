@@ -7,7 +7,7 @@ from torch.library import opcheck
 
 import nano_loop.compiling.operators  # noqa: F401
 from nano_loop.kernels import blocked_attention
-from nano_loop.kernels.cross_entropy import unavailable
+from nano_loop.kernels.cross_entropy import KERNEL
 
 OURS = torch.ops.nano_loop
 
@@ -39,7 +39,7 @@ def test_attention_with_dropout_does_so_too():
     opcheck(OURS.attention, (*three(), None, 0.25, 0.25, 0), test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.skipif(blocked_attention.unavailable() is not None, reason=str(blocked_attention.unavailable()))
+@pytest.mark.skipif(blocked_attention.KERNEL.unavailable is not None, reason=str(blocked_attention.KERNEL.unavailable))
 def test_attention_in_blocks_does_so_too_and_computes_as_outside_of_a_graph():
     mask = torch.rand(64, 64) < 0.9
     opcheck(OURS.blocked_attention, (*three(), None, 0.0, True, 0.25, 0))
@@ -71,7 +71,7 @@ def test_batch_norm_does_so_too(layout, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cross_entropy_does_so_too(dtype):
-    assert unavailable() is None
+    assert KERNEL.unavailable is None
     logits = torch.randn(6, 50).to(dtype).requires_grad_()
     opcheck(OURS.cross_entropy, (logits, torch.randint(50, (6,)), -100, 0.1))
 

@@ -95,3 +95,25 @@ def test_call_that_torch_has_sent_before_the_last_function_left_is_computed():
     with overridden_together("late", lambda: {"tan": returning(3.0)}, AUTOCAST):
         site = operators._sites["tan"]
     assert site(None, torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+def test_function_is_not_traced_where_a_graph_breaks_at_a_recurrent_layer():
+    calls, traced = [], []
+
+    def by_cosine(tensor):
+        calls.append(tensor.shape)
+        return tensor.copy_(torch.cos(tensor))
+
+    def backend(graph, inputs):
+        traced.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    layer, x = torch.nn.GRU(3, 3), torch.ones(2, 1, 3)
+    torch.compiler.reset()
+    with overridden("tanh_", plainly(by_cosine), "CPU"):
+        expected, _ = layer(x)
+        found, _ = torch.compile(lambda: layer(x), backend=backend)()
+    torch.compiler.reset()
+    assert torch.equal(found, expected)
+    assert len(calls) == 4  # two steps of each
+    assert torch.cos not in traced

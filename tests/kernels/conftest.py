@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from nano_loop.kernels.compiled import CompiledKernel
+
 
 @pytest.fixture
 def threads():
@@ -10,3 +12,16 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The names of the C functions that were called."""
+    names, call = [], CompiledKernel.__call__
+
+    def noting(self, function, *arguments):
+        names.append(function)
+        return call(self, function, *arguments)
+
+    monkeypatch.setattr(CompiledKernel, "__call__", noting)
+    return names

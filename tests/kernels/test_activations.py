@@ -1,10 +1,12 @@
 """tanh and GELU by tanh are as exact as torch's for every number, and leave to torch what they do not do."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nano_loop.intercept.operators import gives_kernels, overridden
+from nano_loop.intercept.operators import gives_kernels
 from nano_loop.kernels import activations
 
 pytestmark = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
@@ -23,19 +25,15 @@ def slope(x):
 FUNCTIONS = {"tanh": torch.tanh, "gelu": gelu, "gelu_backward": slope}
 
 
-@pytest.fixture
-def called(monkeypatch):
-    """Put the functions in torch's place, as for the calls of a set-up model, and return the names that were called."""
-    names, computed = [], activations._computed
+@pytest.fixture(autouse=True)
+def in_torchs_place(monkeypatch):
+    """Put the functions in torch's place, as for the calls of a set-up model."""
     monkeypatch.setattr(activations, "WORTH_IT", 1)
     monkeypatch.setattr(activations, "belongs_to_set_up_model", lambda: True)
-    monkeypatch.setattr(activations, "_computed", lambda name, *args: names.append(name) or computed(name, *args))
-    contexts = [overridden(operator, make, "CPU") for operator, make in activations.REPLACEMENTS.items()]
-    for context in contexts:
-        context.__enter__()
-    yield names
-    for context in reversed(contexts):
-        context.__exit__(None, None, None)
+    with ExitStack() as stack:
+        for replacement in activations.REPLACEMENTS:
+            stack.enter_context(replacement.in_force())
+        yield
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

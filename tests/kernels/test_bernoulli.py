@@ -9,15 +9,15 @@ import torch
 
 from nano_loop.intercept.operators import overridden
 from nano_loop.kernels import bernoulli, compiled
-from nano_loop.kernels.bernoulli import WORTH_IT, exact, unavailable, vectorized_draws
+from nano_loop.kernels.bernoulli import KERNEL, WORTH_IT, exact, vectorized_draws
 from nano_loop.kernels.compiled import UnavailableError
 
 LARGE = 100_003
 RATES = [0.1, 0.5, 0.9, 1 / 3, 5e-6, 2**-17, 2**-53, 1e-300, 1 - 2**-53, 0.0, 1.0]
 DTYPES = [*bernoulli._ONES]
-SOURCE = Path(bernoulli.__file__).with_name("bernoulli.c")
+SOURCE = Path(bernoulli.__file__).parent / "csrc/bernoulli.c"
 
-same_draws = pytest.mark.skipif(unavailable() is not None, reason=f"fast masks: {unavailable()}")
+same_draws = pytest.mark.skipif(KERNEL.unavailable is not None, reason=f"fast masks: {KERNEL.unavailable}")
 
 
 @pytest.fixture(autouse=True)
@@ -215,4 +215,4 @@ def test_planted_difference_in_the_draws_is_noticed(monkeypatch):
     monkeypatch.setattr(
         bernoulli, "fill", lambda tensor, p, generator: tensor.bernoulli_(p, generator=generator).neg_()
     )
-    assert not bernoulli._draws_as_torch.__wrapped__()
+    assert not bernoulli._draws_as_torch()

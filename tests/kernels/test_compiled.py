@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import blocked_attention, compiled, product, weight_gradient
+from nano_loop.kernels import blocked_attention, compiled, lstm_layer, product, weight_gradient
 
-SOURCES = sorted(Path(compiled.__file__).parent.glob("*.c"))
+SOURCES = sorted(Path(compiled.__file__).parent.glob("csrc/*.c"))
 
 
 @pytest.mark.skipif(platform.machine() not in compiled._NATIVE, reason="no flag is known for this processor")
@@ -20,9 +20,22 @@ def test_each_file_compiles_for_this_processor_without_an_implicit_declaration(s
     assert compiled._compiles([*command, "-c", "-o", str(tmp_path / "generic.o"), str(source)])
 
 
-@pytest.mark.parametrize("kernel", [blocked_attention, product, weight_gradient], ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize(
+    "kernel", [blocked_attention, lstm_layer, product, weight_gradient], ids=lambda kernel: kernel.__name__
+)
 def test_kernels_for_bf16_instructions_are_available_where_the_cpu_has_them(kernel):
     needed = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
     if not needed <= set(read_machine().instruction_sets):
         pytest.skip("the CPU has no bf16 instructions of AVX-512")
-    assert kernel.unavailable() is None
+    assert kernel.KERNEL.unavailable is None
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_without_a_compiler_a_kernel_says_so_and_is_no_guess(monkeypatch, needs):
+    def fails(name):
+        raise compiled.UnavailableError("no C compiler was found")
+
+    monkeypatch.setattr(compiled, "compiled_for_threads", fails)
+    kernel = compiled.CompiledKernel("product", needs_avx512_bf16=needs)
+    assert kernel.unavailable == "no C compiler was found"
+    assert not kernel.is_first_guess

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_loop.kernels import compiled
-from nano_loop.kernels.compiled import UnavailableError
-from nano_loop.kernels.cross_entropy import cross_entropy, unavailable
+from nano_loop.kernels.compiled import CompiledKernel, UnavailableError
+from nano_loop.kernels.cross_entropy import KERNEL, cross_entropy
 
 REDUCTIONS = ("none", "mean", "sum")
 
 
 @pytest.fixture(autouse=True)
 def compiler():
-    assert unavailable() is None
+    assert KERNEL.unavailable is None
 
 
 def logits_of(rows, width, dtype=torch.float32, scale=3.0, seed=0):
@@ -191,12 +191,12 @@ def test_library_needs_no_openmp_beside_torch_s(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled.compiled_for_threads.cache_clear()
     try:
-        assert unavailable() is None
+        assert CompiledKernel("cross_entropy").unavailable is None
         (library,) = (tmp_path / "nano_loop").iterdir()
         assert b"libgomp" not in library.read_bytes()
         compiled.compiled_for_threads.cache_clear()
         monkeypatch.setenv("CC", "no-such-cc")
-        assert unavailable() == "no C compiler was found (no-such-cc)"
+        assert CompiledKernel("cross_entropy").unavailable == "no C compiler was found (no-such-cc)"
         with pytest.raises(UnavailableError):
             compiled.compiled_for_threads("cross_entropy")
     finally:

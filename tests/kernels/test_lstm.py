@@ -14,7 +14,7 @@ from nano_loop.kernels import lstm_layer as module
 from nano_loop.kernels import product
 from nano_loop.kernels.lstm_layer import Arguments, lstm
 
-pytestmark = pytest.mark.skipif(module.unavailable() is not None, reason=str(module.unavailable()))
+pytestmark = pytest.mark.skipif(module.KERNEL.unavailable is not None, reason=str(module.KERNEL.unavailable))
 
 
 def layer(steps, batch, size, hidden, has_biases=True, is_reversed=False, seed=0):

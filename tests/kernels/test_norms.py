@@ -22,7 +22,7 @@ THEIRS = {name: (getattr(ATEN, f"native_{name}"), getattr(ATEN, f"native_{name}_
 
 @pytest.fixture(autouse=True)
 def compiler():
-    assert norms.unavailable() is None
+    assert norms.KERNEL.unavailable is None
 
 
 @dataclass
@@ -170,7 +170,7 @@ def test_without_instructions_for_bf16_results_are_the_same(monkeypatch):
     found = case.by(OURS)
     monkeypatch.setenv("CC", "cc -mno-avx512bf16")
     library = compiled._loaded("norms", ctypes.CDLL, compiled._PARALLEL)
-    monkeypatch.setattr(norms, "library", lambda: library)
+    monkeypatch.setattr(norms.KERNEL, "_library", lambda: library)
     for mine, other in zip(found, case.by(OURS), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 

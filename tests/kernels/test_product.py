@@ -10,11 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_loop.kernels import avx512_bf16
 from nano_loop.kernels import product as module
-from nano_loop.kernels.compiled import UnavailableError
 
-pytestmark = pytest.mark.skipif(module.unavailable() is not None, reason=str(module.unavailable()))
+pytestmark = pytest.mark.skipif(module.KERNEL.unavailable is not None, reason=str(module.KERNEL.unavailable))
 
 
 def matrix(rows, columns, transposed, generator):
@@ -169,17 +167,8 @@ def test_more_memory_than_the_bound_is_not_taken(monkeypatch):
 
 
 def test_without_a_compiler_nothing_fits(monkeypatch):
-    def fails(name):
-        raise UnavailableError("no C compiler was found")
-
-    monkeypatch.setattr(avx512_bf16, "compiled_for_threads", fails)
-    avx512_bf16.unavailable.cache_clear()
-    try:
-        assert module.unavailable() == "no C compiler was found"
-        assert not module.is_first_guess()
-        assert not module.fits(*factors(64, 80, 64))
-    finally:
-        avx512_bf16.unavailable.cache_clear()
+    monkeypatch.setattr(module.KERNEL, "unavailable", "no C compiler was found")
+    assert not module.fits(*factors(64, 80, 64))
 
 
 def test_a_call_has_the_layout_of_the_c_file():

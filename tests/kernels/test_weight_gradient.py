@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_loop.kernels import avx512_bf16, convolution, weight_gradient
-from nano_loop.kernels.compiled import UnavailableError
+from nano_loop.kernels import convolution, weight_gradient
 from nano_loop.kernels.convolution import Arguments, Plan, faster_backward, first_guess, plans
 
 NHWC = torch.channels_last
 
-pytestmark = pytest.mark.skipif(weight_gradient.unavailable() is not None, reason=str(weight_gradient.unavailable()))
+pytestmark = pytest.mark.skipif(
+    weight_gradient.KERNEL.unavailable is not None, reason=str(weight_gradient.KERNEL.unavailable)
+)
 
 
 def arguments(
@@ -189,13 +190,13 @@ def test_a_default_device_does_not_matter():
 
 
 def test_large_convolutions_are_the_first_guess_without_amx(monkeypatch):
-    if not weight_gradient.is_first_guess():
+    if not weight_gradient.KERNEL.is_first_guess:
         pytest.skip("this CPU has AMX")
     large = arguments(images=8, channels=64, outputs=64, size=(20, 20))
     assert first_guess(large).weight == "blocks"
     assert first_guess(arguments()).weight != "blocks"
     assert first_guess(arguments(images=3, channels=64, outputs=64, size=(40, 40))).weight != "blocks"
-    monkeypatch.setattr(weight_gradient, "is_first_guess", lambda: False)
+    monkeypatch.setattr(weight_gradient.KERNEL, "is_first_guess", False)
     assert first_guess(large).weight != "blocks"
 
 
@@ -228,20 +229,11 @@ def test_memory_is_as_large_as_the_kernel_says(threads, monkeypatch, transposed)
 
 
 def test_without_a_compiler_the_gradient_is_torchs(monkeypatch):
-    def fails(name):
-        raise UnavailableError("no C compiler was found")
-
-    monkeypatch.setattr(avx512_bf16, "compiled_for_threads", fails)
-    avx512_bf16.unavailable.cache_clear()
-    try:
-        assert weight_gradient.unavailable() == "no C compiler was found"
-        assert not weight_gradient.is_first_guess()
-        assert "blocks" not in {plan.weight for plan in plans(arguments())}
-    finally:
-        avx512_bf16.unavailable.cache_clear()
+    monkeypatch.setattr(weight_gradient.KERNEL, "unavailable", "no C compiler was found")
+    assert "blocks" not in {plan.weight for plan in plans(arguments())}
 
 
 def test_bounds_and_calls_are_those_of_the_c_file():
-    source = Path(weight_gradient.__file__).with_suffix(".c").read_text()
+    source = (Path(weight_gradient.__file__).parent / "csrc/weight_gradient.c").read_text()
     assert f"#define MOST_POSITIONS {weight_gradient._MOST_POSITIONS} " in source
     assert ctypes.sizeof(weight_gradient._Call) == 8 * (7 + 4 * 2 + 2 * 3 + 4)

@@ -1,7 +1,6 @@
 """Batches are the default loader's, bit for bit and in its order, and its random draws are made."""
 
 import pickle
-import re
 from contextlib import contextmanager
 
 import numpy as np
@@ -151,29 +150,26 @@ class OwnBatchSampler(BatchSampler):
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("make", "code"),
     [
         (lambda data: DataLoader(data, collate_fn=lambda batch: batch), "collate_fn"),
-        (lambda data: DataLoader(OwnItems(*data.tensors)), "^the dataset is a OwnItems;"),
-        (lambda data: DataLoader(OwnSubset(data, [1])), "^the dataset is a OwnSubset;"),
-        (lambda data: DataLoader(OwnDataset()), "^the dataset is a OwnDataset;"),
-        (
-            lambda data: DataLoader([1, 2]),
-            r"^the dataset is a list; whole batches come from a TensorDataset or a tensor",
-        ),
-        (lambda data: DataLoader(nn.Parameter(torch.rand(3, 2))), "^the dataset is a Parameter;"),
-        (lambda data: DataLoader(data, num_workers=2), "2 workers"),
-        (lambda data: DataLoader(data, batch_size=None), "batch sampler|collate_fn"),
+        (lambda data: DataLoader(OwnItems(*data.tensors)), "no_tensors"),
+        (lambda data: DataLoader(OwnSubset(data, [1])), "no_tensors"),
+        (lambda data: DataLoader(OwnDataset()), "no_tensors"),
+        (lambda data: DataLoader([1, 2]), "no_tensors"),
+        (lambda data: DataLoader(nn.Parameter(torch.rand(3, 2))), "no_tensors"),
+        (lambda data: DataLoader(data, num_workers=2), "workers"),
+        (lambda data: DataLoader(data, batch_size=None), "collate_fn"),
         (
             lambda data: DataLoader(data, batch_sampler=OwnBatchSampler(SequentialSampler(data), 2, False)),
-            "batch sampler",
+            "batch_sampler",
         ),
         (lambda data: DataLoader(TensorDataset(torch.eye(3).to_sparse())), "sparse"),
     ],
 )
-def test_it_keeps_its_hands_off_what_is_the_users_own(step, dataset, make, reason):
+def test_it_keeps_its_hands_off_what_is_the_users_own(step, dataset, make, code):
     loader = make(dataset)
-    assert re.search(reason, step(FastFetch).skip_reason(Parts(loaders=[loader])))
+    assert step(FastFetch).skip_reason(Parts(loaders=[loader])).code == code
 
 
 def test_collate_fn_put_on_the_loader_in_the_loop_is_obeyed(step, dataset):

@@ -266,7 +266,7 @@ def test_closure_that_raises_leaves_the_users_rate(of_four):
 def test_lbfgs_is_left_alone(step, line_search):
     made = step(LearningRate, ranks=FOUR)
     lbfgs = torch.optim.LBFGS([weight()], line_search_fn=line_search)
-    assert made.skip_reason(Parts(optimizers=[lbfgs])) == "LBFGS searches its own step length"
+    assert made.skip_reason(Parts(optimizers=[lbfgs])).code == "lbfgs"
     detail = made.apply(Parts(optimizers=[lbfgs, torch.optim.SGD([weight()], lr=0.5)]))
     assert detail == "ramps to 4× over 1,000 steps (auto_lr); LBFGS searches its own step length"
     assert not lbfgs._optimizer_step_pre_hooks
@@ -392,7 +392,7 @@ def test_rate_of_the_users_own_ddp_is_left_alone(step, monkeypatch):
     made = step(LearningRate, ranks=FOUR)
     parts = Parts([Ddp(model)], optimizers[:1])
     made.observe(parts)
-    assert "your own DistributedDataParallel" in made.skip_reason(parts)
+    assert made.skip_reason(parts).code == "users_ddp"
     made.observe(Parts([other], optimizers))
     assert made.apply(Parts([other], optimizers)).startswith(
         "ramps to 4× over 1,000 steps (auto_lr); the model is your"
@@ -409,7 +409,7 @@ def test_ramp_stands_still_while_all_ranks_compute_the_same(step):
     at_step(optimizer, 500)
     ranks.context.sharding.undivided = True
     assert moved(optimizer, one) == 0.5
-    assert made.final_result().detail == "stays at 1×, since all ranks have computed the same"
+    assert made.final_result().code == "same_batches"
     ranks.context.sharding.undivided = False
     assert moved(optimizer, one) == pytest.approx(0.5 * 2.5)
     assert made.final_result() is None

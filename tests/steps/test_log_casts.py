@@ -84,7 +84,7 @@ def test_what_is_no_path_is_refused(value):
 def test_too_few_steps_are_said(capfd):
     train = nano(log_casts=True)(fit)
     train(*parts(2))
-    assert train.report["log_casts"].detail == "fewer than three steps"
+    assert train.report["log_casts"].code == "few_steps"
     assert "cast MB" not in capfd.readouterr().err
 
 

@@ -72,7 +72,7 @@ def test_products_are_for_nhwc_and_fp32_for_groups_and_few_channels():
     def weights(**case):
         return {plan.weight for plan in plans(arguments(**case))}
 
-    blocks = {"blocks"} if weight_gradient.unavailable() is None else set()
+    blocks = {"blocks"} if weight_gradient.KERNEL.unavailable is None else set()
     assert weights() == {"torch", "product"} | blocks
     assert weights(layout=torch.contiguous_format) == {"torch"}
     assert weights(channels=4) == {"torch", "product", "fp32"}

@@ -20,7 +20,7 @@ from tuning.time_for import ALWAYS, TimeFor
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
-    pytest.mark.skipif(lstm_layer.unavailable() is not None, reason=str(lstm_layer.unavailable())),
+    pytest.mark.skipif(lstm_layer.KERNEL.unavailable is not None, reason=str(lstm_layer.KERNEL.unavailable)),
 ]
 
 

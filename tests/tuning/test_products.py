@@ -79,7 +79,8 @@ def test_of_a_large_result_some_rows_are_measured(monkeypatch):
 
 
 @pytest.mark.skipif(
-    not gives_kernels() or product.unavailable() is not None, reason=product.unavailable() or "it needs torch 2.9"
+    not gives_kernels() or product.KERNEL.unavailable is not None,
+    reason=product.KERNEL.unavailable or "it needs torch 2.9",
 )
 def test_layers_and_their_gradients_are_measured_in_a_run(monkeypatch):
     monkeypatch.setattr(linear, "WORTH_IT", 1)

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from nano_loop.distributed.averaging import checksums
 from nano_loop.distributed.averaging.duplicate_work import DuplicateWork
 from nano_loop.distributed.averaging.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
 from nano_loop.distributed.averaging.gradients import DenseGradients, average_sparse, kind_of
-from nano_loop.distributed.averaging.overlap import Overlap, Sweeping
 from nano_loop.distributed.averaging.parameters import Parameters
 from nano_loop.distributed.averaging.replicas import make_equal
 from nano_loop.distributed.random_states import part_ways
@@ -53,8 +52,6 @@ class Averaging:
         Returns whether the loop trains on batches that all ranks got because the models are in eval mode.
     compare : bool
         Whether the ranks compare their parameters from time to time; see `checksums`.
-    overlapped : bool
-        Whether averaging begins while the backward still computes; see `overlap`. The transport can sweep then.
     """
 
     def __init__(
@@ -64,13 +61,11 @@ class Averaging:
         served_whole: Callable[[], bool] = lambda: False,
         *,
         compare: bool = True,
-        overlapped: bool = False,
     ) -> None:
         self._ranks = ranks
         self._transport = transport
         self._served_whole = served_whole
         self._compare = compare
-        self._overlap = Overlap(cast(Sweeping, transport)) if overlapped else None
         self._warned: set[str] = set()
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
         self._parameters = Parameters(self._note)
@@ -142,11 +137,8 @@ class Averaging:
         held = {id(parameter) for model in self._paused for parameter in model.parameters()}
         fingerprints = self._agree("average", self._waiting - held)
         arrived = [each.arrived for each in fingerprints]
-        if self._overlap is None or not self._overlap.finish([each.overlap for each in fingerprints]):
-            with torch.no_grad():
-                self._average(arrived)
-        if self._overlap is not None:
-            self._overlap.expect(self._parameters.in_order if self._is_usual(arrived) else [])
+        with torch.no_grad():
+            self._average(arrived)
         self._averagings += 1
         self._waiting &= held
         self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
@@ -163,11 +155,7 @@ class Averaging:
         self._noted = True
         if self._task != graph_task():
             self._task = graph_task()
-            if self._overlap is not None:
-                self._overlap.begin(allowed=not self._paused and not self._parameters.newcomers)
             at_end_of_backward(self._end_backward)
-        if self._overlap is not None:
-            self._overlap.take(parameter)
 
     def _end_backward(self) -> None:
         # Several may have been asked for in one backward, if others were run inside it.
@@ -194,7 +182,6 @@ class Averaging:
             arrived=bytes([kind_of(each.grad) if id(each) in waiting else NOTHING for each in in_order]),
             checksums=checksums.checksums(in_order) if compared else b"",
             evidence=self._duplicate_work.evidence(in_order) if purpose == "average" else b"",
-            overlap=self._overlap.state if self._overlap is not None and purpose == "average" else 0,
         )
         fingerprints = [Fingerprint.unpack(each) for each in self._transport.exchange(mine.pack())]
         refuse_divergence(fingerprints)

@@ -18,8 +18,8 @@ NOTHING, DENSE, SPARSE = range(3)
 #: To average gradients, or to make equal what the loop has added to a model.
 Purpose = Literal["average", "welcome"]
 
-#: The purpose, averagings, steps, newcomers, overlap, learning rates, bytes of checksums and of evidence.
-_COUNTS = struct.Struct("<7s7q")
+#: The purpose, averagings, steps, newcomers, learning rates, bytes of checksums and of evidence.
+_COUNTS = struct.Struct("<7s6q")
 _PLACES = {"average": "ended a backward", "welcome": "called a model with added parameters"}
 _ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
@@ -46,8 +46,6 @@ class Fingerprint:
         Those of all parameters, from `nano_loop.distributed.averaging.checksums`; empty where they are not compared.
     evidence : bytes
         That of `nano_loop.distributed.averaging.duplicate_work`; empty where it is not compared.
-    overlap : int
-        The state of `nano_loop.distributed.averaging.overlap`.
     """
 
     purpose: Purpose
@@ -58,13 +56,12 @@ class Fingerprint:
     arrived: bytes
     checksums: bytes = b""
     evidence: bytes = b""
-    overlap: int = 0
 
     def pack(self) -> torch.Tensor:
         """Return it as a uint8 tensor."""
         purpose = self.purpose.encode()
         sizes = len(self.rates), len(self.checksums), len(self.evidence)
-        counts = _COUNTS.pack(purpose, self.averagings, self.steps, self.newcomers, self.overlap, *sizes)
+        counts = _COUNTS.pack(purpose, self.averagings, self.steps, self.newcomers, *sizes)
         rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
         content = b"".join([counts, rates, self.checksums, self.evidence, self.arrived])
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -73,17 +70,17 @@ class Fingerprint:
     def unpack(cls, packed: torch.Tensor) -> Fingerprint:
         """Make one from what `pack` returned."""
         content = packed.numpy().tobytes()
-        purpose, averagings, steps, newcomers, overlap, count, *sizes = _COUNTS.unpack_from(content)
+        purpose, averagings, steps, newcomers, count, *sizes = _COUNTS.unpack_from(content)
         rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
         first, second, third = itertools.accumulate(sizes, initial=_COUNTS.size + 8 * count)
         checksums, evidence, arrived = content[first:second], content[second:third], content[third:]
-        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, checksums, evidence, overlap)
+        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, checksums, evidence)
 
 
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
     """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
 
-    What arrived and was overlapped may differ, and checksums and evidence are compared elsewhere. NaN equals NaN.
+    What arrived may differ, and checksums and evidence are compared elsewhere. NaN equals NaN.
     """
     if all(_agree(each, fingerprints[0]) for each in fingerprints):
         return
@@ -98,7 +95,7 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
 def _agree(one: Fingerprint, other: Fingerprint) -> bool:
     """Whether two are the same where they must be; never of those with NaN, which `_refuse` compares as text."""
-    counts = [replace(each, arrived=b"", checksums=b"", evidence=b"", overlap=0) for each in (one, other)]
+    counts = [replace(each, arrived=b"", checksums=b"", evidence=b"") for each in (one, other)]
     return counts[0] == counts[1] and len(one.arrived) == len(other.arrived)
 
 

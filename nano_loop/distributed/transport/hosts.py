@@ -7,29 +7,26 @@ on CPUs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import lru_cache, partial
 
 import torch
 
 from nano_loop.distributed.hosts import Hosts
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.between_hosts import BetweenHosts
-from nano_loop.distributed.transport.host_ring import HostRing
-from nano_loop.distributed.transport.means import is_summed_wider
-from nano_loop.distributed.transport.packing import Batch, pack, signature
+from nano_loop.distributed.transport.packing import pack, signature
 from nano_loop.distributed.transport.process_group import ProcessGroupTransport
-from nano_loop.distributed.transport.shared_segment import LINE
-from nano_loop.distributed.transport.sweep import Sweep
-from nano_loop.errors import NanoError, problem
+from nano_loop.distributed.transport.shared_channel import SharedChannel
+from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
+from nano_loop.errors import NanoError
+from nano_loop.intercept.torch_private import foreach_multiply
 
-_CHUNK = 4 << 20  # bytes that travel as one
-_SLOTS = 6  # one is filled, one summed, the others are between the hosts or on their way back
+_BUCKET = 4 << 20  # bytes that travel as one
 
 
 class HostsTransport:
-    """Averages within each host, and then between the hosts. See `Transport`.
+    """Averages within each host, then between the hosts by their first ranks, which tell the others. See `Transport`.
 
     Elements of 16 bits are summed in float32 on each host, rounded, and summed in float32 between the hosts.
 
@@ -41,10 +38,8 @@ class HostsTransport:
         Where they are.
     compression : torch.dtype, optional
         In which float32 and float64 tensors travel, such as ``torch.bfloat16``.
-    chunk : int
+    bucket : int
         Bytes that travel as one, a multiple of 128.
-    slots : int
-        Such chunks under way at a time, four or more.
 
     Raises
     ------
@@ -53,27 +48,24 @@ class HostsTransport:
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        hosts: Hosts,
-        *,
-        compression: torch.dtype | None = None,
-        chunk: int = _CHUNK,
-        slots: int = _SLOTS,
+        self, ranks: Ranks, hosts: Hosts, *, compression: torch.dtype | None = None, bucket: int = _BUCKET
     ) -> None:
         self._everyone = ProcessGroupTransport(ranks)
-        self._pack = lru_cache(maxsize=64)(partial(pack, capacity=chunk, compression=compression))
-        sizes = [len(each) for each in hosts.members]
-        count, equal = len(sizes), len({*sizes}) == 1
-        # A host counts by its ranks. A power of two divides exactly, and beforehand all ranks of a host do it.
-        exact = equal and math.frexp(count)[0] == 0.5
-        self._factor = 1.0 if equal else len(hosts.here) * count / ranks.size
-        self._early = 1 / count if exact else 1.0
-        self._slots, self._base, self._closed = slots, 0, False
-        room = -(-(chunk + 2 * count) // LINE) * LINE  # slices of 16-bit numbers are rounded up
-        self._ring = _made_everywhere(ranks, hosts, slots, room)
-        first = self._ring.is_first
-        self._between = BetweenHosts(ranks, hosts.leaders, divides=not exact) if first else None
+        self._here: _Host | None = None
+        reason = ""
+        try:
+            if hosts.folder is not None:
+                self._here = _Host(ranks, hosts, compression, bucket)
+        except NanoError as error:
+            reason = str(error)
+        reasons = [each for each in ranks.gather(reason) if each]
+        if reasons:
+            raise NanoError(reasons[0])
+        # A host counts by its ranks.
+        self._factor = len(hosts.here) * len(hosts.members) / ranks.size
+        is_first = ranks.rank == hosts.here[0]
+        between = partial(ProcessGroupTransport, ranks, compression=compression, bucket=bucket, group=hosts.leaders)
+        self._between = between() if is_first else None
 
     def exchange(self, header: torch.Tensor) -> list[torch.Tensor]:
         """See `Transport.exchange`."""
@@ -82,48 +74,68 @@ class HostsTransport:
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Transport.average`."""
-        if self._closed:
-            raise NanoError(problem("averaging after the run", "the transport is closed", "Start another run"))
-        sweep = self.sweep(tensors)
-        for index, tensor in enumerate(tensors):
-            sweep.arrived(index, tensor)
-        sweep.finish()
-
-    def sweep(self, targets: Sequence[torch.Tensor]) -> Sweep:
-        """Return the sweep of a list whose tensors are still to arrive, like `targets`, where their means go.
-
-        It has to be finished before the next averaging. Collective.
-        """
-        packing = self._pack(signature(targets))
-        base, self._base = self._base, self._base + len(packing.batches)
-        between, factor, slots = self._between, self._factor_of, self._slots
-        return Sweep(packing, self._ring, between, factor, base=base, slots=slots, targets=targets)
+        if self._here is not None:
+            self._here.transport.average(tensors)
+        if self._between is not None:
+            if self._factor != 1:
+                foreach_multiply([*tensors], self._factor)
+            self._between.average(tensors)
+        if self._here is not None:
+            self._here.take_from_first(tensors)
 
     def leave(self) -> None:
         """See `Transport.leave`."""
-        self._ring.leave()
+        if self._here is not None:
+            self._here.leave()
 
     def close(self) -> None:
         """See `Transport.close`."""
-        self._closed = True
-        self._ring.close()
         self._everyone.close()
+        if self._between is not None:
+            self._between.close()
+        if self._here is not None:
+            self._here.close()
+
+
+class _Host:
+    """What the ranks of one host share."""
+
+    def __init__(self, ranks: Ranks, hosts: Hosts, compression: torch.dtype | None, bucket: int) -> None:
+        assert hosts.folder is not None
+        here, context = hosts.here, ranks.context
+        number, count = here.index(ranks.rank), len(here)
+        self._local = Ranks(number, count, check=lambda: ranks.check(), timeout=ranks.timeout, context=context)
+        self._channel = SharedChannel(self._local, hosts.folder, "averaging-hosts", names=[*here])
+        self._local.channel = self._channel
+        with ExitStack() as stack:
+            stack.callback(self._channel.close)
+            self.transport = SharedMemoryTransport(self._local, hosts.folder, compression=compression, names=[*here])
+            stack.pop_all()
+        self._pack = lru_cache(maxsize=64)(partial(pack, capacity=bucket))
+
+    def take_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite the tensors by those of the host's first rank. Collective on the host."""
+        packing = self._pack(signature(tensors))
+        flat = packing.flat(tensors)
+        is_first = self._local.rank == 0
+        for batch in packing.batches:
+            elements = torch.empty(batch.length, dtype=batch.dtype, device="cpu")
+            places = batch.places(elements)
+            if is_first:
+                places.fill(tensors, flat)
+            self._channel.broadcast_tensor(elements, 0)
+            if not is_first:
+                places.empty(tensors, flat)
+        if not is_first:
+            packing.put_back(tensors, flat)
+
+    def leave(self) -> None:
+        """Announce that this rank averages no more."""
+        self.transport.leave()
+        self._channel.leave(returned=True)
+
+    def close(self) -> None:
+        """Give back all memory."""
+        self.transport.close()
+        self._channel.close()
         self._pack.cache_clear()
-
-    def _factor_of(self, batch: Batch) -> float:
-        return self._factor if is_summed_wider(batch.dtype) else self._factor * self._early
-
-
-def _made_everywhere(ranks: Ranks, hosts: Hosts, slots: int, room: int) -> HostRing:
-    """Make the ring of this host. Collective over all ranks, which find out where one of them cannot."""
-    made, reason = None, ""
-    try:
-        made = HostRing(ranks, hosts.here, hosts.folder, slots, room)
-    except NanoError as error:
-        reason = str(error)
-    reasons = ranks.gather(reason)
-    if hosts.folder is not None and ranks.rank == hosts.here[0]:
-        HostRing.forget(hosts.folder)  # from here on all have mapped it
-    if made is None or any(reasons):
-        raise NanoError(next(filter(None, reasons)))
-    return made

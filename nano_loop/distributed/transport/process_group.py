@@ -22,7 +22,7 @@ _FIRST_MESSAGE = 248  # bytes of a header that travel with its length, in one me
 
 
 class ProcessGroupTransport:
-    """Averages in flat buckets over the default process group. See `Transport`.
+    """Averages in flat buckets over a process group. See `Transport`.
 
     Elements of 16 bits, which gloo would sum in 16 bits, are sent to the ranks that sum them, and gathered again: the
     same traffic as an all-reduce.
@@ -35,10 +35,15 @@ class ProcessGroupTransport:
         In which float32 and float64 tensors travel, such as ``torch.bfloat16``.
     bucket : int
         Bytes that travel as one.
+    group : torch.distributed.ProcessGroup, optional
+        Those of the ranks that average; by default, all.
     """
 
-    def __init__(self, ranks: Ranks, *, compression: torch.dtype | None = None, bucket: int = _BUCKET) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, ranks: Ranks, *, compression: torch.dtype | None = None, bucket: int = _BUCKET, group: Any = None
+    ) -> None:
+        self._ranks, self._group = ranks, group
+        self._size: int = ranks.size if group is None else group.size()
         self._bucket = bucket
         self._pack = lru_cache(maxsize=64)(partial(pack, capacity=bucket, compression=compression))
         self._unused: list[torch.Tensor] = []  # buffers of earlier buckets, so that their pages are faulted in once
@@ -91,9 +96,11 @@ class ProcessGroupTransport:
         batch.places(elements).fill(tensors, flat)
         if is_summed_wider(batch.dtype):
             memory.append(self._take())
-            work = distributed.all_to_all_single(self._elements(memory[1], batch), elements, async_op=True)
+            work = distributed.all_to_all_single(
+                self._elements(memory[1], batch), elements, group=self._group, async_op=True
+            )
         else:
-            work = distributed.all_reduce(real(elements[: batch.length]), async_op=True)
+            work = distributed.all_reduce(real(elements[: batch.length]), group=self._group, async_op=True)
         return _Bucket(batch, memory, work)
 
     def _finish(self, bucket: _Bucket, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
@@ -102,31 +109,31 @@ class ProcessGroupTransport:
         if is_summed_wider(bucket.batch.dtype):
             self._average_slice(*elements)
         else:
-            divide(real(elements[0][: bucket.batch.length]), self._ranks.size)
+            divide(real(elements[0][: bucket.batch.length]), self._size)
         bucket.batch.places(elements[-1]).empty(tensors, flat)
         self._unused += bucket.memory
 
     def _average_slice(self, sent: torch.Tensor, received: torch.Tensor) -> None:
         """Average this rank's slice, received from all ranks, and gather all slices into `received`."""
-        slices = received.chunk(self._ranks.size)
+        slices = received.chunk(self._size)
         mean = sent[: len(slices[0])]
         write_mean(mean, slices, self._scratch)
-        self._ranks.finish(distributed.all_gather(list(slices), mean, async_op=True))
+        self._ranks.finish(distributed.all_gather(list(slices), mean, self._group, async_op=True))
 
     def _take(self) -> torch.Tensor:
         # A batch may be filled to the last byte, and is then rounded up to equal slices.
-        length = self._bucket + 2 * self._ranks.size
+        length = self._bucket + 2 * self._size
         return self._unused.pop() if self._unused else torch.empty(length, dtype=torch.uint8, device="cpu")
 
     def _elements(self, memory: torch.Tensor, batch: Batch) -> torch.Tensor:
         length = batch.length
         if is_summed_wider(batch.dtype):  # every rank sums a slice, and slices are of one length
-            length = -(-length // self._ranks.size) * self._ranks.size
+            length = -(-length // self._size) * self._size
         return memory[: length * batch.dtype.itemsize].view(batch.dtype)
 
     def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
-        received = [torch.empty_like(message) for _ in range(self._ranks.size)]
-        self._ranks.finish(distributed.all_gather(received, message, async_op=True))
+        received = [torch.empty_like(message) for _ in range(self._size)]
+        self._ranks.finish(distributed.all_gather(received, message, self._group, async_op=True))
         return received
 
 

@@ -45,6 +45,8 @@ class SharedMemoryTransport:
         Bytes that are averaged at once, a multiple of 128.
     slots : int
         Such chunks under way at a time, two or more.
+    names : sequence of int, optional
+        What messages call the ranks; by default they are numbered from 0.
 
     Raises
     ------
@@ -60,16 +62,17 @@ class SharedMemoryTransport:
         compression: torch.dtype | None = None,
         chunk: int = _CHUNK,
         slots: int = _SLOTS,
+        names: Sequence[int] = (),
     ) -> None:
         of_headers = 2 * ranks.size * _HEADER
         nbytes = of_headers + Ring.nbytes(ranks.size, chunk, slots)
         together = partial(map_together, ranks, fspath(folder))
-        segment = SharedSegment(ranks, 1 + len(_OF_RING), nbytes, together, purpose="average gradients")
+        segment = SharedSegment(ranks, 1 + len(_OF_RING), nbytes, together, purpose="average gradients", names=names)
         headers, of_ring = segment.memory[:of_headers], segment.memory[of_headers:]
         ring = Ring(ranks, segment, of_ring, counters=_OF_RING, chunk=chunk, slots=slots)
         #: Bytes that are averaged at once.
         self.chunk = chunk
-        self._ranks = ranks
+        self._ranks, self._names = ranks, names or range(ranks.size)
         self._segment: SharedSegment | None = segment
         self._headers = headers.view(2, ranks.size, _HEADER)
         self._ring = ring
@@ -134,9 +137,11 @@ class SharedMemoryTransport:
         segment.words[self._begun[self._ranks.rank] + offset] = mark
         segment.publish(self._begun[self._ranks.rank], self._operations)
         segment.wait(self._begun, self._operations)
-        others = [rank for rank, place in enumerate(self._begun) if segment.words[place + offset] != mark]
+        others = [
+            name for name, place in zip(self._names, self._begun, strict=True) if segment.words[place + offset] != mark
+        ]
         if others:
-            raise NanoError(_differs(self._ranks.rank, others))
+            raise NanoError(_differs(self._names[self._ranks.rank], others))
 
     @contextmanager
     def _operation(self) -> Iterator[None]:

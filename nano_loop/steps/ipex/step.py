@@ -19,7 +19,7 @@ from nano_loop.parts import Parts
 from nano_loop.report import StepResult
 from nano_loop.steps.ipex.quiet_import import leaving_no_trace
 from nano_loop.steps.ipex.repairs import repair
-from nano_loop.steps.step import Step
+from nano_loop.steps.step import SkipReason, Step
 from nano_loop.steps.stopwatch import Stopwatch
 
 #: Median time per step in milliseconds, by kind of run and by whether IPEX's kernels ran, for the runs of this process.
@@ -87,7 +87,7 @@ class Ipex(Step):
         return StepResult("ipex_speed", "measured", detail)
 
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
         """Return None: a request for IPEX is either honoured or an error.
 
         Raises

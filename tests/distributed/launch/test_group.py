@@ -57,9 +57,9 @@ class Sabotage:
 
 
 def _sabotaged(do):
-    from nano_loop.distributed.launch import joining
+    from nano_loop.distributed.launch import running
 
-    joining.local_group = lambda ranks, backend: do()
+    running.local_group = lambda ranks, backend: do()
     return
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +19,19 @@ from ray.util import client
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nano_loop.distributed.launch.ray.undoing import changes_undone_by
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.distributed.launch.failure import Failure, Kind
+from nano_loop.distributed.launch.ray.caller import changes_undone_by
+from nano_loop.errors import NanoConfigError, NanoError, problem
 
-#: What Ray raises where an actor, its node or its code fails.
-RayError = ray.exceptions.RayError
-#: Of these, what means that the process of an actor is gone.
-Gone = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
-
+#: For an actor that has ended: Ray tells no signal.
+ADVICE = (
+    "See its standard error and Ray's logs on that node; if memory ran out there, lower the batch size or the ranks "
+    "of a node (a larger cpu_for_each_process)"
+)
+_GONE = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
 _TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_INTERVAL = 0.1  # seconds between two looks for Ctrl-C
+_LONGEST = 2000  # characters of what Ray says
 
 
 class Node(NamedTuple):
@@ -48,6 +52,9 @@ class Node(NamedTuple):
     cpus: int
     free: int
 
+    def __str__(self) -> str:
+        return f"node {self.address} ({self.id[:8]})"
+
 
 @contextmanager
 def connected() -> Iterator[None]:
@@ -56,14 +63,12 @@ def connected() -> Iterator[None]:
         given = "this process is connected through Ray Client (ray://)"
         needed = "the caller is rank 0, so it has to run on a node of the cluster"
         raise NanoConfigError(problem(given, needed, "Start the script with `ray job submit`, or on a node"))
-    if ray.is_initialized():
-        yield
-        return
     with ExitStack() as stack:
-        _own_token(stack)
-        with changes_undone_by(stack):
-            _initialize()
-        stack.callback(ray.shutdown)
+        if not ray.is_initialized():
+            _own_token(stack)
+            with changes_undone_by(stack):
+                _initialize()
+            stack.callback(ray.shutdown)
         yield
 
 
@@ -94,18 +99,14 @@ def _forget_token() -> None:
 def nodes() -> list[Node]:
     """Return the nodes that are alive and have CPUs, the caller's first."""
     free = available_resources_per_node()
-    mine = ray.get_runtime_context().get_node_id()
-    found = [
-        Node(
-            each["NodeID"],
-            each["NodeManagerAddress"],
-            int(each["Resources"].get("CPU", 0)),
-            int(free.get(each["NodeID"], {}).get("CPU", 0)),
-        )
-        for each in ray.nodes()
-        if each["Alive"]
+    alive = {row["NodeID"]: row for row in ray.nodes() if row["Alive"]}
+    cpus = {node: int(row["Resources"].get("CPU", 0)) for node, row in alive.items()}
+    listed = [
+        Node(node, row["NodeManagerAddress"], cpus[node], int(free.get(node, {}).get("CPU", 0)))
+        for node, row in alive.items()
     ]
-    return sorted(found, key=lambda node: node.id != mine)
+    callers = ray.get_runtime_context().get_node_id()
+    return sorted(listed, key=lambda node: node.id != callers)
 
 
 def working_folder_is_shipped() -> bool:
@@ -114,20 +115,20 @@ def working_folder_is_shipped() -> bool:
 
 
 class Placement:
-    """A placement group with `each` CPUs for each of `count` ranks, the first on the caller's node.
+    """A placement group with the same number of CPUs for each of `count` ranks, the first on the caller's node.
 
     Parameters
     ----------
     node : Node
         The caller's.
-    count, each : int
+    count, cpus : int
         How many ranks, and the CPUs of each.
     """
 
-    def __init__(self, node: Node, count: int, each: int) -> None:
+    def __init__(self, node: Node, count: int, cpus: int) -> None:
         here: dict[str, str] = {"ray.io/node-id": node.id}
         selectors = [here, *[{} for _ in range(count - 1)]]
-        self._group = placement_group([{"CPU": each}] * count, strategy="PACK", bundle_label_selector=selectors)
+        self._group = placement_group([{"CPU": cpus}] * count, strategy="PACK", bundle_label_selector=selectors)
 
     def wait(self, seconds: float) -> bool:
         """Return whether it is reserved, after this time at the latest."""
@@ -135,18 +136,18 @@ class Placement:
 
     def nodes(self) -> list[str]:
         """Return the ids of the bundles' nodes."""
-        found = placement_group_table(self._group)["bundles_to_node_id"]
-        return [found[bundle] for bundle in range(len(found))]
+        ids = placement_group_table(self._group)["bundles_to_node_id"]
+        return [ids[bundle] for bundle in range(len(ids))]
 
-    def actor(self, bundle: int, cpus: int, name: str) -> Actor:
-        """Return a new actor in a bundle; `name` is before each line that it writes."""
+    def actor(self, bundle: int, cpus: int, rank: int, node: Node) -> Actor:
+        """Start the actor of a rank in a bundle, which is on a node."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        made = _actor_class().options(num_cpus=cpus, max_restarts=0, scheduling_strategy=strategy)
-        return Actor(made.remote(name))
+        kind = _actor_class().options(num_cpus=cpus, max_restarts=0, scheduling_strategy=strategy)
+        return Actor(kind.remote(f"rank {rank}"), rank, node)
 
     def remove(self) -> None:
         """Give the CPUs back."""
-        with contextlib.suppress(RayError):
+        with contextlib.suppress(ray.exceptions.RayError):
             remove_placement_group(self._group)
 
 
@@ -157,22 +158,60 @@ class Actor:
     ----------
     handle : ray.actor.ActorHandle
         Ray's.
+    rank : int
+        Its rank.
+    node : Node
+        Where it is.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, rank: int, node: Node) -> None:
         self._handle = handle
+        self.rank = rank
+        self.node = node
 
-    def begin(self, setting: dict[str, Any]) -> Any:
+    def begin(self, *args: Any) -> Any:
         """Have the process prepare itself, and return the reference of what it says of itself."""
-        return self._handle.begin.remote(setting)
+        return self._handle.begin.remote(*args)
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of its `RankWorker`, and return the reference of the result."""
         return self._handle.call.remote(name, *args)
 
+    def result(self, reference: Any) -> Any:
+        """Return the result of a call that has ended; if the actor has failed, its `Failure`.
+
+        Raises
+        ------
+        NanoError
+            If it does not find nano_loop or what it needs.
+        """
+        try:
+            result = ray.get(reference)
+        except _GONE as error:
+            reason = " ".join(str(error).split())
+            with contextlib.suppress(ValueError):  # Ray's text goes on with ids and hints for its own developers
+                reason = reason[: reason.index(" class_name:")] + reason[reason.index(" The actor ") :]
+            return self.failure("ended its process", f"Ray says: {reason[:_LONGEST]}")
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            if isinstance(cause, ImportError):
+                given = f"rank {self.rank} on {self.node} could not import nano_loop ({cause})"
+                needed = "every node needs the same Python environment as the caller's"
+                advice = "Install it there, or ship code with "
+                advice += 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})'
+                raise NanoError(problem(given, needed, advice)) from None
+            return self.failure(f"failed ({type(cause).__name__}: {str(cause)[:500]})")
+        if isinstance(result, Failure) and result.kind is not Kind.LEFT and result.late is None:
+            result.what = f"on {self.node} {result.what}"
+        return result
+
+    def failure(self, what: str, traceback: str | None = None) -> Failure:
+        """Return the failure of the actor, of which it has said nothing itself."""
+        return Failure(self.rank, Kind.CAUSE, f"on {self.node} {what}", ADVICE, traceback=traceback)
+
     def kill(self) -> None:
         """End the process at once."""
-        with contextlib.suppress(RayError, ValueError):  # it has ended, or Ray has been shut down
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it has ended, or Ray has been shut down
             ray.kill(self._handle, no_restart=True)
 
 
@@ -181,21 +220,37 @@ def put(content: Any) -> Any:
     return ray.put(content)
 
 
-def completed(references: Sequence[Any], seconds: float) -> list[Any]:
-    """Return those of the references whose results are there, after this time at the latest."""
-    done, _ = ray.wait([*references], num_returns=len(references), timeout=seconds, fetch_local=True)
-    return list(done)
+def has_ended(reference: Any) -> bool:
+    """Return whether a call has ended."""
+    return bool(ray.wait([reference], timeout=0)[0])
 
 
-def result(reference: Any) -> Any:
-    """Return the result of a reference that is completed; raise what has ended its actor."""
-    return ray.get(reference)
+def results(calls: Mapping[Actor, Any], check: Callable[[], None]) -> dict[Actor, Any]:
+    """Wait for calls of actors, and return their results.
 
+    Parameters
+    ----------
+    calls : mapping of Actor to reference
+        What `Actor.call` has returned.
+    check : callable
+        Raises where the user has interrupted the run.
 
-def cause_of(error: BaseException) -> BaseException:
-    """Return what an actor has raised, without what Ray wraps it in."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException) else error
+    Raises
+    ------
+    NanoError
+        See `Actor.result`.
+    NanoWorkerError
+        If an actor ends, or a call fails.
+    """
+    waiting, done = dict(calls), {}
+    while waiting:
+        check()
+        ended, _ = ray.wait([*waiting.values()], num_returns=len(waiting), timeout=_INTERVAL)
+        for actor in [actor for actor, call in waiting.items() if call in ended]:
+            done[actor] = actor.result(waiting.pop(actor))
+            if isinstance(done[actor], Failure):
+                raise done[actor].as_error()
+    return done
 
 
 def _actor_class() -> Any:
@@ -214,16 +269,15 @@ def _actor_class() -> Any:
             return self._name
 
         def begin(self, setting: dict[str, Any]) -> Any:
-            import importlib
             import os
+            import pickle
             import sys
 
             for name in [name for name in os.environ if name.startswith(setting["without"])]:
                 del os.environ[name]
             os.environ.update(setting["environ"])
-            sys.path.extend(each for each in setting["path"] if each not in sys.path and os.path.exists(each))
-            worker = importlib.import_module(setting["worker"])
-            self._worker = worker.RankWorker(setting)
+            sys.path.extend(entry for entry in setting["path"] if entry not in sys.path and os.path.exists(entry))
+            self._worker = pickle.loads(setting["worker"])(setting)  # the class, by its name
             return self._worker.place()
 
         def call(self, name: str, *args: Any) -> Any:

@@ -8,9 +8,9 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -23,8 +23,8 @@ from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.local.warned import noted
-from nano_loop.distributed.launch.ray.call import PAYLOAD, WORKER_INIT, Call, threads_for, without_number
-from nano_loop.distributed.launch.ray.undoing import changes_undone_by
+from nano_loop.distributed.launch.ray.caller import changes_undone_by
+from nano_loop.distributed.launch.ray.worker import PAYLOAD, WORKER_INIT, Call, threads_for
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
@@ -35,9 +35,6 @@ from nano_loop.distributed.seat import Seat
 from nano_loop.distributed.signed import secret_of
 from nano_loop.errors import NanoError, NanoWorkerError, problem
 from nano_loop.options import Options
-
-if TYPE_CHECKING:
-    from nano_loop.distributed.launch.ray.starting import Started
 
 _OLDEST = (2, 51)  # it places by the labels of nodes
 
@@ -67,13 +64,19 @@ class RayLauncher(Launcher):
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
             secret = secret_of(os.environ) or secrets.token_hex(32).encode()
-            started = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
-            workers = Workers(started.workers)
+            actors, places = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
+            workers = Workers(actors)
             stack.callback(workers.end)
             stack.enter_context(noted())
             stack.enter_context(interrupts.noticed(workers.interrupt))
             stack.callback(interrupts.hold)
-            joining = _joined_first(options, machine, started, workers, interrupts, secret)
+            address, threads = places.nodes[0].address, threads_for(machine, places.share(0))
+            terms = Terms(workers.check, address, secret, threads, watched=True)
+            waiting = timedelta(seconds=options.timeout)
+            store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
+            for actor in actors:
+                actor.run(address, store.port, places.nodes[actor.rank].address, places.share(actor.rank))
+            joining = _joined_first(store, options, machine, terms, interrupts)
             with running_together(workers, joining, options.timeout, interrupts.heard, task.loop) as seat:
                 seat.copied = copied
                 yield seat
@@ -81,7 +84,7 @@ class RayLauncher(Launcher):
 
 @contextmanager
 def _joined_first(
-    options: Options, machine: Machine, started: Started, workers: Workers, interrupts: Interrupts, secret: bytes
+    store: TCPStore, options: Options, machine: Machine, terms: Terms, interrupts: Interrupts
 ) -> Iterator[Seat]:
     """Connect rank 0 with the others; Ctrl-C ends its waits for them, and comes between no two lines besides."""
     joined = False
@@ -89,29 +92,17 @@ def _joined_first(
     def check() -> None:
         if not joined:
             interrupts.hear()
-        workers.check()
+        terms.check()
 
-    waiting = timedelta(seconds=options.timeout)
-    store = TCPStore(started.address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
-    started.run(started.address, store.port)
-    terms = Terms(
-        check=check,
-        address=started.address,
-        secret=secret,
-        threads=threads_for(machine, started.share),
-        watched=True,
-    )
     launch = Launch("ray", 0, options.num_processes or 1)
-    connecting = join_run(store, without_number(options), machine, launch, terms)
-    with connecting as seat, interrupts.heard():
+    with join_run(store, _placed(options), machine, launch, replace(terms, check=check)) as seat, interrupts.heard():
         joined = True
         yield seat
 
 
 def _dump(options: Options, machine: Machine, task: Task, folder: Path) -> int:
     """Write what the actors need, and return how many bytes of large arguments were copied."""
-    count = options.num_processes or 1
-    call = Call(task, without_number(options), State.of_this_process(machine.num_threads), count)
+    call = Call(task, _placed(options), State.of_this_process(machine.num_threads))
     try:
         if options.worker_init is not None:
             (folder / WORKER_INIT).mkdir()
@@ -120,6 +111,11 @@ def _dump(options: Options, machine: Machine, task: Task, folder: Path) -> int:
         return dump(call, folder / PAYLOAD, task.names)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error
+
+
+def _placed(options: Options) -> Options:
+    """Return the options as a rank joins with: how many CPUs it has was decided when it was placed."""
+    return options.without_cpus() if isinstance(options.cpu_for_each_process, int) else options
 
 
 def _refuse_missing_ray(options: Options) -> None:

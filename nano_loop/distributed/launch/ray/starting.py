@@ -1,64 +1,32 @@
-"""How the actors of a run come to where they can join: placed, prepared, compared, and with the payload read."""
+"""The start of the actors of a run: they are placed, prepared and compared, and read the payload."""
 
 from __future__ import annotations
 
-import os
+import pickle
 import secrets
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nano_loop.distributed.launch.local.start import working_folder
 from nano_loop.distributed.launch.ray import cluster
-from nano_loop.distributed.launch.ray.asking import together
-from nano_loop.distributed.launch.ray.call import NOT_FOR_WORKERS, THREAD_VARIABLES, WORKER, versions
-from nano_loop.distributed.launch.ray.cluster import Actor
-from nano_loop.distributed.launch.ray.lifeline import Lifelines
-from nano_loop.distributed.launch.ray.placing import Plan, planned
+from nano_loop.distributed.launch.ray.caller import for_actors
+from nano_loop.distributed.launch.ray.cluster import Actor, results
+from nano_loop.distributed.launch.ray.placing import Places, reserved
 from nano_loop.distributed.launch.ray.process import ActorProcess
-from nano_loop.distributed.launch.ray.sending import send
+from nano_loop.distributed.launch.ray.rank_connections import RankConnections
+from nano_loop.distributed.launch.ray.worker import RankWorker, versions
+from nano_loop.distributed.payload.shared_files import whole_buffer
 from nano_loop.errors import NanoError, problem
 from nano_loop.options import Options
 
 _CONNECTING = 30.0  # seconds that the actors' connections may take, which they have made already
 
 
-@dataclass
-class Started:
-    """The actors of a run, each with its payload.
-
-    Parameters
-    ----------
-    workers : list of ActorProcess
-        The actors, by rank from 1 on.
-    plan : Plan
-        Where they are.
-    """
-
-    workers: list[ActorProcess]
-    plan: Plan
-
-    @property
-    def address(self) -> str:
-        """That of the caller's node."""
-        return self.plan.nodes[0].address
-
-    @property
-    def share(self) -> tuple[int, int] | None:
-        """See `Plan.share`, of rank 0."""
-        return self.plan.share(0)
-
-    def run(self, host: str, port: int) -> None:
-        """Have all actors join at a store."""
-        for each in self.workers:
-            each.run(host, port, self.plan.nodes[each.rank].address, self.plan.share(each.rank))
-
-
 @contextmanager
-def started(options: Options, payload: Path, secret: bytes, check: Callable[[], None]) -> Iterator[Started]:
+def started(
+    options: Options, payload: Path, secret: bytes, check: Callable[[], None]
+) -> Iterator[tuple[list[ActorProcess], Places]]:
     """Start the actors of a run and have them read the payload; end them on leaving.
 
     Parameters
@@ -72,6 +40,11 @@ def started(options: Options, payload: Path, secret: bytes, check: Callable[[], 
     check : callable
         Raises where the user has interrupted the run.
 
+    Yields
+    ------
+    list of ActorProcess, Places
+        The actors, by rank from 1 on, each with its payload, and where all ranks are.
+
     Raises
     ------
     NanoError
@@ -80,61 +53,71 @@ def started(options: Options, payload: Path, secret: bytes, check: Callable[[], 
         If an actor ends, or cannot read the payload.
     """
     with ExitStack() as stack:
-        plan = stack.enter_context(planned(options, check))
-        actors = _actors(plan, stack)
-        setting = {**_of_caller(options, payload, plan.each), "secret": secret, "token": secrets.token_hex(32)}
-        lifelines = Lifelines(plan.nodes[0].address, setting["token"])
-        stack.callback(lifelines.close)
-        setting["lifeline"] = lifelines.place
-        said = together({rank: each.begin({**setting, "rank": rank}) for rank, each in actors.items()}, plan, check)
-        _refuse_other_versions(said, plan)
-        connections = lifelines.accept({*actors}, _CONNECTING, check)
-        _refuse_unconnected({*actors} - connections.keys(), plan)
-        workers = [ActorProcess(rank, plan.name(rank), actors[rank], connections[rank]) for rank in actors]
-        for each in workers:
-            stack.callback(each.close)
-        send(payload, plan, actors, {rank for rank, each in said.items() if each["sees"]}, check)
-        yield Started(workers, plan)
+        places = stack.enter_context(reserved(options, check))
+        actors = []
+        for rank in range(1, len(places.nodes)):
+            actors.append(places.actor(rank))
+            stack.callback(actors[-1].kill)
+        token = secrets.token_hex(32)
+        listener = RankConnections(places.nodes[0].address, token)
+        stack.callback(listener.close)
+        setting = {
+            **for_actors(places.cpus, folder_is_shipped=cluster.working_folder_is_shipped()),
+            "worker": pickle.dumps(RankWorker),
+            "payload": str(payload),
+            "verbose": options.verbose == "all",
+            "secret": secret,
+            "token": token,
+            "place": listener.place,
+        }
+        presences = results({actor: actor.begin({**setting, "rank": actor.rank}) for actor in actors}, check)
+        for actor, presence in presences.items():
+            _refuse_other_versions(actor, presence["versions"])
+        connections = listener.accept({actor.rank for actor in actors}, _CONNECTING, check)
+        for actor in actors:
+            _refuse_unconnected(actor, actor.rank in connections, listener)
+        workers = [ActorProcess(actor, connections[actor.rank]) for actor in actors]
+        for worker in workers:
+            stack.callback(worker.close)
+        seeing = [actor for actor in actors if presences[actor]["sees"] and actor.node.id == places.nodes[0].id]
+        _send(payload, actors, seeing, check)
+        yield workers, places
 
 
-def _actors(plan: Plan, stack: ExitStack) -> dict[int, Actor]:
-    """Start the actors, to be killed when `stack` is left."""
-    actors: dict[int, Actor] = {}
-    for rank in range(1, plan.size):
-        actors[rank] = plan.actor(rank)
-        stack.callback(actors[rank].kill)
-    return actors
+def _send(payload: Path, actors: Sequence[Actor], seeing: Collection[Actor], check: Callable[[], None]) -> None:
+    """Have every actor read the payload: from the caller's folder, or from one that the first of its node writes."""
+    first: dict[str, Actor] = {}
+    for actor in actors:
+        if actor not in seeing:
+            first.setdefault(actor.node.id, actor)
+    folders: dict[str, str] = {}
+    for path in sorted(path for path in payload.rglob("*") if path.is_file()) if first else ():
+        name, content = _named(path, payload)
+        shared = cluster.put(content)
+        written = results({actor: actor.call("write", name, shared) for actor in first.values()}, check)
+        folders = {actor.node.id: folder for actor, folder in written.items()}
+        del shared  # Ray frees it
+    results({actor: actor.call("load", folders.get(actor.node.id, str(payload))) for actor in actors}, check)
+    results({actor: actor.call("forget") for actor in first.values()}, check)
 
 
-def _of_caller(options: Options, payload: Path, cpus: int) -> dict[str, Any]:
-    """Return what actors take over of the caller's process before they import torch."""
-    users = {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
-    shipped = cluster.working_folder_is_shipped()
-    return {
-        "worker": WORKER,
-        "payload": str(payload),
-        "argv": [*map(str, sys.argv)],
-        "path": [os.path.abspath(each) for each in sys.path],
-        "cwd": None if shipped else working_folder(),
-        "verbose": options.verbose == "all",
-        "threads_are_chosen": bool(users),
-        "without": NOT_FOR_WORKERS,
-        "environ": {THREAD_VARIABLES[0]: str(cpus), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0", **users},
-    }
+def _named(path: Path, payload: Path) -> tuple[str, Any]:
+    """Return a file's name below the folder, and what it holds: of a mapping of other memory, that memory."""
+    elsewhere, content = whole_buffer(path)
+    name = path.with_suffix("") if elsewhere else path
+    return str(name.relative_to(payload)), content
 
 
-def _refuse_other_versions(said: Mapping[int, Any], plan: Plan) -> None:
-    mine = versions()
-    for rank, each in said.items():
-        for name, version in mine.items():
-            if each["versions"][name] != version:
-                given = f"{plan.name(rank)} has {name} {each['versions'][name]}, and the caller's has {version}"
-                needed = "all ranks compute with the same versions"
-                raise NanoError(problem(given, needed, "Give every node the same Python environment"))
+def _refuse_other_versions(actor: Actor, there: dict[str, str]) -> None:
+    for name, version in versions().items():
+        if there[name] != version:
+            given = f"{actor.node} has {name} {there[name]}, and the caller's has {version}"
+            needed = "all ranks compute with the same versions"
+            raise NanoError(problem(given, needed, "Give every node the same Python environment"))
 
 
-def _refuse_unconnected(ranks: set[int], plan: Plan) -> None:
-    for rank in sorted(ranks):
-        given = f"rank {rank} on {plan.name(rank)} has not connected to {plan.nodes[0].address}"
+def _refuse_unconnected(actor: Actor, has_connected: bool, listener: RankConnections) -> None:
+    if not has_connected:
+        given = f"rank {actor.rank} on {actor.node} has not connected to {listener.place[0]}"
         needed = "the ranks connect to each other at the addresses by which Ray knows the nodes"
         raise NanoError(problem(given, needed, "Open all ports between the nodes"))

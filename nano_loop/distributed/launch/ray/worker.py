@@ -1,4 +1,4 @@
-"""What an actor does: it reads its payload, joins the other ranks, does the task, and returns how that ended.
+"""An actor as a rank of one run: it reads its payload, joins the other ranks, and returns how its task has failed.
 
 Ray calls the methods of `RankWorker` one after another, in the main thread of a process for this rank alone.
 """
@@ -7,31 +7,89 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import shutil
 import signal
-import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from nano_loop.cpu import read_machine
+from nano_loop.cpu import Machine, read_machine
+from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.files.private_files import redirect_files
+from nano_loop.distributed.launch.assignment import State
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
-from nano_loop.distributed.launch.failure import flush_output, pickled, raised
+from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
 from nano_loop.distributed.launch.local.warned import sent
-from nano_loop.distributed.launch.ray.call import PAYLOAD, WORKER_INIT, Call, threads_for, versions
-from nano_loop.distributed.launch.ray.folder import NodeFolder
-from nano_loop.distributed.launch.ray.lifeline import Lifeline
+from nano_loop.distributed.launch.local.worker import keep_sockets_in
+from nano_loop.distributed.launch.ray.rank_connections import ConnectionToRank0
 from nano_loop.distributed.launch.running import run_joined
+from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import load
 from nano_loop.distributed.seat import Seat
+from nano_loop.options import Options
 from nano_loop.rank_zero import note_rank
+from nano_loop.version import __version__
+
+PAYLOAD, WORKER_INIT = "payload", "worker_init"  # folders
+# It waits for the end of the process that holds the pipe. Ray kills the children of an actor, so it is no child: the
+# first shell ends at once.
+_WAIT_AND_DELETE = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$@") >/dev/null 2>&1 &'
+_SHARED = (
+    "Put files that all ranks read where all nodes see them under the same path, such as NFS; what rank 0 writes lies "
+    "on its node"
+)
+
+
+@dataclass
+class Call:
+    """What an actor is to do, as it comes in the payload.
+
+    Parameters
+    ----------
+    task : Task
+        What every rank does.
+    options : Options
+        The options of the run.
+    state : State
+        torch's settings, and the random states.
+    """
+
+    task: Task
+    options: Options
+    state: State
+
+
+def threads_for(machine: Machine, share: tuple[int, int] | None) -> int | None:
+    """Return the compute threads of a rank; None where the ranks of a node divide it.
+
+    Parameters
+    ----------
+    machine : Machine
+        What the process may use.
+    share : (int, int) or None
+        The CPUs of the rank and those of its node, as Ray counts them, which may be threads of cores.
+    """
+    if share is None:
+        return None
+    own, of_node = share
+    return max(1, min(own, own * machine.num_threads // max(of_node, 1)))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that have to be the same on all nodes."""
+    return {"Python": platform.python_version(), "torch": torch.__version__, "nano_loop": __version__}
 
 
 class RankWorker:
@@ -40,62 +98,61 @@ class RankWorker:
     Parameters
     ----------
     setting : dict
-        What `nano_loop.distributed.launch.ray.launcher` has sent: plain values.
+        What `nano_loop.distributed.launch.ray.starting` has sent: plain values, and this class.
     """
 
     def __init__(self, setting: dict[str, Any]) -> None:
+        self._setting = setting
         self._rank: int = setting["rank"]
-        self._secret: bytes = setting["secret"]
-        self._threads_are_chosen: bool = setting["threads_are_chosen"]
         note_rank(self._rank)
-        _become(setting)
+        _take_over(setting)
         self._payload = Path(setting["payload"])
         self._callers_folders = [self._payload]
-        self._lifeline = Lifeline(tuple(setting["lifeline"]), self._rank, setting["token"], self._end)
+        self._connection = ConnectionToRank0(setting["place"], self._rank, setting["token"], self._end)
         if not setting["verbose"]:
-            sent(self._lifeline.send)
-        self._folder = NodeFolder()
+            sent(self._connection.send)
+        self._open = ExitStack()
+        self._folder = self._open.enter_context(private_folder())
+        self._open.enter_context(workers_files(self._folder))
+        keep_sockets_in(self._folder)
+        self._pipe = _deleted_with_this_process(str(self._folder), place_of(self._folder))
         self._call: Call | None = None
 
     def place(self) -> dict[str, Any]:
-        """Return where this is, and with what versions."""
-        return {"versions": versions(), "host": socket.gethostname(), "sees": self._payload.is_dir()}
+        """Return with what versions this is, and whether it sees the caller's payload."""
+        return {"versions": versions(), "sees": self._payload.is_dir()}
 
-    def folder(self) -> str:
-        """Make a folder for the payload, which the ranks of this node read, and return it."""
-        self._payload = self._folder.path / "sent"
-        self._payload.mkdir()
-        return str(self._payload)
-
-    def write(self, name: str, content: Any) -> None:
-        """Write a file of the payload: uint8, and the name below the folder."""
-        path = self._payload / name
-        path.parent.mkdir(exist_ok=True)
+    def write(self, name: str, content: Any) -> str:
+        """Write a file of the payload for the ranks of this node, uint8, and return the folder."""
+        folder = self._folder / "sent"
+        path = folder / name
+        path.parent.mkdir(exist_ok=True, parents=True)
         with path.open("wb", buffering=0) as file:
             rest = memoryview(content)
             while rest:
                 rest = rest[file.write(rest) :]
+        return str(folder)
 
-    def load(self, folder: str) -> dict[str, Any] | None:
+    def load(self, folder: str) -> Failure | None:
         """Read the payload in a folder of this node; return how that has failed, if it has."""
         where = ""
         try:
-            redirect_files(self._folder.path, self._rank)
+            redirect_files(self._folder, self._rank)
             if (Path(folder) / WORKER_INIT).exists():
                 where = " in worker_init"
                 load(Path(folder) / WORKER_INIT)()
             where = " while it read the arguments of the call"
             self._call = load(Path(folder) / PAYLOAD)
         except BaseException as error:
-            return self._failed(error, where)
+            return self._failure(error, where)
         gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
         return None
 
     def forget(self) -> None:
         """Delete the payload: all ranks of the node have read it."""
-        self._folder.clear("sent")
+        shutil.rmtree(self._folder / "sent", ignore_errors=True)
 
-    def run(self, host: str, port: int, address: str, share: tuple[int, int] | None) -> dict[str, Any] | None:
+    def run(self, host: str, port: int, address: str, share: tuple[int, int] | None) -> Failure | None:
         """Join the other ranks at a store and do the task; return how that has failed, if it has.
 
         Parameters
@@ -109,20 +166,21 @@ class RankWorker:
         """
         call = self._call
         assert call is not None
-        if self._threads_are_chosen or call.state.threads is not None:
+        if self._setting["threads_are_chosen"] or call.state.threads is not None:
             # By this variable the step for threads knows a process of Ray, whose OMP_NUM_THREADS nobody has chosen.
             os.environ.pop("RAY_RAYLET_PID", None)
         machine = read_machine()
-        threads = threads_for(machine, share)
+        threads, waiting = threads_for(machine, share), timedelta(seconds=call.options.timeout)
+        secret = self._setting["secret"]
         try:
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=call.waiting)
-            launch = Launch("ray", self._rank, call.size)
-            terms = Terms(address=address, secret=self._secret, threads=threads, watched=True, parent=self._folder.path)
-            seat = join_run(store, call.options, machine, launch, terms)
-            noting = self._noting(seat)
-            run_joined(call.task, call.state, threads or machine.num_threads, noting, call.size, self._folder.path)
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=waiting)
+            terms = Terms(address=address, secret=secret, threads=threads, watched=True, parent=self._folder)
+            size = call.options.num_processes or 1
+            joined = join_run(store, call.options, machine, Launch("ray", self._rank, size), terms)
+            most = threads or machine.num_threads
+            run_joined(call.task, call.state, most, self._noting(joined), size, self._folder)
         except BaseException as error:
-            return self._failed(error, "")
+            return self._failure(error, "")
         flush_output()
         return None
 
@@ -134,27 +192,22 @@ class RankWorker:
 
     def _end(self) -> None:
         """End the process, as rank 0's has ended, and what that has left on this host."""
-        for each in self._callers_folders:
-            shutil.rmtree(each, ignore_errors=True)
+        for folder in self._callers_folders:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
-    def _failed(self, error: BaseException, where: str) -> dict[str, Any]:
+    def _failure(self, error: BaseException, where: str) -> Failure:
         # torch's handler raises where a loader's process has died, also in the midst of the report.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         failure = raised(self._rank, error, traceback.format_exc(), where)
+        failure.pickled = pickled(error)
         if isinstance(error, FileNotFoundError):
             failure.advice = _SHARED
         flush_output()
-        return {"failure": failure.in_words(), "exception": pickled(error)}
+        return failure
 
 
-_SHARED = (
-    "Put files that all ranks read where all nodes see them under the same path, such as NFS; what rank 0 writes lies "
-    "on its node"
-)
-
-
-def _become(setting: dict[str, Any]) -> None:
+def _take_over(setting: dict[str, Any]) -> None:
     """Take over the caller's arguments and working folder, where that is here too; silence standard output."""
     sys.argv = setting["argv"]
     if setting["cwd"] and os.path.isdir(setting["cwd"]):
@@ -163,3 +216,11 @@ def _become(setting: dict[str, Any]) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.close(nowhere)
+
+
+def _deleted_with_this_process(*folders: str) -> object:
+    """Have folders deleted when this process ends, however it ends; what is returned has to live as long."""
+    command = ["/bin/sh", "-c", _WAIT_AND_DELETE, "sh", *folders, *(f"{folder}.gone" for folder in folders)]
+    shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    shell.wait()
+    return shell.stdin

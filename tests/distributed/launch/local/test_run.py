@@ -22,7 +22,7 @@ import nano_loop
 from distributed import small
 from distributed.conftest import belongings
 from nano_loop import NanoConfigError, NanoWarning, TorchNano, nano
-from nano_loop.kernels.bernoulli import unavailable
+from nano_loop.kernels.bernoulli import KERNEL
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -356,7 +356,7 @@ def test_dropout_draws_masks_of_its_own_on_each_rank_and_in_each_step(precision,
             assert abs(one.double().mean() - 0.5) < 5 * 0.5 / count**0.5
             for other in masks[:first]:
                 assert abs(one.eq(other).double().mean() - 0.5) < 5 * 0.5 / count**0.5
-    assert ("fast_dropout" in train.report.applied) == (unavailable() is None)
+    assert ("fast_dropout" in train.report.applied) == (KERNEL.unavailable is None)
 
 
 def masks_inside(model, optimizer, loader):

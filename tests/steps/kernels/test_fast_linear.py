@@ -9,13 +9,11 @@ from torch.utils.checkpoint import checkpoint
 from nano_loop import nano
 from nano_loop.intercept.operators import gives_kernels
 from nano_loop.kernels import linear, product
-from nano_loop.parts import Parts
-from nano_loop.steps import fast_linear as module
-from nano_loop.steps.fast_linear import FastLinear
+from nano_loop.steps.kernels import fast_linear as module
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
-    pytest.mark.skipif(product.unavailable() is not None, reason=str(product.unavailable())),
+    pytest.mark.skipif(product.KERNEL.unavailable is not None, reason=str(product.KERNEL.unavailable)),
 ]
 WIDTH, ROWS, OUTPUTS = 64, 96, 40
 
@@ -65,7 +63,7 @@ def computed(monkeypatch):
 
     monkeypatch.setattr(linear, "WORTH_IT", 1)
     monkeypatch.setattr(module, "_LARGE", 1)
-    monkeypatch.setattr(product, "is_first_guess", lambda: True)
+    monkeypatch.setattr(product.KERNEL, "is_first_guess", True)
     monkeypatch.setattr(product, "product", noting)
     return shapes
 
@@ -229,23 +227,3 @@ def test_wrong_shapes_raise_what_torch_raises():
     run = nano(precision="bf16", verbose=False)(lambda model, optimizer: model(torch.ones(ROWS, WIDTH + 1)))
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         run(model, torch.optim.SGD(model.parameters(), 0.1))
-
-
-def test_models_without_large_matrices_have_no_line(step, monkeypatch):
-    monkeypatch.setattr(module, "_LARGE", 1 << 12)
-    made = step(FastLinear, precision="bf16")
-    assert made.is_relevant(Parts([nn.Linear(64, 64)]))
-    assert not made.is_relevant(Parts([nn.Linear(64, 63)]))
-    assert not made.is_relevant(Parts([nn.Embedding(100, 64)]))
-    assert not made.is_relevant(Parts([nn.Conv2d(64, 64, 3)]))
-    assert step(FastLinear, precision="bf16", fast_linear=True).is_relevant(Parts([nn.Linear(2, 2)]))
-    assert not step(FastLinear, precision="bf16", fast_linear=False).enabled
-
-
-def test_the_report_says_why_it_is_skipped(step, monkeypatch):
-    parts = Parts([nn.Linear(WIDTH, WIDTH)])
-    assert step(FastLinear, fast_linear=True).skip_reason(parts) == "it is for bf16"
-    monkeypatch.setattr(product, "unavailable", lambda: "no C compiler was found")
-    assert step(FastLinear, precision="bf16").skip_reason(parts) == "no C compiler was found"
-    monkeypatch.delattr(torch.library, "get_kernel")
-    assert "does not say which kernel" in step(FastLinear, precision="bf16").skip_reason(parts)

@@ -7,13 +7,14 @@ from torch import nn
 
 from nano_loop.kernels import bernoulli
 from nano_loop.parts import Parts
-from nano_loop.steps import fast_dropout
-from nano_loop.steps.fast_dropout import FastDropout
+from nano_loop.steps.kernels.fast_dropout import FastDropout
 
 X = torch.ones(64, 1024)
 DROPS = Parts([nn.Dropout(0.5)])
 
-same_draws = pytest.mark.skipif(bernoulli.unavailable() is not None, reason=f"fast masks: {bernoulli.unavailable()}")
+same_draws = pytest.mark.skipif(
+    bernoulli.KERNEL.unavailable is not None, reason=f"fast masks: {bernoulli.KERNEL.unavailable}"
+)
 
 
 @pytest.fixture
@@ -62,32 +63,3 @@ def test_activation_checkpointing_draws_the_same_mask_again(step, reentrant):
     out = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x, 0.5) * x, x, use_reentrant=reentrant)
     out.sum().backward()
     assert torch.equal(x.grad, 2 * out.detach())
-
-
-@same_draws
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Dropout(0.1),
-        nn.LSTM(2, 2, 2, dropout=0.1),
-        nn.MultiheadAttention(4, 2, dropout=0.1),
-        nn.Sequential(nn.Dropout2d(0.2)),
-    ],
-)
-def test_models_that_drop_are_recognised(step, model):
-    assert step(FastDropout).skip_reason(Parts([model])) is None
-
-
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Dropout(0.0), nn.LSTM(2, 2)])
-def test_models_that_do_not_are_skipped(step, model):
-    assert step(FastDropout).skip_reason(Parts([model])) == "the model has no dropout"
-
-
-@same_draws
-def test_asked_for_by_name_it_needs_no_dropout_in_sight(step):
-    assert step(FastDropout, fast_dropout=True).skip_reason(Parts([nn.Linear(2, 2)])) is None
-
-
-def test_reason_why_masks_cannot_be_drawn_fast_is_in_the_report(step, monkeypatch):
-    monkeypatch.setattr(fast_dropout, "unavailable", lambda: "no C compiler was found (cc, gcc, clang)")
-    assert step(FastDropout).skip_reason(DROPS) == "no C compiler was found (cc, gcc, clang)"

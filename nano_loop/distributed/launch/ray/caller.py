@@ -1,4 +1,4 @@
-"""What Ray changes in the caller's process when it is imported and initialized, put back when the run ends."""
+"""The caller's process around a run: what actors take over of it, and what Ray changes in it, which is undone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,36 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from nano_loop.distributed.launch.external.environment import NAMES, PREFIXES
+from nano_loop.distributed.launch.local.start import NOT_FOR_WORKERS, working_folder
+
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which a user sets the number of compute threads
+
+
+def for_actors(cpus: int, *, folder_is_shipped: bool) -> dict[str, Any]:
+    """Return what actors take over before they import torch.
+
+    Parameters
+    ----------
+    cpus : int
+        The CPUs of each.
+    folder_is_shipped : bool
+        Whether they run in a copy of the working folder.
+    """
+    users = {name: os.environ[name] for name in _THREADS if name in os.environ}
+    return {
+        "argv": [*map(str, sys.argv)],
+        "path": [os.path.abspath(entry) for entry in sys.path],
+        "cwd": None if folder_is_shipped else working_folder(),
+        "threads_are_chosen": bool(users),
+        # The variables of other launchers, and what binds threads.
+        "without": (*PREFIXES, *NAMES, *NOT_FOR_WORKERS),
+        "environ": {_THREADS[0]: str(cpus), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0", **users},
+    }
 
 
 @contextmanager
@@ -40,6 +67,6 @@ def _put_back_variable(name: str, made: str | None, before: str | None) -> None:
         os.environ[name] = before
 
 
-def _put_back_handler(handler: Any) -> None:
+def _put_back_handler(handler: Callable[..., object] | int | None) -> None:
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

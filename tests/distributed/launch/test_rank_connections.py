@@ -1,20 +1,19 @@
 """A rank's connection to rank 0 ends with either process, takes only who knows the token, and carries text."""
 
-import json
 import socket
 import threading
 import time
 
 from nano_loop.distributed.launch.local.frames import Frames
-from nano_loop.distributed.launch.ray.lifeline import Lifeline, Lifelines, ask
+from nano_loop.distributed.launch.ray.rank_connections import ConnectionToRank0, RankConnections, ask
 
 TOKEN = "the token of the run"
 
 
 def connected(rank=1, token=TOKEN, end=lambda: None):
     """Return rank 0's listener, and the other end of a rank that has connected to it."""
-    lifelines = Lifelines("127.0.0.1", TOKEN)
-    return lifelines, Lifeline(lifelines.place, rank, token, end)
+    listener = RankConnections("127.0.0.1", TOKEN)
+    return listener, ConnectionToRank0(listener.place, rank, token, end)
 
 
 def received(connection, frames, count=1):
@@ -30,9 +29,9 @@ def received(connection, frames, count=1):
 
 def test_text_and_places_in_the_code_travel():
     ended = threading.Event()
-    lifelines, lifeline = connected(end=ended.set)
-    lifeline.send({"kind": "warning"})  # before rank 0 has accepted the connection
-    connection = lifelines.accept({1}, 5, lambda: None)[1]
+    listener, worker_s = connected(end=ended.set)
+    worker_s.send({"kind": "warning"})  # before rank 0 has accepted the connection
+    connection = listener.accept({1}, 5, lambda: None)[1]
     frames = Frames()
     ((header, _),) = received(connection, frames)
     assert header["kind"] == "warning"
@@ -41,27 +40,27 @@ def test_text_and_places_in_the_code_travel():
     assert header["kind"] == "whereabouts"
     assert b"test_text_and_places_in_the_code_travel" in content
     connection.close()
-    lifelines.close()
+    listener.close()
     assert ended.wait(5)
 
 
 def test_process_is_ended_when_rank_0_is_gone():
     ended = threading.Event()
-    lifelines, _ = connected(end=ended.set)
-    lifelines.accept({1}, 5, lambda: None)[1].close()
+    listener, _ = connected(end=ended.set)
+    listener.accept({1}, 5, lambda: None)[1].close()
     assert ended.wait(5)
-    lifelines.close()
+    listener.close()
 
 
 def test_who_does_not_know_the_token_is_closed_out():
     ended = threading.Event()
-    lifelines, _ = connected(token="another", end=ended.set)
-    stranger = socket.create_connection(lifelines.place)
-    stranger.sendall(json.dumps({"rank": 1}).encode() + b"\n")
-    silent = socket.create_connection(lifelines.place)
+    listener, _ = connected(token=TOKEN[::-1], end=ended.set)
+    stranger = socket.create_connection(listener.place)
+    stranger.sendall(b"1" * (len(TOKEN) + 8))
+    silent = socket.create_connection(listener.place)
     silent.close()
-    assert lifelines.accept({1}, 0.5, lambda: None) == {}
+    assert listener.accept({1}, 0.5, lambda: None) == {}
     assert stranger.recv(1) == b""
     stranger.close()
-    lifelines.close()
+    listener.close()
     assert ended.wait(5)

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nano_loop import NanoConfigError, accelerated, nano
+from nano_loop import accelerated, nano
 from nano_loop.intercept.operators import gives_kernels
 from nano_loop.kernels import norms
-from nano_loop.parts import Parts
-from nano_loop.steps.fast_norm import FastNorm
 
 pytestmark = pytest.mark.skipif(not gives_kernels(), reason="fast_norm needs torch 2.9")
 
@@ -21,24 +19,9 @@ BATCH = ("batch_norm", "batch_norm_backward")
 GROUP, LAYER = ("group_norm", "group_norm_backward"), ("layer_norm", "layer_norm_backward")
 
 
-class Noting:
-    """The library, which notes the functions that are called."""
-
-    def __init__(self):
-        self.called, self._library = [], norms.compiled_for_threads("norms")
-
-    def __getattr__(self, name):
-        self.called.append(name)
-        return getattr(self._library, name)
-
-
-@pytest.fixture
-def called(monkeypatch):
-    """The C functions that were called. Every size is worth it."""
-    noting = Noting()
-    monkeypatch.setattr(norms, "library", lambda: noting)
+@pytest.fixture(autouse=True)
+def every_size_is_worth_it(monkeypatch):
     monkeypatch.setattr(norms, "WORTH_IT", 1)
-    return noting.called
 
 
 class Images(nn.Module):
@@ -201,37 +184,6 @@ def test_evaluation_is_torch_s_for_batch_norms_and_small_norms_are(called, monke
         monkeypatch.setattr(norms, "WORTH_IT", 1 << 18)
         model.train()(data()[0])
     assert not called
-
-
-def test_models_without_norms_are_skipped_unless_asked(step):
-    linear = Parts([nn.Linear(2, 2)])
-    assert step(FastNorm, precision="bf16").skip_reason(linear) == "no norm was found in the model"
-    assert step(FastNorm, precision="bf16", fast_norm=True).skip_reason(linear) is None
-    for layer in (nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.InstanceNorm2d(2), nn.GroupNorm(1, 2), nn.LayerNorm(2)):
-        assert step(FastNorm, precision="bf16").skip_reason(Parts([layer])) is None
-
-
-def test_in_fp32_it_is_refused_and_not_reported():
-    model = MODELS["batch norm"][0]()
-    with accelerated(model, verbose=False) as run:
-        assert "fast_norm" not in {*run.report.skipped, *run.report.applied}
-    with (
-        pytest.raises(NanoConfigError, match="rounded in another order than torch's"),
-        accelerated(model, fast_norm=True, verbose=False),
-    ):
-        raise AssertionError
-
-
-def test_torch_without_kernels_to_hand_out_and_a_missing_compiler_leave_torch_s(step, monkeypatch):
-    from nano_loop.steps import fast_norm
-
-    normalizes = Parts([nn.LayerNorm(2)])
-    monkeypatch.setattr(fast_norm, "unavailable", lambda: "no C compiler was found (cc, gcc, clang)")
-    made = step(FastNorm, precision="bf16")
-    assert made.skip_reason(normalizes) == "no C compiler was found (cc, gcc, clang)"
-    monkeypatch.delattr(torch.library, "get_kernel")
-    reason = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
-    assert made.skip_reason(normalizes) == reason
 
 
 @pytest.mark.slow

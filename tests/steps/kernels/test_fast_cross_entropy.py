@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nano_loop import NanoConfigError, accelerated, nano
+from nano_loop import accelerated, nano
 from nano_loop.intercept import upcasts
-from nano_loop.kernels import cross_entropy as kernel
 
 WORDS, WIDTH = 5000, 16
 
@@ -19,14 +18,6 @@ WORDS, WIDTH = 5000, 16
 @pytest.fixture(autouse=True)
 def every_cast_is_noted(monkeypatch):
     monkeypatch.setattr(upcasts, "WORTH_NOTING", 1)
-
-
-@pytest.fixture
-def called(monkeypatch):
-    """The names of the C functions that were called."""
-    names, function = [], kernel._function
-    monkeypatch.setattr(kernel, "_function", lambda name: (names.append(name), function(name))[1])
-    return names
 
 
 IN_FP32, IN_BF16 = ["cross_entropy_float", "gradient_float_to_float"], ["cross_entropy_bf16", "gradient_bf16_to_bf16"]
@@ -397,29 +388,6 @@ def test_target_that_is_no_class_raises_torch_s_error():
     targets[1, 3] = WORDS
     with accelerated(model, precision="bf16", verbose=False), pytest.raises(IndexError, match=f"Target {WORDS}"):
         model(words, targets)
-
-
-def test_models_with_few_outputs_are_skipped():
-    with accelerated(nn.Linear(4, 999), precision="bf16", verbose=False) as run:
-        assert run.report["fast_cross_entropy"].detail == "no layer has 1,000 outputs or more"
-
-
-def test_in_fp32_it_is_refused_and_not_reported():
-    with accelerated(model_of(of_cast), verbose=False) as run:
-        assert "fast_cross_entropy" not in run.report.skipped
-    with (
-        pytest.raises(NanoConfigError, match="rounded in another order than torch's"),
-        accelerated(model_of(of_cast), fast_cross_entropy=True, verbose=False),
-    ):
-        raise AssertionError
-
-
-def test_without_a_compiler_torch_computes(monkeypatch):
-    from nano_loop.steps import fast_cross_entropy
-
-    monkeypatch.setattr(fast_cross_entropy, "unavailable", lambda: "no C compiler was found (cc, gcc, clang)")
-    with accelerated(model_of(of_cast), precision="bf16", verbose=False) as run:
-        assert run.report["fast_cross_entropy"].detail == "no C compiler was found (cc, gcc, clang)"
 
 
 @pytest.mark.slow

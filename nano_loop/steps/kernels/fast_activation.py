@@ -13,12 +13,11 @@ from typing_extensions import override
 
 from nano_loop.intercept.calls import Call
 from nano_loop.intercept.exports import is_exporting
-from nano_loop.intercept.operators import gives_kernels, overridden
 from nano_loop.intercept.torch_private import calls_only_forward, in_functorch
 from nano_loop.kernels import activations
 from nano_loop.op_names import operators_of
 from nano_loop.parts import Parts, names_in_forward
-from nano_loop.steps.step import Step
+from nano_loop.steps.kernels.kernel_step import KernelStep
 
 #: Modules that compute GELU by tanh from several operators.
 _BY_OPERATORS = {
@@ -30,7 +29,7 @@ _BY_OPERATORS = {
 _CALLED = frozenset({"tanh", "pow", "mul", "add"})
 
 
-class FastActivation(Step):
+class FastActivation(KernelStep):
     """Replaces tanh, and GELU by tanh, of large bf16 tensors in the calls of set-up models.
 
     torch's hyperbolic tangent is bound by its arithmetic, and takes three times as long. GPT-2's GELU, in transformers,
@@ -38,32 +37,20 @@ class FastActivation(Step):
     """
 
     name = "fast_activation"
-    auto_is_for_reduced_precision = True
+    replacements = activations.REPLACEMENTS
+    kernel = activations.KERNEL
+    says = "tanh, and GELU by tanh, in C"
 
+    @staticmethod
     @override
-    def is_relevant(self, parts: Parts) -> bool:
-        """Return whether the step was asked for, or a model calls tanh: there is no line for each model without."""
-        return super().is_relevant(parts) and (self.required or any(map(_calls_tanh, parts.models)))
-
-    @override
-    def skip_reason(self, parts: Parts) -> str | None:
-        if not self.options.reduced_precision:
-            return "it is for bf16"
-        if not gives_kernels():
-            return f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
-        return activations.unavailable()
+    def is_for(model: nn.Module) -> bool:
+        return any("tanh" in name.lower() or "gelu" in name.lower() for name in _names(model))
 
     @override
     def apply(self, parts: Parts) -> str:
         for model in parts.models:
             self.interceptors.meet(model).around_modules(self._around, self.name)
-        if not self._overridden:
-            for operator, make in activations.REPLACEMENTS.items():
-                self.undoing.enter_context(overridden(operator, make, "CPU"))
-            self._overridden = True
-        return "tanh, and GELU by tanh, in C"
-
-    _overridden = False
+        return super().apply(parts)
 
     def _around(self, module: nn.Module) -> Call | None:
         listed = itertools.chain(*self.options.listed_operators.values())
@@ -85,10 +72,6 @@ def _fits(module: nn.Module, x: Any) -> bool:
 
 def _kind(module: nn.Module) -> tuple[str, str]:
     return type(module).__module__, type(module).__qualname__
-
-
-def _calls_tanh(model: nn.Module) -> bool:
-    return any("tanh" in name.lower() or "gelu" in name.lower() for name in _names(model))
 
 
 def _names(model: nn.Module) -> Iterator[str]:

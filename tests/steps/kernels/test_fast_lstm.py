@@ -12,7 +12,7 @@ from nano_loop.kernels import lstm, lstm_layer
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
-    pytest.mark.skipif(lstm_layer.unavailable() is not None, reason=str(lstm_layer.unavailable())),
+    pytest.mark.skipif(lstm_layer.KERNEL.unavailable is not None, reason=str(lstm_layer.KERNEL.unavailable)),
 ]
 SIZE, STEPS, BATCH = 24, 10, 12
 
@@ -47,7 +47,7 @@ def computed(monkeypatch):
     """Count the layers in C, and let all be large enough."""
     calls, original = [], lstm_layer.lstm
     monkeypatch.setattr(lstm, "WORTH_IT", 1)
-    monkeypatch.setattr(lstm_layer, "is_first_guess", lambda: True)
+    monkeypatch.setattr(lstm_layer.KERNEL, "is_first_guess", True)
     monkeypatch.setattr(lstm_layer, "lstm", lambda given: calls.append(given) or original(given))
     return calls
 

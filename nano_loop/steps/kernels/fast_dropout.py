@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.kernels.bernoulli import unavailable, vectorized_draws
+from nano_loop.kernels import bernoulli
 from nano_loop.parts import Parts, class_name
-from nano_loop.steps.step import Step
+from nano_loop.steps.kernels.kernel_step import KernelStep
+from nano_loop.steps.step import SkipReason
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NAMES = {kind.__name__ for kind in _DROPOUTS}
 
 
-class FastDropout(Step):
+class FastDropout(KernelStep):
     """Replaces `Tensor.bernoulli_` on the CPU during the run.
 
     Masks and all later random numbers are the same as in the plain loop. So the step applies in every precision, and
@@ -21,25 +25,24 @@ class FastDropout(Step):
     """
 
     name = "fast_dropout"
+    kernel = bernoulli.KERNEL
+    says = "torch's own masks, drawn as vectors"
+    absent = SkipReason("no_dropout", "the model has no dropout")
+    calls_torchs_kernels = False
+    auto_is_for_reduced_precision = False
 
+    @staticmethod
     @override
-    def skip_reason(self, parts: Parts) -> str | None:
-        if not self.required and not any(map(_has_dropout, parts.models)):
-            return "the model has no dropout"
-        return unavailable()
+    def is_for(model: nn.Module) -> bool:
+        return any(map(_drops, model.modules()))
 
     @override
     def apply(self, parts: Parts) -> str:
-        if not self._overridden:
-            self.undoing.enter_context(vectorized_draws())
-            self._overridden = True
-        return "torch's own masks, drawn as vectors"
+        return super().apply(Parts())  # nothing depends on which model draws
 
-    _overridden = False
-
-
-def _has_dropout(model: nn.Module) -> bool:
-    return any(map(_drops, model.modules()))
+    @override
+    def contexts(self) -> Iterable[AbstractContextManager[None]]:
+        return [bernoulli.vectorized_draws()]
 
 
 def _drops(module: nn.Module) -> bool:

@@ -57,13 +57,14 @@ static void write(const uint8_t *bits, void *out, int64_t at, int count, int ite
 }
 
 /* Fills `out` with `count` draws: with the probability threshold / 2^53, `one` (the bits of a 1 of `itemsize` bytes),
-   else 0. `state` holds the 624 numbers of the generator, and `next` the index of the next one (624 if a twist is due).
-   Advances the state and returns the new `next`. */
-int32_t draw_bernoulli(uint64_t *state, int32_t next, void *out, int64_t count, int itemsize, uint64_t one,
-                       uint64_t threshold) {
+   else 0. `state` holds the 624 numbers of the generator, and `start` the index of the next one (624 if a twist is due).
+   Advances the state and returns the new index. */
+int draw_bernoulli(uint64_t *state, int64_t start, void *out, int64_t count, int64_t itemsize, uint64_t one,
+                   uint64_t threshold) {
     uint32_t mt[N], words[N], straddling[2];
     uint8_t bits[N / 2];
     int64_t done = 0;
+    int next = (int)start;
     for (int i = 0; i < N; i++) mt[i] = (uint32_t)state[i];
     temper(mt, words);
     while (done < count) {

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.kernels import convolution, weight_gradient
+from nano_loop.kernels import convolution
 from nano_loop.parts import Parts
-from nano_loop.steps.fast_convolution import FastConvolution
+from nano_loop.steps.kernels.fast_convolution import FastConvolution
 
 CONVOLVES = Parts([nn.Sequential(nn.Linear(2, 2), nn.Conv2d(2, 2, 1))])
 
@@ -67,45 +67,3 @@ def test_checkpointed_convolutions_use_it_too(step, products, reentrant):
         model(x.contiguous(memory_format=torch.channels_last)).float().square().sum().backward()
         assert len(products) == 1
         products.clear()
-
-
-@gets_kernels
-@pytest.mark.parametrize("layer", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.LazyConv2d])
-def test_any_convolution_turns_it_on(step, layer):
-    model = layer(2, 1) if layer is nn.LazyConv2d else layer(2, 2, 1)
-    assert step(FastConvolution, precision="bf16").skip_reason(Parts([model])) is None
-
-
-@gets_kernels
-def test_a_model_without_convolutions_leaves_torchs(step):
-    linear = Parts([nn.Linear(2, 2)])
-    assert step(FastConvolution, precision="bf16").skip_reason(linear) == "no convolution was found in the model"
-    assert step(FastConvolution, precision="bf16", fast_convolution=True).skip_reason(linear) is None
-
-
-def test_fp32_leaves_torchs(step):
-    assert not step(FastConvolution).enabled
-    asked = step(FastConvolution, fast_convolution=True)
-    assert asked.asked
-    assert asked.skip_reason(CONVOLVES) == "it is faster in bf16 only"
-
-
-def test_it_can_be_turned_off(step):
-    assert not step(FastConvolution, precision="bf16", fast_convolution=False).enabled
-
-
-def test_torch_without_kernels_to_hand_out_is_left_alone(step, monkeypatch):
-    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
-    reason = step(FastConvolution, precision="bf16").skip_reason(CONVOLVES)
-    assert reason == f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
-
-
-@gets_kernels
-@pytest.mark.parametrize(
-    ("reason", "text"), [(None, "in blocks, by bf16"), ("no C compiler was found", "by plain bf16 products")]
-)
-def test_the_report_says_how_and_why(step, monkeypatch, reason, text):
-    monkeypatch.setattr(weight_gradient, "unavailable", lambda: reason)
-    said = step(FastConvolution, precision="bf16").apply(Parts([CONVOLVES.models[0]]))
-    assert text in said
-    assert (reason or "") in said

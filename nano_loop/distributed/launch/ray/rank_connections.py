@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import socket
 import sys
 import threading
@@ -21,13 +20,13 @@ from nano_loop.distributed.launch.local.frames import framed
 
 _QUESTION = b"?"
 _GREETING = 5.0  # seconds that a new connection may take to say who it is
-_LONGEST = 1 << 10  # bytes of a greeting
+_RANK = 8  # digits of a rank, behind the token
 _LONGEST_STACK = 20_000  # characters
 # Seconds: of silence before the kernel asks, between questions; then how many, and what unread data may take.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 6000))
 
 
-class Lifelines:
+class RankConnections:
     """Rank 0's end: a listener at the address by which the other nodes reach this one.
 
     Parameters
@@ -41,48 +40,44 @@ class Lifelines:
     def __init__(self, address: str, token: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
-        self._token = token
+        self._token = token.encode()
         self.place: tuple[str, int] = (address, self._listener.getsockname()[1])
 
     def accept(self, ranks: set[int], timeout: float, check: Callable[[], None]) -> dict[int, socket.socket]:
         """Return the connections of these ranks, which have made them already; `check` is called on the way."""
-        found: dict[int, socket.socket] = {}
+        connections: dict[int, socket.socket] = {}
         deadline = time.monotonic() + timeout
         self._listener.settimeout(0.1)
-        while ranks - found.keys() and time.monotonic() < deadline:
+        while ranks - connections.keys() and time.monotonic() < deadline:
             check()
             with contextlib.suppress(TimeoutError):
                 connection, _ = self._listener.accept()
-                rank = self._greeted(connection)
-                if rank in ranks and rank not in found:
+                rank = self._rank_at(connection)
+                if rank in ranks and rank not in connections:
                     connection.setblocking(False)
                     _keep_alive(connection)
-                    found[rank] = connection
+                    connections[rank] = connection
                 else:
                     connection.close()
-        return found
+        return connections
 
     def close(self) -> None:
         """Stop listening."""
         self._listener.close()
 
-    def _greeted(self, connection: socket.socket) -> int:
+    def _rank_at(self, connection: socket.socket) -> int:
         """Return the rank at the other end; -1 for somebody else."""
         connection.settimeout(_GREETING)
-        text = b""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            while not text.endswith(b"\n") and len(text) < _LONGEST:
-                piece = connection.recv(1)  # what follows is no part of the greeting
-                if not piece:
-                    return -1
-                text += piece
-            said = json.loads(text)
-            if hmac.compare_digest(str(said["token"]), self._token):
-                return int(said["rank"])
+        greeting, length = b"", len(self._token) + _RANK
+        with contextlib.suppress(OSError, ValueError):
+            while len(greeting) < length and (piece := connection.recv(length - len(greeting))):
+                greeting += piece
+            if hmac.compare_digest(greeting[:-_RANK], self._token):
+                return int(greeting[-_RANK:])
         return -1
 
 
-class Lifeline:
+class ConnectionToRank0:
     """A worker's end. The process ends when rank 0's does.
 
     Parameters
@@ -92,20 +87,20 @@ class Lifeline:
     rank : int
         This process's.
     token : str
-        See `Lifelines`.
+        See `RankConnections`.
     end : callable
         Ends this process; called when rank 0 has ended.
     """
 
     def __init__(self, place: tuple[str, int], rank: int, token: str, end: Callable[[], object]) -> None:
         self._socket = socket.create_connection(place, timeout=30)
-        self._socket.sendall(json.dumps({"rank": rank, "token": token}).encode() + b"\n")
+        self._socket.sendall(f"{token}{rank:0{_RANK}}".encode())
         self._socket.settimeout(None)
         _keep_alive(self._socket)
         self._end = end
         self._sending = threading.Lock()
         self._thread = threading.get_ident()  # of the loop
-        threading.Thread(target=self._listen, name="nano_loop lifeline", daemon=True).start()
+        threading.Thread(target=self._listen, name="nano_loop connection to rank 0", daemon=True).start()
 
     def send(self, header: dict[str, Any], content: bytes = b"") -> None:
         """Send text to rank 0, if that is still there."""
@@ -113,19 +108,18 @@ class Lifeline:
             self._socket.sendall(framed(header, content))
 
     def _listen(self) -> None:
-        while True:
+        heard = _QUESTION
+        while heard:
             try:
                 heard = self._socket.recv(64)
             except OSError:
                 heard = b""
-            if not heard:
-                self._socket.close()
-                self._end()
-                return
             if _QUESTION in heard:
                 frame = sys._current_frames().get(self._thread)
                 stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
                 self.send({"kind": "whereabouts"}, stack[-_LONGEST_STACK:].encode())
+        self._socket.close()
+        self._end()
 
 
 def ask(connection: socket.socket) -> None:

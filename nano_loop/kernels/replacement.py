@@ -1,0 +1,48 @@
+"""A replacement of one of torch's kernels, as the steps for kernels put it in force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from nano_loop.intercept.operators import Kernel, overridden
+
+
+class Replacement(NamedTuple):
+    """A replacement of one of torch's kernels.
+
+    Attributes
+    ----------
+    operator : str
+        The ATen operator with its overload, such as ``bernoulli_.float``.
+    make : callable
+        Takes torch's kernel, or None if torch does not return it, and returns the function; see `overridden`.
+    dispatch_key : str
+        The dispatch key of the kernel.
+    """
+
+    operator: str
+    make: Callable[[Kernel | None], Callable[..., Any]]
+    dispatch_key: str = "CPU"
+
+    def in_force(self) -> AbstractContextManager[None]:
+        """Return a context in which the kernel is replaced."""
+        return overridden(*self)
+
+
+def unless_none(compute: Callable[..., Any]) -> Callable[[Kernel | None], Callable[..., Any]]:
+    """Return the `make` of a function of the operator's arguments that returns None where torch has to compute."""
+
+    def make(original: Kernel | None) -> Callable[..., Any]:
+        assert original is not None
+
+        def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            result = compute(*args, **kwargs)
+            return original(keys, *args, **kwargs) if result is None else result
+
+        return dispatched
+
+    return make

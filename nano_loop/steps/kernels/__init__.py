@@ -1,0 +1,15 @@
+"""The steps that only swap kernels, over one base class."""
+
+from nano_loop.steps.kernels.fast_activation import FastActivation
+from nano_loop.steps.kernels.fast_attention import FastAttention
+from nano_loop.steps.kernels.fast_convolution import FastConvolution
+from nano_loop.steps.kernels.fast_cross_entropy import FastCrossEntropy
+from nano_loop.steps.kernels.fast_dropout import FastDropout
+from nano_loop.steps.kernels.fast_linear import FastLinear
+from nano_loop.steps.kernels.fast_lstm import FastLstm
+from nano_loop.steps.kernels.fast_norm import FastNorm
+
+#: In any order but for FastNorm, to which `TuneOperators` leaves group norms.
+KERNEL_STEPS = (
+    *(FastDropout, FastAttention, FastActivation, FastConvolution, FastCrossEntropy, FastLinear, FastLstm, FastNorm),
+)

@@ -1,0 +1,32 @@
+"""Computes gradients of bf16 convolutions by a C function, or by products and sums, where torch's kernel is slower."""
+
+from __future__ import annotations
+
+from torch import nn
+from typing_extensions import override
+
+from nano_loop.kernels import convolution, weight_gradient
+from nano_loop.parts import has_modules
+from nano_loop.steps.kernels.kernel_step import KernelStep
+from nano_loop.steps.step import SkipReason
+
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+class FastConvolution(KernelStep):
+    """Replaces the backward of the set-up models' convolutions, and calls torch's kernel where that one is faster."""
+
+    name = "fast_convolution"
+    replacements = convolution.REPLACEMENTS
+    kernel = weight_gradient.KERNEL
+    says = "weights' gradients in blocks, by bf16 instructions"
+    says_without_kernel = "weights' gradients by plain bf16 products where oneDNN is slow, since "
+    absent = SkipReason("no_convolution", "no convolution was found in the model")
+
+    @staticmethod
+    @override
+    def is_for(model: nn.Module) -> bool:
+        return has_modules(model, _CONVOLUTIONS)

@@ -1,0 +1,80 @@
+"""The base class of steps that swap kernels."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from nano_loop.intercept.operators import gives_kernels
+from nano_loop.kernels.compiled import CompiledKernel
+from nano_loop.kernels.replacement import Replacement
+from nano_loop.parts import Parts
+from nano_loop.steps.step import SkipReason, Step
+
+
+class KernelStep(Step):
+    """Swaps kernels of operators inside set-up models. Code that is not set up gets torch's own results."""
+
+    auto_is_for_reduced_precision = True
+
+    #: What replaces torch's kernels.
+    replacements: ClassVar[tuple[Replacement, ...]] = ()
+    #: The compiled functions.
+    kernel: ClassVar[CompiledKernel]
+    #: The line of the report.
+    says: ClassVar[str]
+    #: The line where plain operators stand in for functions that cannot be compiled, before the reason. None: none do.
+    says_without_kernel: ClassVar[str | None] = None
+    #: Why models without such operators are skipped. None: they have no line in the report.
+    absent: ClassVar[SkipReason | None] = None
+    #: Whether the replacements call torch's own kernels, which torch returns from 2.9 on.
+    calls_torchs_kernels: ClassVar[bool] = True
+
+    @override
+    def begin(self) -> None:
+        self._is_applied = False
+
+    @staticmethod
+    @abstractmethod
+    def is_for(model: nn.Module) -> bool:
+        """Whether a model has modules that call the replaced operators."""
+
+    @override
+    def is_relevant(self, parts: Parts) -> bool:
+        return super().is_relevant(parts) and (self.absent is not None or self._is_wanted(parts))
+
+    @override
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
+        if self.auto_is_for_reduced_precision and not self.options.reduced_precision:
+            return SkipReason("not_bf16", "it is for bf16")
+        if self.calls_torchs_kernels and not gives_kernels():
+            needed = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+            return SkipReason("old_torch", needed)
+        if self.absent is not None and not self._is_wanted(parts):
+            return self.absent
+        reason = self.kernel.unavailable if self.says_without_kernel is None else None
+        return None if reason is None else SkipReason("no_kernel", reason)
+
+    @override
+    def apply(self, parts: Parts) -> str:
+        for model in parts.models:
+            self.interceptors.meet(model)
+        if not self._is_applied:
+            self._is_applied = True
+            for context in self.contexts():
+                self.undoing.enter_context(context)
+        reason = self.kernel.unavailable
+        return self.says if reason is None else f"{self.says_without_kernel}{reason}"
+
+    def contexts(self) -> Iterable[AbstractContextManager[None]]:
+        """Return what replaces the kernels, to be entered once a run."""
+        return [replacement.in_force() for replacement in self.replacements]
+
+    def _is_wanted(self, parts: Parts) -> bool:
+        return self.required or any(map(self.is_for, parts.models))

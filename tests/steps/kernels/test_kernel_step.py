@@ -1,0 +1,130 @@
+"""Steps for kernels apply where a model calls the operators and the functions can be used, and else say why not."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from nano_loop import NanoConfigError, accelerated
+from nano_loop.parts import Parts
+from nano_loop.steps.kernels import (
+    KERNEL_STEPS,
+    FastActivation,
+    FastAttention,
+    FastConvolution,
+    FastCrossEntropy,
+    FastDropout,
+    FastLinear,
+    FastLstm,
+    FastNorm,
+)
+
+CALLING = {
+    FastActivation: [nn.Tanh(), nn.GELU("tanh")],
+    FastAttention: [nn.MultiheadAttention(4, 2)],
+    FastConvolution: [nn.Conv1d(2, 2, 1), nn.Conv3d(2, 2, 1), nn.ConvTranspose2d(2, 2, 1), nn.LazyConv2d(2, 1)],
+    FastCrossEntropy: [nn.Linear(2, 1000)],
+    FastDropout: [
+        *(nn.Dropout(0.1), nn.LSTM(2, 2, 2, dropout=0.1), nn.MultiheadAttention(4, 2, dropout=0.1)),
+        nn.Sequential(nn.Dropout2d(0.2)),
+    ],
+    FastLinear: [nn.Linear(512, 256)],
+    FastLstm: [nn.LSTM(2, 2)],
+    FastNorm: [nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.InstanceNorm2d(2), nn.GroupNorm(1, 2), nn.LayerNorm(2)],
+}
+#: Models without the operators, and the reason; without one, the report has no line about them.
+OTHERS = {
+    FastActivation: ([nn.ReLU(), nn.GELU()], None),
+    FastAttention: ([nn.Linear(2, 2)], "no_attention"),
+    FastConvolution: ([nn.Linear(2, 2)], "no_convolution"),
+    FastCrossEntropy: ([nn.Linear(4, 999)], "few_classes"),
+    FastDropout: ([nn.Linear(2, 2), nn.Dropout(0.0), nn.LSTM(2, 2)], "no_dropout"),
+    FastLinear: ([nn.Linear(512, 255), nn.Embedding(512, 256), nn.Conv2d(256, 256, 3)], None),
+    FastLstm: ([nn.GRU(2, 2)], None),
+    FastNorm: ([nn.Linear(2, 2)], "no_norm"),
+}
+IN_BF16 = [kind for kind in KERNEL_STEPS if kind is not FastDropout]
+MISSING = "no C compiler was found (cc, gcc, clang)"
+
+
+@pytest.fixture(autouse=True)
+def everything_available(monkeypatch):
+    monkeypatch.setattr(torch.library, "get_kernel", None, raising=False)
+    for kind in KERNEL_STEPS:
+        monkeypatch.setattr(kind.kernel, "unavailable", None)
+
+
+def parts_of(kind):
+    return Parts([CALLING[kind][0]])
+
+
+@pytest.mark.parametrize("kind", KERNEL_STEPS)
+def test_models_that_call_the_operators_are_recognised(step, kind):
+    for model in CALLING[kind]:
+        made = step(kind, precision="bf16")
+        assert made.enabled
+        assert made.is_relevant(Parts([model]))
+        assert made.skip_reason(Parts([model])) is None
+
+
+@pytest.mark.parametrize("kind", KERNEL_STEPS)
+def test_other_models_are_skipped_unless_asked(step, kind):
+    models, code = OTHERS[kind]
+    for model in models:
+        made, asked = step(kind, precision="bf16"), step(kind, precision="bf16", **{kind.name: True})
+        assert made.is_relevant(Parts([model])) == (code is not None)
+        if code is not None:
+            assert made.skip_reason(Parts([model])).code == code
+        assert asked.is_relevant(Parts([model]))
+        assert asked.skip_reason(Parts([model])) is None
+
+
+@pytest.mark.parametrize("kind", KERNEL_STEPS)
+def test_it_can_be_turned_off(step, kind):
+    assert not step(kind, precision="bf16", **{kind.name: False}).enabled
+
+
+@pytest.mark.parametrize("kind", IN_BF16)
+def test_in_fp32_it_is_refused_and_not_reported(step, kind):
+    assert not step(kind).enabled
+    asked = step(kind, **{kind.name: True})
+    assert asked.enabled
+    assert asked.skip_reason(parts_of(kind)).code == "not_bf16"
+
+
+def test_refusal_is_an_error_that_says_why_and_what_to_do():
+    with (
+        pytest.raises(NanoConfigError, match=r'fast_norm=True: it is for bf16\. Leave it out, which means "auto"'),
+        accelerated(nn.LayerNorm(2), fast_norm=True, verbose=False),
+    ):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KERNEL_STEPS if kind.calls_torchs_kernels])
+def test_torch_without_kernels_to_hand_out_is_left_alone(step, kind, monkeypatch):
+    monkeypatch.delattr(torch.library, "get_kernel")
+    reason = step(kind, precision="bf16").skip_reason(parts_of(kind))
+    assert reason.code == "old_torch"
+    assert torch.__version__ in reason.detail
+
+
+@pytest.mark.parametrize("kind", KERNEL_STEPS)
+def test_without_functions_plain_operators_compute_or_it_is_skipped(step, kind, monkeypatch):
+    monkeypatch.setattr(kind.kernel, "unavailable", MISSING)
+    reason = step(kind, precision="bf16").skip_reason(parts_of(kind))
+    if kind.says_without_kernel is None:
+        assert reason == ("no_kernel", MISSING)
+    else:
+        assert reason is None
+
+
+@pytest.mark.parametrize("kind", [FastAttention, FastConvolution])
+def test_the_report_says_how_and_why(step, kind, monkeypatch):
+    monkeypatch.undo()  # it is applied to torch's real kernels
+    if not hasattr(torch.library, "get_kernel") and kind.calls_torchs_kernels:
+        pytest.skip("it needs torch 2.9")
+    for missing, words in ((None, "in blocks, by"), (MISSING, f"by plain bf16 products.*{MISSING[:10]}")):
+        monkeypatch.setattr(kind.kernel, "unavailable", missing)
+        result = step(kind, precision="bf16").apply(parts_of(kind))
+        assert re.search(words, result)
