@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.external.environment import found_launch, local_size
-from nano_loop.distributed.launch.under_way import innermost
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.report import Printed
 from nano_loop.run import Run

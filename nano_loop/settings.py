@@ -9,7 +9,7 @@ from typing import Any
 
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.launch.external.environment import found_launch
-from nano_loop.distributed.launch.joining import expected_ranks, prepare
+from nano_loop.distributed.launch.join_run import expected_ranks, prepare
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.errors import NanoError, problem
 from nano_loop.options import Options

@@ -14,7 +14,7 @@ from nano_loop.options import Options
 
 
 @dataclass
-class Seat:
+class RankSlot:
     """The place of one process in one run.
 
     Parameters
