@@ -82,7 +82,7 @@ def print_to_stderr(entries: Sequence[object]) -> None:
     """Print a line for each entry, in one write, and nowhere if there is no standard error."""
     if sys.stderr is not None:  # as in a program without a console
         with suppress(Exception):  # it may be closed, or be an object of the user's: the training goes on
-            text = "".join(f"{each}\n" for each in entries)  # one write, which a worker's lines cannot come into
+            text = "".join(f"{entry}\n" for entry in entries)  # one write, which a worker's lines cannot come into
             print(text, end="", file=sys.stderr, flush=True)
 
 

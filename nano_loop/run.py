@@ -104,9 +104,9 @@ class Run:
         printed: Printed | None = None,
     ) -> None:
         if settings.options.tune:
-            needed = "a search repeats a function, and this run has none that it could call"
+            expected = "a search repeats a function, and this run has none that it could call"
             advice = "Call nano_loop.tune, or put @nano(tune=True) above the training function"
-            raise NanoConfigError(problem("tune=True", needed, advice))
+            raise NanoConfigError(problem("tune=True", expected, advice))
         self.report: SetupReport | None = None
         self._options = settings.options
         self._task = task
@@ -228,9 +228,9 @@ class Run:
     @property
     def _place(self) -> RankSlot:
         if self._slot is None:
-            given = "setup was called outside a run"
-            needed = "its changes are undone when the run ends"
-            raise NanoError(problem(given, needed, "Call it while the run is active"))
+            got = "setup was called outside a run"
+            expected = "its changes are undone when the run ends"
+            raise NanoError(problem(got, expected, "Call it while the run is active"))
         return self._slot
 
     def _leave(self) -> None:

@@ -95,7 +95,7 @@ def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     named: dict[str, Any] = {"model": trainer.lightning_module}
     for name in _STATE:
         value = getattr(trainer, name, None)
-        each = value if isinstance(value, (list, tuple)) else [value]
-        named |= {f"{name} ({type(one).__name__})": one for one in each if one is not None}
+        items = value if isinstance(value, (list, tuple)) else [value]
+        named |= {f"{name} ({type(one).__name__})": one for one in items if one is not None}
     named |= {f"argument {place} of fit": value for place, value in enumerate(args[1:], 2) if value is not None}
     return {**named, **{name: value for name, value in kwargs.items() if value is not None}}
