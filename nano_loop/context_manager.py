@@ -13,12 +13,12 @@ from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.external.environment import found_launch, local_size
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.report import Printed
+from nano_loop.report import LastPrinted
 from nano_loop.run import Run
 from nano_loop.settings import Settings
 from nano_loop.signatures import with_options
 
-_printed = Printed()  # by all calls in this process, of which many have the same place in a loop
+_printed = LastPrinted()  # by all calls in this process, of which many have the same place in a loop
 
 
 @with_options

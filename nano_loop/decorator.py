@@ -16,7 +16,7 @@ from nano_loop.distributed.ranks import Loop
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.options import Options
 from nano_loop.parts import Parts
-from nano_loop.report import Printed
+from nano_loop.report import LastPrinted
 from nano_loop.run import Run, RunTask
 from nano_loop.search.requested import measure, requested
 from nano_loop.settings import Settings
@@ -122,7 +122,7 @@ def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> An
     check_loop(function, _name(function))
     settings.prepare(function, [__name__])
 
-    printed = Printed()
+    printed = LastPrinted()
 
     @functools.wraps(function)
     def accelerated(*args: Any, **kwargs: Any) -> Any:

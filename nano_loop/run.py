@@ -28,7 +28,7 @@ from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, proble
 from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.user_code import leads_to_user
 from nano_loop.parts import Parts
-from nano_loop.report import Printed, Printer, SetupReport, StepResult
+from nano_loop.report import LastPrinted, ReportPrinter, SetupReport, StepResult
 from nano_loop.report_start import empty_report
 from nano_loop.settings import Settings
 from nano_loop.steps import STEPS, Step, StepContext
@@ -85,7 +85,7 @@ class Run:
         This process's place in a run whose ranks have already been joined.
     launcher : Launcher, optional
         Joins the ranks. By default, the options and the environment select it.
-    printed : Printed, optional
+    printed : LastPrinted, optional
         What the run before has printed of its report. The same is not printed again.
 
     Attributes
@@ -101,7 +101,7 @@ class Run:
         *,
         slot: RankSlot | None = None,
         launcher: Launcher | None = None,
-        printed: Printed | None = None,
+        printed: LastPrinted | None = None,
     ) -> None:
         if settings.options.tune:
             expected = "a search repeats a function, and this run has none that it could call"
@@ -110,7 +110,7 @@ class Run:
         self.report: SetupReport | None = None
         self._options = settings.options
         self._task = task
-        self._printer = Printer(printed or Printed())
+        self._printer = ReportPrinter(printed or LastPrinted())
         self._joined = nullcontext(slot) if slot else joined(settings.options, settings.machine, task, launcher)
         self._slot: RankSlot | None = None
         self._entries = Entries()

@@ -21,7 +21,7 @@ from nano_loop.distributed.strategy import RanksFabric
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
 from nano_loop.parts import Parts
-from nano_loop.report import Printed, SetupReport
+from nano_loop.report import LastPrinted, SetupReport
 from nano_loop.run import Run, RunTask
 from nano_loop.search.requested import measure, requested
 from nano_loop.settings import Settings
@@ -94,7 +94,7 @@ class TorchNano(RanksFabric):
         self._nano_fixed = [name for name, value in arguments.items() if value is not None]
         self._nano_run: Run | None = None
         self._nano_report: SetupReport | None = None
-        self._nano_printed = Printed()
+        self._nano_printed = LastPrinted()
         self._nano_settings.prepare(type(self), [__name__])
         self._set_up_fabric()
 
