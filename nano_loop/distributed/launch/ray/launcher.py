@@ -119,7 +119,7 @@ def _placed(options: Options) -> Options:
 
 
 def _refuse_missing_ray(options: Options) -> None:
-    given, advice = options.given["distributed_backend"], 'pip install "nano-loop[ray]"'
+    given, advice = options.as_written["distributed_backend"], 'pip install "nano-loop[ray]"'
     if importlib.util.find_spec("ray") is None:
         raise ImportError(problem(given, "Ray is not installed", f"Install it: {advice}"))
     version = importlib.metadata.version("ray")
