@@ -1,4 +1,4 @@
-"""What the functions of `torch.cuda` return where the one device is the CPU."""
+"""The functions of `torch.cuda` for one device, the CPU."""
 
 from __future__ import annotations
 

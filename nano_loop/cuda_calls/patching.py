@@ -1,4 +1,4 @@
-"""Replaces what programs for a GPU call, and puts it back."""
+"""The patches of torch for programs that were written for a GPU."""
 
 from __future__ import annotations
 
