@@ -138,9 +138,9 @@ def work(args: argparse.Namespace) -> None:
     options, machine = Options(verbose=False), read_machine()
     address = ADDRESSES[rank // args.ranks]
     launch = Launch("the benchmark", rank, size)
-    with join_run(store, options, machine, launch, Terms(address=address, threads=1)) as seat:
-        found = {name: measure(seat.ranks, name, args.rounds, args.steps) for name in args.only}
-        seat.ranks.barrier()
+    with join_run(store, options, machine, launch, Terms(address=address, threads=1)) as slot:
+        found = {name: measure(slot.ranks, name, args.rounds, args.steps) for name in args.only}
+        slot.ranks.barrier()
     if rank == 0:
         Path(os.environ["RESULT"]).write_text(json.dumps(found))
 

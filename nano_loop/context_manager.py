@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.external.environment import found_launch, local_size
-from nano_loop.distributed.launch.under_way import innermost
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.report import Printed
 from nano_loop.run import Run
@@ -65,7 +65,7 @@ def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader
     """
     settings = Settings.read(options)
     if (settings.options.num_processes or 1) > 1:
-        given, needed = settings.options.given["num_processes"], "accelerated runs in one process"
+        given, needed = settings.options.as_written["num_processes"], "accelerated runs in one process"
         advice = "Move the loop into a function and decorate it: @nano_loop.nano(num_processes=...)"
         raise NanoConfigError(problem(given, needed, advice))
     return running(settings, Alone(settings.options, _processes_here()), model, optimizer, *dataloaders)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nano_loop.cpu import Machine, format_cpu_list
-from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.options import Options
 from nano_loop.report import SetupReport
 from nano_loop.version import __version__
@@ -15,11 +15,11 @@ from nano_loop.version import __version__
 _MUCH = 100 << 20  # bytes that a copy of the arguments takes, from which on the report says so
 
 
-def empty_report(seat: Seat, options: Options) -> SetupReport:
-    """Return a report without entries of the run in which this process has `seat`."""
+def empty_report(slot: RankSlot, options: Options) -> SetupReport:
+    """Return a report without entries of the run in which this process has `slot`."""
     return SetupReport(
-        title=_title(seat),
-        machine=seat.machine.as_dict(),
+        title=_title(slot),
+        machine=slot.machine.as_dict(),
         options=_plain(options.as_dict()),
         from_environment=options.from_environment,
     )
@@ -34,8 +34,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, type(None))) else repr(value)
 
 
-def _title(seat: Seat) -> str:
-    machine, ranks = seat.host, seat.ranks
+def _title(slot: RankSlot) -> str:
+    machine, ranks = slot.host, slot.ranks
     quota = "" if machine.quota is None else f" (quota {machine.quota:g})"
     used = ", ".join(format_cpu_list(cpus) for cpus in ranks.shares or [machine.allowed])
     threads = torch.get_num_threads()
@@ -45,7 +45,7 @@ def _title(seat: Seat) -> str:
         f"{ranks.size} process{'es' if ranks.size > 1 else ''}{hosts} × {threads} thread{'s' if threads > 1 else ''}",
         f"CPUs {used} of {len(machine.logical_cpus)}{quota}",
         ", ".join([machine.name, *_bf16_instructions(machine)]),
-        *([f"{seat.copied / (1 << 30):.1f} GiB of arguments copied"] if seat.copied >= _MUCH else []),
+        *([f"{slot.copied / (1 << 30):.1f} GiB of arguments copied"] if slot.copied >= _MUCH else []),
     ]
     return " · ".join(parts)
 

@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.forked_children import forked_children_ending
-from nano_loop.distributed.launch.joining import joined
+from nano_loop.distributed.launch.join_run import joined
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.distributed.ranks import Loop, Ranks
-from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, problem
 from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.user_code import leads_to_user
@@ -68,8 +68,8 @@ class RunTask(Task):
         return self.do(run)
 
     @override
-    def run_in(self, seat: Seat) -> Any:
-        return Run(self.settings, self, seat=seat).complete()
+    def run_in(self, slot: RankSlot) -> Any:
+        return Run(self.settings, self, slot=slot).complete()
 
 
 class Run:
@@ -81,7 +81,7 @@ class Run:
         The options and the machine.
     task : RunTask, optional
         The work of ranks in other processes. None for a run of one process.
-    seat : Seat, optional
+    slot : RankSlot, optional
         This process's place in a run whose ranks have already been joined.
     launcher : Launcher, optional
         Joins the ranks. By default, the options and the environment select it.
@@ -99,7 +99,7 @@ class Run:
         settings: Settings,
         task: RunTask | None = None,
         *,
-        seat: Seat | None = None,
+        slot: RankSlot | None = None,
         launcher: Launcher | None = None,
         printed: Printed | None = None,
     ) -> None:
@@ -111,8 +111,8 @@ class Run:
         self._options = settings.options
         self._task = task
         self._printer = Printer(printed or Printed())
-        self._joined = nullcontext(seat) if seat else joined(settings.options, settings.machine, task, launcher)
-        self._seat: Seat | None = None
+        self._joined = nullcontext(slot) if slot else joined(settings.options, settings.machine, task, launcher)
+        self._slot: RankSlot | None = None
         self._entries = Entries()
         self._kinds = STEPS if task is None else task.steps
         self._steps: list[Step] = []
@@ -132,16 +132,16 @@ class Run:
         return self
 
     def _enter(self, ending: ExitStack) -> None:
-        seat = self._seat = ending.enter_context(self._joined)
+        slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
-        accelerated = partial(accelerated_copy, Settings(self._options, seat.machine))
-        context = StepContext(self._options, seat.machine, self._entries, seat.ranks, accelerated)
+        accelerated = partial(accelerated_copy, Settings(self._options, slot.machine))
+        context = StepContext(self._options, slot.machine, self._entries, slot.ranks, accelerated)
         self._steps = [step(context) for step in self._kinds]
         ending.callback(self._entries.close)
         for step in self._steps:
             ending.callback(step.undo)
         ending.push(self._close_report)
-        if seat.ranks.size > 1:
+        if slot.ranks.size > 1:
             ending.enter_context(forked_children_ending())
 
     def __exit__(
@@ -206,12 +206,12 @@ class Run:
         NanoConfigError
             If an explicitly requested step does not apply.
         """
-        seat = self._place
+        slot = self._place
         for step in self._steps:
             step.observe(parts)
         results = [self._apply(step, parts) for step in self._steps if self._is_relevant(step, parts)]
         if self.report is None:
-            self.report = empty_report(seat, self._options)
+            self.report = empty_report(slot, self._options)
             self.report.add(results)
             self._print([self.report])
         else:
@@ -226,15 +226,15 @@ class Run:
             yield
 
     @property
-    def _place(self) -> Seat:
-        if self._seat is None:
+    def _place(self) -> RankSlot:
+        if self._slot is None:
             given = "setup was called outside a run"
             needed = "its changes are undone when the run ends"
             raise NanoError(problem(given, needed, "Call it while the run is active"))
-        return self._seat
+        return self._slot
 
     def _leave(self) -> None:
-        self._seat = None
+        self._slot = None
 
     def _close_report(self, kind: type[BaseException] | None, *_: object) -> None:
         """Add the final results of the steps to the report, unless the run raised."""

@@ -33,7 +33,7 @@ ROOMS = (
     ("vision",),
     ("cuda_calls",),
     ("distributed.strategy", "distributed.collectives"),
-    ("distributed.launch.joining", "distributed.launch.choice", "distributed.launch.local", "distributed.launch.ray"),
+    ("distributed.launch.join_run", "distributed.launch.choice", "distributed.launch.local", "distributed.launch.ray"),
     ("distributed.launch.external",),
     ("distributed.launch",),
     ("distributed.averaging",),

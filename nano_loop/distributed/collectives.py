@@ -14,7 +14,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 
-from nano_loop.distributed.launch.joining import current_ranks
+from nano_loop.distributed.launch.join_run import current_ranks
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.tensor_collectives import gathered, reduced
 from nano_loop.errors import NanoError, problem

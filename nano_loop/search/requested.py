@@ -8,8 +8,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Literal, NamedTuple, NoReturn
 
+from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch.external.environment import found_launch
-from nano_loop.distributed.launch.under_way import innermost
 from nano_loop.environment import option_of
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options

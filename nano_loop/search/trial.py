@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from nano_loop.cpu import peak_memory
 from nano_loop.distributed.files.private_files import guard_files
 from nano_loop.distributed.payload.payload import load
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.distributed.ranks import Loop
-from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoError, problem
 from nano_loop.run import Run, RunTask
 from nano_loop.search.trial_processes import Line
@@ -52,10 +52,10 @@ class Trial(RunTask):
         self._payload = payload
         self.steps = (GradientAveraging,) if is_plain else STEPS
 
-    def run_in(self, seat: Seat) -> Any:
+    def run_in(self, slot: RankSlot) -> Any:
         """See `RunTask.run_in`."""
-        self._line = Line(seat)
-        run = Run(self.settings, self, seat=seat)
+        self._line = Line(slot)
+        run = Run(self.settings, self, slot=slot)
         run.complete()
         self._line.answer(comparison=_comparison(run))
 

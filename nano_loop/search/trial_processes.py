@@ -22,15 +22,15 @@ from nano_loop.distributed.files.table import MadeFolders
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.failure import Failure, first
 from nano_loop.distributed.launch.local.kept_server import keep, server_for
-from nano_loop.distributed.launch.local.launcher import seats_of
+from nano_loop.distributed.launch.local.launcher import slots_of
 from nano_loop.distributed.launch.local.process import WorkerProcess, forked
 from nano_loop.distributed.launch.local.server import Server
 from nano_loop.distributed.launch.local.start import PAYLOAD
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import dump
+from nano_loop.distributed.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.options import Options
 from nano_loop.settings import Settings
 
@@ -112,14 +112,14 @@ class TrialProcesses:
         for place in (folder, Path(place_of(folder))):
             server.begin(str(place), task.modules)
             self._ending.callback(server.finish, str(place))
-        seats = _seats(options, machine, folder)
+        slots = _slots(options, machine, folder)
         (folder / PAYLOAD).mkdir()
         state = State.of_this_process(machine.num_threads)
-        dump(Assignment(task, seats, state, options.process_group_backend), folder / PAYLOAD, task.names)
-        self._requests = [self._opened(folder / f"{_REQUESTS}-{rank}") for rank in range(len(seats))]
-        self._answers = [self._opened(folder / f"{_ANSWERS}-{rank}") for rank in range(len(seats))]
-        self._texts = [b""] * len(seats)
-        self._processes = forked(server, seats, quiet=True)
+        dump(Assignment(task, slots, state, options.process_group_backend), folder / PAYLOAD, task.names)
+        self._requests = [self._opened(folder / f"{_REQUESTS}-{rank}") for rank in range(len(slots))]
+        self._answers = [self._opened(folder / f"{_ANSWERS}-{rank}") for rank in range(len(slots))]
+        self._texts = [b""] * len(slots)
+        self._processes = forked(server, slots, quiet=True)
         for process in self._processes:
             self._ending.callback(process.close)
 
@@ -149,12 +149,12 @@ class Line:
 
     Parameters
     ----------
-    seat : Seat
+    slot : RankSlot
         The process's.
     """
 
-    def __init__(self, seat: Seat) -> None:
-        folder, rank = seat.ranks.folder, seat.ranks.rank
+    def __init__(self, slot: RankSlot) -> None:
+        folder, rank = slot.ranks.folder, slot.ranks.rank
         self._requests = os.open(f"{folder}/{_REQUESTS}-{rank}", os.O_RDONLY)
         self._answers = os.open(f"{folder}/{_ANSWERS}-{rank}", os.O_WRONLY)
 
@@ -176,7 +176,7 @@ class Line:
 def trial_server(settings: Settings) -> Iterator[tuple[Server, Path]]:
     """Give the process that forks those of the trials, and a folder in memory for what all of them read."""
     with private_folder() as folder:
-        server = server_for(_seats(settings.options, settings.machine, folder)[0], ())
+        server = server_for(_slots(settings.options, settings.machine, folder)[0], ())
         try:
             yield server, folder
         finally:
@@ -185,11 +185,11 @@ def trial_server(settings: Settings) -> Iterator[tuple[Server, Path]]:
             keep(server)
 
 
-def _seats(options: Options, machine: Machine, folder: Path) -> list[Seat]:
+def _slots(options: Options, machine: Machine, folder: Path) -> list[RankSlot]:
     count = options.num_processes or 1
     if count == 1 and options.cpu_for_each_process is None:  # bound to nothing, as without ranks
-        return [Seat(Ranks(timeout=options.timeout, folder=folder), machine, machine)]
-    return seats_of(machine, shares_of(options, machine, range(count)), folder, options.timeout)
+        return [RankSlot(Ranks(timeout=options.timeout, folder=folder), machine, machine)]
+    return slots_of(machine, shares_of(options, machine, range(count)), folder, options.timeout)
 
 
 def _mean_without_pauses(seconds: list[float]) -> float:

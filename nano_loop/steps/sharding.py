@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from nano_loop.distributed.launch.under_way import innermost
+from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.loaders.dataset_digest import Known
 from nano_loop.distributed.loaders.found import FoundSharding
 from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_served, serving, sharded_by_user

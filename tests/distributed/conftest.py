@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nano_loop.distributed.launch import under_way
+from nano_loop.distributed.launch import active_runs
 from nano_loop.distributed.launch.local import kept_server as servers
 
 
@@ -43,7 +43,7 @@ def belongings():
 
 def runs_that_have_the_process():
     """What the runs do that keep runs in other threads out."""
-    return [holder.what for holder in under_way._holders]
+    return [holder.what for holder in active_runs._holders]
 
 
 def _processes():

@@ -9,8 +9,8 @@ from dataclasses import replace
 from nano_loop.cpu import Machine, bound, restricted
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.options import Options
 
 
@@ -34,14 +34,14 @@ class Alone(Launcher):
         return Ranks()
 
     @contextmanager
-    def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
+    def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
         """See `Launcher.joined`."""
         if self.options.cpu_for_each_process is None:
             shared = self._processes > 1
             part = replace(machine, quota=machine.num_threads / self._processes) if shared else machine
-            yield Seat(Ranks(), part, machine)
+            yield RankSlot(Ranks(), part, machine)
             return
         (share,) = shares_of(self.options, machine, [0])
         with bound(share.cpus):
             ranks = Ranks(shares=(share.cpus,), loader_cpus=share.loader_cpus)
-            yield Seat(ranks, restricted(machine, share, 1), machine)
+            yield RankSlot(ranks, restricted(machine, share, 1), machine)

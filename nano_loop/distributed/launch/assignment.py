@@ -1,4 +1,4 @@
-"""What a worker gets from the caller: the task, its seat among the ranks, and the state of the caller's process."""
+"""What a worker gets from the caller: the task, its slot among the ranks, and the state of the caller's process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.random_states import process_states, set_process_states
-from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.rank_slot import RankSlot
 
 
 @dataclass
@@ -67,8 +67,8 @@ class Assignment:
     ----------
     task : Task
         What every rank does.
-    seats : list of Seat
-        The seats of all ranks, by rank.
+    slots : list of RankSlot
+        The slots of all ranks, by rank.
     state : State
         torch's settings, and the random states.
     process_group_backend : str or None
@@ -76,6 +76,6 @@ class Assignment:
     """
 
     task: Task
-    seats: list[Seat]
+    slots: list[RankSlot]
     state: State
     process_group_backend: str | None

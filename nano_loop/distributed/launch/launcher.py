@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.seat import Seat
 from nano_loop.options import Options
 
 
@@ -19,11 +19,11 @@ class Launcher(ABC):
     Whoever adds a launcher writes a subclass, in a new file or folder, and a line in
     `nano_loop.distributed.launch.choice.choose`. A launcher has to do six things, the first of them twice:
 
-    - *seats, before the run*: `expected_ranks` says how many ranks there will be and which this process is, from the
+    - *slots, before the run*: `expected_ranks` says how many ranks there will be and which this process is, from the
       options and the environment alone. It starts nothing and changes nothing;
-    - *seats, in the run*: each rank gets a `Seat`: its place among the ranks, its CPUs, and a private folder where all
-      ranks are on one host. It is bound to its CPUs with every thread (`nano_loop.cpu.bound`), unless they are not the
-      launcher's to give. A seat's ``ranks.check`` raises, at any time, if another rank has failed;
+    - *slots, in the run*: each rank gets a `RankSlot`: its place among the ranks, its CPUs, and a private folder where
+      all ranks are on one host. It is bound to its CPUs with every thread (`nano_loop.cpu.bound`), unless they are not
+      the launcher's to give. A slot's ``ranks.check`` raises, at any time, if another rank has failed;
     - *rendezvous*: in the body of `joined`, and in `Task.run_in`, a channel and torch's default process group connect
       the ranks: on one host through their private folder (`nano_loop.distributed.launch.group.local_group`), between
       hosts over a store that no other run uses (`process_group`). Nothing that comes from a peer which may be somebody
@@ -39,7 +39,7 @@ class Launcher(ABC):
     - *ending*: when the body of `joined` is left, in whatever way, every rank has ended, and processes, process group,
       files, environment variables and affinity masks are as they were before.
 
-    Whether a run may begin beside or inside another is not a launcher's concern: `joining.joined` sees to it.
+    Whether a run may begin beside or inside another is not a launcher's concern: `join_run.joined` sees to it.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class Launcher(ABC):
         """
 
     @abstractmethod
-    def joined(self, machine: Machine, task: Task | None) -> AbstractContextManager[Seat]:
+    def joined(self, machine: Machine, task: Task | None) -> AbstractContextManager[RankSlot]:
         """Return a context in which this process is a rank of the run, and the other ranks do `task`.
 
         Parameters

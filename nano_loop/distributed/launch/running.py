@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from nano_loop.distributed.files.private_files import explaining
+from nano_loop.distributed.launch.active_runs import active_run, whole_process
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.launch.under_way import under_way, whole_process
 from nano_loop.distributed.loaders.worker_advice import advice_of_plain_run
-from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.rank_slot import RankSlot
 
 
 def run_task(assignment: Assignment, rank: int) -> None:
@@ -28,24 +28,24 @@ def run_task(assignment: Assignment, rank: int) -> None:
     assignment : Assignment
         What the caller has sent.
     rank : int
-        Which of the seats is this process's.
+        Which of the slots is this process's.
     """
-    seat = assignment.seats[rank]
-    folder = seat.ranks.folder
+    slot = assignment.slots[rank]
+    folder = slot.ranks.folder
     assert folder is not None
 
     @contextmanager
-    def connected() -> Iterator[Seat]:
-        alone = seat.ranks.size == 1  # a run beside the caller, who is none of its ranks
-        with nullcontext() if alone else local_group(seat.ranks, assignment.process_group_backend):
-            yield seat
+    def connected() -> Iterator[RankSlot]:
+        alone = slot.ranks.size == 1  # a run beside the caller, who is none of its ranks
+        with nullcontext() if alone else local_group(slot.ranks, assignment.process_group_backend):
+            yield slot
 
-    state = assignment.state, seat.machine.num_threads
-    run_joined(assignment.task, *state, connected(), seat.ranks.size, folder)
+    state = assignment.state, slot.machine.num_threads
+    run_joined(assignment.task, *state, connected(), slot.ranks.size, folder)
 
 
 def run_joined(
-    task: Task, state: State, threads: int, connected: AbstractContextManager[Seat], size: int, folder: Path
+    task: Task, state: State, threads: int, connected: AbstractContextManager[RankSlot], size: int, folder: Path
 ) -> None:
     """Do a task in a worker process; see `run_task`.
 
@@ -58,7 +58,7 @@ def run_joined(
     threads : int
         The most compute threads that this process may have.
     connected : context manager
-        Connects this process with the other ranks, and gives its seat.
+        Connects this process with the other ranks, and gives its slot.
     size : int
         How many ranks there are.
     folder : pathlib.Path
@@ -68,18 +68,18 @@ def run_joined(
     # An optimizer that was pickled has lost the mark of its scheduler, not the scheduler.
     warnings.filterwarnings("ignore", "Seems like `optimizer.step")
     whole = whole_process("this worker process", of_ranks(size))
-    with explaining(folder), whole, connected as seat, running(seat, task):
-        task.run_in(seat)
+    with explaining(folder), whole, connected as slot, running(slot, task):
+        task.run_in(slot)
 
 
 @contextmanager
-def running(seat: Seat, task: Task | None) -> Iterator[None]:
+def running(slot: RankSlot, task: Task | None) -> Iterator[None]:
     """Note that this process is a rank of a run, for the body."""
     if task is not None:
-        seat.ranks.context.loop = task.loop
-    seat.ranks.context.common_seed = torch.initial_seed()
-    is_bound = bool(seat.ranks.shares)
-    with under_way(seat.ranks), advice_of_plain_run(len(seat.host.allowed)) if is_bound else nullcontext():
+        slot.ranks.context.loop = task.loop
+    slot.ranks.context.common_seed = torch.initial_seed()
+    is_bound = bool(slot.ranks.shares)
+    with active_run(slot.ranks), advice_of_plain_run(len(slot.host.allowed)) if is_bound else nullcontext():
         yield
 
 

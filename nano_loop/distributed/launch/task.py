@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.distributed.ranks import Loop
-from nano_loop.distributed.seat import Seat
 
 
 class Task(ABC):
@@ -35,7 +35,7 @@ class Task(ABC):
         return [type(self).__module__]
 
     @abstractmethod
-    def run_in(self, seat: Seat) -> object:
+    def run_in(self, slot: RankSlot) -> object:
         """Execute the task in a process whose launcher has already joined the ranks; what it raises ends the run."""
 
     def __getstate__(self) -> dict[str, Any]:

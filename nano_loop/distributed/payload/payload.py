@@ -11,9 +11,9 @@ from typing import Any
 
 import cloudpickle
 
-from nano_loop.distributed.payload.culprit import find_culprit
 from nano_loop.distributed.payload.faithful_pickler import FaithfulPickler
 from nano_loop.distributed.payload.shared_files import SharedFiles, mapped_buffers
+from nano_loop.distributed.payload.unpicklable import find_unpicklable
 from nano_loop.errors import NanoError, problem
 
 _MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
@@ -89,6 +89,6 @@ def _main_by_value() -> Iterator[None]:
 
 def _refusal(call: Any, names: Mapping[str, Any], error: Exception) -> str:
     arguments = {f"argument `{name}`": value for name, value in names.items()}
-    where = find_culprit({**arguments, "the call": call}) or f"the call cannot be pickled ({error!r})"
+    where = find_unpicklable({**arguments, "the call": call}) or f"the call cannot be pickled ({error!r})"
     allowed = "every argument is sent to the worker processes by cloudpickle"
     return problem(where, allowed, "Create it inside train, or leave it out of the call")

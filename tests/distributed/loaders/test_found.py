@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from nano_loop.cpu import Machine
-from nano_loop.distributed.launch.under_way import under_way
+from nano_loop.distributed.launch.active_runs import active_run
 from nano_loop.distributed.ranks import ALONE
 from nano_loop.intercept.calls import Entries
 from nano_loop.options import Options
@@ -268,7 +268,7 @@ def test_loaders_inside_a_dataset_are_left_alone(team, num_workers):
 def test_loaders_of_a_run_that_each_rank_makes_alone_are_left_alone(team):
     def loop(ranks):
         step, _ = sharding_of(ranks)
-        with under_way(ALONE):
+        with active_run(ALONE):
             count = len(seen(DataLoader(numbers(), 5)))
         step.undo()
         return count

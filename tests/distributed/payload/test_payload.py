@@ -657,7 +657,7 @@ def test_what_cannot_be_pickled_is_named_with_the_way_to_it(tmp_path, make, word
     assert isinstance(caught.value.__cause__, Exception)
 
 
-def test_culprit_outside_the_arguments_is_found_in_the_call(tmp_path):
+def test_unpicklable_object_outside_the_arguments_is_found_in_the_call(tmp_path):
     with pytest.raises(NanoError, match=r"^the call, its item 0, its closure variable `lock`, is a _thread.lock"):
         dump((closing_over(threading.Lock()), (1,)), tmp_path, {"x": 1})
 

@@ -28,8 +28,8 @@ from nano_loop.distributed.launch.external.store import external_store
 from nano_loop.distributed.launch.group import leaders_group, local_group, process_group, shared_channel
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.distributed.signed import SignedCodec, secret_of
 from nano_loop.distributed.transport.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.transport.shared_channel import SharedChannel
@@ -92,12 +92,12 @@ class External(Launcher):
         options, launch = self.options, self.launch
         if options.num_processes not in (None, launch.size):
             allowed = f"{launch.launcher} has started {launch.size} processes"
-            raise NanoConfigError(problem(options.given["num_processes"], allowed, "Leave it out"))
+            raise NanoConfigError(problem(options.as_written["num_processes"], allowed, "Leave it out"))
         size = local_size(launch, os.environ)
         return Ranks(launch.rank, launch.size, local_rank=launch.rank % size, local_size=size)
 
     @contextmanager
-    def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
+    def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
         """See `Launcher.joined`."""
         launch, store = self.launch, None
         if not distributed.is_initialized():
@@ -106,8 +106,8 @@ class External(Launcher):
             given = f"this process is in a process group of {distributed.get_world_size()}"
             needed = f"{launch.launcher} has started {launch.size} processes"
             raise NanoError(problem(given, needed, "Call torch.distributed.destroy_process_group() before"))
-        with join_run(store, self.options, machine, launch) as seat:
-            yield seat
+        with join_run(store, self.options, machine, launch) as slot:
+            yield slot
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def join_run(
     machine: Machine,
     launch: Launch,
     terms: Terms = Terms(),
-) -> Iterator[Seat]:
+) -> Iterator[RankSlot]:
     """Join the other processes of a launch, whoever has started them, and divide this host among its ranks. Collective.
 
     Parameters
@@ -176,7 +176,7 @@ def join_run(
             stack.enter_context(bound(share.cpus))
         part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, terms.threads)
         stack.callback(note_rank, note_rank(launch.rank))
-        yield Seat(ranks, part, machine)
+        yield RankSlot(ranks, part, machine)
 
 
 @contextmanager

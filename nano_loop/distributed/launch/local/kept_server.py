@@ -17,7 +17,7 @@ from nano_loop.distributed.launch.local.server import Server
 from nano_loop.distributed.launch.local.start import cpus_of, origin_of
 from nano_loop.distributed.launch.torch_version import is_older_than
 from nano_loop.distributed.limits import limit_in_words
-from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.errors import NanoWorkerError, problem
 from nano_loop.intercept.torch_private import COMPILER_PACKAGE
 
@@ -30,19 +30,19 @@ IDLE = 60.0
 _kept: list[Server] = []  # one at the most
 
 
-def server_for(seat: Seat, modules: Sequence[str]) -> Server:
-    """Return the process that forks the worker of a seat, and others like it: the kept one if it fits, or a new one.
+def server_for(slot: RankSlot, modules: Sequence[str]) -> Server:
+    """Return the process that forks the worker of a slot, and others like it: the kept one if it fits, or a new one.
 
     Parameters
     ----------
-    seat : Seat
+    slot : RankSlot
         The place of one of the workers.
     modules : sequence of str
         The modules that it has to have imported for them.
     """
-    folder = seat.ranks.folder
+    folder = slot.ranks.folder
     assert folder is not None
-    origin, modules = origin_of(seat), _with_optimizers(modules)
+    origin, modules = origin_of(slot), _with_optimizers(modules)
     while _kept:
         kept = _kept.pop()
         if kept.owner != os.getpid():  # this process was forked, and the server is its parent's
@@ -51,17 +51,17 @@ def server_for(seat: Seat, modules: Sequence[str]) -> Server:
             kept.begin(str(folder), modules)
             return kept
         kept.end()
-    reason = f"rank {seat.ranks.rank} could not be started"
+    reason = f"rank {slot.ranks.rank} could not be started"
     if not sys.executable:
         message = problem(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
-        raise NanoWorkerError(message, rank=seat.ranks.rank)
+        raise NanoWorkerError(message, rank=slot.ranks.rank)
     try:
-        server = Server(origin, cpus_of(seat), str(folder), IDLE, modules)
+        server = Server(origin, cpus_of(slot), str(folder), IDLE, modules)
     except OSError as error:
         if limit_in_words(error, folder):
             raise
         message = problem(f"{reason} with {sys.executable!r} ({error})", _IS_PYTHON, _HAS_NANO_LOOP)
-        raise NanoWorkerError(message, rank=seat.ranks.rank) from error
+        raise NanoWorkerError(message, rank=slot.ranks.rank) from error
     server.begin(str(folder))
     return server
 
@@ -77,7 +77,7 @@ def _is_there(server: Server) -> bool:
     return server.answers() if server.ready else not server.gone
 
 
-def start_early(seat: Seat, modules: Sequence[str]) -> None:
+def start_early(slot: RankSlot, modules: Sequence[str]) -> None:
     """Start the process for a run that is to come, unless one is kept or it cannot be started.
 
     It then imports torch while the caller makes its model and reads its data. What keeps it from starting is for the
@@ -86,7 +86,7 @@ def start_early(seat: Seat, modules: Sequence[str]) -> None:
     if _kept or not sys.executable or _torch_makes_a_folder():
         return
     with contextlib.suppress(OSError):
-        _keep(Server(origin_of(seat), cpus_of(seat), None, IDLE, [*modules, COMPILER_PACKAGE]))
+        _keep(Server(origin_of(slot), cpus_of(slot), None, IDLE, [*modules, COMPILER_PACKAGE]))
 
 
 def _torch_makes_a_folder() -> bool:

@@ -20,14 +20,14 @@ from nano_loop.distributed.launch.local.kept_server import keep, server_for, sta
 from nano_loop.distributed.launch.local.process import forked
 from nano_loop.distributed.launch.local.server import Server
 from nano_loop.distributed.launch.local.start import PAYLOAD, WORKER_INIT
-from nano_loop.distributed.launch.local.warned import noted
+from nano_loop.distributed.launch.local.worker_warnings import noted
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.payload.payload import dump
+from nano_loop.distributed.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.seat import Seat, shares_of
 from nano_loop.errors import NanoError, NanoWorkerError
 
 
@@ -42,10 +42,10 @@ class Local(Launcher):
     def prepare(self, machine: Machine, modules: Sequence[str]) -> None:
         """See `Launcher.prepare`: the process that workers are forked from imports torch while the caller goes on."""
         shares = shares_of(self.options, machine, range(self.options.num_processes or 1))
-        start_early(seats_of(machine, shares, Path(), self.options.timeout)[1], modules)
+        start_early(slots_of(machine, shares, Path(), self.options.timeout)[1], modules)
 
     @contextmanager
-    def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
+    def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
         """See `Launcher.joined`."""
         options = self.options
         assert task is not None  # what has none is a run of one process
@@ -56,16 +56,16 @@ class Local(Launcher):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(workers_files(folder))
                 stack.enter_context(folders_made_together(folder))
-                seats = seats_of(machine, shares, folder, options.timeout)
-                server = stack.enter_context(serving(seats[1], task.modules, Path(place_of(folder))))
+                slots = slots_of(machine, shares, folder, options.timeout)
+                server = stack.enter_context(serving(slots[1], task.modules, Path(place_of(folder))))
                 with interrupts.heard():
                     state = State.of_this_process(machine.num_threads)
                     # While the other process imports torch.
                     if options.worker_init is not None:
                         _write(options.worker_init, folder / WORKER_INIT, {"worker_init": options.worker_init})
-                    assignment = Assignment(task, seats, state, options.process_group_backend)
-                    seats[0].copied = _write(assignment, folder / PAYLOAD, task.names)
-                workers = Workers(forked(server, seats[1:], verbose=options.verbose == "all"))
+                    assignment = Assignment(task, slots, state, options.process_group_backend)
+                    slots[0].copied = _write(assignment, folder / PAYLOAD, task.names)
+                workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"))
                 stack.callback(workers.end)
                 stack.enter_context(noted())
                 stack.enter_context(bound(shares[0].cpus))
@@ -75,9 +75,9 @@ class Local(Launcher):
                     shutil.rmtree(folder / name, ignore_errors=name == WORKER_INIT)
                 stack.enter_context(interrupts.noticed(workers.interrupt))
                 stack.callback(interrupts.hold)
-            joining = _joined_first(seats[0].ranks, workers, interrupts, options.process_group_backend)
+            joining = _joined_first(slots[0].ranks, workers, interrupts, options.process_group_backend)
             with running_together(workers, joining, options.timeout, interrupts.heard, task.loop):
-                yield seats[0]
+                yield slots[0]
 
 
 @contextmanager
@@ -95,34 +95,34 @@ def _joined_first(ranks: Ranks, workers: Workers, interrupts: Interrupts, backen
 
 
 @contextmanager
-def serving(seat: Seat, modules: Sequence[str], *folders: Path) -> Iterator[Server]:
-    """Give the process that forks a seat's worker and its like, and deletes folders if this process is killed.
+def serving(slot: RankSlot, modules: Sequence[str], *folders: Path) -> Iterator[Server]:
+    """Give the process that forks a slot's worker and its like, and deletes folders if this process is killed.
 
     Parameters
     ----------
-    seat : Seat
+    slot : RankSlot
         The place of one of the workers.
     modules : sequence of str
         The modules that the process imports for them.
     *folders : pathlib.Path
-        The folders of the run, besides that of the seat.
+        The folders of the run, besides that of the slot.
     """
-    server = server_for(seat, modules)
+    server = server_for(slot, modules)
     try:
         for folder in folders:
             server.begin(str(folder))
         yield server
     finally:
-        for name in map(str, (seat.ranks.folder, *folders)):
+        for name in map(str, (slot.ranks.folder, *folders)):
             server.finish(name)
         keep(server)
 
 
-def seats_of(machine: Machine, shares: tuple[Share, ...], folder: Path, timeout: float) -> list[Seat]:
-    """Return the seats of the ranks of this host that have these shares, and meet in this folder."""
+def slots_of(machine: Machine, shares: tuple[Share, ...], folder: Path, timeout: float) -> list[RankSlot]:
+    """Return the slots of the ranks of this host that have these shares, and meet in this folder."""
     binds = hasattr(os, "sched_setaffinity")
     return [
-        Seat(
+        RankSlot(
             Ranks(
                 rank,
                 len(shares),

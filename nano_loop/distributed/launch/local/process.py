@@ -14,9 +14,9 @@ from nano_loop.distributed.launch.local.frames import Frames, read_available
 from nano_loop.distributed.launch.local.output import Output, pipe
 from nano_loop.distributed.launch.local.server import Fork, Server
 from nano_loop.distributed.launch.local.start import write_start
-from nano_loop.distributed.launch.local.warned import Awaiting
+from nano_loop.distributed.launch.local.worker_warnings import Awaiting
 from nano_loop.distributed.limits import limit_in_words
-from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.errors import NanoWorkerError, problem
 
 _EXCEPTION = 1.0  # seconds that a failure waits for the exception itself, which has to be pickled first
@@ -32,7 +32,7 @@ class WorkerProcess:
     ----------
     server : Server
         Forks it.
-    seat : Seat
+    slot : RankSlot
         Its place.
     verbose : bool
         Whether what it prints is shown.
@@ -40,9 +40,9 @@ class WorkerProcess:
         Whether what it writes to standard error is shown to nobody, and kept for messages alone.
     """
 
-    def __init__(self, server: Server, seat: Seat, verbose: bool = False, quiet: bool = False) -> None:
-        self.rank = seat.ranks.rank
-        self._folder = str(seat.ranks.folder)
+    def __init__(self, server: Server, slot: RankSlot, verbose: bool = False, quiet: bool = False) -> None:
+        self.rank = slot.ranks.rank
+        self._folder = str(slot.ranks.folder)
         self.ready = self.finished = False
         self._server = server
         self._failure: Failure | None = None
@@ -54,7 +54,7 @@ class WorkerProcess:
         self._warnings = Awaiting()
         self._closing = contextlib.ExitStack()
         try:
-            start = write_start(seat, verbose)
+            start = write_start(slot, verbose)
             self._fork = self._forked(start, sys.stdout if verbose else None, None if quiet else sys.stderr)
         except BaseException:
             self._closing.close()
@@ -154,15 +154,17 @@ class WorkerProcess:
             self._failed_at = 0.0  # complete
 
 
-def forked(server: Server, seats: Sequence[Seat], verbose: bool = False, quiet: bool = False) -> list[WorkerProcess]:
+def forked(
+    server: Server, slots: Sequence[RankSlot], verbose: bool = False, quiet: bool = False
+) -> list[WorkerProcess]:
     """Return a new worker for each; if one cannot be started, end the others and raise a `NanoWorkerError`."""
     workers: list[WorkerProcess] = []
     with contextlib.ExitStack() as stack:
-        for seat in seats:
+        for slot in slots:
             try:
-                workers.append(WorkerProcess(server, seat, verbose, quiet))
+                workers.append(WorkerProcess(server, slot, verbose, quiet))
             except OSError as error:
-                rank, folder = seat.ranks.rank, seat.ranks.folder
+                rank, folder = slot.ranks.rank, slot.ranks.folder
                 words = limit_in_words(error, folder) if folder is not None else None
                 reason = f"rank {rank} could not be started ({error})"
                 message = problem(reason, *(words or (_TAKES, "Check that folder")))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_loop.distributed.launch.external.environment import without_launch
-from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.exports import is_exported
 
 PAYLOAD, WORKER_INIT = "payload", "worker_init"  # the folders of both, beside the store
@@ -32,33 +32,33 @@ _FLAGS = (
 )
 
 
-def origin_of(seat: Seat) -> dict[str, Any]:
+def origin_of(slot: RankSlot) -> dict[str, Any]:
     """Return what the process is started with that workers are forked from; another origin takes another process.
 
     Its command line and environment (but for what changes from call to call), the path of its imports, how many CPUs
     each worker is bound to (OpenMP counts them when it is loaded), and the limits and the mask that it inherits.
     """
-    environ = {name: value for name, value in environment_of(seat, os.environ).items() if name not in _VOLATILE}
+    environ = {name: value for name, value in environment_of(slot, os.environ).items() if name not in _VOLATILE}
     return {
         "command": command(),
         "environ": environ,
         "path": _path(),
-        "cpus": len(cpus_of(seat)),
+        "cpus": len(cpus_of(slot)),
         "limits": _limits(),
     }
 
 
-def write_start(seat: Seat, verbose: bool) -> str:
-    """Write what a seat's worker takes over from the caller's process when it is forked; return the file's path."""
-    folder = seat.ranks.folder
+def write_start(slot: RankSlot, verbose: bool) -> str:
+    """Write what a slot's worker takes over from the caller's process when it is forked; return the file's path."""
+    folder = slot.ranks.folder
     assert folder is not None
-    path = folder / f"start-{seat.ranks.rank}"
+    path = folder / f"start-{slot.ranks.rank}"
     start = {
-        "rank": seat.ranks.rank,
-        "cpus": cpus_of(seat),
+        "rank": slot.ranks.rank,
+        "cpus": cpus_of(slot),
         "folder": str(folder),
         "argv": [*map(str, sys.argv)],
-        "environ": environment_of(seat, os.environ),
+        "environ": environment_of(slot, os.environ),
         "working_folder": working_folder(),
         "verbose": verbose,
     }
@@ -66,12 +66,12 @@ def write_start(seat: Seat, verbose: bool) -> str:
     return str(path)
 
 
-def environment_of(seat: Seat, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a seat's worker, where the caller has `environ`."""
+def environment_of(slot: RankSlot, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a slot's worker, where the caller has `environ`."""
     kept = {name: value for name, value in without_launch(environ).items() if name not in NOT_FOR_WORKERS}
     if is_exported(_THREADS, environ):  # by `nano-loop env`, for the cores of all ranks together
         del kept[_THREADS]
-    defaults = {_THREADS: str(seat.machine.num_threads), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0"}
+    defaults = {_THREADS: str(slot.machine.num_threads), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0"}
     return {**defaults, **kept}
 
 
@@ -82,9 +82,9 @@ def command() -> list[str]:
     return [sys.executable, *flags, *settings, *(f"-W{option}" for option in sys.warnoptions)]
 
 
-def cpus_of(seat: Seat) -> list[int]:
-    """Return the CPUs that a seat's worker is bound to; empty for no binding."""
-    return list(seat.ranks.shares[seat.ranks.local_rank]) if seat.ranks.shares else []
+def cpus_of(slot: RankSlot) -> list[int]:
+    """Return the CPUs that a slot's worker is bound to; empty for no binding."""
+    return list(slot.ranks.shares[slot.ranks.local_rank]) if slot.ranks.shares else []
 
 
 def _path() -> list[str]:

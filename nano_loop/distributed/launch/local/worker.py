@@ -20,7 +20,7 @@ from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
 from nano_loop.distributed.launch.local.frames import framed
 from nano_loop.distributed.launch.local.start import PAYLOAD, WORKER_INIT
-from nano_loop.distributed.launch.local.warned import sent
+from nano_loop.distributed.launch.local.worker_warnings import sent
 from nano_loop.distributed.launch.running import run_task
 from nano_loop.distributed.payload.payload import load
 from nano_loop.rank_zero import note_rank

@@ -23,7 +23,7 @@ from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher
-from nano_loop.distributed.launch.local.warned import noted
+from nano_loop.distributed.launch.local.worker_warnings import noted
 from nano_loop.distributed.launch.ray.caller import changes_undone_by
 from nano_loop.distributed.launch.ray.worker import PAYLOAD, WORKER_INIT, Call, threads_for
 from nano_loop.distributed.launch.shared_folder import private_folder
@@ -31,8 +31,8 @@ from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.payload.payload import dump
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.seat import Seat
 from nano_loop.distributed.signed import secret_of
 from nano_loop.errors import NanoError, NanoWorkerError, problem
 from nano_loop.options import Options
@@ -50,7 +50,7 @@ class RayLauncher(Launcher):
         return Ranks(size=count, local_size=count)
 
     @contextmanager
-    def joined(self, machine: Machine, task: Task | None) -> Iterator[Seat]:
+    def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
         """See `Launcher.joined`."""
         options = self.options
         assert task is not None  # what has none is a run of one process
@@ -79,15 +79,15 @@ class RayLauncher(Launcher):
             for actor in actors:
                 actor.run(address, store.port, places.nodes[actor.rank].address, places.share(actor.rank))
             joining = _joined_first(store, options, machine, terms, interrupts)
-            with running_together(workers, joining, options.timeout, interrupts.heard, task.loop) as seat:
-                seat.copied = copied
-                yield seat
+            with running_together(workers, joining, options.timeout, interrupts.heard, task.loop) as slot:
+                slot.copied = copied
+                yield slot
 
 
 @contextmanager
 def _joined_first(
     store: TCPStore, options: Options, machine: Machine, terms: Terms, interrupts: Interrupts
-) -> Iterator[Seat]:
+) -> Iterator[RankSlot]:
     """Connect rank 0 with the others; Ctrl-C ends its waits for them, and comes between no two lines besides."""
     joined = False
 
@@ -97,9 +97,9 @@ def _joined_first(
         terms.check()
 
     launch = Launch("ray", 0, options.num_processes or 1)
-    with join_run(store, _placed(options), machine, launch, replace(terms, check=check)) as seat, interrupts.heard():
+    with join_run(store, _placed(options), machine, launch, replace(terms, check=check)) as slot, interrupts.heard():
         joined = True
-        yield seat
+        yield slot
 
 
 def _dump(options: Options, machine: Machine, task: Task, folder: Path) -> int:
@@ -121,7 +121,7 @@ def _placed(options: Options) -> Options:
 
 
 def _refuse_missing_ray(options: Options) -> None:
-    given, advice = options.given["distributed_backend"], 'pip install "nano-loop[ray]"'
+    given, advice = options.as_written["distributed_backend"], 'pip install "nano-loop[ray]"'
     if importlib.util.find_spec("ray") is None:
         raise ImportError(problem(given, "Ray is not installed", f"Install it: {advice}"))
     version = importlib.metadata.version("ray")

@@ -103,9 +103,9 @@ def _fits(room: Sequence[int], count: int, cpus: int) -> bool:
 
 
 def _too_few(options: Options, count: int, cpus: int, on_cluster: Sequence[Node]) -> str:
-    given = options.given["num_processes"]
+    given = options.as_written["num_processes"]
     if options.cpu_for_each_process is not None:
-        given += f", {options.given['cpu_for_each_process']}"
+        given += f", {options.as_written['cpu_for_each_process']}"
     share = f"{cpus} CPU{'s' * (cpus > 1)}"
     needed = f"{count} ranks of {share} need room, rank 0 on this node, and the cluster has {_list(on_cluster)}"
     return problem(given, needed, "Lower num_processes, or add nodes to the cluster before the call")

@@ -12,7 +12,7 @@ from typing import Any
 from nano_loop.distributed.launch.failure import Failure
 from nano_loop.distributed.launch.local.frames import Frames, read_available
 from nano_loop.distributed.launch.local.output import Output
-from nano_loop.distributed.launch.local.warned import Awaiting
+from nano_loop.distributed.launch.local.worker_warnings import Awaiting
 from nano_loop.distributed.launch.ray.cluster import Actor, has_ended
 from nano_loop.distributed.launch.ray.rank_connections import ask
 

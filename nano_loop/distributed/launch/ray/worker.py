@@ -30,14 +30,14 @@ from nano_loop.distributed.launch.assignment import State
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
-from nano_loop.distributed.launch.local.warned import sent
 from nano_loop.distributed.launch.local.worker import keep_sockets_in
+from nano_loop.distributed.launch.local.worker_warnings import sent
 from nano_loop.distributed.launch.ray.rank_connections import ConnectionToRank0
 from nano_loop.distributed.launch.running import run_joined
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import load
-from nano_loop.distributed.seat import Seat
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.options import Options
 from nano_loop.rank_zero import note_rank
 from nano_loop.version import __version__
@@ -186,10 +186,10 @@ class RankWorker:
         return None
 
     @contextmanager
-    def _noting(self, joined: AbstractContextManager[Seat]) -> Iterator[Seat]:
-        with joined as seat:
-            self._callers_folders += [seat.ranks.folder] if seat.ranks.folder else []
-            yield seat
+    def _noting(self, joined: AbstractContextManager[RankSlot]) -> Iterator[RankSlot]:
+        with joined as slot:
+            self._callers_folders += [slot.ranks.folder] if slot.ranks.folder else []
+            yield slot
 
     def _end(self) -> None:
         """End the process, as rank 0's has ended, and what that has left on this host."""

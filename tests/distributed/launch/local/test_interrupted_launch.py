@@ -13,7 +13,7 @@ import nano_loop
 from distributed import small
 from distributed.conftest import belongings, runs_that_have_the_process
 from nano_loop import NanoError, nano
-from nano_loop.distributed.launch.under_way import innermost
+from nano_loop.distributed.launch.active_runs import innermost
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),

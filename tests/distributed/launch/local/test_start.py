@@ -7,7 +7,7 @@ import pytest
 from nano_loop.distributed.launch.local.start import environment_of
 from nano_loop.exports import EXPORTS, Exports
 
-SEAT = SimpleNamespace(machine=SimpleNamespace(num_threads=3))
+SLOT = SimpleNamespace(machine=SimpleNamespace(num_threads=3))
 NOTE = Exports({"OMP_NUM_THREADS": None}, {"OMP_NUM_THREADS": "12"}).encoded()
 
 
@@ -23,4 +23,4 @@ NOTE = Exports({"OMP_NUM_THREADS": None}, {"OMP_NUM_THREADS": "12"}).encoded()
     ids=["not set", "by the user", "by the command line", "by the user afterwards", "unset afterwards"],
 )
 def test_threads_are_the_ranks_share_unless_the_user_has_set_their_number(environ, threads):
-    assert environment_of(SEAT, environ)["OMP_NUM_THREADS"] == threads
+    assert environment_of(SLOT, environ)["OMP_NUM_THREADS"] == threads

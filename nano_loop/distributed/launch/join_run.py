@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from nano_loop.cpu import Machine
+from nano_loop.distributed.launch.active_runs import innermost, of_process, whole_process
 from nano_loop.distributed.launch.choice import choose
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.running import of_ranks, running
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.launch.under_way import innermost, of_process, whole_process
+from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.seat import Seat
 from nano_loop.errors import NanoError, problem
 from nano_loop.options import Options
 
@@ -45,7 +45,9 @@ def current_ranks() -> Ranks:
 
 
 @contextmanager
-def joined(options: Options, machine: Machine, task: Task | None, launcher: Launcher | None = None) -> Iterator[Seat]:
+def joined(
+    options: Options, machine: Machine, task: Task | None, launcher: Launcher | None = None
+) -> Iterator[RankSlot]:
     """Bring the ranks of a run together, until all of them have done the task or one has failed.
 
     Parameters
@@ -61,7 +63,7 @@ def joined(options: Options, machine: Machine, task: Task | None, launcher: Laun
 
     Yields
     ------
-    Seat
+    RankSlot
         This process's. If CPUs were assigned to it, every thread of the process is bound to them.
 
     Raises
@@ -78,9 +80,9 @@ def joined(options: Options, machine: Machine, task: Task | None, launcher: Laun
     with ExitStack() as stack:
         if launcher.needs_whole_process:
             stack.enter_context(whole_process(*_what_it_takes(launcher)))
-        seat = stack.enter_context(launcher.joined(machine, task))
-        stack.enter_context(running(seat, task))
-        yield seat
+        slot = stack.enter_context(launcher.joined(machine, task))
+        stack.enter_context(running(slot, task))
+        yield slot
 
 
 def _refuse_ranks_inside(options: Options, outer: int) -> None:
@@ -95,6 +97,8 @@ def _what_it_takes(launcher: Launcher) -> tuple[str, str]:
     """Return what asks for the whole process, as it was typed, and what the run does with it."""
     ranks, options = launcher.expected_ranks(), launcher.options
     if ranks.size > 1:
-        given = f"a run of {ranks.size} processes" if options.num_processes is None else options.given["num_processes"]
+        given = (
+            f"a run of {ranks.size} processes" if options.num_processes is None else options.as_written["num_processes"]
+        )
         return given, of_ranks(ranks.size)
-    return options.given["cpu_for_each_process"], "a run with cpu_for_each_process, which binds all threads"
+    return options.as_written["cpu_for_each_process"], "a run with cpu_for_each_process, which binds all threads"

@@ -42,7 +42,7 @@ def of_process() -> Ranks | None:
 
 
 @contextmanager
-def under_way(ranks: Ranks) -> Iterator[None]:
+def active_run(ranks: Ranks) -> Iterator[None]:
     """Note that a run of these ranks is under way in this thread."""
     before = len(_runs.ranks)
     try:

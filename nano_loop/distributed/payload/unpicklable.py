@@ -14,7 +14,7 @@ _STEPS = 3  # such as: its attribute `_modules`, its item 'encoder', its attribu
 _OF_CALLABLES = ("__self__", "__defaults__", "__kwdefaults__", "func", "args", "keywords")
 
 
-def find_culprit(named: Mapping[str, Any]) -> str | None:
+def find_unpicklable(named: Mapping[str, Any]) -> str | None:
     """Return a sentence on the first of the `named` objects that cannot be pickled.
 
     Parameters

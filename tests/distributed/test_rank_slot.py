@@ -3,7 +3,7 @@
 import pytest
 
 from nano_loop.cpu import LogicalCpu, Machine
-from nano_loop.distributed import seat as shares
+from nano_loop.distributed import rank_slot as shares
 from nano_loop.errors import NanoConfigError
 from nano_loop.options import Options
 
