@@ -174,7 +174,11 @@ class Table:
         if entry is None or not stat.S_ISDIR(entry.st_mode):
             return None
         own = real.listdir(self.root + key)
-        return [name for name in dict.fromkeys((*_names(key), *own)) if name not in own or self.seen(os.path.join(key, name)) is not None]
+        return [
+            name
+            for name in dict.fromkeys((*_names(key), *own))
+            if name not in own or self.seen(os.path.join(key, name)) is not None
+        ]
 
     def is_rank_0s(self, key: str, found: os.stat_result | None) -> bool:
         """Whether another rank has made, in this run, what this one sees, and this one has nothing there.
