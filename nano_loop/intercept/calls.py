@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.exports import is_exporting, plain_models_exported
-from nano_loop.intercept.ownership import NO_RULES, NONE, Rule, forget_graphs, inside, note_graph
+from nano_loop.intercept.ownership import NO_RULES, NONE, Rule, call_state, forget_graphs, note_graph
 from nano_loop.intercept.registry import shared_change
 from nano_loop.intercept.torch_private import constant_when_traced, in_backward, next_node_number
 
@@ -146,11 +146,11 @@ class Entry:
     def traced(self, function: Call, /, *args: Any, **kwargs: Any) -> Any:
         """Call `function` inside the layers while torch traces the call. The compiled graph is one node, made later."""
         _note_trace(id(self))
-        inside.in_call = inside.yes = True
+        call_state.in_call = call_state.accelerated = True
         try:
             return self.layers(function, *args, **kwargs)
         finally:
-            inside.in_call = inside.yes = False
+            call_state.in_call = call_state.accelerated = False
 
 
 class Entries:
@@ -245,7 +245,7 @@ def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
 
 def _innermost(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Call `function` of a module, by what the entry of the call under way has put around the module's calls."""
-    inner = None if torch.compiler.is_dynamo_compiling() else inside.modules.get(id(module))
+    inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(module))
     if inner is None:
         return function(module, *args, **kwargs)
     return inner(function, module, *args, **kwargs)
@@ -255,11 +255,12 @@ def _inside(entry: Entry, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Call `call`, and mark the operators in it and in its backward as belonging to a set-up model."""
     start = next_node_number()
     rules = entry.rules
-    inside.in_call, inside.yes, inside.modules, inside.rules = True, not entry.is_plain, entry.inner, rules
+    call_state.in_call, call_state.accelerated = True, not entry.is_plain
+    call_state.modules, call_state.rules = entry.inner, rules
     try:
         return call(*args, **kwargs)
     finally:
-        inside.in_call, inside.yes, inside.modules, inside.rules = False, False, NONE, NO_RULES
+        call_state.in_call, call_state.accelerated, call_state.modules, call_state.rules = False, False, NONE, NO_RULES
         if not entry.is_plain:
             note_graph(start, next_node_number(), rules)
 
@@ -294,8 +295,8 @@ def _through_entry(original: Call) -> Call:
 
     @functools.wraps(original)
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if inside.in_call:  # as `_innermost`, without a call for each module of a model
-            inner = None if torch.compiler.is_dynamo_compiling() else inside.modules.get(id(self))
+        if call_state.in_call:  # as `_innermost`, without a call for each module of a model
+            inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(self))
             return original(self, *args, **kwargs) if inner is None else inner(original, self, *args, **kwargs)
         entries = _entries.get(id(self))
         if entries is None or is_exporting():
