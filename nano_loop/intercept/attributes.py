@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from nano_loop.intercept.registry import shared_change
+from nano_loop.intercept.patch_table import shared_change
 
 _ABSENT = object()
 

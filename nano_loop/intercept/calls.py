@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.exports import is_exporting, plain_models_exported
 from nano_loop.intercept.ownership import NO_RULES, NONE, Rule, call_state, forget_graphs, note_graph
-from nano_loop.intercept.registry import shared_change
+from nano_loop.intercept.patch_table import shared_change
 from nano_loop.intercept.torch_private import constant_when_traced, in_backward, next_node_number
 
 #: Takes a function and its arguments, and returns its outputs.

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from nano_loop.errors import problem
 from nano_loop.intercept.attributes import replaced
-from nano_loop.intercept.registry import shared_change
+from nano_loop.intercept.patch_table import shared_change
 from nano_loop.intercept.torch_private import (
     foreach_increment,
     fused_adam,

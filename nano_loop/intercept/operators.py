@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nano_loop.intercept.ownership import rule_for
-from nano_loop.intercept.registry import shared_change
+from nano_loop.intercept.patch_table import shared_change
 from nano_loop.intercept.torch_private import destroy_library, has_kernel, never_compiled
 
 #: torch's own kernel. It takes the dispatch key set, followed by the arguments of the operator.

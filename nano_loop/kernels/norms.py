@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nano_loop.intercept.operators import Kernel
 from nano_loop.intercept.ownership import belongs_to_set_up_model
-from nano_loop.intercept.registry import users
+from nano_loop.intercept.patch_table import users
 from nano_loop.kernels.compiled import CompiledKernel
 from nano_loop.kernels.norm_arguments import NHWC, are_fp32, fits_rows, is_fp32, layout_of, rows_of, shape_of
 from nano_loop.kernels.replacement import Replacement, unless_none
