@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.intercept.nested import find
+from nano_loop.intercept.nested_tensors import find
 from nano_loop.intercept.torch_private import has_hooks
 
 

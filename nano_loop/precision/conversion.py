@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.nested_tensors import map_tensors
 
 
 class Conversion:

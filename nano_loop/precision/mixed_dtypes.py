@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.nested_tensors import map_tensors
 from nano_loop.intercept.operators import Kernel, gives_kernels, kernel, overridden_together
 from nano_loop.intercept.ownership import call_state
 from nano_loop.intercept.torch_private import SPARSE_PRODUCTS, as_without_autocast_kernel, below_autocast

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.intercept.calls import Call, is_forward
-from nano_loop.intercept.nested import find, map_tensors
+from nano_loop.intercept.nested_tensors import find, map_tensors
 from nano_loop.intercept.torch_private import in_backward, in_functorch
 from nano_loop.parts import class_name
 from nano_loop.precision.traces import copied

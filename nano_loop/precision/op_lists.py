@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.nested_tensors import map_tensors
 from nano_loop.intercept.operators import ruled
 from nano_loop.intercept.ownership import Rule
 from nano_loop.intercept.torch_private import arguments_of

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.intercept.calls import Call, Entries
-from nano_loop.intercept.nested import find, map_tensors
+from nano_loop.intercept.nested_tensors import find, map_tensors
 from nano_loop.precision.autocast import cpu_autocast, disable_casts
 from nano_loop.precision.lstms import can_train_lstms
 from nano_loop.precisions import PrecisionKind

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.nested_tensors import map_tensors
 from nano_loop.precision.comparison import Compared, compare
 from nano_loop.precision.traces import RandomStates, Trace, by_hand, copied, in_fp64, run_backward, traced
 from nano_loop.precisions import PRECISIONS, PrecisionKind

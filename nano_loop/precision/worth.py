@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.intercept.calls import is_forward
-from nano_loop.intercept.nested import find, map_tensors
+from nano_loop.intercept.nested_tensors import find, map_tensors
 from nano_loop.intercept.torch_private import (
     FLASH_ATTENTION,
     TorchDispatchMode,

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.calls import Call
-from nano_loop.intercept.nested import Substitution, map_tensors
+from nano_loop.intercept.nested_tensors import Substitution, map_tensors
 from nano_loop.intercept.ownership import call_state
 from nano_loop.kernels.bernoulli import same_draws
 from nano_loop.kernels.drawing_order import drawn_as_nchw, drawn_as_they_lie

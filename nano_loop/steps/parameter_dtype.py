@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from nano_loop.intercept.calls import DTYPES, Call, Layer
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.nested_tensors import map_tensors
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.conversion import Conversion
 from nano_loop.precision.dtype_errors import explain

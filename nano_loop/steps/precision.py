@@ -16,7 +16,7 @@ from typing_extensions import override
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.intercept.calls import DTYPES, Call, Entry, Layer, is_forward
 from nano_loop.intercept.custom_functions import backwards_run_by
-from nano_loop.intercept.nested import map_tensors, shares_memory
+from nano_loop.intercept.nested_tensors import map_tensors, shares_memory
 from nano_loop.intercept.ownership import Rule
 from nano_loop.intercept.torch_private import next_node_number
 from nano_loop.parts import Parts, class_name

@@ -24,7 +24,7 @@ from nano_loop.distributed.loaders.dataset_digest import digest
 from nano_loop.distributed.random_states import differing, process_states
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.errors import problem
-from nano_loop.intercept.nested import find, map_tensors
+from nano_loop.intercept.nested_tensors import find, map_tensors
 from nano_loop.intercept.user_code import Place, users_place, warn_once
 
 _MOST_CALLS = 32  # between two averagings, as of an agent that acts
