@@ -30,7 +30,7 @@ _MOST_STEPS = 10
 _T = TypeVar("_T")
 
 
-class NotedCalls:
+class RecordedCalls:
     """The calls into a model until they have led to gradients, and a copy of the model as it was before the first.
 
     Parameters
@@ -64,10 +64,10 @@ class NotedCalls:
                 return call(function, module, *args, **kwargs)
             if in_backward() or in_functorch():  # recomputed by a checkpoint, or of a function transform
                 return call(function, module, *args, **kwargs)
-            noted = self.guarded(self._begin, function, module, args, kwargs)
+            recorded = self.guarded(self._begin, function, module, args, kwargs)
             outputs = call(function, module, *args, **kwargs)
-            if noted is not None:
-                self.guarded(noted.watch, outputs)
+            if recorded is not None:
+                self.guarded(recorded.watch, outputs)
             return outputs
 
         return noting
@@ -165,7 +165,7 @@ def loss_of(model: nn.Module, calls: Any) -> Tensor:
     model : torch.nn.Module
         A copy of the model.
     calls : list of tuple
-        What `NotedCalls.take` returns.
+        What `RecordedCalls.take` returns.
     """
     total, squares = torch.zeros(()), torch.zeros(())
     for path, method, args, kwargs, gradients in calls:
