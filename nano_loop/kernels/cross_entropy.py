@@ -194,7 +194,7 @@ class _Losses(torch.autograd.Function):
         if torch.is_grad_enabled():  # for a second derivative
             found = _differentiable(values, target, factors, ctx.ignored, ctx.smoothing).to(ctx.dtype)
             return found, *[None] * 5
-        unseen = ctx.upcast is not None and ctx.upcast.nobody_sees
+        unseen = ctx.upcast is not None and ctx.upcast.gradient_is_unobserved
         gradient = torch.empty_like(values, dtype=values.dtype if unseen else ctx.dtype)
         call = (values, target, *values.shape, ctx.ignored, float(ctx.smoothing))
         name = f"gradient_{_KINDS[values.dtype]}_to_{_KINDS[gradient.dtype]}"
