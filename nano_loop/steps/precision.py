@@ -21,6 +21,7 @@ from nano_loop.intercept.ownership import Rule
 from nano_loop.intercept.torch_private import next_node_number
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.autocast import LOW_DTYPES, cpu_autocast, to_fp32
+from nano_loop.precision.bf16_policy import Bf16Policy, Kind, kind_of
 from nano_loop.precision.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.default_ops import in_force
 from nano_loop.precision.dtype_errors import is_about_dtypes
@@ -29,7 +30,6 @@ from nano_loop.precision.lstms import can_train_lstms
 from nano_loop.precision.mixed_dtypes import mixed_dtypes_accepted
 from nano_loop.precision.op_lists import OpLists
 from nano_loop.precision.output_activations import activations_noticed
-from nano_loop.precision.worth import Kind, Worth, kind_of
 from nano_loop.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
 
@@ -48,7 +48,7 @@ class Precision(Step):
     @override
     def begin(self) -> None:
         self._entries_of: dict[int, tuple[nn.Module, Entry]] = {}  # by the id of a model
-        self._worth: dict[int, Worth] = {}  # likewise
+        self._policies: dict[int, Bf16Policy] = {}  # likewise
         self._missed: list[str] = []
 
     @property
@@ -84,8 +84,8 @@ class Precision(Step):
         for model in parts.models:
             if _uncast_dtype(model):
                 continue
-            worth = self._worth.setdefault(id(model), Worth(model, at_once=self.options.auto_precision))
-            counted = None if self.options.compile or dtype is torch.float16 else worth
+            policy = self._policies.setdefault(id(model), Bf16Policy(model, at_once=self.options.auto_precision))
+            counted = None if self.options.compile or dtype is torch.float16 else policy
             layer = _under_autocast(dtype, _low_state(model), counted, self.options.auto_precision)
             entry = self.interceptors.add(model, self.name, layer)
             entry.around_modules(UnlessListed(itertools.chain(*self.options.listed_operators.values())), DTYPES)
@@ -111,16 +111,16 @@ class Precision(Step):
             detail = f"{names} was called by code compiled before the run"
             return StepResult(self.name, "skipped", detail, code="not_intercepted")
         if self.options.auto_precision:
-            names = self._names_of(lambda worth: worth.sometimes_not)
+            names = self._names_of(lambda policy: policy.sometimes_not)
             small = f"fp32 for calls into {names} that are too small for bf16 to pay"
-            pays = any(worth.sometimes for worth in self._worth.values())
+            pays = any(policy.sometimes for policy in self._policies.values())
             return StepResult(self.name, "applied" if pays else "skipped", small, code="too_small") if names else None
-        names = self._names_of(lambda worth: worth.never)
+        names = self._names_of(lambda policy: policy.never)
         small = f'calls into {names} are too small for bf16 to pay: precision="auto" runs them in fp32'
         return StepResult(self.name, "applied", small, code="too_small") if names else None
 
-    def _names_of(self, is_concerned: Callable[[Worth], bool]) -> str:
-        models = [worth.model for worth in self._worth.values() if is_concerned(worth)]
+    def _names_of(self, is_concerned: Callable[[Bf16Policy], bool]) -> str:
+        models = [policy.model for policy in self._policies.values() if is_concerned(policy)]
         return ", ".join(dict.fromkeys(map(class_name, models)))
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -194,7 +194,7 @@ def _low_state(model: nn.Module) -> list[Tensor]:
 _NOT_COUNTED = nullcontext()
 
 
-def _under_autocast(dtype: torch.dtype, state: list[Tensor], worth: Worth | None, only_if_worth: bool) -> Layer:
+def _under_autocast(dtype: torch.dtype, state: list[Tensor], policy: Bf16Policy | None, only_if_it_pays: bool) -> Layer:
     def in_fp32(outputs: Any, cast: Callable[[Tensor], Tensor]) -> Any:
         def outward(tensor: Tensor) -> Tensor:
             return tensor if any(shares_memory(tensor, each) for each in state) else cast(tensor)
@@ -212,22 +212,22 @@ def _under_autocast(dtype: torch.dtype, state: list[Tensor], worth: Worth | None
                 with cpu_autocast(dtype, keep_casts=is_forward(function)):
                     outputs = call(function, *args, **kwargs)
                 return in_fp32(outputs, to_fp32)
-            if worth is not None:
+            if policy is not None:
                 kind = kind_of(function, args, kwargs)
-                if kind not in worth.in_bf16:
+                if kind not in policy.in_bf16:
                     return counted_or_not(kind, function, args, kwargs)
             with CallUnderAutocast(dtype, is_forward(function)) as context:
                 outputs = call(function, *args, **kwargs)
             return in_fp32(outputs, context.activations.in_fp32)
 
         def counted_or_not(kind: Kind, function: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            assert worth is not None
+            assert policy is not None
             counting, looked_at, start = None, False, 0
-            pays = worth.of(kind)
+            pays = policy.of(kind)
             if pays is None:
-                counting = worth.counting(function, kind)
+                counting = policy.counting(function, kind)
                 looked_at, start = counting is None, next_node_number()
-            elif not pays and only_if_worth:
+            elif not pays and only_if_it_pays:
                 return call(function, *args, **kwargs)
             # Autocast locks its cache while it casts a weight, and a cast that is counted runs Python. So a counted
             # call does without the cache: it would hold that lock and wait for the interpreter's, while another thread
@@ -236,7 +236,7 @@ def _under_autocast(dtype: torch.dtype, state: list[Tensor], worth: Worth | None
             with CallUnderAutocast(dtype, keep_casts) as context, counting or _NOT_COUNTED:
                 outputs = call(function, *args, **kwargs)
             if looked_at:
-                worth.look_at(kind, start, outputs)
+                policy.look_at(kind, start, outputs)
             return in_fp32(outputs, context.activations.in_fp32)
 
         return with_autocast
