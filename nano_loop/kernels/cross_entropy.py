@@ -190,7 +190,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
-        values, target, maxima, log_sums = (each.contiguous() for each in ctx.saved_tensors)
+        values, target, maxima, log_sums = (tensor.contiguous() for tensor in ctx.saved_tensors)
         if torch.is_grad_enabled():  # for a second derivative
             found = _differentiable(values, target, factors, ctx.ignored, ctx.smoothing).to(ctx.dtype)
             return found, *[None] * 5
