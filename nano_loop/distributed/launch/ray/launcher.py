@@ -64,18 +64,18 @@ class RayLauncher(Launcher):
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
             secret = secret_of(os.environ) or secrets.token_hex(32).encode()
-            actors, places = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
+            actors, placement = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
             workers = Workers(actors)
             stack.callback(workers.end)
             stack.enter_context(noted())
             stack.enter_context(interrupts.noticed(workers.interrupt))
             stack.callback(interrupts.hold)
-            address, threads = places.nodes[0].address, threads_for(machine, places.share(0))
+            address, threads = placement.nodes[0].address, threads_for(machine, placement.share(0))
             terms = Terms(workers.check, address, secret, threads, watched=True)
             waiting = timedelta(seconds=options.timeout)
             store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
             for actor in actors:
-                actor.run(address, store.port, places.nodes[actor.rank].address, places.share(actor.rank))
+                actor.run(address, store.port, placement.nodes[actor.rank].address, placement.share(actor.rank))
             joining = _joined_first(store, options, machine, terms, interrupts)
             with running_together(workers, joining, options.timeout, interrupts.heard, task.loop) as slot:
                 slot.copied = copied

@@ -1,44 +1,64 @@
-"""The places of the ranks of a run: on which node each is, and how many CPUs it has."""
+"""The placement of the ranks of a run: on which node each is, and how many CPUs it has."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from nano_loop.distributed.launch.ray.cluster import Actor, Node, Placement, nodes
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nano_loop.distributed.launch.ray.actor import Actor
+from nano_loop.distributed.launch.ray.cluster import Node, nodes
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
 
 _INTERVAL = 0.2  # seconds between two looks for Ctrl-C
 
 
-@dataclass(frozen=True)
-class Places:
-    """The places of all ranks, which are reserved.
+class Placement:
+    """CPUs that are reserved for `count` ranks, as many for each, the first on the caller's node.
 
     Parameters
     ----------
+    on_cluster : sequence of Node
+        The nodes, the caller's first.
+    count, cpus : int
+        How many ranks, and the CPUs of each.
+
+    Attributes
+    ----------
     nodes : list of Node
-        By rank, those of one node beside each other.
-    cpus : int
-        The CPUs of each rank.
-    bundles : list of int
-        The bundles of the placement group, by rank.
-    placement : Placement
-        The placement group.
+        By rank, those of one node beside each other, once they are reserved.
     """
 
-    nodes: list[Node]
-    cpus: int
-    bundles: list[int]
-    placement: Placement
+    def __init__(self, on_cluster: Sequence[Node], count: int, cpus: int) -> None:
+        self.nodes: list[Node] = []
+        self.cpus = cpus
+        self._on_cluster = {node.id: node for node in on_cluster}
+        self._bundles: list[int] = []  # by rank
+        here: dict[str, str] = {"ray.io/node-id": on_cluster[0].id}
+        selectors = [here, *[{} for _ in range(count - 1)]]
+        self._group = placement_group([{"CPU": cpus}] * count, strategy="PACK", bundle_label_selector=selectors)
+
+    def is_reserved(self) -> bool:
+        """Return whether it is, after a short wait."""
+        if not self._group.wait(timeout_seconds=_INTERVAL):
+            return False
+        ids, order = placement_group_table(self._group)["bundles_to_node_id"], [*self._on_cluster]
+        # The bundle on the caller's node comes first, and has no actor.
+        self._bundles = sorted(range(len(ids)), key=lambda bundle: (order.index(ids[bundle]), bundle))
+        self.nodes = [self._on_cluster[ids[bundle]] for bundle in self._bundles]
+        return True
 
     def actor(self, rank: int) -> Actor:
         """Start the actor of a rank."""
-        return self.placement.actor(self.bundles[rank], self.cpus, rank, self.nodes[rank])
+        bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
+        return Actor(rank, self.nodes[rank], num_cpus=self.cpus, scheduling_strategy=bundle)
 
     def share(self, rank: int) -> tuple[int, int] | None:
         """Return the CPUs of a rank, and those of its node; None where the ranks of the run hold the whole host."""
@@ -48,9 +68,14 @@ class Places:
         alone = all(other.id == node.id or other.address != node.address for other in nodes())
         return None if alone and held + self.cpus > node.cpus else (self.cpus, node.cpus)
 
+    def remove(self) -> None:
+        """Give the CPUs back."""
+        with contextlib.suppress(RayError):
+            remove_placement_group(self._group)
+
 
 @contextmanager
-def reserved(options: Options, check: Callable[[], None]) -> Iterator[Places]:
+def reserved(options: Options, check: Callable[[], None]) -> Iterator[Placement]:
     """Reserve CPUs for all ranks, and give them back on leaving.
 
     Parameters
@@ -72,18 +97,14 @@ def reserved(options: Options, check: Callable[[], None]) -> Iterator[Places]:
     cpus = chosen if isinstance(chosen, int) else largest(on_cluster, count)
     if cpus < 1 or not _fits([node.cpus for node in on_cluster], count, cpus):
         raise NanoConfigError(_too_few(options, count, max(cpus, 1), on_cluster))
-    placement = Placement(on_cluster[0], count, cpus)
+    placement = Placement(on_cluster, count, cpus)
     try:
         deadline = time.monotonic() + options.timeout
-        while not placement.wait(_INTERVAL):
+        while not placement.is_reserved():
             check()
             if time.monotonic() > deadline:
                 raise NanoError(_in_use(options, count, cpus))
-        ids = placement.nodes()
-        by_id = {node.id: node for node in on_cluster}
-        # The bundle on the caller's node comes first, and has no actor.
-        bundles = sorted(range(count), key=lambda bundle: ([*by_id].index(ids[bundle]), bundle))
-        yield Places([by_id[ids[bundle]] for bundle in bundles], cpus, bundles, placement)
+        yield placement
     finally:
         placement.remove()
 
