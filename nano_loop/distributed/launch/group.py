@@ -51,7 +51,7 @@ def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
             stack.enter_context(process_group(store, ranks, NAME))
         else:
             # A host's name need not resolve, and what connects ranks of one host is not for other hosts to reach.
-            stack.enter_context(_only_through_interface_of(_LOOPBACK))
+            stack.enter_context(_through_interface_of(_LOOPBACK, forced=True))
             stack.enter_context(process_group(store, ranks, backend))
         yield
 
@@ -177,28 +177,17 @@ def refuse_existing_group() -> None:
 
 
 @contextmanager
-def _through_interface_of(address: str | None) -> Iterator[None]:
-    name = _interface_of(address)
-    if _INTERFACE in os.environ or name is None:
-        yield
-        return
-    os.environ[_INTERFACE] = name
+def _through_interface_of(address: str | None, *, forced: bool = False) -> Iterator[None]:
+    """Let gloo listen and connect at `address`, unless the user has chosen an interface; where `forced`, even then."""
+    chosen = os.environ.pop(_INTERFACE, None) if forced else None
+    name = None if _INTERFACE in os.environ else _interface_of(address)
+    os.environ.update({_INTERFACE: name} if name else {})
     try:
         yield
     finally:
-        del os.environ[_INTERFACE]
-
-
-@contextmanager
-def _only_through_interface_of(address: str) -> Iterator[None]:
-    """Let gloo listen and connect at `address` alone, whatever the user's environment says."""
-    chosen = os.environ.pop(_INTERFACE, None)
-    try:
-        with _through_interface_of(address):
-            yield
-    finally:
-        if chosen is not None:
-            os.environ[_INTERFACE] = chosen
+        if name:
+            del os.environ[_INTERFACE]
+        os.environ.update({_INTERFACE: chosen} if chosen is not None else {})
 
 
 def _interface_of(address: str | None) -> str | None:

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine
-from nano_loop.distributed.launch.assignment import State
+from nano_loop.distributed.launch.assignment import State, write_payload
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
@@ -24,16 +23,15 @@ from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.local.worker_warnings import noted
 from nano_loop.distributed.launch.ray.caller import changes_undone_by
-from nano_loop.distributed.launch.ray.worker import PAYLOAD, WORKER_INIT, Call, threads_for
+from nano_loop.distributed.launch.ray.worker import Call, threads_for
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
-from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.signed import secret_of
-from nano_loop.errors import NanoError, NanoWorkerError, problem
+from nano_loop.errors import problem
 from nano_loop.options import Options
 
 _OLDEST = (2, 51)  # it places by the labels of nodes
@@ -60,7 +58,8 @@ class RayLauncher(Launcher):
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
                 with interrupts.heard():
-                    copied = _dump(options, machine, task, folder)
+                    call = Call(task, _placed(options), State.of_this_process(machine.num_threads))
+                    copied = write_payload(call, folder, task.names, options.worker_init)
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
             secret = secret_of(os.environ) or secrets.token_hex(32).encode()
@@ -98,19 +97,6 @@ def _joined_first(
     with join_run(store, _placed(options), machine, launch, replace(terms, check=check)) as slot, interrupts.heard():
         joined = True
         yield slot
-
-
-def _dump(options: Options, machine: Machine, task: Task, folder: Path) -> int:
-    """Write what the actors need, and return how many bytes of large arguments were copied."""
-    call = Call(task, _placed(options), State.of_this_process(machine.num_threads))
-    try:
-        if options.worker_init is not None:
-            (folder / WORKER_INIT).mkdir()
-            dump(options.worker_init, folder / WORKER_INIT, {"worker_init": options.worker_init})
-        (folder / PAYLOAD).mkdir()
-        return dump(call, folder / PAYLOAD, task.names)
-    except NanoError as error:
-        raise NanoWorkerError(str(error), rank=0) from error
 
 
 def _placed(options: Options) -> Options:
