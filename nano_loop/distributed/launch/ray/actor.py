@@ -90,11 +90,11 @@ class Actor:
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ImportError):
-                given = f"rank {self.rank} on {self.node} could not import nano_loop ({cause})"
-                needed = "every node needs the same Python environment as the caller's"
-                advice = "Install it there, or ship code with "
-                advice += 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})'
-                raise NanoError(problem(given, needed, advice)) from None
+                got = f"rank {self.rank} on {self.node} could not import nano_loop ({cause})"
+                expected = "every node needs the same Python environment as the caller's"
+                hint = "Install it there, or ship code with "
+                hint += 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})'
+                raise NanoError(problem(got, expected, hint)) from None
             return self._died(f"failed ({type(cause).__name__}: {str(cause)[:500]})")
         if isinstance(result, Failure) and result.kind is not Kind.LEFT and result.late is None:
             result.what = f"on {self.node} {result.what}"

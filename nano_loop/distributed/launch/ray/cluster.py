@@ -48,9 +48,9 @@ class Node(NamedTuple):
 def connected() -> Iterator[None]:
     """Connect to Ray if the caller has not, and disconnect on leaving then."""
     if client.ray.is_connected():
-        given = "this process is connected through Ray Client (ray://)"
-        needed = "the caller is rank 0, so it has to run on a node of the cluster"
-        raise NanoConfigError(problem(given, needed, "Start the script with `ray job submit`, or on a node"))
+        got = "this process is connected through Ray Client (ray://)"
+        expected = "the caller is rank 0, so it has to run on a node of the cluster"
+        raise NanoConfigError(problem(got, expected, "Start the script with `ray job submit`, or on a node"))
     with ExitStack() as stack:
         if not ray.is_initialized():
             _own_token(stack)

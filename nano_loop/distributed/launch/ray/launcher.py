@@ -105,9 +105,9 @@ def _placed(options: Options) -> Options:
 
 
 def _refuse_missing_ray(options: Options) -> None:
-    given, advice = options.given["distributed_backend"], 'pip install "nano-loop[ray]"'
+    got, advice = options.given["distributed_backend"], 'pip install "nano-loop[ray]"'
     if importlib.util.find_spec("ray") is None:
-        raise ImportError(problem(given, "Ray is not installed", f"Install it: {advice}"))
+        raise ImportError(problem(got, "Ray is not installed", f"Install it: {advice}"))
     version = importlib.metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        raise ImportError(problem(f"{given} with Ray {version}", "it takes Ray 2.51 or later", f"Upgrade: {advice}"))
+        raise ImportError(problem(f"{got} with Ray {version}", "it takes Ray 2.51 or later", f"Upgrade: {advice}"))

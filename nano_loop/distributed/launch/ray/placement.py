@@ -124,18 +124,18 @@ def _fits(room: Sequence[int], count: int, cpus: int) -> bool:
 
 
 def _too_few(options: Options, count: int, cpus: int, on_cluster: Sequence[Node]) -> str:
-    given = options.given["num_processes"]
+    got = options.given["num_processes"]
     if options.cpu_for_each_process is not None:
-        given += f", {options.given['cpu_for_each_process']}"
+        got += f", {options.given['cpu_for_each_process']}"
     share = f"{cpus} CPU{'s' * (cpus > 1)}"
-    needed = f"{count} ranks of {share} need room, rank 0 on this node, and the cluster has {_list(on_cluster)}"
-    return problem(given, needed, "Lower num_processes, or add nodes to the cluster before the call")
+    expected = f"{count} ranks of {share} need room, rank 0 on this node, and the cluster has {_list(on_cluster)}"
+    return problem(got, expected, "Lower num_processes, or add nodes to the cluster before the call")
 
 
 def _in_use(options: Options, count: int, cpus: int) -> str:
-    given = f"{count} × {cpus} CPUs were not free within {options.timeout:g} s"
-    needed = f"rank 0 is on this node, and free are {_list(nodes(), free=True)}"
-    return problem(given, needed, "End other jobs, ask for less, or pass a longer timeout")
+    got = f"{count} × {cpus} CPUs were not free within {options.timeout:g} s"
+    expected = f"rank 0 is on this node, and free are {_list(nodes(), free=True)}"
+    return problem(got, expected, "End other jobs, ask for less, or pass a longer timeout")
 
 
 def _list(on_cluster: Sequence[Node], *, free: bool = False) -> str:

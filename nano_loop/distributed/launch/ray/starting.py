@@ -111,13 +111,13 @@ def _named(path: Path, payload: Path) -> tuple[str, Any]:
 def _refuse_other_versions(actor: Actor, there: dict[str, str]) -> None:
     for name, version in versions().items():
         if there[name] != version:
-            given = f"{actor.node} has {name} {there[name]}, and the caller's has {version}"
-            needed = "all ranks compute with the same versions"
-            raise NanoError(problem(given, needed, "Give every node the same Python environment"))
+            got = f"{actor.node} has {name} {there[name]}, and the caller's has {version}"
+            expected = "all ranks compute with the same versions"
+            raise NanoError(problem(got, expected, "Give every node the same Python environment"))
 
 
 def _refuse_unconnected(actor: Actor, has_connected: bool, listener: RankConnections) -> None:
     if not has_connected:
-        given = f"rank {actor.rank} on {actor.node} has not connected to {listener.place[0]}"
-        needed = "the ranks connect to each other at the addresses by which Ray knows the nodes"
-        raise NanoError(problem(given, needed, "Open all ports between the nodes"))
+        got = f"rank {actor.rank} on {actor.node} has not connected to {listener.place[0]}"
+        expected = "the ranks connect to each other at the addresses by which Ray knows the nodes"
+        raise NanoError(problem(got, expected, "Open all ports between the nodes"))
