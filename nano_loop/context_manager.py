@@ -65,7 +65,7 @@ def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader
     """
     settings = Settings.read(options)
     if (settings.options.num_processes or 1) > 1:
-        given, needed = settings.options.given["num_processes"], "accelerated runs in one process"
+        given, needed = settings.options.as_written["num_processes"], "accelerated runs in one process"
         advice = "Move the loop into a function and decorate it: @nano_loop.nano(num_processes=...)"
         raise NanoConfigError(problem(given, needed, advice))
     return running(settings, Alone(settings.options, _processes_here()), model, optimizer, *dataloaders)

@@ -279,16 +279,16 @@ class Options:
 
     # Set by the methods below.
     auto_precision: bool = field(default=False, init=False, repr=False)
-    given: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    as_written: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     from_environment: tuple[str, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Validate the arguments one by one, then together, and normalize them."""
         values = self.as_dict()
-        given = {name: shown(name, value) for name, value in values.items()}
-        checked, problems = _checked(values, given)
+        as_written = {name: shown(name, value) for name, value in values.items()}
+        checked, problems = _checked(values, as_written)
         _raise_all(problems)
-        self._remember(**checked, given=given)
+        self._remember(**checked, as_written=as_written)
 
     @classmethod
     def from_call(cls, arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
@@ -303,14 +303,14 @@ class Options:
         """
         overriding, unknown = read_options(environ, CHECKS)
         values = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
-        given = {name: shown(name, value) for name, value in values.items()}
-        given |= {name: variable for name, (variable, _) in overriding.items()}
+        as_written = {name: shown(name, value) for name, value in values.items()}
+        as_written |= {name: variable for name, (variable, _) in overriding.items()}
         problems = [_unknown(name, shown(name, arguments[name]), OPTIONS) for name in arguments if name not in CHECKS]
         problems += [_unknown(name, text, [variable_of(each) for each in OPTIONS]) for name, text in unknown.items()]
-        checked, more = _checked(values | {name: value for name, (_, value) in overriding.items()}, given)
+        checked, more = _checked(values | {name: value for name, (_, value) in overriding.items()}, as_written)
         _raise_all(problems + more)
         options = cls(**checked)
-        options._remember(given=given, from_environment=tuple(given[name] for name in overriding))
+        options._remember(as_written=as_written, from_environment=tuple(as_written[name] for name in overriding))
         return options
 
     def resolved(self, machine: Machine) -> Options:
@@ -377,17 +377,17 @@ DEFAULTS: dict[str, Any] = {name: each.default for name, each in _DECLARED.items
 CHECKS: dict[str, checks.Check] = {name: each.metadata["check"] for name, each in _DECLARED.items()}
 
 
-def _checked(values: Mapping[str, Any], given: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+def _checked(values: Mapping[str, Any], as_written: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the normalized values, and a message for each invalid one."""
     good, problems = {}, []
     for name, value in values.items():
         try:
             good[name] = CHECKS[name](value)
         except checks.RefusedValueError as refused:
-            problems.append(problem(given[name], *refused.args))
+            problems.append(problem(as_written[name], *refused.args))
         except Exception as error:  # reading a user's object may raise any exception
             raised = f"reading its value raised {type(error).__name__}"
-            problems.append(problem(given[name], raised, "Pass a plain Python value"))
+            problems.append(problem(as_written[name], raised, "Pass a plain Python value"))
     return good, problems + checks.contradictions(good)
 
 

@@ -431,14 +431,14 @@ def test_options_cannot_be_changed():
 
 
 def test_what_was_typed_is_remembered():
-    given = Options.from_call({"precision": "bf16"}, {"NANO_LOOP_TIMEOUT": "30"}).given
+    given = Options.from_call({"precision": "bf16"}, {"NANO_LOOP_TIMEOUT": "30"}).as_written
     assert given["precision"] == "precision='bf16'"
     assert given["timeout"] == "NANO_LOOP_TIMEOUT=30"
     assert given["auto_lr"] == "auto_lr=True"
-    assert Options(precision=64).given["precision"] == "precision=64"
+    assert Options(precision=64).as_written["precision"] == "precision=64"
 
 
-@pytest.mark.parametrize("name", ["given", "from_environment", "auto_precision"])
+@pytest.mark.parametrize("name", ["as_written", "from_environment", "auto_precision"])
 def test_what_is_remembered_is_no_option(name):
     assert name not in OPTIONS
     assert name not in Options().as_dict()
@@ -461,7 +461,7 @@ def test_auto_precision_is_what_the_machine_is_fast_in(machine, precision):
     assert found.auto_precision
     assert not asked.auto_precision
     assert found.as_dict() == asked.as_dict() | {"precision": precision}
-    assert (found.given, found.from_environment) == (asked.given, asked.from_environment)
+    assert (found.as_written, found.from_environment) == (asked.as_written, asked.from_environment)
     assert found.resolved(FAST) is found.resolved(SLOW) is found
 
 

@@ -135,7 +135,7 @@ class Precision(Step):
             warnings.warn(problem(given, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
 
     def _warn(self, dtype: torch.dtype) -> None:
-        given = f"{self.options.given['precision']} on {self.machine.name}"
+        given = f"{self.options.as_written['precision']} on {self.machine.name}"
         lack, advice = "this CPU has no bf16 instructions, so bf16 will be slower than fp32", 'Use precision="auto"'
         if "avx2" in self.machine.instruction_sets and "avx512bw" not in self.machine.instruction_sets:
             # torch computes with bf16 numbers one by one there; with AVX-512, oneDNN converts them.

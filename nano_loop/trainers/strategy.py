@@ -33,7 +33,7 @@ _REDUCED = "bf16-mixed"
 def _read(options: dict[str, Any]) -> Settings:
     settings = Settings.read(options)
     if settings.options.verify:
-        got = settings.options.given["verify"]
+        got = settings.options.as_written["verify"]
         expected = "training_step needs its Trainer, of which there is no copy"
         raise NanoConfigError(problem(got, expected, "Call nano_loop.verify(module, loss_fn, batch)"))
     return settings
@@ -135,9 +135,9 @@ class NanoStrategyMixin:
             ("precision", options.precision != precision, f"precision={precision!r}"),
             ("num_processes", options.num_processes != self.num_processes, f"devices={self.num_processes}"),
         ):
-            if differs and options.given[name] in options.from_environment:
+            if differs and options.as_written[name] in options.from_environment:
                 hint = f"Unset it, pass {LIGHTNINGS[name]} to the Trainer, or use nano_loop's Trainer, which obeys it"
-                raise NanoConfigError(problem(options.given[name], f"this Trainer has {own}", hint))
+                raise NanoConfigError(problem(options.as_written[name], f"this Trainer has {own}", hint))
 
     # --- a run ---
 

@@ -97,6 +97,8 @@ def _what_it_takes(launcher: Launcher) -> tuple[str, str]:
     """Return what asks for the whole process, as it was typed, and what the run does with it."""
     ranks, options = launcher.expected_ranks(), launcher.options
     if ranks.size > 1:
-        got = f"a run of {ranks.size} processes" if options.num_processes is None else options.given["num_processes"]
+        got = (
+            f"a run of {ranks.size} processes" if options.num_processes is None else options.as_written["num_processes"]
+        )
         return got, of_ranks(ranks.size)
-    return options.given["cpu_for_each_process"], "a run with cpu_for_each_process, which binds all threads"
+    return options.as_written["cpu_for_each_process"], "a run with cpu_for_each_process, which binds all threads"

@@ -117,7 +117,7 @@ class Ipex(Step):
     @property
     def _given(self) -> str:
         """The argument or the environment variable that requested IPEX."""
-        return self.options.given["use_ipex"]
+        return self.options.as_written["use_ipex"]
 
     def _install(self) -> str:
         here = _torch_version()

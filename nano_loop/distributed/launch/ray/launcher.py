@@ -105,7 +105,7 @@ def _placed(options: Options) -> Options:
 
 
 def _refuse_missing_ray(options: Options) -> None:
-    got, advice = options.given["distributed_backend"], 'pip install "nano-loop[ray]"'
+    got, advice = options.as_written["distributed_backend"], 'pip install "nano-loop[ray]"'
     if importlib.util.find_spec("ray") is None:
         raise ImportError(problem(got, "Ray is not installed", f"Install it: {advice}"))
     version = importlib.metadata.version("ray")

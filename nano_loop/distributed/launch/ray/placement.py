@@ -124,9 +124,9 @@ def _fits(room: Sequence[int], count: int, cpus: int) -> bool:
 
 
 def _too_few(options: Options, count: int, cpus: int, on_cluster: Sequence[Node]) -> str:
-    got = options.given["num_processes"]
+    got = options.as_written["num_processes"]
     if options.cpu_for_each_process is not None:
-        got += f", {options.given['cpu_for_each_process']}"
+        got += f", {options.as_written['cpu_for_each_process']}"
     share = f"{cpus} CPU{'s' * (cpus > 1)}"
     expected = f"{count} ranks of {share} need room, rank 0 on this node, and the cluster has {_list(on_cluster)}"
     return problem(got, expected, "Lower num_processes, or add nodes to the cluster before the call")
