@@ -19,7 +19,7 @@ _ECHO_WAITS = 3.0  # seconds that an error which another rank has caused waits f
 @contextmanager
 def running_together(
     workers: Workers,
-    joining: AbstractContextManager[Joined],
+    connected: AbstractContextManager[Joined],
     timeout: float,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     loop: Loop = Loop(),  # noqa: B008 - it is frozen
@@ -30,7 +30,7 @@ def running_together(
     ----------
     workers : Workers
         The other ranks, about to join too.
-    joining : context manager
+    connected : context manager
         Connects the ranks, for the length of the body.
     timeout : float
         Seconds that rank 0 waits for the others after its body.
@@ -42,14 +42,14 @@ def running_together(
     Yields
     ------
     object
-        What `joining` yields.
+        What `connected` yields.
 
     Raises
     ------
     NanoWorkerError
         If another rank fails; the workers are killed then, as they are if the body raises.
     """
-    with ending_together(workers, timeout, loop), joining as joined:
+    with ending_together(workers, timeout, loop), connected as joined:
         yield joined
     with ending_together(workers, timeout, loop, has_returned=True), waiting():
         workers.wait_until_finished(timeout)

@@ -70,8 +70,8 @@ class Local(Launcher):
                     shutil.rmtree(folder / name, ignore_errors=name == WORKER_INIT)
                 stack.enter_context(interrupts.noticed(workers.interrupt))
                 stack.callback(interrupts.hold)
-            joining = _joined_first(slots[0].ranks, workers, interrupts, options.process_group_backend)
-            with running_together(workers, joining, options.timeout, interrupts.heard, task.loop):
+            connected = _joined_first(slots[0].ranks, workers, interrupts, options.process_group_backend)
+            with running_together(workers, connected, options.timeout, interrupts.heard, task.loop):
                 yield slots[0]
 
 

@@ -75,8 +75,8 @@ class RayLauncher(Launcher):
             store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
             for actor in actors:
                 actor.run(address, store.port, placement.nodes[actor.rank].address, placement.share(actor.rank))
-            joining = _joined_first(store, options, machine, terms, interrupts)
-            with running_together(workers, joining, options.timeout, interrupts.heard, task.loop) as slot:
+            connected = _joined_first(store, options, machine, terms, interrupts)
+            with running_together(workers, connected, options.timeout, interrupts.heard, task.loop) as slot:
                 slot.copied = copied
                 yield slot
 
