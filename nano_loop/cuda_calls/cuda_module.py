@@ -43,8 +43,8 @@ def _peak(*_: Any, **__: Any) -> int:
 
 
 def _free_and_total(*_: Any, **__: Any) -> tuple[int, int]:
-    found = psutil.virtual_memory()
-    return int(found.available), int(found.total)
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)
 
 
 def _properties(*_: Any, **__: Any) -> SimpleNamespace:

@@ -201,15 +201,15 @@ def _with_map_location(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def _location(given: Any) -> Any:
+def _location(map_location: Any) -> Any:
     """Return where `torch.load` puts storages: on the CPU, unless the program says otherwise."""
-    if given is None:
+    if map_location is None:
         return "cpu"
-    if not callable(given):
-        return _cpu_of_all(given) if isinstance(given, dict) else on_cpu(given)
+    if not callable(map_location):
+        return _cpu_of_all(map_location) if isinstance(map_location, dict) else on_cpu(map_location)
 
     def place(storage: Any, location: str) -> Any:
-        placed = given(storage, location)
+        placed = map_location(storage, location)
         return storage if placed is None else placed
 
     return place

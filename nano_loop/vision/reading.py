@@ -61,7 +61,7 @@ class Reading:
 
     def used(self, plan: Plan) -> None:
         """Note a pipeline."""
-        if not any(each.key == plan.key for each in self.plans):
+        if not any(other.key == plan.key for other in self.plans):
             self.plans = [plan, *self.plans[: _SEVERAL - 1]]
 
 
