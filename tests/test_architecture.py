@@ -63,7 +63,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.files.private_files": "tempfile decides on folders, and numpy opens files, by private functions",
         "distributed.launch.local.start": "Python documents sys._xoptions, and has no other name for its -X options",
         "distributed.launch.local.worker": "multiprocessing has no public way to let a worker have children",
-        "distributed.launch.ray.cluster": "Ray has no public name for the free resources of nodes",
+        "distributed.launch.ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },
 }
 

@@ -2,76 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from nano_loop.distributed.launch.ray.actor import Actor
-from nano_loop.distributed.launch.ray.cluster import Node, nodes
+from nano_loop.distributed.launch.ray.cluster import Node, Placement, nodes
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
-
-_INTERVAL = 0.2  # seconds between two looks for Ctrl-C
-
-
-class Placement:
-    """CPUs that are reserved for `count` ranks, as many for each, the first on the caller's node.
-
-    Parameters
-    ----------
-    on_cluster : sequence of Node
-        The nodes, the caller's first.
-    count, cpus : int
-        How many ranks, and the CPUs of each.
-
-    Attributes
-    ----------
-    nodes : list of Node
-        By rank, those of one node beside each other, once they are reserved.
-    """
-
-    def __init__(self, on_cluster: Sequence[Node], count: int, cpus: int) -> None:
-        self.nodes: list[Node] = []
-        self.cpus = cpus
-        self._on_cluster = {node.id: node for node in on_cluster}
-        self._bundles: list[int] = []  # by rank
-        here: dict[str, str] = {"ray.io/node-id": on_cluster[0].id}
-        selectors = [here, *[{} for _ in range(count - 1)]]
-        self._group = placement_group([{"CPU": cpus}] * count, strategy="PACK", bundle_label_selector=selectors)
-
-    def is_reserved(self) -> bool:
-        """Return whether it is, after a short wait."""
-        if not self._group.wait(timeout_seconds=_INTERVAL):
-            return False
-        ids, order = placement_group_table(self._group)["bundles_to_node_id"], [*self._on_cluster]
-        # The bundle on the caller's node comes first, and has no actor.
-        self._bundles = sorted(range(len(ids)), key=lambda bundle: (order.index(ids[bundle]), bundle))
-        self.nodes = [self._on_cluster[ids[bundle]] for bundle in self._bundles]
-        return True
-
-    def actor(self, rank: int) -> Actor:
-        """Start the actor of a rank."""
-        bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
-        return Actor(rank, self.nodes[rank], num_cpus=self.cpus, scheduling_strategy=bundle)
-
-    def share(self, rank: int) -> tuple[int, int] | None:
-        """Return the CPUs of a rank, and those of its node; None where the ranks of the run hold the whole host."""
-        node = self.nodes[rank]
-        held = Counter(other.id for other in self.nodes)[node.id] * self.cpus
-        # Nodes of one host, as in a test, do not know of each other.
-        alone = all(other.id == node.id or other.address != node.address for other in nodes())
-        return None if alone and held + self.cpus > node.cpus else (self.cpus, node.cpus)
-
-    def remove(self) -> None:
-        """Give the CPUs back."""
-        with contextlib.suppress(RayError):
-            remove_placement_group(self._group)
 
 
 @contextmanager

@@ -9,12 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from nano_loop.distributed.launch.ray.actor import Actor, results
 from nano_loop.distributed.launch.ray.caller import for_actors
-from nano_loop.distributed.launch.ray.cluster import working_folder_is_shipped
-from nano_loop.distributed.launch.ray.placement import Placement, reserved
+from nano_loop.distributed.launch.ray.cluster import Actor, Placement, put, results, working_folder_is_shipped
+from nano_loop.distributed.launch.ray.placement import reserved
 from nano_loop.distributed.launch.ray.rank_connections import RankConnections
 from nano_loop.distributed.launch.ray.worker import RankWorker, versions
 from nano_loop.distributed.payload.shared_files import whole_buffer
@@ -93,7 +90,7 @@ def _send(payload: Path, actors: Sequence[Actor], seeing: Collection[Actor], che
     folders: dict[str, str] = {}
     for path in sorted(path for path in payload.rglob("*") if path.is_file()) if first else ():
         name, content = _named(path, payload)
-        shared = ray.put(content)
+        shared = put(content)
         written = results({actor: actor.call("write", name, shared) for actor in first.values()}, check)
         folders = {actor.node.id: folder for actor, folder in written.items()}
         del shared  # Ray frees it
