@@ -14,6 +14,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine
+from nano_loop.distributed.files.private_files import folders_made_together
 from nano_loop.distributed.launch.assignment import State, write_payload
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.external.environment import Launch
@@ -57,6 +58,7 @@ class RayLauncher(Launcher):
                 from nano_loop.distributed.launch.ray import cluster, starting  # which import Ray
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
+                stack.enter_context(folders_made_together(folder))
                 with interrupts.heard():
                     call = Call(task, _placed(options), State.of_this_process(machine.num_threads))
                     copied = write_payload(call, folder, task.names, options.worker_init)
