@@ -1,4 +1,4 @@
-"""Finds the models, optimizers and loaders that a call of a decorated function uses.
+"""The models, optimizers and loaders that a call of a decorated function uses.
 
 They are its arguments, what lists, tuples and dicts of them hold, and what ``self`` holds. If none of these is a model,
 they are the variables around the function that its code names.

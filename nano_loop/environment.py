@@ -1,4 +1,4 @@
-"""Reads options from the environment variables ``NANO_LOOP_<OPTION>``."""
+"""The options in the environment variables ``NANO_LOOP_<OPTION>``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `nano-loop env` has exported in this shell, and what was there before: one variable holds both."""
+"""The exports of `nano-loop env` in this shell, and what was there before: one variable holds both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds the options to a function's parameters: in its signature, in its docstring, and for type checkers.
+"""The options as parameters of a function: in its signature, in its docstring, and for type checkers.
 
 Type checkers read the parameters of `Options`, so editors complete the names of options.
 """

@@ -1,4 +1,4 @@
-"""verify: says whether an accelerated model computes what the plain one does, and names the layer that does not."""
+"""verify: whether an accelerated model computes what the plain one does, or else the layer that does not."""
 
 from __future__ import annotations
 

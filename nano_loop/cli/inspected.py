@@ -1,4 +1,4 @@
-"""What `doctor` looks at: the machine, the limits of this process, its libraries, its packages and its environment."""
+"""The facts of `doctor`: the machine, the limits of this process, its libraries, its packages and its environment."""
 
 from __future__ import annotations
 

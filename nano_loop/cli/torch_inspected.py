@@ -1,4 +1,4 @@
-"""Asks torch, in a process of its own, what it was built with and which libraries it loads."""
+"""The answers of torch, in a process of its own: what it was built with and which libraries it loads."""
 
 from __future__ import annotations
 

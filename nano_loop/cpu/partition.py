@@ -1,4 +1,4 @@
-"""Partitions the cores of a host among its processes.
+"""The partition of a host's cores among its processes.
 
 All shares have the same size, since synchronized ranks wait for the slowest one. Remaining cores stay idle. For the
 same reason, a single share that crosses a boundary slows down all ranks. So the cores are split within each last-level

@@ -1,4 +1,4 @@
-"""Reads a `Machine` from /proc and /sys, or else from system calls."""
+"""The reader of a `Machine`, from /proc and /sys or else from system calls."""
 
 from __future__ import annotations
 

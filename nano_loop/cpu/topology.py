@@ -1,4 +1,4 @@
-"""Reads the topology from sysfs: core, package, NUMA node, last-level cache and kind of core of each CPU.
+"""The topology in sysfs: core, package, NUMA node, last-level cache and kind of core of each CPU.
 
 If sysfs has no information, /proc/cpuinfo is used. If that has none either, each CPU counts as a separate core.
 """

@@ -1,4 +1,4 @@
-"""How long threads of this process have waited for CPUs, as Linux's scheduler counts it."""
+"""The time that threads of this process have waited for CPUs, as Linux's scheduler counts it."""
 
 from __future__ import annotations
 

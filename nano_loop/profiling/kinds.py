@@ -1,4 +1,4 @@
-"""Divides the time of profiled steps among kinds of work, and says what could be changed."""
+"""The kinds of work among which the time of profiled steps is divided, with advice for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures what this machine reaches: bytes per second of its memory, and FLOPs per second of products."""
+"""The rates that this machine reaches: bytes per second of its memory, and FLOPs per second of products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times and profiles steps of a loop in turn, leaves the result to the command, and ends the process."""
+"""The recorder of `nano-loop profile`: it times and profiles steps of a loop in turn, and then ends the process."""
 
 from __future__ import annotations
 

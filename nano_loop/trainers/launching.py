@@ -1,4 +1,4 @@
-"""How an entry point of Lightning's Trainer runs in a `Run`: ``fit`` in all processes, the others in the caller's."""
+"""The launch of Lightning's Trainer in a `Run`: ``fit`` in all processes, other entry points in the caller's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done with one of Lightning's packages: the strategy gets its name there, or the package is missing."""
+"""The registration of the strategy with one of Lightning's packages, and the error where it is missing."""
 
 from __future__ import annotations
 

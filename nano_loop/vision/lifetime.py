@@ -1,4 +1,4 @@
-"""Where the cache is, how large it may be, and how long it lives.
+"""The place of the cache, its size, and its lifetime.
 
 A cache in memory belongs to the process that has made it, and lives as long as one of the datasets that it was made
 for: a function that is called once an epoch finds it again. A folder that the user has named stays.

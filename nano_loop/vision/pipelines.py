@@ -1,4 +1,4 @@
-"""Reads torchvision's pipelines: which transforms come first and are deterministic, and which only convert at the end.
+"""Plans of torchvision's pipelines: which transforms come first and are deterministic, and which convert at the end.
 
 Only classes in the tables below are understood, by their exact types and with exactly the attributes that are listed.
 A subclass, a `Lambda`, a module with hooks and a class of another version with one more attribute are not.

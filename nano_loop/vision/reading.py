@@ -1,4 +1,4 @@
-"""What the fetches of a loader have in common, and where the pixels of an image are from."""
+"""The state that the fetches of a loader share, and where the pixels of an image are from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Pillow image comes from, as long as nobody has touched its pixels: a file in a certain state."""
+"""The source of a Pillow image whose pixels nobody has touched yet: a file in a certain state."""
 
 from __future__ import annotations
 
