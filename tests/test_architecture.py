@@ -418,7 +418,7 @@ PLANTED = {
         "errors imports intercept.calls",
     ),
     "upward, for types": (
-        {"errors.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .intercept.calls import Entry"},
+        {"errors.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .intercept.calls import Call"},
         "errors imports intercept.calls",
     ),
     "upward, the public names": (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.intercept.calls import Call, Entries
+from nano_loop.intercept.calls import Call, CallInterceptors
 from nano_loop.intercept.nested_tensors import find, map_tensors
 from nano_loop.precision.autocast import cpu_autocast, disable_casts
 from nano_loop.precision.lstms import can_train_lstms
@@ -106,15 +106,15 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
 
         return in_precision
 
-    entries = Entries()
-    entries.add(model.to(dtype), "by hand", layer).is_plain = True
+    interceptors = CallInterceptors()
+    interceptors.add(model.to(dtype), "by hand", layer).is_plain = True
     for module in model.modules() if kind.autocast is not None and not can_train_lstms(kind.autocast) else ():
         if isinstance(module, nn.LSTM):
             module.forward = disable_casts()(module.forward)  # type: ignore[method-assign]
     try:
         yield model
     finally:
-        entries.close()
+        interceptors.close()
 
 
 @contextmanager

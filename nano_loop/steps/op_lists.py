@@ -50,8 +50,8 @@ class OperatorLists(Step):
                 got = f"{class_name(model)} is compiled, and there are bf16_ops or fp32_ops"
                 expected = "compiled models compute by torch's lists alone"
                 raise NanoConfigError(problem(got, expected, "Leave the lists out, or pass the model uncompiled"))
-            entry = self.interceptors.meet(model)
-            entry.rules = {**entry.rules, **self._lists.rules}
+            interceptor = self.interceptors.for_model(model)
+            interceptor.rules = {**interceptor.rules, **self._lists.rules}
         idle = self._lists.idle
         shown = [_shown(names, dtype) for dtype, names in self.options.listed_operators.items() if names]
         return "; ".join([*shown, *([f"no effect on {', '.join(idle)}"] if idle else [])])

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.intercept.calls import DTYPES, Call, Entry, Layer, is_forward
+from nano_loop.intercept.calls import DTYPES, Call, CallInterceptor, CallWrapper, is_forward
 from nano_loop.intercept.custom_functions import backwards_run_by
 from nano_loop.intercept.nested_tensors import map_tensors, shares_memory
 from nano_loop.intercept.ownership import Rule
@@ -47,7 +47,7 @@ class Precision(Step):
 
     @override
     def begin(self) -> None:
-        self._entries_of: dict[int, tuple[nn.Module, Entry]] = {}  # by the id of a model
+        self._interceptors_of: dict[int, tuple[nn.Module, CallInterceptor]] = {}  # by the id of a model
         self._policies: dict[int, Bf16Policy] = {}  # likewise
         self._missed: list[str] = []
 
@@ -73,7 +73,7 @@ class Precision(Step):
         assert dtype is not None
         if not (self.machine.has_fast_fp16 if dtype is torch.float16 else self.machine.has_fast_bf16):
             self._warn(dtype)
-        if not self._entries_of:
+        if not self._interceptors_of:
             for context in (
                 in_force({}),
                 activations_noticed(),
@@ -87,11 +87,11 @@ class Precision(Step):
             policy = self._policies.setdefault(id(model), Bf16Policy(model, at_once=self.options.auto_precision))
             counted = None if self.options.compile or dtype is torch.float16 else policy
             layer = _under_autocast(dtype, _low_state(model), counted, self.options.auto_precision)
-            entry = self.interceptors.add(model, self.name, layer)
-            entry.around_modules(UnlessListed(itertools.chain(*self.options.listed_operators.values())), DTYPES)
-            self._entries_of[id(model)] = model, entry
+            interceptor = self.interceptors.add(model, self.name, layer)
+            interceptor.around_modules(UnlessListed(itertools.chain(*self.options.listed_operators.values())), DTYPES)
+            self._interceptors_of[id(model)] = model, interceptor
             if _has_lstm(model) and not can_train_lstms(dtype):
-                entry.rules = {**entry.rules, **self._rules_of_lstms()}
+                interceptor.rules = {**interceptor.rules, **self._rules_of_lstms()}
         for optimizer in parts.optimizers:
             self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
         remarks = [_remark(model, dtype) for model in parts.models]
@@ -125,9 +125,9 @@ class Precision(Step):
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Warn about a model that this optimizer trains and whose calls were not intercepted."""
-        for model, entry in self._entries_of.values():
+        for model, interceptor in self._interceptors_of.values():
             name = type(model).__name__
-            if entry.was_called or name in self._missed or not _is_trained(model, optimizer):
+            if interceptor.was_called or name in self._missed or not _is_trained(model, optimizer):
                 continue
             self._missed.append(name)
             got = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
@@ -198,7 +198,9 @@ def _low_state(model: nn.Module) -> list[Tensor]:
 _NOT_COUNTED = nullcontext()
 
 
-def _under_autocast(dtype: torch.dtype, state: list[Tensor], policy: Bf16Policy | None, only_if_it_pays: bool) -> Layer:
+def _under_autocast(
+    dtype: torch.dtype, state: list[Tensor], policy: Bf16Policy | None, only_if_it_pays: bool
+) -> CallWrapper:
     def in_fp32(outputs: Any, cast: Callable[[Tensor], Tensor]) -> Any:
         def outward(tensor: Tensor) -> Tensor:
             return tensor if any(shares_memory(tensor, each) for each in state) else cast(tensor)

@@ -76,7 +76,7 @@ class TuneOperators(Step):
             self._tuner = self._open()
             self._layers = TunedLayers(self._tuner, itertools.chain(*self.options.listed_operators.values()))
         for model in parts.models:
-            entry = self.interceptors.meet(model)
+            interceptor = self.interceptors.for_model(model)
             of_gradients: Rule = convolutions.chooser(self._tuner)
             rules: dict[str, Rule] = {
                 OPERATOR: of_gradients,
@@ -84,9 +84,9 @@ class TuneOperators(Step):
                 OF_LINEAR: products.chooser(self._tuner),
                 OF_LSTM: lstms.chooser(self._tuner),
             }
-            entry.rules = {**entry.rules, **rules}
+            interceptor.rules = {**interceptor.rules, **rules}
             if self.options.kind.autocast is torch.bfloat16:
-                entry.around_modules(self._layers.around, DTYPES)
+                interceptor.around_modules(self._layers.around, DTYPES)
         return "measurements from the third step on"  # the same in each run, so that it is printed once
 
     @override
