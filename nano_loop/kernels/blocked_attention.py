@@ -70,9 +70,7 @@ def blocked_attention(
         bfloat16, of shape (..., heads, L, Ev). With four dimensions, it is a view of (batch, L, heads, Ev), as torch's
         kernel returns it. It can be differentiated once.
     """
-    kept = None
-    if dropout_p:
-        kept = torch.empty((*query.shape[:-1], key.size(-2)), dtype=torch.uint8).bernoulli_(1 - dropout_p)
+    kept = drawn(query, key, dropout_p)
     mask = None if mask is None else as_mask(mask, query, key)
     heads = [_as_heads(each) for each in (query, key, value)]
     out: Tensor = _Attention.apply(*heads, mask, kept, dropout_p, is_causal, scale)  # type: ignore[no-untyped-call]
@@ -159,6 +157,12 @@ def backward(
     for name, each in zip(("of_query", "of_key", "of_value", "of_out"), (*found, gradient), strict=True):
         _note(call, name, each)
     _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *found)
+
+
+def drawn(query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:
+    """Return the `kept` of `forward` for a dropout, or None without one."""
+    shape = *query.shape[:-1], key.size(-2)
+    return query.new_empty(shape, dtype=torch.uint8).bernoulli_(1 - dropout_p) if dropout_p else None
 
 
 def as_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
