@@ -118,7 +118,7 @@ class Entry:
         """Stop routing calls to this entry."""
         with _lock:
             for key in self._modules:
-                others = tuple(each for each in _entries[key] if each is not self)
+                others = tuple(entry for entry in _entries[key] if entry is not self)
                 if others:
                     _entries[key] = others
                 else:
@@ -312,4 +312,4 @@ def _through_entry(original: Call) -> Call:
 def _of_this_thread(entries: tuple[Entry, ...]) -> Entry:
     """Return the entry of the innermost run of this thread, or else of the run that started last."""
     thread = threading.get_ident()
-    return next((each for each in reversed(entries) if each.thread == thread), entries[-1])
+    return next((entry for entry in reversed(entries) if entry.thread == thread), entries[-1])

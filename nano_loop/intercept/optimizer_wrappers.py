@@ -60,6 +60,6 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 
 
 def _warn(optimizer: Optimizer) -> None:
-    given = f"{type(optimizer).__name__} is not accelerated"
-    needed = "it has no hooks, because its __init__ does not call Optimizer.__init__"
-    warnings.warn(problem(given, needed, "Call super().__init__(params, defaults) in it"), NanoWarning, stacklevel=2)
+    got = f"{type(optimizer).__name__} is not accelerated"
+    expected = "it has no hooks, because its __init__ does not call Optimizer.__init__"
+    warnings.warn(problem(got, expected, "Call super().__init__(params, defaults) in it"), NanoWarning, stacklevel=2)

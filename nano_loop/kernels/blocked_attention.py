@@ -41,7 +41,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel supports these tensors, which fit `nano_loop.kernels.attention.attention`."""
     if query.size(-1) % _PAIR or value.size(-1) % _PAIR or KERNEL.unavailable:
         return False
-    call = _sizes(*(_as_heads(each) for each in (query, key, value)))
+    call = _sizes(*(_as_heads(tensor) for tensor in (query, key, value)))
     return _bytes(call, backward=True) * torch.get_num_threads() <= SCRATCH_BOUND
 
 
@@ -72,7 +72,7 @@ def blocked_attention(
     """
     kept = drawn(query, key, dropout_p)
     mask = None if mask is None else as_mask(mask, query, key)
-    heads = [_as_heads(each) for each in (query, key, value)]
+    heads = [_as_heads(tensor) for tensor in (query, key, value)]
     out: Tensor = _Attention.apply(*heads, mask, kept, dropout_p, is_causal, scale)  # type: ignore[no-untyped-call]
     return out if query.dim() == _DIMENSIONS else out.reshape(*query.shape[:-1], value.size(-1))
 
@@ -102,7 +102,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, kept, log_sums = ctx.saved_tensors
         dropout_p, is_causal, scale = ctx.numbers
-        found = [_laid_out_as(each) for each in (query, key, value)]
+        found = [_laid_out_as(tensor) for tensor in (query, key, value)]
         gradient = with_columns(gradient)
         backward(gradient, log_sums, query, key, value, mask, kept, dropout_p, is_causal, scale, found)
         return *found, *[None] * 5

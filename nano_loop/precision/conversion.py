@@ -72,4 +72,4 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> None:
 
 def _floating(model: nn.Module) -> list[Tensor]:
     tensors = itertools.chain(model.parameters(), model.buffers())
-    return [each for each in tensors if each.is_floating_point()]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]

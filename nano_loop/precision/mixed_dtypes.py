@@ -54,11 +54,11 @@ def _promoting(name: str) -> Callable[..., Any]:
 
     def promoting(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()]
-        sparse = any(each.layout is not torch.strided for each in tensors)
+        sparse = any(tensor.layout is not torch.strided for tensor in tensors)
         if sparse and not inside.yes:  # composed of products, for which autocast has kernels
             return as_without_autocast_kernel(operator, keys, *args, **kwargs)
         with below_autocast():
-            if inside.yes and (sparse or len({each.dtype for each in tensors}) > 1):
+            if inside.yes and (sparse or len({tensor.dtype for tensor in tensors}) > 1):
                 args, kwargs = map_tensors(to_fp32, (args, kwargs))
             return operator(*args, **kwargs)
 
@@ -81,7 +81,7 @@ def _in_fp32_if_csr(name: str, original: Kernel) -> Callable[..., Any]:
     operator = _operator(name)
 
     def product(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if inside.yes and any(isinstance(each, Tensor) and each.layout in _CSR for each in args):
+        if inside.yes and any(isinstance(arg, Tensor) and arg.layout in _CSR for arg in args):
             with below_autocast():
                 return operator(*map_tensors(to_fp32, args), **kwargs)
         return original(keys, *args, **kwargs)

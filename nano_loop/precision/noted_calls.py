@@ -79,8 +79,8 @@ class NotedCalls:
         except Exception as error:  # copies run the model's own code, which may not run in fp64, or not be copied
             self.reason = f"verify of {class_name(self.model)} raised {type(error).__name__}: {error}"
             self.end()
-            needed = "copies of the model and of its inputs have to run in fp32 and in fp64"
-            warnings.warn(problem(self.reason, needed, "Leave verify out for this model"), NanoWarning, stacklevel=3)
+            expected = "copies of the model and of its inputs have to run in fp32 and in fp64"
+            warnings.warn(problem(self.reason, expected, "Leave verify out for this model"), NanoWarning, stacklevel=3)
             return None
 
     def take(self) -> tuple[nn.Module, list[tuple[Any, ...]]]:

@@ -160,7 +160,7 @@ def _in_nchw_without_gradient(group_norm: Call) -> Call:
     """
 
     def norm(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        trained = any(each is not None and each.requires_grad for each in (weight, bias))
+        trained = any(tensor is not None and tensor.requires_grad for tensor in (weight, bias))
         without_gradient = trained and not input.requires_grad and torch.is_grad_enabled()
         # A stride of 1 is that of NHWC, also of single pixels, which are contiguous in both layouts.
         if without_gradient and input.dim() in _FORMATS and input.stride(1) == 1 and input.size(1) > 1:

@@ -130,13 +130,13 @@ class Precision(Step):
             if entry.was_called or name in self._missed or not _is_trained(model, optimizer):
                 continue
             self._missed.append(name)
-            given = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
+            got = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
             cause = "a function that was compiled before the run bypasses the steps"
-            warnings.warn(problem(given, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
+            warnings.warn(problem(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
 
     def _warn(self, dtype: torch.dtype) -> None:
-        given = f"{self.options.as_written['precision']} on {self.machine.name}"
-        lack, advice = "this CPU has no bf16 instructions, so bf16 will be slower than fp32", 'Use precision="auto"'
+        got = f"{self.options.as_written['precision']} on {self.machine.name}"
+        lack, hint = "this CPU has no bf16 instructions, so bf16 will be slower than fp32", 'Use precision="auto"'
         if "avx2" in self.machine.instruction_sets and "avx512bw" not in self.machine.instruction_sets:
             # torch computes with bf16 numbers one by one there; with AVX-512, oneDNN converts them.
             lack = (
@@ -144,8 +144,8 @@ class Precision(Step):
             )
         if dtype is torch.float16:
             lack = "this CPU has no fp16 instructions, so products take up to a thousand times as long as in fp32"
-            advice = 'Use precision="bf16"' if self.machine.has_fast_bf16 else "Use precision=32"
-        warnings.warn(problem(given, lack, advice), NanoWarning, stacklevel=2)
+            hint = 'Use precision="bf16"' if self.machine.has_fast_bf16 else "Use precision=32"
+        warnings.warn(problem(got, lack, hint), NanoWarning, stacklevel=2)
 
 
 _COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"
@@ -158,7 +158,9 @@ def _is_meta(model: nn.Module) -> bool:
 
 def _uncast_dtype(model: nn.Module) -> torch.dtype | None:
     """Return the dtype of the weights of a model if autocast casts none of them, or None."""
-    dtypes = [each.dtype for each in model.parameters() if each.is_floating_point() or each.is_complex()]
+    dtypes = [
+        parameter.dtype for parameter in model.parameters() if parameter.is_floating_point() or parameter.is_complex()
+    ]
     cast = any(dtype is not torch.float64 and dtype.is_floating_point for dtype in dtypes)
     return None if cast or not dtypes else dtypes[0]
 
@@ -181,7 +183,9 @@ def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
 
 
 def _is_trained(model: nn.Module, optimizer: Optimizer) -> bool:
-    held = {id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+    held = {
+        id(parameter) for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+    }
     return any(id(parameter) in held for parameter in model.parameters())
 
 

@@ -121,8 +121,8 @@ class TuneOperators(Step):
         def share(averagings: int) -> None:
             if averagings < _FIRST_SHARING or averagings.bit_count() > 1:
                 return
-            new = {key: each for key, each in mine.all().items() if key not in shared} if self.ranks.rank == 0 else {}
-            found = self.ranks.broadcast([(key, *each) for key, each in new.items()])
+            new = {key: value for key, value in mine.all().items() if key not in shared} if self.ranks.rank == 0 else {}
+            found = self.ranks.broadcast([(key, *value) for key, value in new.items()])
             shared.update(key for key, *_ in found)
             mine.take_over({key: Choice(way, guess, times) for key, way, guess, times in found})
 

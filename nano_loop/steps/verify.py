@@ -42,7 +42,7 @@ class Verify(Step):
     @override
     def apply(self, parts: Parts) -> str:
         for model in parts.models if self.ranks.rank == 0 else ():
-            if id(model) not in self._noted and any(each.requires_grad for each in model.parameters()):
+            if id(model) not in self._noted and any(parameter.requires_grad for parameter in model.parameters()):
                 self._noted[id(model)] = noted = NotedCalls(model, self.options.kind.parameters is not None)
                 self.interceptors.add(model, self.name, noted.layer)
                 self.undoing.callback(noted.end)
@@ -77,10 +77,10 @@ class Verify(Step):
             found = verified(model, loss_of, calls, self.options.kind, self.accelerated)
         self._found[_another(name, self._found)] = found
         if not found.ok:
-            given = f"{found.fault} of {name} is off by more than rounding"
-            needed = "an accelerated model computes what the plain one does"
-            advice = "See the table: print(report['verify'].data). Leave options out to find the one that it comes from"
-            warnings.warn(problem(given, needed, advice), NanoWarning, stacklevel=2)
+            got = f"{found.fault} of {name} is off by more than rounding"
+            expected = "an accelerated model computes what the plain one does"
+            hint = "See the table: print(report['verify'].data). Leave options out to find the one that it comes from"
+            warnings.warn(problem(got, expected, hint), NanoWarning, stacklevel=2)
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:
@@ -88,7 +88,9 @@ class Verify(Step):
         models = [parameter for noted in self._noted.values() for parameter in noted.model.parameters()]
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
         parameters = [*models, *(parameter for group in groups for parameter in group["params"])]
-        gradients = [(parameter, parameter.grad) for parameter in {id(each): each for each in parameters}.values()]
+        gradients = [
+            (parameter, parameter.grad) for parameter in {id(parameter): parameter for parameter in parameters}.values()
+        ]
         try:
             for parameter, _ in gradients:
                 parameter.grad = None

@@ -138,7 +138,9 @@ class DuplicateWork:
         return not self._states or any(differing(self._states, process_states()))
 
     def _note(self, place: int, gradients: Any) -> None:
-        rows = [each.detach().ne(0).unsqueeze(-1).flatten(1).any(1) for each in gradients if _has_rows(each)]
+        rows = [
+            gradient.detach().ne(0).unsqueeze(-1).flatten(1).any(1) for gradient in gradients if _has_rows(gradient)
+        ]
         self._places = digest(self._places, place, rows) or 1
 
     def _count(self) -> None:
@@ -153,8 +155,8 @@ class DuplicateWork:
             self._warn(place)
 
     def _warn(self, place: Place) -> None:
-        given = f"each of the {self._ranks.size} ranks computes the same batches"
-        warn_once(problem(given, "several processes gain nothing, and auto_lr leaves the rate at 1×", _ADVICE), place)
+        got = f"each of the {self._ranks.size} ranks computes the same batches"
+        warn_once(problem(got, "several processes gain nothing, and auto_lr leaves the rate at 1×", _ADVICE), place)
 
 
 def _same(ranks: Sequence[_Evidence], before: bool) -> bool:
