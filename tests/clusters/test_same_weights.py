@@ -9,8 +9,8 @@ import cloudpickle
 import pytest
 import torch
 from distributed import small
-from distributed.launch.external.test_launcher import HOSTS
 from distributed.launch.started import environment, free_port, run_together, torchrun
+from distributed.launch_external.test_launcher import HOSTS
 
 import nano_loop
 from clusters.nodes import OPTIONS, apart

@@ -13,7 +13,7 @@ def accuracy(*options):
     return float(re.search(r"test accuracy ([\d.]+)%", process.stdout)[1]), process.stderr
 
 
-@pytest.mark.slow  # tests/trainers has a module in one process and in two
+@pytest.mark.slow  # tests/integrations/lightning has a module in one process and in two
 def test_it_trains_as_lightnings_trainer_does_in_one_process_and_in_two():
     plain, _ = accuracy("--plain")
     one, said = accuracy("--precision", 32)

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import torch
+from autotune.time_for import TimeFor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from tuning.time_for import TimeFor
 
 from nano_loop.autotune import decisions
 from nano_loop.autotune.choices import Choices

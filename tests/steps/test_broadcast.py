@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.fx
-from distributed.averaging.averaged import make_step
+from distributed.data_parallel.averaged import make_step
 from torch import nn
 
 from nano_loop.distributed.comm.ranks import ALONE

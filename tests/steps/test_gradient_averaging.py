@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed.averaging.averaged import make_step
+from distributed.data_parallel.averaged import make_step
 from torch import nn
 
 from nano_loop.distributed.comm.ranks import ALONE

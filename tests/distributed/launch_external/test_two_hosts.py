@@ -2,8 +2,8 @@
 
 import pytest
 
-from distributed.launch.external.test_launcher import HOSTS, TRAIN, told
 from distributed.launch.started import LOOP, environment, run_together, torchrun
+from distributed.launch_external.test_launcher import HOSTS, TRAIN, told
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from autotune.time_for import ALWAYS, TimeFor
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.tuner import Tuner, Ways, fastest
-from tuning.time_for import ALWAYS, TimeFor
 
 EXACT = torch.linspace(-1, 1, 64)
 

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed.conftest import nothing_left  # noqa: F401 - a fixture
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from trainers.lightning_modules import (
+from integrations.lightning.lightning_modules import (
     PACKAGES,
     QUIET,
     Dealt,
@@ -29,6 +27,8 @@ from trainers.lightning_modules import (
     saving_class,
     weights,
 )
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 pl = imported("lightning.pytorch")
 
@@ -44,7 +44,7 @@ pytestmark = [
     ),
 ]
 Regression, Saving = module_class(pl), saving_class(pl)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PLAIN, NANO = {"accelerator": "cpu"}, {"verbose": False, "auto_lr": False}
 
 
@@ -487,7 +487,7 @@ import os, signal, sys
 import torch
 import lightning.pytorch as pl  # before nano_loop, which imports another copy of Fabric
 from nano_loop.lightning import Trainer
-from trainers.lightning_modules import QUIET, Dealt, loader, module_class, weights
+from integrations.lightning.lightning_modules import QUIET, Dealt, loader, module_class, weights
 
 class Module(module_class(pl)):
     def train_dataloader(self):

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from autotune.time_for import ALWAYS, TimeFor
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.convolutions import chooser
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels.convolution import convolution, weight_gradient
 from nano_loop.kernels.convolution.convolution import Arguments, Plan, faster_backward, first_guess, plans
-from tuning.time_for import ALWAYS, TimeFor
 
 NHWC = torch.channels_last
 

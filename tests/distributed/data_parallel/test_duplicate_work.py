@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from distributed.averaging.averaged import Setup, trained
+from distributed.data_parallel.averaged import Setup, trained
 from nano_loop.distributed.data_parallel import duplicate_work
 from nano_loop.errors import NanoWarning
 from nano_loop.patching import user_code

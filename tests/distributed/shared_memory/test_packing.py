@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distributed.transport.transports import DTYPES, random_list
+from distributed.shared_memory.transports import DTYPES, random_list
 from nano_loop.distributed.comm.packing import pack, signature
 
 CAPACITY = 512

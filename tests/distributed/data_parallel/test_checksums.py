@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distributed.averaging.averaged import trained
+from distributed.data_parallel.averaged import trained
 from nano_loop.distributed.data_parallel.checksums import EVERY, FIRST, checksums, is_due, refuse_unequal
 from nano_loop.errors import NanoWorkerError
 

@@ -5,8 +5,8 @@ import sys
 import cloudpickle
 import torch
 
-from distributed.transport import transports
-from distributed.transport.transports import opened
+from distributed.shared_memory import transports
+from distributed.shared_memory.transports import opened
 
 # The processes of a team do not find the tests' modules by name.
 cloudpickle.register_pickle_by_value(transports)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import distributed
 
-from distributed.transport import transports
-from distributed.transport.transports import assert_means, random_list, same_bits, values
+from distributed.shared_memory import transports
+from distributed.shared_memory.transports import assert_means, random_list, same_bits, values
 from nano_loop.distributed.comm.hosts import Hosts, by_host
 from nano_loop.distributed.multi_host.hosts import HostsTransport
 from nano_loop.errors import NanoError

@@ -9,8 +9,8 @@ import cloudpickle
 import pytest
 import torch
 
-from distributed.transport import transports
-from distributed.transport.transports import (
+from distributed.shared_memory import transports
+from distributed.shared_memory.transports import (
     KINDS,
     SMALL,
     assert_means,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from autotune.time_for import ALWAYS, TimeFor
 from nano_loop import nano
 from nano_loop.autotune import products
 from nano_loop.autotune.choices import Choices
@@ -14,7 +15,6 @@ from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.linear.linear import BLOCKS, TORCH, Arguments
 from nano_loop.patching.operators.operators import gives_kernels
-from tuning.time_for import ALWAYS, TimeFor
 
 
 def given(rows=40, bias=False, transposed=False):

@@ -7,9 +7,7 @@ import pytest
 import torch
 from distributed.conftest import nothing_left  # noqa: F401 - a fixture
 from distributed.launch.started import run_cells
-from torch import nn
-from torch.utils.data import DataLoader
-from trainers.lightning_modules import (
+from integrations.lightning.lightning_modules import (
     QUIET,
     Dealt,
     Stream,
@@ -20,6 +18,8 @@ from trainers.lightning_modules import (
     saving_class,
     weights,
 )
+from torch import nn
+from torch.utils.data import DataLoader
 
 pl = imported("lightning.pytorch")
 

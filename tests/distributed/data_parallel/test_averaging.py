@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import embedding, mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from distributed.averaging.averaged import Setup, assert_pair, trained
+from distributed.data_parallel.averaged import Setup, assert_pair, trained
 from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.errors import NanoError, NanoWarning
 

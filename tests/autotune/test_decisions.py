@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
+from autotune.time_for import ALWAYS
 from nano_loop.autotune import decisions
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.decisions import Decision, Decisions
 from nano_loop.autotune.tuner import Tuner
-from tuning.time_for import ALWAYS
 
 GUESS, STORED = "guess", "stored"
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from distributed.conftest import nothing_left  # noqa: F401 - a fixture
+from integrations.lightning.lightning_modules import QUIET, imported
 from loops.pairs import has_ipex
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers.lightning_modules import QUIET, imported
 
 pl = imported("pytorch_lightning")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch.external.test_launcher import HOSTS, TRAIN, told
 from distributed.launch.started import LOOP, agents, environment, run_together
+from distributed.launch_external.test_launcher import HOSTS, TRAIN, told
 from nano_loop import NanoError
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch_external.liveness import Liveness

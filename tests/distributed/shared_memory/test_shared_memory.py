@@ -15,8 +15,8 @@ import cloudpickle
 import pytest
 import torch
 
-from distributed.transport import transports
-from distributed.transport.transports import averaged, opened, random_list, same_bits, values
+from distributed.shared_memory import transports
+from distributed.shared_memory.transports import averaged, opened, random_list, same_bits, values
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.allocation import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from autotune.time_for import ALWAYS, TimeFor
 from nano_loop import nano
 from nano_loop.autotune import lstms
 from nano_loop.autotune.choices import Choices
@@ -16,7 +17,6 @@ from nano_loop.kernels.rnn import lstm_layer
 from nano_loop.kernels.rnn.lstm import BLOCKS, TORCH
 from nano_loop.kernels.rnn.lstm_layer import Arguments
 from nano_loop.patching.operators.operators import gives_kernels
-from tuning.time_for import ALWAYS, TimeFor
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),

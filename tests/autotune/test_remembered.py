@@ -1,10 +1,10 @@
 """Ways of gradients are decided once, and guessed for one turn of the tuner until then."""
 
+from autotune.time_for import TimeFor
 from nano_loop.autotune import remembered as module
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.remembered import Remembered
 from nano_loop.autotune.tuner import Tuner
-from tuning.time_for import TimeFor
 
 
 def test_a_guess_is_taken_for_one_turn_and_a_decision_for_ever():

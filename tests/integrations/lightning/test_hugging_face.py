@@ -15,7 +15,7 @@ from nano_loop import NanoConfigError
 
 transformers = pytest.importorskip("transformers", reason="it is in the environments of IPEX and of the benchmarks")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
     "hidden_size": 64,
     "num_hidden_layers": 2,

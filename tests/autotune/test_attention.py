@@ -8,6 +8,7 @@ from attending import Attending
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autotune.time_for import ALWAYS, TimeFor
 from nano_loop import nano
 from nano_loop.autotune import decisions
 from nano_loop.autotune.attention import chooser
@@ -15,7 +16,6 @@ from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels.attention import attention as kernel
 from nano_loop.kernels.attention.attention import BLOCKS, PRODUCTS, TORCH, WAYS, Arguments
-from tuning.time_for import ALWAYS, TimeFor
 
 ALL = [BLOCKS, PRODUCTS, TORCH]
 
