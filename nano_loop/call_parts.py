@@ -1,4 +1,4 @@
-"""Finds the models, optimizers and loaders that a call of a decorated function uses.
+"""The models, optimizers and loaders that a call of a decorated function uses.
 
 They are its arguments, what lists, tuples and dicts of them hold, and what ``self`` holds. If none of these is a model,
 they are the variables around the function that its code names.
@@ -47,15 +47,15 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 def parts_in(values: Mapping[str, Any], owner: Any = None) -> Parts | None:
     """Return the parts among the values, and in the attributes of `owner`; None if there is no model."""
-    found = [*find(_KINDS, values), *_held(owner, _DEEPEST, set(), _packages(owner))]
-    found = list({id(each): each for each in found}.values())
-    modules = [each for each in found if isinstance(each, nn.Module)]
-    models = [each for each in modules if any(True for _ in each.parameters())]
-    models = models or [each for each in modules if not is_loss(each)]
+    objects = [*find(_KINDS, values), *_held(owner, _DEEPEST, set(), _packages(owner))]
+    objects = list({id(item): item for item in objects}.values())
+    modules = [item for item in objects if isinstance(item, nn.Module)]
+    models = [module for module in modules if any(True for _ in module.parameters())]
+    models = models or [module for module in modules if not is_loss(module)]
     if not models:
         return None
-    optimizers = [each for each in found if isinstance(each, Optimizer)]
-    return Parts(models, optimizers, [each for each in found if isinstance(each, DataLoader)])
+    optimizers = [item for item in objects if isinstance(item, Optimizer)]
+    return Parts(models, optimizers, [item for item in objects if isinstance(item, DataLoader)])
 
 
 def owner_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -95,7 +95,7 @@ def _is_plain(value: Any, packages: frozenset[str]) -> bool:
     if isinstance(value, _NAMESPACES):
         return True
     kind = type(value)
-    return _package(kind) in packages - {"builtins"} and all(_package(each) != "torch" for each in kind.__mro__)
+    return _package(kind) in packages - {"builtins"} and all(_package(base) != "torch" for base in kind.__mro__)
 
 
 def _attributes(value: Any) -> Iterator[Any]:
@@ -117,12 +117,12 @@ def variables_around(function: Callable[..., Any]) -> dict[str, Any]:
 
     Functions of the same file that it names are looked through too.
     """
-    found: dict[str, Any] = {}
-    _look_around(inspect.unwrap(getattr(function, "__func__", function)), found, set())
-    return found
+    variables: dict[str, Any] = {}
+    _look_around(inspect.unwrap(getattr(function, "__func__", function)), variables, set())
+    return variables
 
 
-def _look_around(function: Any, found: dict[str, Any], seen: set[int]) -> None:
+def _look_around(function: Any, variables: dict[str, Any], seen: set[int]) -> None:
     if not isinstance(function, FunctionType) or id(function) in seen:
         return
     seen.add(id(function))
@@ -133,18 +133,18 @@ def _look_around(function: Any, found: dict[str, Any], seen: set[int]) -> None:
             around[name] = cell.cell_contents
     for name, value in around.items():
         if any(True for _ in find(_KINDS, value)):
-            found[name] = value
+            variables[name] = value
         elif getattr(value, "__globals__", None) is function.__globals__:
-            _look_around(value, found, seen)
+            _look_around(value, variables, seen)
 
 
 @functools.lru_cache(maxsize=1000)
 def _global_names(code: CodeType) -> tuple[str, ...]:
     """Return the global variables that code reads, and does not assign, in the order of the code."""
     instructions = [*dis.get_instructions(code)]
-    read = [each.argval for each in instructions if each.opname == "LOAD_GLOBAL"]
+    read = [instruction.argval for instruction in instructions if instruction.opname == "LOAD_GLOBAL"]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             read += _global_names(constant)
-    assigned = {each.argval for each in instructions if each.opname == "STORE_GLOBAL"}
+    assigned = {instruction.argval for instruction in instructions if instruction.opname == "STORE_GLOBAL"}
     return tuple(name for name in dict.fromkeys(read) if name not in assigned)

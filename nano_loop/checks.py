@@ -42,8 +42,8 @@ def check_kinds(*arguments: tuple[str, type, Sequence[Any]]) -> None:
     for name, kind, values in arguments:
         for value in values:
             if not isinstance(value, kind):
-                given = f"{name} is a {type(value).__module__}.{type(value).__qualname__}"
+                got = f"{name} is a {type(value).__module__}.{type(value).__qualname__}"
                 advice = "Call setup(model, optimizer, *dataloaders), with several optimizers as one list"
-                problems.append(problem(given, f"it must be a {kind.__module__}.{kind.__qualname__}", advice))
+                problems.append(problem(got, f"it must be a {kind.__module__}.{kind.__qualname__}", advice))
     if problems:
         raise NanoConfigError("\n".join(problems))

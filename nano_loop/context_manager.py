@@ -13,12 +13,12 @@ from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.external.environment import found_launch, local_size
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.report import Printed
+from nano_loop.report import LastPrinted
 from nano_loop.run import Run
 from nano_loop.settings import Settings
 from nano_loop.signatures import with_options
 
-_printed = Printed()  # by all calls in this process, of which many have the same place in a loop
+_printed = LastPrinted()  # by all calls in this process, of which many have the same place in a loop
 
 
 @with_options
@@ -65,9 +65,9 @@ def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader
     """
     settings = Settings.read(options)
     if (settings.options.num_processes or 1) > 1:
-        given, needed = settings.options.as_written["num_processes"], "accelerated runs in one process"
+        got, expected = settings.options.as_written["num_processes"], "accelerated runs in one process"
         advice = "Move the loop into a function and decorate it: @nano_loop.nano(num_processes=...)"
-        raise NanoConfigError(problem(given, needed, advice))
+        raise NanoConfigError(problem(got, expected, advice))
     return running(settings, Alone(settings.options, _processes_here()), model, optimizer, *dataloaders)
 
 

@@ -16,7 +16,7 @@ from nano_loop.distributed.ranks import Loop
 from nano_loop.errors import NanoConfigError, problem
 from nano_loop.options import Options
 from nano_loop.parts import Parts
-from nano_loop.report import Printed
+from nano_loop.report import LastPrinted
 from nano_loop.run import Run, RunTask
 from nano_loop.search.requested import measure, requested
 from nano_loop.settings import Settings
@@ -122,7 +122,7 @@ def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> An
     check_loop(function, _name(function))
     settings.prepare(function, [__name__])
 
-    printed = Printed()
+    printed = LastPrinted()
 
     @functools.wraps(function)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
@@ -148,14 +148,14 @@ def _parts_and_names(
     parts = parts_in(arguments, owner_of(function, arguments))
     around = {} if parts else variables_around(function)
     parts = parts or parts_in(around)
-    given = f"{_name(function)}({', '.join(arguments)})"
+    got = f"{_name(function)}({', '.join(arguments)})"
     if parts is None:
-        raise NanoConfigError(_without_model(given, function))
+        raise NanoConfigError(_without_model(got, function))
     if around and _starts_workers(settings.options) and is_sent_by_name(inspect.unwrap(function)):
-        given = f"{given} uses the global variable{'s' * (len(around) > 1)} {', '.join(around)}"
-        needed = f"worker processes import {function.__module__} anew, and would train different objects"
+        got = f"{got} uses the global variable{'s' * (len(around) > 1)} {', '.join(around)}"
+        expected = f"worker processes import {function.__module__} anew, and would train different objects"
         advice = f"Pass them as arguments: def {function.__name__}({', '.join([*arguments, *around])})"
-        raise NanoConfigError(problem(given, needed, advice))
+        raise NanoConfigError(problem(got, expected, advice))
     return parts, {**arguments, **around, _name(function): function}
 
 
@@ -165,15 +165,15 @@ def _starts_workers(options: Options) -> bool:
     return is_search or ((options.num_processes or 1) > 1 and found_launch(os.environ) is None)
 
 
-def _without_model(given: str, function: Callable[..., Any]) -> str:
-    needed = (
+def _without_model(got: str, function: Callable[..., Any]) -> str:
+    expected = (
         "nano accelerates the models among the arguments, including those in lists, tuples and dicts, those in "
         "attributes of self, and those in variables around the function"
     )
     advice = (
         f"Pass the model as an argument. If {_name(function)} builds it, write it as the train method of a TorchNano"
     )
-    return problem(f"{given} was called without a model", needed, advice) + _AS_TORCH_NANO
+    return problem(f"{got} was called without a model", expected, advice) + _AS_TORCH_NANO
 
 
 def _name(function: Any) -> str:

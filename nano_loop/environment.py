@@ -1,4 +1,4 @@
-"""Reads options from the environment variables ``NANO_LOOP_<OPTION>``."""
+"""The options in the environment variables ``NANO_LOOP_<OPTION>``."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def read_options(
         By name of an unknown variable: the variable with its text.
     """
     variables = {variable_of(option): option for option in checks}
-    found, unknown = {}, {}
-    ours = (each for each in environ if each.upper().startswith(_PREFIX))
-    for name in sorted(each for each in ours if each not in (SECRET, EXPORTS, COMMAND)):
+    known, unknown = {}, {}
+    ours = (name for name in environ if name.upper().startswith(_PREFIX))
+    for name in sorted(name for name in ours if name not in (SECRET, EXPORTS, COMMAND)):
         # A mistyped secret is in no message.
         text = f"{name}=..." if "SECRET" in name.upper() else f"{name}={environ[name]}"
         if name in variables:
-            found[variables[name]] = (text, _read(environ[name].strip(), checks[variables[name]]))
+            known[variables[name]] = (text, _read(environ[name].strip(), checks[variables[name]]))
         else:
             unknown[name] = text
-    return found, unknown
+    return known, unknown
 
 
 def _read(text: str, check: Check) -> Any:

@@ -1,4 +1,4 @@
-"""What `nano-loop env` has exported in this shell, and what was there before: one variable holds both."""
+"""The exports of `nano-loop env` in this shell, and what was there before: one variable holds both."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def read_exports(environ: Mapping[str, str]) -> Exports:
     if text is None:
         return Exports({}, {})
     try:
-        found = Exports(**json.loads(base64.urlsafe_b64decode(text)))
+        exports = Exports(**json.loads(base64.urlsafe_b64decode(text)))
     except (ValueError, TypeError):
-        found = Exports({"": ""}, {})
-    if not _is_mapping(found.before, (str, type(None))) or not _is_mapping(found.after, str):
-        needed = "it holds what `nano-loop env` has written"
-        raise NanoConfigError(problem(f"{EXPORTS} is damaged", needed, f"Unset {EXPORTS}, or open a new shell"))
-    return found
+        exports = Exports({"": ""}, {})
+    if not _is_mapping(exports.before, (str, type(None))) or not _is_mapping(exports.after, str):
+        expected = "it holds what `nano-loop env` has written"
+        raise NanoConfigError(problem(f"{EXPORTS} is damaged", expected, f"Unset {EXPORTS}, or open a new shell"))
+    return exports
 
 
 def is_exported(name: str, environ: Mapping[str, str]) -> bool:
@@ -65,6 +65,6 @@ def is_exported(name: str, environ: Mapping[str, str]) -> bool:
 def _is_mapping(value: object, kinds: type | tuple[type, ...]) -> bool:
     # Names that no shell has would end in its code.
     return isinstance(value, dict) and all(
-        isinstance(name, str) and name.isidentifier() and name.isascii() and isinstance(each, kinds)
-        for name, each in value.items()
+        isinstance(name, str) and name.isidentifier() and name.isascii() and isinstance(item, kinds)
+        for name, item in value.items()
     )

@@ -54,13 +54,13 @@ def operators_of(name: str) -> tuple[str, ...]:
     if exact != name:
         packet, _, overload = exact.partition(".")
         overloads = _overloads(packet)
-        found = (overload or "default") in overloads if overload else bool(overloads)
-        return (exact,) if found else ()
+        is_known = (overload or "default") in overloads if overload else bool(overloads)
+        return (exact,) if is_known else ()
     *path, last = name.split(".")
     last = last.strip("_") if last.startswith("__") else last
     if path and path[-1] in _FAMILIES:
         last = f"{path[-1]}_{last}"
-    return tuple(each for each in _OTHER_NAMES.get(last, (last,)) if _overloads(each))
+    return tuple(packet for packet in _OTHER_NAMES.get(last, (last,)) if _overloads(packet))
 
 
 def overloads_of(operator: str) -> list[tuple[str, Any]]:
@@ -69,8 +69,8 @@ def overloads_of(operator: str) -> list[tuple[str, Any]]:
 
     packet, _, overload = operator.partition(".")
     names = [overload] if overload else _overloads(packet)
-    found = getattr(torch.ops.aten, packet)
-    return [(packet if each == "default" else f"{packet}.{each}", getattr(found, each)) for each in names]
+    operator_packet = getattr(torch.ops.aten, packet)
+    return [(packet if name == "default" else f"{packet}.{name}", getattr(operator_packet, name)) for name in names]
 
 
 def read_names(path: Path) -> tuple[str, ...]:
@@ -87,13 +87,13 @@ def read_names(path: Path) -> tuple[str, ...]:
 
 def unknown(names: Collection[str]) -> list[str]:
     """Return a message for each name that stands for no operator, with the nearest one that does."""
-    found = []
+    messages = []
     for name in names:
         if not operators_of(name):
             close = difflib.get_close_matches(name.rpartition(".")[2], _written(), n=1)
             advice = f"Write {close[0]}" if close else 'Write a name such as "softmax", "Tensor.mul" or "aten::addmm"'
-            found.append(problem(repr(name), "torch has no such operator", advice))
-    return found
+            messages.append(problem(repr(name), "torch has no such operator", advice))
+    return messages
 
 
 def _overloads(packet: str) -> list[str]:
@@ -111,5 +111,5 @@ def _written() -> list[str]:
     import torch
 
     places = (torch, torch.nn.functional, torch.Tensor)
-    names = {each for place in places for each in dir(place) if not each.startswith("_")}
-    return sorted({each for each in names if _overloads(each)} | {*_OTHER_NAMES})
+    names = {name for place in places for name in dir(place) if not name.startswith("_")}
+    return sorted({name for name in names if _overloads(name)} | {*_OTHER_NAMES})

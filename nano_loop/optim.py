@@ -78,19 +78,19 @@ class SparseAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            with_gradient = [each for each in group["params"] if each.grad is not None]
-            self._step_dense(group, [each for each in with_gradient if not each.grad.is_sparse])
+            with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self._step_dense(group, [parameter for parameter in with_gradient if not parameter.grad.is_sparse])
             for parameter in with_gradient:
                 if parameter.grad.is_sparse:
                     _step_sparse(parameter, self._state_of(parameter), group)
         return loss
 
     def _step_dense(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        states = [self._state_of(each) for each in parameters]
+        states = [self._state_of(parameter) for parameter in parameters]
         beta1, beta2 = group["betas"]
         adam(
             parameters,
-            [each.grad for each in parameters if each.grad is not None],
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],

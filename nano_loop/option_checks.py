@@ -125,7 +125,7 @@ def cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | int | None
     if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
         return int(value)
     if _is_list(value) and value and all(_is_list(ids) and ids and all(map(_is_cpu, ids)) for ids in value):
-        return tuple(tuple(int(each) for each in ids) for ids in value)
+        return tuple(tuple(int(cpu) for cpu in ids) for ids in value)
     raise RefusedValueError(
         "it must be the number of CPUs of each process, or a list with a list of CPU ids for each process",
         "Pass 2, or a list such as [[0, 1], [2, 3]] for two processes",
@@ -293,14 +293,14 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     problems = []
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
     if isinstance(shares, tuple) and "num_processes" in values and len(shares) != count:
-        needed = f"it needs one for each process, and {shown('num_processes', values['num_processes'])}"
-        problems.append(problem(f"cpu_for_each_process has {len(shares)} lists", needed, "Make the two agree"))
+        expected = f"it needs one for each process, and {shown('num_processes', values['num_processes'])}"
+        problems.append(problem(f"cpu_for_each_process has {len(shares)} lists", expected, "Make the two agree"))
     return [*problems, *_contradicting_lists(values)]
 
 
 def _contradicting_lists(values: Mapping[str, Any]) -> Iterator[str]:
     bf16, fp32 = (_overloads(values.get(name, ())) for name in ("bf16_ops", "fp32_ops"))
-    both = {bf16[each] for each in bf16.keys() & fp32.keys()}
+    both = {bf16[overload] for overload in bf16.keys() & fp32.keys()}
     if both:
         named = f"{', '.join(sorted(both))} in both bf16_ops and fp32_ops"
         yield problem(named, "an operator runs in one of the two", "Remove it from one of them")
@@ -314,7 +314,9 @@ def _contradicting_lists(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _overloads(names: Iterable[str]) -> dict[str, str]:
     """Return the names by the overloads of ATen's operators that they stand for."""
-    return {overload: name for name in names for each in operators_of(name) for overload, _ in overloads_of(each)}
+    return {
+        overload: name for name in names for operator in operators_of(name) for overload, _ in overloads_of(operator)
+    }
 
 
 def _is_list(value: Any) -> bool:

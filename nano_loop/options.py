@@ -43,17 +43,17 @@ class Leftover(NamedTuple):
     ----------
     tolerated : tuple or None
         The values that ask for nothing else than nano_loop does. None: all.
-    needed, advice : str
+    expected, hint : str
         The last two parts of the message.
     """
 
     tolerated: tuple[Any, ...] | None
-    needed: str
-    advice: str
+    expected: str
+    hint: str
 
     def tolerates(self, value: Any) -> bool:
         """Whether the argument may have this value."""
-        return self.tolerated is None or any(type(value) is type(each) and value == each for each in self.tolerated)
+        return self.tolerated is None or any(type(value) is type(other) and value == other for other in self.tolerated)
 
 
 LEFTOVERS = {
@@ -306,7 +306,9 @@ class Options:
         as_written = {name: shown(name, value) for name, value in values.items()}
         as_written |= {name: variable for name, (variable, _) in overriding.items()}
         problems = [_unknown(name, shown(name, arguments[name]), OPTIONS) for name in arguments if name not in CHECKS]
-        problems += [_unknown(name, text, [variable_of(each) for each in OPTIONS]) for name, text in unknown.items()]
+        problems += [
+            _unknown(name, text, [variable_of(option) for option in OPTIONS]) for name, text in unknown.items()
+        ]
         checked, more = _checked(values | {name: value for name, (_, value) in overriding.items()}, as_written)
         _raise_all(problems + more)
         options = cls(**checked)
@@ -371,10 +373,10 @@ class Options:
             object.__setattr__(self, name, value)
 
 
-_DECLARED = {each.name: each for each in fields(Options) if each.init}
+_DECLARED = {declared.name: declared for declared in fields(Options) if declared.init}
 OPTIONS = tuple(_DECLARED)
-DEFAULTS: dict[str, Any] = {name: each.default for name, each in _DECLARED.items()}
-CHECKS: dict[str, checks.Check] = {name: each.metadata["check"] for name, each in _DECLARED.items()}
+DEFAULTS: dict[str, Any] = {name: declared.default for name, declared in _DECLARED.items()}
+CHECKS: dict[str, checks.Check] = {name: declared.metadata["check"] for name, declared in _DECLARED.items()}
 
 
 def _checked(values: Mapping[str, Any], as_written: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
@@ -391,13 +393,13 @@ def _checked(values: Mapping[str, Any], as_written: Mapping[str, str]) -> tuple[
     return good, problems + checks.contradictions(good)
 
 
-def _unknown(name: str, given: str, known: Sequence[str]) -> str:
+def _unknown(name: str, got: str, known: Sequence[str]) -> str:
     if name in LEFTOVERS:
-        return problem(given, LEFTOVERS[name].needed, LEFTOVERS[name].advice)
+        return problem(got, LEFTOVERS[name].expected, LEFTOVERS[name].hint)
     close = difflib.get_close_matches(name, known, n=1)
     if close:
-        return problem(given, "there is no such option", f"Write {close[0]}")
-    return problem(given, f"there is no such option, only {', '.join(known)}", "Leave it out")
+        return problem(got, "there is no such option", f"Write {close[0]}")
+    return problem(got, f"there is no such option, only {', '.join(known)}", "Leave it out")
 
 
 def _raise_all(problems: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Lets a process end with its parent."""
+"""The link of a process to its parent, with which it ends."""
 
 from __future__ import annotations
 

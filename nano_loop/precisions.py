@@ -68,8 +68,8 @@ def _dtype(name: str) -> torch.dtype:
 
 #: By the name that Fabric and Lightning have for each.
 PRECISIONS = {
-    each.name: each
-    for each in (
+    kind.name: kind
+    for kind in (
         PrecisionKind("32-true"),
         PrecisionKind("64-true", parameters_name="float64", summary="parameters and inputs fp64, outputs fp32"),
         PrecisionKind("bf16-mixed", autocast_name="bfloat16", summary="bf16 autocast, outputs fp32"),

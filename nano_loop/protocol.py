@@ -46,7 +46,7 @@ class Command(NamedTuple):
 _taken: list[Command] = []
 
 
-def commanded(environ: MutableMapping[str, str] = os.environ) -> Command | None:
+def take_command(environ: MutableMapping[str, str] = os.environ) -> Command | None:
     """Return the command of this process; None if nano-loop has not started it.
 
     The variable is removed at the first call, so that processes which the script starts are not commanded.
@@ -56,6 +56,6 @@ def commanded(environ: MutableMapping[str, str] = os.environ) -> Command | None:
         try:
             _taken.append(Command(**json.loads(text)))
         except (ValueError, TypeError) as error:
-            needed = "it holds what nano-loop tells a script that it starts"
-            raise NanoConfigError(problem(f"{COMMAND} is damaged", needed, f"Unset {COMMAND}")) from error
+            expected = "it holds what nano-loop tells a script that it starts"
+            raise NanoConfigError(problem(f"{COMMAND} is damaged", expected, f"Unset {COMMAND}")) from error
     return _taken[-1] if _taken else None

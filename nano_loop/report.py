@@ -47,23 +47,23 @@ class StepResult:
         return f"  {self.status}  {self.name:<{_NAME_WIDTH}}  {self.detail}"
 
 
-class Printed:
+class LastPrinted:
     """What the last run of a function or an object has printed, so that the next one prints only what differs."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
 
-class Printer:
+class ReportPrinter:
     """Prints the report of one run to standard error, except for what the run before has printed in the same place.
 
     Parameters
     ----------
-    printed : Printed
+    printed : LastPrinted
         What the run before has printed. It is updated.
     """
 
-    def __init__(self, printed: Printed) -> None:
+    def __init__(self, printed: LastPrinted) -> None:
         self._printed = printed
         self._lines: list[str] = []
         self._differs = False
@@ -82,7 +82,7 @@ def print_to_stderr(entries: Sequence[object]) -> None:
     """Print a line for each entry, in one write, and nowhere if there is no standard error."""
     if sys.stderr is not None:  # as in a program without a console
         with suppress(Exception):  # it may be closed, or be an object of the user's: the training goes on
-            text = "".join(f"{each}\n" for each in entries)  # one write, which a worker's lines cannot come into
+            text = "".join(f"{entry}\n" for entry in entries)  # one write, which a worker's lines cannot come into
             print(text, end="", file=sys.stderr, flush=True)
 
 

@@ -28,9 +28,9 @@ def empty_report(slot: RankSlot, options: Options) -> SetupReport:
 def _plain(value: Any) -> Any:
     """Convert option values to types that JSON supports."""
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value if isinstance(value, (str, int, float, type(None))) else repr(value)
 
 

@@ -28,7 +28,7 @@ from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, proble
 from nano_loop.intercept.calls import Entries
 from nano_loop.intercept.user_code import leads_to_user
 from nano_loop.parts import Parts
-from nano_loop.report import Printed, Printer, SetupReport, StepResult
+from nano_loop.report import LastPrinted, ReportPrinter, SetupReport, StepResult
 from nano_loop.report_start import empty_report
 from nano_loop.settings import Settings
 from nano_loop.steps import STEPS, Step, StepContext
@@ -85,7 +85,7 @@ class Run:
         This process's place in a run whose ranks have already been joined.
     launcher : Launcher, optional
         Joins the ranks. By default, the options and the environment select it.
-    printed : Printed, optional
+    printed : LastPrinted, optional
         What the run before has printed of its report. The same is not printed again.
 
     Attributes
@@ -101,16 +101,16 @@ class Run:
         *,
         slot: RankSlot | None = None,
         launcher: Launcher | None = None,
-        printed: Printed | None = None,
+        printed: LastPrinted | None = None,
     ) -> None:
         if settings.options.tune:
-            needed = "a search repeats a function, and this run has none that it could call"
+            expected = "a search repeats a function, and this run has none that it could call"
             advice = "Call nano_loop.tune, or put @nano(tune=True) above the training function"
-            raise NanoConfigError(problem("tune=True", needed, advice))
+            raise NanoConfigError(problem("tune=True", expected, advice))
         self.report: SetupReport | None = None
         self._options = settings.options
         self._task = task
-        self._printer = Printer(printed or Printed())
+        self._printer = ReportPrinter(printed or LastPrinted())
         self._joined = nullcontext(slot) if slot else joined(settings.options, settings.machine, task, launcher)
         self._slot: RankSlot | None = None
         self._entries = Entries()
@@ -228,9 +228,9 @@ class Run:
     @property
     def _place(self) -> RankSlot:
         if self._slot is None:
-            given = "setup was called outside a run"
-            needed = "its changes are undone when the run ends"
-            raise NanoError(problem(given, needed, "Call it while the run is active"))
+            got = "setup was called outside a run"
+            expected = "its changes are undone when the run ends"
+            raise NanoError(problem(got, expected, "Call it while the run is active"))
         return self._slot
 
     def _leave(self) -> None:

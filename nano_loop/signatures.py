@@ -1,4 +1,4 @@
-"""Adds the options to a function's parameters: in its signature, in its docstring, and for type checkers.
+"""The options as parameters of a function: in its signature, in its docstring, and for type checkers.
 
 Type checkers read the parameters of `Options`, so editors complete the names of options.
 """
@@ -23,7 +23,9 @@ _PLACE = re.compile(r"^( *)\{options\}$", re.MULTILINE)
 _WIDTH = 116
 # Resolved types, since annotations are strings that are valid only in the module of `Options`.
 _TYPES = get_type_hints(Options)
-_PARAMETERS = [each.replace(annotation=_TYPES[each.name]) for each in inspect.signature(Options).parameters.values()]
+_PARAMETERS = [
+    parameter.replace(annotation=_TYPES[parameter.name]) for parameter in inspect.signature(Options).parameters.values()
+]
 
 
 def with_options(function: _T) -> _T:
@@ -35,9 +37,9 @@ def with_options(function: _T) -> _T:
     signature = inspect.signature(function)  # type: ignore[arg-type]
     *own, others = signature.parameters.values()
     if own and own[-1].kind is inspect.Parameter.VAR_POSITIONAL and own[-1].name != "args":
-        options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in _PARAMETERS]
+        options = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in _PARAMETERS]
     else:
-        own = [each for each in own if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+        own = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
         options = _parameters_of(function.__name__)  # type: ignore[attr-defined]
     parameters = [*own, *options, others]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -65,9 +67,13 @@ def documented(owner: _T) -> _T:
 
 def _parameters_of(function: str) -> list[inspect.Parameter]:
     """Return the options as the parameters of a function: those that it takes by position first."""
-    by_name = {each.name for each in fields(Options) if each.metadata.get("by_name_in") == function}
-    positional = [each for each in _PARAMETERS if each.kind is not each.KEYWORD_ONLY and each.name not in by_name]
-    rest = [each.replace(kind=each.KEYWORD_ONLY) for each in _PARAMETERS if each not in positional]
+    by_name = {option.name for option in fields(Options) if option.metadata.get("by_name_in") == function}
+    positional = [
+        parameter
+        for parameter in _PARAMETERS
+        if parameter.kind is not parameter.KEYWORD_ONLY and parameter.name not in by_name
+    ]
+    rest = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in _PARAMETERS if parameter not in positional]
     return [*positional, *rest]
 
 
@@ -81,7 +87,9 @@ def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict
     TypeError
         If there are too many positional arguments, or one of them is also passed by name.
     """
-    positional = [each.name for each in _parameters_of(function) if each.kind is each.POSITIONAL_OR_KEYWORD]
+    positional = [
+        parameter.name for parameter in _parameters_of(function) if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     if len(args) > len(positional):
         most = len(positional)
         raise TypeError(f"{function}() takes from 0 to {most} positional arguments but {len(args)} were given")
@@ -91,18 +99,18 @@ def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict
     arguments |= others
     for name, leftover in LEFTOVERS.items():
         if name in arguments and leftover.tolerates(arguments[name]):
-            given = shown(name, arguments.pop(name))
-            warnings.warn(problem(given, leftover.needed, "Leave it out"), NanoWarning, stacklevel=3)
+            got = shown(name, arguments.pop(name))
+            warnings.warn(problem(got, leftover.expected, "Leave it out"), NanoWarning, stacklevel=3)
     return arguments
 
 
 def _entries() -> str:
     """Return the options as numpydoc entries."""
     return "\n".join(
-        f"{each.name} : {_in_words(each.type)}\n"
-        + textwrap.fill(each.metadata["help"], _WIDTH, initial_indent="    ", subsequent_indent="    ")
-        for each in fields(Options)
-        if each.init
+        f"{option.name} : {_in_words(option.type)}\n"
+        + textwrap.fill(option.metadata["help"], _WIDTH, initial_indent="    ", subsequent_indent="    ")
+        for option in fields(Options)
+        if option.init
     )
 
 

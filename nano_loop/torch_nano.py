@@ -21,7 +21,7 @@ from nano_loop.distributed.strategy import RanksFabric
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
 from nano_loop.parts import Parts
-from nano_loop.report import Printed, SetupReport
+from nano_loop.report import LastPrinted, SetupReport
 from nano_loop.run import Run, RunTask
 from nano_loop.search.requested import measure, requested
 from nano_loop.settings import Settings
@@ -89,12 +89,12 @@ class TorchNano(RanksFabric):
 
     @method_takes(Options)
     def __init__(self, *args: Any, **others: Any) -> None:
-        given = named("TorchNano", args, others)
-        self._nano_settings = Settings.read(given)
-        self._nano_given = [name for name, value in given.items() if value is not None]
+        arguments = named("TorchNano", args, others)
+        self._nano_settings = Settings.read(arguments)
+        self._nano_fixed = [name for name, value in arguments.items() if value is not None]
         self._nano_run: Run | None = None
         self._nano_report: SetupReport | None = None
-        self._nano_printed = Printed()
+        self._nano_printed = LastPrinted()
         self._nano_settings.prepare(type(self), [__name__])
         self._set_up_fabric()
 
@@ -118,8 +118,8 @@ class TorchNano(RanksFabric):
 
         A call starts a run and returns the return value of the loop.
         """
-        given = f"{type(self).__name__} has no train method"
-        raise NanoError(problem(given, "TorchNano runs the one that a subclass defines", "Define train(self, ...)"))
+        got = f"{type(self).__name__} has no train method"
+        raise NanoError(problem(got, "TorchNano runs the one that a subclass defines", "Define train(self, ...)"))
 
     @property
     def report(self) -> SetupReport | None:
@@ -150,7 +150,7 @@ class TorchNano(RanksFabric):
     def cpu_for_each_process(self) -> list[list[int]] | int | None:
         """The CPU ids of each process, how many CPUs each has, or None for even shares."""
         shares = self._nano_settings.options.cpu_for_each_process
-        return shares if shares is None or isinstance(shares, int) else [list(each) for each in shares]
+        return shares if shares is None or isinstance(shares, int) else [list(cpus) for cpus in shares]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -250,9 +250,9 @@ class TorchNano(RanksFabric):
     @property
     def _active_run(self) -> Run:
         if self._nano_run is None:
-            given = "setup was called outside train"
-            needed = "its changes are undone when train ends"
-            raise NanoError(problem(given, needed, "Call it in train, and call train from outside"))
+            got = "setup was called outside train"
+            expected = "its changes are undone when train ends"
+            raise NanoError(problem(got, expected, "Call it in train, and call train from outside"))
         return self._nano_run
 
     def save(
@@ -277,11 +277,11 @@ class TorchNano(RanksFabric):
         content, filepath
             LightningLite's names of ``state`` and ``path``.
         """
-        given = [each for each in (path, state, content, filepath) if each is not None]
-        paths = [os.fspath(each) for each in given if isinstance(each, (str, os.PathLike))]
-        contents = [each for each in given if isinstance(each, dict)]
-        if (len(paths), len(contents), len(given)) != (1, 1, 2):
-            kinds = ", ".join(type(each).__name__ for each in given)
+        values = [value for value in (path, state, content, filepath) if value is not None]
+        paths = [os.fspath(value) for value in values if isinstance(value, (str, os.PathLike))]
+        contents = [value for value in values if isinstance(value, dict)]
+        if (len(paths), len(contents), len(values)) != (1, 1, 2):
+            kinds = ", ".join(type(value).__name__ for value in values)
             raise NanoConfigError(problem(f"save({kinds})", "it takes a path and a dict", "Call save(path, state)"))
         super().save(paths[0], contents[0], filter)
 
@@ -307,7 +307,7 @@ class TorchNano(RanksFabric):
         if self._nano_run is not None:  # train calls super().train(), or a worker's run has begun
             return train(self, *args, **kwargs)
         task = _Training(self, train, args, kwargs)
-        self._nano_settings = task.settings = measure(requested(task.settings.options), task, self._nano_given)
+        self._nano_settings = task.settings = measure(requested(task.settings.options), task, self._nano_fixed)
         return Run(self._nano_settings, task, printed=self._nano_printed).complete()
 
     @contextmanager
@@ -360,8 +360,8 @@ def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def run(self: TorchNano, *args: Any, **kwargs: Any) -> Any:
         if "_nano_settings" not in vars(self):
-            given = f"{type(self).__name__}.__init__ did not call TorchNano's"
-            raise NanoError(problem(given, "the options are read there", "Call super().__init__(...) in it"))
+            got = f"{type(self).__name__}.__init__ did not call TorchNano's"
+            raise NanoError(problem(got, "the options are read there", "Call super().__init__(...) in it"))
         return self._start(train, args, kwargs)
 
     run.starts_run = True  # type: ignore[attr-defined]

@@ -112,11 +112,11 @@ class _OnBatch(RunTask):
 def _check(model: Any, seconds: Any, loss_fn: Any) -> None:
     problems = []
     if not isinstance(model, nn.Module):
-        needed = "it measures a torch.nn.Module"
-        problems.append(problem(f"tune of a {type(model).__name__}", needed, "Pass the model first"))
+        expected = "it measures a torch.nn.Module"
+        problems.append(problem(f"tune of a {type(model).__name__}", expected, "Pass the model first"))
     if not callable(loss_fn):
-        given = f"loss_fn is a {type(loss_fn).__name__}"
-        problems.append(problem(given, "it takes a model and a batch, and returns the loss", "Pass a function"))
+        got = f"loss_fn is a {type(loss_fn).__name__}"
+        problems.append(problem(got, "it takes a model and a batch, and returns the loss", "Pass a function"))
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
         problems.append(problem(shown("seconds", seconds), "it must be a positive number", "Leave it out for 90"))
     if problems:

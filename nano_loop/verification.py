@@ -1,4 +1,4 @@
-"""verify: says whether an accelerated model computes what the plain one does, and names the layer that does not."""
+"""verify: whether an accelerated model computes what the plain one does, or else the layer that does not."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def verify(model: Any, loss_fn: LossFunction, batch: Any, **options: Any) -> Ver
     True
     """
     if not isinstance(model, nn.Module):
-        given = f"verify of a {type(model).__name__}"
-        raise NanoConfigError(problem(given, "it compares a torch.nn.Module", "Pass the model first"))
+        got = f"verify of a {type(model).__name__}"
+        raise NanoConfigError(problem(got, "it compares a torch.nn.Module", "Pass the model first"))
     settings = Settings.read({**options, "num_processes": 1})
     return verified(model, loss_fn, batch, settings.options.kind, partial(accelerated_copy, settings))
 

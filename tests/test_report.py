@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nano_loop.report import Printed, Printer, SetupReport, StepResult
+from nano_loop.report import LastPrinted, ReportPrinter, SetupReport, StepResult
 from nano_loop.steps import STEPS
 
 FUSED = StepResult("fused_optimizer", "applied", "AdamW")
@@ -85,14 +85,14 @@ def test_result_cannot_be_changed():
 
 def printed_by(capsys, memory, *setups):
     """Print the entries of each setup of a run, and return the lines."""
-    printer = Printer(memory)
+    printer = ReportPrinter(memory)
     for entries in setups:
         printer.print(entries)
     return capsys.readouterr().err.splitlines()
 
 
 def test_report_is_printed_once_and_again_when_it_differs(capsys):
-    memory, first, other = Printed(), [report(FUSED)], [report(FETCH)]
+    memory, first, other = LastPrinted(), [report(FUSED)], [report(FETCH)]
     lines = str(first[0]).splitlines()
     assert printed_by(capsys, memory, first) == lines
     assert printed_by(capsys, memory, first) == []
@@ -102,7 +102,7 @@ def test_report_is_printed_once_and_again_when_it_differs(capsys):
 
 
 def test_later_setups_of_a_run_are_compared_too(capsys):
-    memory, first = Printed(), [report(FUSED)]
+    memory, first = LastPrinted(), [report(FUSED)]
     printed_by(capsys, memory, first, [FETCH])
     assert printed_by(capsys, memory, first, [FETCH]) == []
     assert printed_by(capsys, memory, first) == [], "a run that stopped early has nothing new"
@@ -112,7 +112,7 @@ def test_later_setups_of_a_run_are_compared_too(capsys):
 
 
 def test_measurement_is_printed_once(capsys):
-    memory = Printed()
+    memory = LastPrinted()
     one, other = (StepResult("ipex_speed", "measured", f"{number} ms") for number in (1, 2))
     assert printed_by(capsys, memory, [one]) == [str(one)]
     assert printed_by(capsys, memory, [other]) == []

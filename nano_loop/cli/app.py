@@ -1,4 +1,4 @@
-"""Puts the commands together, and turns click's refusals into one line each."""
+"""The command line as one click group, whose refusals are one line each."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ def doctor(as_json: bool, with_torch: bool) -> int:
     The exit code is 1 if a finding hurts, and 0 otherwise.
     """
     inspected = inspect_system(torch=inspect_torch() if with_torch else None)
-    found = findings_of(inspected)
+    findings = findings_of(inspected)
     if as_json:
-        print_json("doctor", facts=facts_of(inspected), findings=[each.as_dict() for each in found])
+        print_json("doctor", facts=facts_of(inspected), findings=[finding.as_dict() for finding in findings])
     else:
-        click.echo("\n".join(_lines(inspected, found)))
-    return int(any(finding.hurts for finding in found))
+        click.echo("\n".join(_lines(inspected, findings)))
+    return int(any(finding.hurts for finding in findings))
 
 
 def facts_of(inspected: Inspected) -> dict[str, Any]:
@@ -82,14 +82,14 @@ def facts_of(inspected: Inspected) -> dict[str, Any]:
     }
 
 
-def _lines(inspected: Inspected, found: list[Finding]) -> Iterator[str]:
+def _lines(inspected: Inspected, findings: list[Finding]) -> Iterator[str]:
     yield styled(f"nano_loop {__version__} · Python {python_version()}", bold=True)
     for name, text in _table(inspected):
         yield f"  {name:<{_WIDTH}}  {text}"
     yield ""
-    if not found:
+    if not findings:
         yield styled("Nothing was found that slows training down.", fg="green")
-    for finding in found:
+    for finding in findings:
         label = styled("hurts", fg="red") if finding.hurts else styled("note ", fg="yellow")
         yield f"{label}  {styled(finding.id, bold=True)}: {finding.what}"
         yield f"       why: {finding.why}"
@@ -148,9 +148,9 @@ def _memory(inspected: Inspected) -> str:
 
 
 def _openmp(inspected: Inspected) -> str:
-    found = openmp_of(inspected.libraries)
-    if found:
-        return " and ".join(found)
+    runtimes = openmp_of(inspected.libraries)
+    if runtimes:
+        return " and ".join(runtimes)
     return "none is loaded" if inspected.torch else "none is loaded before torch (--torch shows torch's)"
 
 

@@ -1,4 +1,4 @@
-"""What `doctor` looks at: the machine, the limits of this process, its libraries, its packages and its environment."""
+"""The facts of `doctor`: the machine, the limits of this process, its libraries, its packages and its environment."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ def inspect_system(
 
 def installed() -> dict[str, str]:
     """Return the versions of the installed packages in `PACKAGES`."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def python_version() -> str:

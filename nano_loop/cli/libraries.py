@@ -22,14 +22,14 @@ def libraries_in(maps: str) -> tuple[str, ...]:
 
 def allocators_of(libraries: Iterable[str]) -> tuple[str, ...]:
     """Return the allocators among libraries, sorted."""
-    names = [Path(library).name for library in libraries]
-    return tuple(name for name in sorted(ALLOCATORS) if any(name in each for each in names))
+    files = [Path(library).name for library in libraries]
+    return tuple(name for name in sorted(ALLOCATORS) if any(name in file for file in files))
 
 
 def openmp_of(libraries: Iterable[str]) -> tuple[str, ...]:
     """Return whose OpenMP runtimes are among libraries, sorted."""
-    found = (_NAME.match(Path(library).name) for library in libraries)
-    return tuple(sorted({OPENMP[match[1]] for match in found if match and match[1] in OPENMP}))
+    matches = (_NAME.match(Path(library).name) for library in libraries)
+    return tuple(sorted({OPENMP[match[1]] for match in matches if match and match[1] in OPENMP}))
 
 
 def preloaded(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path 
         except OSError:
             continue
         # The shortest is the one that links to the newest version.
-        for name in sorted(filter(pattern.match, names), key=lambda each: (len(each), each)):
+        for name in sorted(filter(pattern.match, names), key=lambda file: (len(file), file)):
             path = folder / name
             if path.exists() and not re.search(r"[: \t\n]", str(path)):  # LD_PRELOAD could not name it
                 return str(path)
@@ -69,7 +69,7 @@ def _folders(environ: Mapping[str, str], prefix: str, root: Path) -> Iterable[Pa
     yield Path(prefix) / "lib"
     if environ.get("CONDA_PREFIX"):
         yield Path(environ["CONDA_PREFIX"]) / "lib"
-    yield from (Path(each) for each in environ.get("LD_LIBRARY_PATH", "").split(":") if each)
+    yield from (Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder)
     for top in ("usr/local/lib", "usr/lib64", "usr/lib", "lib64", "lib"):
         yield root / top
         yield from sorted((root / top).glob("*-linux-gnu*"))

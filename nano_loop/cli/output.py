@@ -1,4 +1,4 @@
-"""What commands print: JSON of one shape, and colour on terminals alone."""
+"""The output of commands: JSON of one shape, and colour on terminals alone."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def preload_options(function: Callable[..., _T]) -> Callable[..., _T]:
         if jemalloc and tcmalloc:
             both = "--jemalloc with --tcmalloc: a process has one allocator"
             raise click.UsageError(both, click.get_current_context())
-        asked = {"intel-openmp": intel_openmp, "jemalloc": jemalloc, "tcmalloc": tcmalloc}
-        return function(preload=tuple(name for name, wanted in asked.items() if wanted), **others)
+        options = {"intel-openmp": intel_openmp, "jemalloc": jemalloc, "tcmalloc": tcmalloc}
+        return function(preload=tuple(name for name, wanted in options.items() if wanted), **others)
 
     return command

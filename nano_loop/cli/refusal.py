@@ -1,4 +1,4 @@
-"""How a command refuses bad input: one line on standard error for each fault, and one exit code."""
+"""The refusal of bad input by a command: one line on standard error for each fault, and one exit code."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ _NO_TEXT = (checks.worker_init,)  # a function
 
 def run_options(function: Callable[..., _T]) -> Callable[..., _T]:
     """Add an option to the command for each option of nano_loop that can be written as text."""
-    for each in reversed([field for field in fields(Options) if field.init]):
-        check, text = each.metadata["check"], each.metadata["help"]
-        flag = flag_of(each.name)
+    for option in reversed([field for field in fields(Options) if field.init]):
+        check, text = option.metadata["check"], option.metadata["help"]
+        flag = flag_of(option.name)
         if check in _SWITCHES:
-            function = click.option(f"{flag}/--no-{flag[2:]}", each.name, default=None, help=text)(function)
+            function = click.option(f"{flag}/--no-{flag[2:]}", option.name, default=None, help=text)(function)
         elif check not in _NO_TEXT:
-            function = click.option(flag, each.name, metavar="VALUE", help=text)(function)
+            function = click.option(flag, option.name, metavar="VALUE", help=text)(function)
     return function
 
 
@@ -91,9 +91,9 @@ def variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:
         If a value is not allowed.
     """
     texts = {name: str(value) for name, value in options.items() if value is not None}
-    found, _ = read_options({variable_of(name): text for name, text in texts.items()}, CHECKS)
+    values, _ = read_options({variable_of(name): text for name, text in texts.items()}, CHECKS)
     problems = []
-    for name, (_, value) in found.items():
+    for name, (_, value) in values.items():
         try:
             CHECKS[name](value)
         except checks.RefusedValueError as refused:

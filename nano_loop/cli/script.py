@@ -1,4 +1,4 @@
-"""Starts a script for a command, waits for it, and returns what nano_loop has found in it."""
+"""The script that a command starts: it is waited for, and what nano_loop has measured in it is returned."""
 
 from __future__ import annotations
 

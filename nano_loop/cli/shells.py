@@ -1,4 +1,4 @@
-"""How each shell sets and unsets an environment variable: one line of its language, whatever the value."""
+"""The lines by which each shell sets and unsets an environment variable, whatever the value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks torch, in a process of its own, what it was built with and which libraries it loads."""
+"""The answers of torch, in a process of its own: what it was built with and which libraries it loads."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def inspect_torch() -> dict[str, Any]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise _failed(last)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    content: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return content
 
 
 def _failed(why: str) -> NanoError:

@@ -103,13 +103,13 @@ def before_exports(environ: Mapping[str, str]) -> dict[str, str]:
     NanoConfigError
         If the note is damaged.
     """
-    found = {name: value for name, value in environ.items() if name != EXPORTS}
+    before = {name: value for name, value in environ.items() if name != EXPORTS}
     for name, value in read_exports(environ).before.items():
         if value is None:
-            found.pop(name, None)
+            before.pop(name, None)
         else:
-            found[name] = value
-    return found
+            before[name] = value
+    return before
 
 
 def changes_between(now: Mapping[str, str], then: Mapping[str, str]) -> dict[str, str | None]:
@@ -132,15 +132,15 @@ def _library(name: str, environ: Mapping[str, str], root: Path | str) -> str:
     if not sys.platform.startswith("linux"):
         raise NanoConfigError(problem(f"--{name}", "libraries are preloaded on Linux alone", "Leave it out"))
     for other_stem in _OTHER_STEMS.get(stem, (stem,)):
-        if found := find_library(other_stem, environ, sys.prefix, root):
-            return found
+        if path := find_library(other_stem, environ, sys.prefix, root):
+            return path
     raise NanoConfigError(
         problem(f"--{name}", f"{stem}.so was not found", f"Install it ({package}), or leave --{name} out")
     )
 
 
 def _refuse_two_allocators(libraries: list[str], environ: Mapping[str, str]) -> None:
-    found = allocators_of(libraries)
-    if len(found) > 1:
-        got = f"{' and '.join(found)} (LD_PRELOAD={environ.get('LD_PRELOAD', '')})"
+    allocators = allocators_of(libraries)
+    if len(allocators) > 1:
+        got = f"{' and '.join(allocators)} (LD_PRELOAD={environ.get('LD_PRELOAD', '')})"
         raise NanoConfigError(problem(got, "a process has one allocator", "Leave one of them out"))

@@ -1,4 +1,4 @@
-"""Temporarily binds the threads of this process to a set of CPUs, and restores each thread's affinity mask.
+"""The temporary binding of this process's threads to a set of CPUs, with each thread's affinity mask restored.
 
 An affinity mask belongs to a thread. ``os.sched_setaffinity(0, ...)`` binds only the calling thread, and existing
 OpenMP threads keep their masks. So every thread that the kernel lists is bound.

@@ -95,8 +95,8 @@ def _read_memberships(tree: Tree) -> dict[str, str]:
 
 def _read_mounts(tree: Tree) -> tuple[Mount, ...]:
     lines = tree.text("/proc/self/mountinfo").splitlines()
-    found = tuple(mount for line in lines if (mount := _parse_mount(line)) is not None)
-    return found or USUAL_MOUNTS
+    mounts = tuple(mount for line in lines if (mount := _parse_mount(line)) is not None)
+    return mounts or USUAL_MOUNTS
 
 
 def _parse_mount(line: str) -> Mount | None:

@@ -1,4 +1,4 @@
-"""Reads /proc/cpuinfo: the name, the ids and the instruction sets of each processor."""
+"""The content of /proc/cpuinfo: the name, the ids and the instruction sets of each processor."""
 
 from __future__ import annotations
 

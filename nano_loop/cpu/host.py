@@ -1,4 +1,4 @@
-"""Queries the running system for what /proc and /sys do not provide, such as everything on macOS and Windows."""
+"""The host's properties that /proc and /sys do not provide, such as everything on macOS and Windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitions the cores of a host among its processes.
+"""The partition of a host's cores among its processes.
 
 All shares have the same size, since synchronized ranks wait for the slowest one. Remaining cores stay idle. For the
 same reason, a single share that crosses a boundary slows down all ranks. So the cores are split within each last-level
@@ -66,10 +66,10 @@ def partition(machine: Machine, num_processes: int, cores_each: int | None = Non
     NanoConfigError
         If the shares need more physical cores than there are within the quota.
     """
-    needed = num_processes * (cores_each or 1)
-    if needed > machine.num_threads:
+    num_cores = num_processes * (cores_each or 1)
+    if num_cores > machine.num_threads:
         raise NanoConfigError(_too_many(machine, num_processes, cores_each))
-    cores = _cores_to_use(machine, needed)
+    cores = _cores_to_use(machine, num_cores)
     size = cores_each or min(len(cores), machine.num_threads) // num_processes
     return tuple(_share(piece) for piece in _pieces(machine, cores, size, num_processes))
 
@@ -105,7 +105,7 @@ def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]
     allowed = set(machine.allowed)
     lists = [[cpu for cpu in dict.fromkeys(cpus) if cpu in allowed] for cpus in cpu_for_each_process]
     claimed = Counter(cpu for cpus in lists for cpu in cpus)
-    unusable = [(index, given) for index, given in enumerate(cpu_for_each_process) if not lists[index]]
+    unusable = [(index, cpus) for index, cpus in enumerate(cpu_for_each_process) if not lists[index]]
     if problems := [*_without_cpus(machine, unusable), *_in_several_lists(claimed)]:
         raise NanoConfigError("\n".join(problems))
     if left_out := {cpu for cpus in cpu_for_each_process for cpu in cpus} - allowed:
@@ -133,11 +133,11 @@ def restricted(machine: Machine, share: Share, num_processes: int) -> Machine:
     return dataclasses.replace(machine, allowed=share.cpus, quota=quota)
 
 
-def _cores_to_use(machine: Machine, needed: int) -> Piece:
+def _cores_to_use(machine: Machine, num_cores: int) -> Piece:
     """Return the performance cores if there are as many as needed, else all cores."""
     slow = {cpu.id for cpu in machine.logical_cpus if cpu.core_kind == "efficiency"}
     fast = [core for core in machine.physical_cores if core[0] not in slow]
-    return fast if len(fast) >= needed else [*machine.physical_cores]
+    return fast if len(fast) >= num_cores else [*machine.physical_cores]
 
 
 def _pieces(machine: Machine, cores: Piece, size: int, count: int) -> list[Piece]:
@@ -182,9 +182,9 @@ def _share(cores: Iterable[Core], spare: Iterable[int] = ()) -> Share:
     return Share(cpus, siblings or tuple(spare) or cpus)
 
 
-def _given_share(machine: Machine, given: Sequence[int], claimed: Collection[int]) -> Share:
-    touched = [core for core in machine.physical_cores if set(core) & set(given)]
-    in_given_order = [tuple(cpu for cpu in given if cpu in core) for core in touched]
+def _given_share(machine: Machine, cpus: Sequence[int], claimed: Collection[int]) -> Share:
+    touched = [core for core in machine.physical_cores if set(core) & set(cpus)]
+    in_given_order = [tuple(cpu for cpu in cpus if cpu in core) for core in touched]
     return _share(in_given_order, spare=[cpu for core in touched for cpu in core if cpu not in claimed])
 
 
@@ -197,9 +197,9 @@ def _why_not(machine: Machine, cpus: Collection[int]) -> str:
 
 
 def _without_cpus(machine: Machine, lists: Iterable[tuple[int, Sequence[int]]]) -> Iterator[str]:
-    for index, given in lists:
-        why = f"no CPU is left without {_why_not(machine, given)}"
-        yield problem(f"cpu_for_each_process[{index}]={[*given]}", why, "Name some of those")
+    for index, cpus in lists:
+        why = f"no CPU is left without {_why_not(machine, cpus)}"
+        yield problem(f"cpu_for_each_process[{index}]={[*cpus]}", why, "Name some of those")
 
 
 def _in_several_lists(claimed: Counter[int]) -> Iterator[str]:
@@ -216,12 +216,12 @@ def _too_many(machine: Machine, num_processes: int, cores_each: int | None) -> s
         hint = f"Unset {' and '.join(binding)}, by which OpenMP binds this process when it is loaded"
     else:
         hint = "Lower num_processes, or widen the CPU affinity" + (" or the quota" if quota else "")
-    needed = num_processes * (cores_each or 1)
+    num_cores = num_processes * (cores_each or 1)
     got = f"num_processes={num_processes}"
     if cores_each:
         got += f" with cpu_for_each_process={cores_each}"
         hint = f"Lower cpu_for_each_process, or {hint[0].lower()}{hint[1:]}"
-    return problem(got, f"it needs {needed} physical cores, and {limit}", hint)
+    return problem(got, f"it needs {num_cores} physical cores, and {limit}", hint)
 
 
 def _extent(machine: Machine) -> str:

@@ -12,8 +12,8 @@ import psutil  # type: ignore[import-untyped,unused-ignore]
 def peak_memory() -> int:
     """Return the most bytes of resident memory that this process has had at once."""
     status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    return int(found[1]) * 1024 if found else _counted_by_the_system()
+    match = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    return int(match[1]) * 1024 if match else _counted_by_the_system()
 
 
 def _counted_by_the_system() -> int:

@@ -1,4 +1,4 @@
-"""Reads a `Machine` from /proc and /sys, or else from system calls."""
+"""The reader of a `Machine`, from /proc and /sys or else from system calls."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def read_machine(root: Path | str = "/", affinity: Collection[int] | None = None
     Machine
         The current state. Affinity and quotas can change while a process runs.
     """
-    tree, live = Tree(root), Path(root) == Path("/")
+    tree, is_live = Tree(root), Path(root) == Path("/")
     if host is None:
-        host = live_host() if live else Host()
-    hardware = _live_hardware(host, tree.text(ONLINE)) if live else _read_hardware(tree, host)
+        host = live_host() if is_live else Host()
+    hardware = _live_hardware(host, tree.text(ONLINE)) if is_live else _read_hardware(tree, host)
     mask = host.affinity if affinity is None else affinity
     return Machine(
         name=hardware.name,

@@ -1,4 +1,4 @@
-"""Reads the topology from sysfs: core, package, NUMA node, last-level cache and kind of core of each CPU.
+"""The topology in sysfs: core, package, NUMA node, last-level cache and kind of core of each CPU.
 
 If sysfs has no information, /proc/cpuinfo is used. If that has none either, each CPU counts as a separate core.
 """
@@ -58,10 +58,10 @@ def read_logical_cpus(tree: Tree, online: Sequence[int], blocks: Sequence[Block]
 
 def _read_packages(tree: Tree, online: Sequence[int], blocks: Sequence[Block]) -> dict[int, int]:
     fallback = field_by_cpu(blocks, "physical id")
-    found = {cpu: tree.number(f"{CPUS}/cpu{cpu}/topology/physical_package_id") for cpu in online}
+    numbers = {cpu: tree.number(f"{CPUS}/cpu{cpu}/topology/physical_package_id") for cpu in online}
     # Some ARM firmware reports -1 for "unknown".
     return {
-        cpu: number if number is not None and number >= 0 else fallback.get(cpu, 0) for cpu, number in found.items()
+        cpu: number if number is not None and number >= 0 else fallback.get(cpu, 0) for cpu, number in numbers.items()
     }
 
 

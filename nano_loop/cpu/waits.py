@@ -1,4 +1,4 @@
-"""How long threads of this process have waited for CPUs, as Linux's scheduler counts it."""
+"""The time that threads of this process have waited for CPUs, as Linux's scheduler counts it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Waits:
 
 
 def _counted(tasks: Path) -> dict[str, _Counted]:
-    found = {}
+    counted = {}
     for path in tasks.glob("*/schedstat"):
         with suppress(OSError, ValueError):  # the thread has ended, or a kernel writes something else
             running, waiting, _ = map(int, path.read_text().split())
-            found[path.parent.name] = _Counted(running, waiting)
-    return found
+            counted[path.parent.name] = _Counted(running, waiting)
+    return counted

@@ -1,1 +1,1 @@
-"""Runs programs that were written for a GPU on the CPU, unchanged."""
+"""Programs that were written for a GPU, run on the CPU unchanged."""

@@ -1,4 +1,4 @@
-"""What the functions of `torch.cuda` return where the one device is the CPU."""
+"""The functions of `torch.cuda` for one device, the CPU."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _peak(*_: Any, **__: Any) -> int:
 
 
 def _free_and_total(*_: Any, **__: Any) -> tuple[int, int]:
-    found = psutil.virtual_memory()
-    return int(found.available), int(found.total)
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)
 
 
 def _properties(*_: Any, **__: Any) -> SimpleNamespace:
@@ -82,30 +82,18 @@ def refused(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+_PEAKS = ("peak_memory_stats", "accumulated_memory_stats", "max_memory_allocated", "max_memory_cached")
+
 FUNCTIONS: dict[str, Any] = {
     **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), _value(True)),
-    **dict.fromkeys(("device_count",), _value(1)),
-    **dict.fromkeys(("current_device",), _value(0)),
+    "device_count": _value(1),
+    "current_device": _value(0),
     **dict.fromkeys(("is_current_stream_capturing", "is_tf32_supported", "can_device_access_peer"), _value(False)),
     **dict.fromkeys(("get_arch_list", "list_gpu_processes"), _value([])),
     **dict.fromkeys(("utilization", "temperature", "power_draw", "clock_rate"), _value(0)),
-    **dict.fromkeys(
-        [
-            "init",
-            "set_device",
-            "synchronize",
-            "empty_cache",
-            "ipc_collect",
-            "set_sync_debug_mode",
-            "reset_peak_memory_stats",
-            "reset_max_memory_allocated",
-            "reset_max_memory_cached",
-            "reset_accumulated_memory_stats",
-            "set_per_process_memory_fraction",
-            "set_stream",
-        ],
-        _nothing,
-    ),
+    **dict.fromkeys(("init", "set_device", "synchronize", "empty_cache", "ipc_collect", "set_stream"), _nothing),
+    **dict.fromkeys(("set_sync_debug_mode", "set_per_process_memory_fraction"), _nothing),
+    **dict.fromkeys([f"reset_{peak}" for peak in _PEAKS], _nothing),
     **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _memory),
     **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), _peak),
     **dict.fromkeys(("device", "device_of"), _context),
@@ -133,28 +121,15 @@ FUNCTIONS: dict[str, Any] = {
 #: Functions of `torch.cuda.nvtx`, which mark places for NVIDIA's profiler.
 NVTX: dict[str, Any] = {
     "range": _context,
-    "mark": _nothing,
-    "range_push": _value(0),
-    "range_pop": _value(0),
-    "range_start": _value(0),
-    "range_end": _nothing,
+    **dict.fromkeys(("mark", "range_end"), _nothing),
+    **dict.fromkeys(("range_push", "range_pop", "range_start"), _value(0)),
 }
 
 #: Names in `torch.cuda` that have no meaning on a CPU.
 REFUSED = (
-    "CUDAGraph",
-    "graph",
-    "make_graphed_callables",
-    "graph_pool_handle",
-    "cudart",
-    "caching_allocator_alloc",
-    "caching_allocator_delete",
-    "change_current_allocator",
-    "CUDAPluggableAllocator",
-    "MemPool",
-    "use_mem_pool",
-    "ExternalStream",
-    "memory_snapshot",
+    *("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "cudart", "ExternalStream"),
+    *("caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "CUDAPluggableAllocator"),
+    *("MemPool", "use_mem_pool", "memory_snapshot"),
 )
 
 #: The classes `torch.cuda.FloatTensor` and so on.

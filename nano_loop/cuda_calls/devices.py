@@ -27,7 +27,7 @@ def on_cpu(value: Any) -> Any:
             return "cpu"
         return value.replace(_OF_TYPES, "torch.") if value.startswith(_OF_TYPES) else value
     if type(value) is dict:
-        return {on_cpu(key): on_cpu(each) for key, each in value.items()}
+        return {on_cpu(key): on_cpu(item) for key, item in value.items()}
     return value
 
 

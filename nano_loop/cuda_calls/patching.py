@@ -1,4 +1,4 @@
-"""Replaces what programs for a GPU call, and puts it back."""
+"""The patches of torch for programs that were written for a GPU."""
 
 from __future__ import annotations
 
@@ -17,56 +17,18 @@ from nano_loop.cuda_calls.cuda_module import FUNCTIONS, NVTX, REFUSED, TENSOR_TY
 from nano_loop.cuda_calls.devices import on_cpu, with_device_first, with_devices
 from nano_loop.intercept.attributes import replaced
 
+_FILLED = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 #: Functions of torch that take a device.
-_FACTORIES = [
-    "tensor",
-    "as_tensor",
-    "asarray",
-    "scalar_tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "rand",
-    "randn",
-    "randint",
-    "randperm",
-    "normal",
-    "arange",
-    "range",
-    "linspace",
-    "logspace",
-    "eye",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "empty_strided",
-    "empty_permuted",
-    "tril_indices",
-    "triu_indices",
-    "sparse_coo_tensor",
-    "sparse_csr_tensor",
-    "sparse_csc_tensor",
-    "sparse_bsr_tensor",
-    "sparse_bsc_tensor",
-    "sparse_compressed_tensor",
-    "bartlett_window",
-    "blackman_window",
-    "hamming_window",
-    "hann_window",
-    "kaiser_window",
-    "from_file",
-    "set_default_device",
-    "set_default_tensor_type",
-    "is_autocast_enabled",
-    "get_autocast_dtype",
-    "set_autocast_enabled",
-    "set_autocast_dtype",
-]
+_FACTORIES = (
+    *("tensor", "as_tensor", "asarray", "scalar_tensor", "from_file", "randperm", "normal", "eye"),
+    *("arange", "range", "linspace", "logspace", "empty_strided", "empty_permuted", "tril_indices", "triu_indices"),
+    *_FILLED,
+    *(f"{name}_like" for name in _FILLED),
+    *(f"sparse_{layout}_tensor" for layout in ("coo", "csr", "csc", "bsr", "bsc", "compressed")),
+    *(f"{name}_window" for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")),
+    *("set_default_device", "set_default_tensor_type"),
+    *("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"),
+)
 #: Methods of tensors that do.
 _METHODS = ["type", "new_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"]
 
@@ -201,15 +163,15 @@ def _with_map_location(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def _location(given: Any) -> Any:
+def _location(map_location: Any) -> Any:
     """Return where `torch.load` puts storages: on the CPU, unless the program says otherwise."""
-    if given is None:
+    if map_location is None:
         return "cpu"
-    if not callable(given):
-        return _cpu_of_all(given) if isinstance(given, dict) else on_cpu(given)
+    if not callable(map_location):
+        return _cpu_of_all(map_location) if isinstance(map_location, dict) else on_cpu(map_location)
 
     def place(storage: Any, location: str) -> Any:
-        placed = given(storage, location)
+        placed = map_location(storage, location)
         return storage if placed is None else placed
 
     return place

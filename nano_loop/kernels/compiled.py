@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nano_loop.cache_folder import cache_folder
+from nano_loop.cache_folder import cache_folder, written_at_once
 
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILERS = ("cc", "gcc", "clang")
@@ -166,14 +166,13 @@ def _made(
 ) -> _Library:
     """Compile into a temporary folder and move the library into place atomically, for concurrent processes."""
     try:
-        with tempfile.TemporaryDirectory(prefix="making-", dir=library.parent) as folder:
-            made, compiled = Path(folder) / library.name, Path(folder) / f"{source.stem}.o"
+        with written_at_once(library) as made:
+            compiled = made.with_suffix(".o")
             translate = [*command, *_FLAGS, *flags, "-c", "-o", str(compiled), str(source)]
             native = _NATIVE.get(platform.machine())
             if not (native and _compiles([*translate, native])):
                 _compiles(translate, must=True)
             _compiles([*command, "-shared", "-o", str(made), str(compiled), "-lm"], must=True)
-            made.replace(library)
         return load(str(library))
     except OSError as error:
         raise UnavailableError(f"the compiled kernel could not be written or loaded ({error})") from error

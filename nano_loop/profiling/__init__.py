@@ -1,4 +1,4 @@
-"""Says where the time of a training step goes, by torch.profiler."""
+"""The profile of a training step: where its time goes, by torch.profiler."""
 
 #: Steps before the first that is timed, and that are timed without the profiler.
 WARMUP, TIMED = 4, 5

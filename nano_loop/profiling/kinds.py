@@ -1,4 +1,4 @@
-"""Divides the time of profiled steps among kinds of work, and says what could be changed."""
+"""The kinds of work among which the time of profiled steps is divided, with advice for each."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def times_of(events: Iterable[Event], wall: float) -> dict[str, float]:
     dict
         By kind, in the unit of the events.
     """
-    found = dict.fromkeys(KINDS, 0.0)
+    times = dict.fromkeys(KINDS, 0.0)
     for event in events:
-        found[kind_of(event)] += event.self_cpu_time_total
-    found[PYTHON] += max(wall - sum(found.values()), 0.0)
-    return found
+        times[kind_of(event)] += event.self_cpu_time_total
+    times[PYTHON] += max(wall - sum(times.values()), 0.0)
+    return times
 
 
 def kind_of(event: Event) -> str:
@@ -104,19 +104,19 @@ def advice_for(times: Mapping[str, float]) -> list[str]:
     """Return what could be changed, for the three largest kinds of work that are worth it."""
     whole = sum(times.values()) or 1.0
     largest = sorted(times, key=lambda kind: -times[kind])
-    worth = [kind for kind in largest if times[kind] / whole >= _ADVICE[kind][0]]
-    return [f"{kind}, {times[kind] / whole:.0%}: {_ADVICE[kind][1]}" for kind in worth[:3]]
+    worthwhile = [kind for kind in largest if times[kind] / whole >= _ADVICE[kind][0]]
+    return [f"{kind}, {times[kind] / whole:.0%}: {_ADVICE[kind][1]}" for kind in worthwhile[:3]]
 
 
-def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
+def lines_of(profile: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a profile as text."""
-    rows: Sequence[Mapping[str, Any]] = found["kinds"]
+    rows: Sequence[Mapping[str, Any]] = profile["kinds"]
     width = max(len(row["kind"]) for row in rows)
     for row in rows:
         note = f"  {row['share_of_rate']:.0%} of the machine's rate" if row.get("share_of_rate") else ""
         note += f"  {row['share_of_memory_rate']:.0%} of its memory's rate" if row.get("share_of_memory_rate") else ""
         yield f"  {row['kind']:<{width}}  {row['milliseconds']:9.3f} ms  {row['share']:4.0%}{note}"
-    yield f"  {'a step, profiled':<{width}}  {found['profiled_ms']:9.3f} ms"
-    yield f"  {'a step, not profiled':<{width}}  {found['step_ms']:9.3f} ms"
-    for number, text in enumerate(found["advice"], 1):
+    yield f"  {'a step, profiled':<{width}}  {profile['profiled_ms']:9.3f} ms"
+    yield f"  {'a step, not profiled':<{width}}  {profile['step_ms']:9.3f} ms"
+    for number, text in enumerate(profile["advice"], 1):
         yield f"{number}. {text}"

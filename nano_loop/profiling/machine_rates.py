@@ -1,4 +1,4 @@
-"""Measures what this machine reaches: bytes per second of its memory, and FLOPs per second of products."""
+"""The rates that this machine reaches: bytes per second of its memory, and FLOPs per second of products."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def memory_rate() -> float:
 def product_rate(dtype: torch.dtype | None) -> float:
     """Return the FLOPs per second of large products, in the faster of fp32 and another dtype."""
     best = 0.0
-    for each in (torch.float32, *([] if dtype is None else [dtype])):
+    for candidate in (torch.float32, *([] if dtype is None else [dtype])):
         with torch.no_grad(), _plain():
-            a = torch.ones(_SIDE, _SIDE, dtype=each)
+            a = torch.ones(_SIDE, _SIDE, dtype=candidate)
             for _ in range(4):
                 began = time.perf_counter()
                 a @ a

@@ -78,9 +78,9 @@ def flops_of(event: ShapedEvent) -> int:
     shapes = event.input_shapes
     if event.name != "aten::convolution_backward" or len(shapes) < 3 or not all(shapes[:3]):
         return event.flops or 0
-    gradient, given, weight = shapes[:3]
+    gradient, inputs, weight = shapes[:3]
     # A transposed convolution has its inputs' channels first in the weight.
-    places = gradient if weight[0] == gradient[1] else given
+    places = gradient if weight[0] == gradient[1] else inputs
     return 4 * math.prod(places) * math.prod(weight[1:])  # of the inputs, and of the weights
 
 

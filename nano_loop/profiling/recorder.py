@@ -1,4 +1,4 @@
-"""Times and profiles steps of a loop in turn, leaves the result to the command, and ends the process."""
+"""The recorder of `nano-loop profile`: it times and profiles steps of a loop in turn, and then ends the process."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ class _Recorder:
             _exit()
 
     def _end(self) -> NoReturn:
-        self._command.answer(result=self._found())
+        self._command.answer(result=self._content())
         _exit()
 
-    def _found(self) -> dict[str, Any]:
+    def _content(self) -> dict[str, Any]:
         *profiled, shaped = self._profiled[UNCOUNTED:]
-        wall = sum(each.seconds for each in profiled)
-        steps = [each.events for each in profiled]
+        wall = sum(step.seconds for step in profiled)
+        steps = [step.events for step in profiled]
         times = times_of((event for events in steps for event in events), wall * 1e6)
         whole = sum(times.values())
         rows: list[dict[str, Any]] = [

@@ -50,7 +50,7 @@ def candidates(
     base = {"precision": "auto" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
     more = [{}, *_processes(settings), *_loaders(settings, steps), *_steps(options), *_ipex(options)]
     more.append({"compile": not options.compile})
-    return [*_distinct([*combined, *({**base, **each} for each in more)], options, fixed)]
+    return [*_distinct([*combined, *({**base, **change} for change in more)], options, fixed)]
 
 
 def _processes(settings: Settings) -> Iterator[Changes]:

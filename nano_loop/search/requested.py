@@ -13,7 +13,7 @@ from nano_loop.distributed.launch.external.environment import found_launch
 from nano_loop.environment import option_of
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
-from nano_loop.protocol import Command, commanded
+from nano_loop.protocol import Command, take_command
 from nano_loop.run import RunTask
 from nano_loop.search.candidates import changed
 from nano_loop.settings import Settings
@@ -33,7 +33,7 @@ class Request(NamedTuple):
 
 def requested(options: Options) -> Request | None:
     """Return what is requested of a run that is to begin here; nothing of a run inside of another, as in a trial."""
-    command = commanded()
+    command = take_command()
     if innermost() is not None:
         return None
     if command is not None:

@@ -70,7 +70,7 @@ class Measured:
     @property
     def ratios(self) -> list[float]:
         """How many times as fast as the options as they are, turn by turn."""
-        return [own / mine for own, mine in zip(self.reference, self.seconds, strict=True)]
+        return [own / seconds for own, seconds in zip(self.reference, self.seconds, strict=True)]
 
     @property
     def speed(self) -> float | None:
@@ -250,7 +250,7 @@ class Search:
 
     def _chosen(self, others: Sequence[Measured]) -> Measured:
         """Return the fastest candidate that computes what the plain model does, but for rounding."""
-        for candidate in sorted(filter(lambda each: each.pays, others), key=lambda each: -(each.speed or 0.0)):
+        for candidate in sorted((other for other in others if other.pays), key=lambda other: -(other.speed or 0.0)):
             if not candidate.comparison:
                 comparison = self._comparison(candidate)
                 for other in others:
@@ -276,7 +276,7 @@ class Search:
         values, own_speed = differing(options), 1 / (plain.speed or 1.0)
         self._own.reference = self._own.seconds
         measured = [self._own, plain, *others]
-        rows = [each.row(own_speed) for each in measured]
+        rows = [candidate.row(own_speed) for candidate in measured]
         number = measured.index(chosen)
         return Tuning(
             options=values,

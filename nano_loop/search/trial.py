@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nano_loop.cpu import peak_memory
+from nano_loop.distributed.files.private_files import guard_files
 from nano_loop.distributed.payload.payload import load
 from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.distributed.ranks import Loop
@@ -44,6 +45,8 @@ class Trial(RunTask):
         Whether the loop runs without any step of nano_loop.
     """
 
+    reads_more = True
+
     def __init__(self, payload: Path, settings: Settings, *, is_plain: bool = False) -> None:
         super().__init__(settings, {}, Loop("the loop", "nano_loop"))
         self._payload = payload
@@ -59,6 +62,7 @@ class Trial(RunTask):
     def do(self, run: Run) -> Any:
         """See `RunTask.do`."""
         task = load(self._payload)
+        guard_files()
         gate = _Gate(self._line, run, ends_after_one=self.settings.options.verify)
         try:
             task.do(run)

@@ -1,1 +1,1 @@
-"""What Lightning's two packages, `lightning.pytorch` and `pytorch_lightning`, have in common: neither is imported."""
+"""The common part of Lightning's two packages, `lightning.pytorch` and `pytorch_lightning`: neither is imported."""

@@ -94,10 +94,10 @@ _PASS = "Pass it to Trainer.compile"
 
 def refuse_compiled_twice(model: nn.Module, **arguments: Any) -> None:
     """Raise if a LightningModule is compiled with what it has itself."""
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
+    names = [name for name, value in arguments.items() if value is not None]
+    if names:
         message = problem(
-            f"compile({type(model).__name__}, {', '.join(f'{name}=' for name in given)})",
+            f"compile({type(model).__name__}, {', '.join(f'{name}=' for name in names)})",
             "a LightningModule has its own loss, optimizer, scheduler and metrics",
             "Leave them out, or pass a torch.nn.Module",
         )
@@ -106,14 +106,14 @@ def refuse_compiled_twice(model: nn.Module, **arguments: Any) -> None:
 
 def _check(loss: Any, optimizer: Any, scheduler: Any, metrics: Any) -> None:
     wrong = []
-    for name, value, fits, needed in (
+    for name, value, fits, expected in (
         ("loss", loss, callable, "a function or a module"),
-        ("optimizer", optimizer, lambda each: isinstance(each, Optimizer), "a torch.optim.Optimizer"),
-        ("scheduler", scheduler, lambda each: isinstance(each, (LRScheduler, ReduceLROnPlateau)), "an LRScheduler"),
+        ("optimizer", optimizer, lambda value: isinstance(value, Optimizer), "a torch.optim.Optimizer"),
+        ("scheduler", scheduler, lambda value: isinstance(value, (LRScheduler, ReduceLROnPlateau)), "an LRScheduler"),
         ("metrics", metrics, _are_metrics, "a list of metrics, each called as metric(output, target)"),
     ):
         if value is not None and not fits(value):
-            wrong.append(problem(f"compile({name}={value!r:.80})", f"it is {needed}", "Pass one, or leave it out"))
+            wrong.append(problem(f"compile({name}={value!r:.80})", f"it is {expected}", "Pass one, or leave it out"))
     if scheduler is not None and optimizer is None:
         wrong.append(problem("compile(scheduler=...)", "it schedules an optimizer", "Pass optimizer=, too"))
     if wrong:

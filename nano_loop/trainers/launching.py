@@ -1,4 +1,4 @@
-"""How an entry point of Lightning's Trainer runs in a `Run`: ``fit`` in all processes, the others in the caller's."""
+"""The launch of Lightning's Trainer in a `Run`: ``fit`` in all processes, other entry points in the caller's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.external.environment import found_launch
 from nano_loop.distributed.ranks import Loop
 from nano_loop.intercept.torch_private import put_back_signal_handlers
-from nano_loop.report import Printed
+from nano_loop.report import LastPrinted
 from nano_loop.run import Run, RunTask
 from nano_loop.settings import Settings
 from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding, Verify
@@ -26,7 +26,7 @@ _STATE = ("callbacks", "loggers", "datamodule")
 class LaunchedStrategy(Protocol):
     """The strategy of a Trainer, as far as its launcher needs it."""
 
-    nano_printed: Printed
+    nano_printed: LastPrinted
 
     def settings(self, *, alone: bool = False) -> Settings:
         """Return the settings of a run, in this process alone or in all."""
@@ -95,7 +95,7 @@ def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     named: dict[str, Any] = {"model": trainer.lightning_module}
     for name in _STATE:
         value = getattr(trainer, name, None)
-        each = value if isinstance(value, (list, tuple)) else [value]
-        named |= {f"{name} ({type(one).__name__})": one for one in each if one is not None}
+        items = value if isinstance(value, (list, tuple)) else [value]
+        named |= {f"{name} ({type(one).__name__})": one for one in items if one is not None}
     named |= {f"argument {place} of fit": value for place, value in enumerate(args[1:], 2) if value is not None}
     return {**named, **{name: value for name, value in kwargs.items() if value is not None}}

@@ -1,4 +1,4 @@
-"""What is done with one of Lightning's packages: the strategy gets its name there, or the package is missing."""
+"""The registration of the strategy with one of Lightning's packages, and the error where it is missing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from nano_loop.errors import problem
 
 
-def register(strategy: type, registry: Any) -> None:
+def register(strategy: type, strategies: Any) -> None:
     """Let Lightning's Trainer find the strategy by its name."""
-    if "nano" not in registry:
-        registry.register("nano", strategy, description="CPU training, accelerated by nano_loop")
+    if "nano" not in strategies:
+        strategies.register("nano", strategy, description="CPU training, accelerated by nano_loop")
 
 
 def lightning_is_missing(package: str, needed_by: str) -> ImportError:

@@ -20,7 +20,7 @@ from nano_loop.distributed.tensor_collectives import gathered, reduced
 from nano_loop.errors import NanoConfigError, NanoError, problem
 from nano_loop.options import Options
 from nano_loop.parts import Parts
-from nano_loop.report import Printed, SetupReport
+from nano_loop.report import LastPrinted, SetupReport
 from nano_loop.run import Run
 from nano_loop.settings import Settings
 from nano_loop.trainers.launching import FITTING, RunLauncher
@@ -70,7 +70,7 @@ class NanoStrategyMixin:
         super().__init__(checkpoint_io=checkpoint_io, cluster_environment=RanksEnvironment(Ranks()))  # type: ignore[call-arg]
         self._nano_options = options
         self._nano_run: Run | None = None
-        self.nano_printed = Printed()
+        self.nano_printed = LastPrinted()
         self._nano_ranks = Ranks()
         self.report: SetupReport | None = None
         _read(options)  # raises for an invalid option here

@@ -142,8 +142,8 @@ def _refuse(others: Mapping[str, Any]) -> None:
 
 def _of_environment() -> dict[str, Any]:
     """Return the options that are set in the environment, which override the arguments."""
-    found, _ = read_options(os.environ, CHECKS)
-    return {name: value for name, (_, value) in found.items()}
+    values, _ = read_options(os.environ, CHECKS)
+    return {name: value for name, (_, value) in values.items()}
 
 
 def _auto_lr(value: Any) -> Any:

@@ -91,5 +91,5 @@ def _info(text: str) -> dict[Any, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _literal(text: str) -> dict[Any, Any]:
-    found: dict[Any, Any] = ast.literal_eval(text)
-    return found
+    info: dict[Any, Any] = ast.literal_eval(text)
+    return info

@@ -1,4 +1,4 @@
-"""Where the cache is, how large it may be, and how long it lives.
+"""The place of the cache, its size, and its lifetime.
 
 A cache in memory belongs to the process that has made it, and lives as long as one of the datasets that it was made
 for: a function that is called once an epoch finds it again. A folder that the user has named stays.
@@ -40,13 +40,13 @@ class _Memory:
     def __init__(self, limit: int) -> None:
         self.process = os.getpid()
         self.users: set[int] = set()
-        self._closing = ExitStack()
+        self._stack = ExitStack()
         parent = _parent(limit)
         delete_abandoned(parent, _PREFIX)
         folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
-        self._closing.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         folder.chmod(0o700)
-        self._closing.enter_context(held(folder))
+        self._stack.enter_context(held(folder))
         self.store = Store(folder, 0, sums=False)
         self.allow(limit)
 
@@ -56,7 +56,7 @@ class _Memory:
         self.store.allow(min(limit, room))
 
     def close(self) -> None:
-        self._closing.close()
+        self._stack.close()
 
 
 _memory: _Memory | None = None
@@ -151,7 +151,7 @@ def _parent(limit: int) -> Path:
     temporary = Path(tempfile.gettempdir())
     if not os.access(SHARED_MEMORY, os.W_OK):
         return temporary
-    shared, other = (shutil.disk_usage(each).free for each in (SHARED_MEMORY, temporary))
+    shared, other = (shutil.disk_usage(folder).free for folder in (SHARED_MEMORY, temporary))
     return SHARED_MEMORY if _ROOM_LEFT * shared >= limit or other <= shared else temporary
 
 

@@ -66,7 +66,7 @@ class Images(Dataset[Any]):
     def __init__(self, dataset: Any, store: Store, exact: bool, batched: bool) -> None:
         from nano_loop.vision.reading import Reading  # imports Pillow
 
-        plans = [plan for each in pipelines_in(dataset) if (plan := plan_of(each)) is not None]
+        plans = [plan for pipeline in pipelines_in(dataset) if (plan := plan_of(pipeline)) is not None]
         deferring = {id(pipeline): pipeline for pipeline in direct_pipelines(dataset)} if batched else {}
         reading = Reading(store, exact, plans[:4], deferring)
         vars(self).update(_dataset=dataset, _reading=reading, _batched=batched)
@@ -150,24 +150,24 @@ def refusal(loader: DataLoader[Any]) -> str | None:
 
 def has_images(dataset: Any) -> bool:
     """Whether there is a dataset or a pipeline of torchvision's in a dataset."""
-    own = any(type(each).__module__.startswith("torchvision.") for each in datasets_in(dataset))
+    own = any(type(part).__module__.startswith("torchvision.") for part in datasets_in(dataset))
     return own or bool(pipelines_in(dataset))
 
 
 def pipelines_in(dataset: Any) -> list[Any]:
     """Return the pipelines in a dataset, in the datasets that it is made of, and in attributes of these."""
     kinds = tuple(kind for kind in (*compositions(), image_preset()) if kind is not None)
-    return [each for each in _reached(dataset) if isinstance(each, kinds)]
+    return [value for value in _reached(dataset) if isinstance(value, kinds)]
 
 
 def plans_in(dataset: Any) -> list[Plan]:
     """Return how the pipelines in a dataset are run."""
-    return [plan for each in pipelines_in(dataset) if (plan := plan_of(each)) is not None]
+    return [plan for pipeline in pipelines_in(dataset) if (plan := plan_of(pipeline)) is not None]
 
 
 def datasets_in(dataset: Any) -> list[Any]:
     """Return a dataset and the datasets that it is made of."""
-    return [each for each in _reached(dataset) if each is dataset or isinstance(each, Dataset)]
+    return [value for value in _reached(dataset) if value is dataset or isinstance(value, Dataset)]
 
 
 def direct_pipelines(dataset: Any) -> list[Any]:
@@ -188,8 +188,8 @@ def _leaves(dataset: Any) -> Iterator[Any]:
     if type(dataset) is Subset:
         yield from _leaves(dataset.dataset)
     elif type(dataset) is ConcatDataset:
-        for each in dataset.datasets:
-            yield from _leaves(each)
+        for part in dataset.datasets:
+            yield from _leaves(part)
     else:
         yield dataset
 
@@ -199,9 +199,9 @@ def _reached(start: Any) -> Iterator[Any]:
     level, seen = [start], {id(start)}
     for _ in range(_DEPTH):
         following = []
-        for each in level:
-            yield each
-            for value in _parts(each):
+        for reached in level:
+            yield reached
+            for value in _parts(reached):
                 if id(value) not in seen and len(seen) < _OBJECTS:
                     seen.add(id(value))
                     following.append(value)
@@ -211,9 +211,9 @@ def _reached(start: Any) -> Iterator[Any]:
 
 def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
-        yield from (each for each in [*value.values()][:_SMALL] if not isinstance(each, _NUMBERS))
+        yield from (item for item in [*value.values()][:_SMALL] if not isinstance(item, _NUMBERS))
     elif isinstance(value, (list, tuple)):
-        yield from (each for each in value[:_SMALL] if not isinstance(each, _NUMBERS))
+        yield from (item for item in value[:_SMALL] if not isinstance(item, _NUMBERS))
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from (var for var in vars(value).values() if not isinstance(var, _NUMBERS))
 

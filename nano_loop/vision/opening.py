@@ -1,4 +1,4 @@
-"""Replaces `PIL.Image.open` and `Image.convert` within a fetch: a file that was decoded before is not decoded again."""
+"""Patches of `PIL.Image.open` and `Image.convert` in a fetch: a file that was decoded before is not decoded again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads torchvision's pipelines: which transforms come first and are deterministic, and which only convert at the end.
+"""Plans of torchvision's pipelines: which transforms come first and are deterministic, and which convert at the end.
 
 Only classes in the tables below are understood, by their exact types and with exactly the attributes that are listed.
 A subclass, a `Lambda`, a module with hooks and a class of another version with one more attribute are not.
@@ -155,7 +155,10 @@ def _is_unchanged(now: tuple[Any, ...], then: tuple[Any, ...], attributes: _Attr
     if len(now) != len(then) or not all(map(operator.is_, now, then)):
         return False
     try:
-        return all(type(each) is kind and vars(each) == own for each, (kind, own) in zip(now, attributes, strict=True))
+        return all(
+            type(transform) is kind and vars(transform) == own
+            for transform, (kind, own) in zip(now, attributes, strict=True)
+        )
     except (RuntimeError, ValueError, TypeError):  # another tensor, or an array, is compared element by element
         return False
 
@@ -183,11 +186,11 @@ def plan_of(pipeline: Any) -> Plan | None:
 def _plan_of(transforms: tuple[Any, ...]) -> Plan:
     descriptions = [described(transform) for transform in transforms]
     prefix = 0
-    while prefix < len(transforms) and (found := descriptions[prefix]) is not None and found[0].of_pixels:
+    while prefix < len(transforms) and (description := descriptions[prefix]) is not None and description[0].of_pixels:
         prefix += 1
-    key = ";".join(found[1] for found in descriptions[:prefix] if found)
-    known = [found[0] if found else None for found in descriptions]
-    resizes = any(each is not None and each.name == "Resize" for each in known[:prefix])
+    key = ";".join(description[1] for description in descriptions[:prefix] if description)
+    known = [description[0] if description else None for description in descriptions]
+    resizes = any(entry is not None and entry.name == "Resize" for entry in known[:prefix])
     return Plan(transforms, prefix, key, resizes, _conversion(transforms, known, prefix))
 
 
@@ -227,15 +230,15 @@ def described(transform: Any) -> tuple[Known, str] | None:
 
 @functools.cache
 def _known_classes(with_v2: bool) -> dict[type, Known]:
-    found = {}
+    known_classes = {}
     for of_pixels, table in ((True, _PIXELS), (False, _FLOATS)):
         for module, classes in table.items():
             if module == V1 or with_v2:
                 for name, attributes in classes.items():
                     kind = getattr(sys.modules[module], name, None)
                     if kind is not None:
-                        found[kind] = Known(module, name, frozenset(attributes), of_pixels)
-    return found
+                        known_classes[kind] = Known(module, name, frozenset(attributes), of_pixels)
+    return known_classes
 
 
 def _is_as_its_class(transform: Any) -> bool:
@@ -249,7 +252,7 @@ def _is_plain(value: Any) -> bool:
         return True
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
-    return type(value) is dict and all(_is_plain(each) for item in value.items() for each in item)
+    return type(value) is dict and all(_is_plain(part) for item in value.items() for part in item)
 
 
 def _frozen(value: Any) -> Any:
@@ -270,7 +273,7 @@ def _of_preset(size: Any, crop: Any, mean: Any, std: Any, interpolation: Any, an
 
 def _conversion(transforms: Sequence[Any], known: Sequence[Known | None], prefix: int) -> Conversion | None:
     """Read a pipeline from its end: normalizations, before them a conversion to floats, before it one to a tensor."""
-    names = [each.name if each else "" for each in known]
+    names = [entry.name if entry else "" for entry in known]
     first = len(names)
     while first > prefix and names[first - 1] in ("Normalize", "ToPureTensor"):
         first -= 1
@@ -281,7 +284,7 @@ def _conversion(transforms: Sequence[Any], known: Sequence[Known | None], prefix
     scaling, kind = transforms[first], known[first]
     if kind is None:
         return None
-    typed = V2 in {each.module for each in known if each}
+    typed = V2 in {entry.module for entry in known if entry}
     if kind.name == "ToTensor":
         return Conversion(first, True, True, normalizations, typed)
     to_float = kind.name in ("ConvertImageDtype", "ToDtype") and scaling.dtype is torch.float32

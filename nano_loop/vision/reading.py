@@ -1,4 +1,4 @@
-"""What the fetches of a loader have in common, and where the pixels of an image are from."""
+"""The state that the fetches of a loader share, and where the pixels of an image are from."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Reading:
 
     def used(self, plan: Plan) -> None:
         """Note a pipeline."""
-        if not any(each.key == plan.key for each in self.plans):
+        if not any(other.key == plan.key for other in self.plans):
             self.plans = [plan, *self.plans[: _SEVERAL - 1]]
 
 

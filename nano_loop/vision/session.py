@@ -85,11 +85,11 @@ def _transformed(reading: Reading, pipeline: Any, image: Any, deferring: bool, o
             start = transform(start)
         return _finished(plan, start, deferring)
     key = origin.key(plan, reading.exact)
-    found = reading.store.get(key)
-    if found is None:
+    entry = reading.store.get(key)
+    if entry is None:
         value = _first(reading, plan, image, origin, key)
         return _finished(plan, value, deferring)
-    header, pixels = found
+    header, pixels = entry
     if deferring and (direct := _direct(plan, header, pixels)) is not None:
         return direct
     return _finished(plan, entries.read(header, pixels), deferring)
@@ -98,8 +98,8 @@ def _transformed(reading: Reading, pipeline: Any, image: Any, deferring: bool, o
 def _origin_of(reading: Reading, image: Any, plan: Plan) -> Origin | None:
     """Return where an image is from, or None if that is not known or the image is not worth a place in the cache."""
     if is_deferred(image):
-        found: Origin = vars(image)[ORIGIN]
-        return found
+        origin: Origin = vars(image)[ORIGIN]
+        return origin
     if not isinstance(image, Image.Image):
         reading.store.note(f"pipelines got a {type(image).__name__}, not a Pillow image")
         return None

@@ -1,4 +1,4 @@
-"""What a Pillow image comes from, as long as nobody has touched its pixels: a file in a certain state."""
+"""The source of a Pillow image whose pixels nobody has touched yet: a file in a certain state."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def is_in_state(state: FileState) -> bool:
         return False
 
 
-def _state(path: str, found: os.stat_result) -> FileState:
-    return FileState(path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+def _state(path: str, status: os.stat_result) -> FileState:
+    return FileState(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class Source:

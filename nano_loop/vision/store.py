@@ -81,12 +81,12 @@ class Store:
                 length = file.readinto(data)
         except OSError:
             return None
-        found = _parsed(memoryview(data), key, self.sums) if length == len(data) else None
-        if found is None:
+        entry = _parsed(memoryview(data), key, self.sums) if length == len(data) else None
+        if entry is None:
             self.note("damaged entries of the cache were made anew")
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        return found
+        return entry
 
     def put(self, key: str, header: dict[str, Any], pixels: bytes | memoryview) -> None:
         """Write an entry, unless the limit is reached, the folder cannot be written, or another process has made it."""
@@ -116,13 +116,13 @@ class Store:
 
     def notes(self) -> list[str]:
         """Return the lines that all processes have kept, and forget them."""
-        found = set(self._notes)
+        notes = set(self._notes)
         for path in self.folder.glob("note-*"):
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                found.add(path.read_text(encoding="utf-8"))
+                notes.add(path.read_text(encoding="utf-8"))
                 path.unlink()
         self._notes.clear()
-        return sorted(found)
+        return sorted(notes)
 
     def usage(self) -> Usage:
         """Return what all processes have written."""

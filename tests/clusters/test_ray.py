@@ -4,6 +4,7 @@ Two nodes of a test's cluster share this host, so their ranks share memory. With
 themselves to be on another host, and gloo connects them.
 """
 
+import ctypes
 import os
 import sys
 import warnings
@@ -34,6 +35,9 @@ def fit(model, optimizer, loader):
     own = [nano_loop.global_rank(), nano_loop.local_rank(), torch.get_num_threads()]
     with open("written by every rank", "w") as file:
         file.write(str(own))
+    os.mkdir("made by every rank")
+    if nano_loop.global_rank():  # compiled code may not change the caller's
+        assert ctypes.CDLL(None).open(b"written by every rank", os.O_WRONLY | os.O_CREAT, 0o600) == -1
     values = [nano_loop.broadcast(Mine(own), rank).value for rank in range(nano_loop.world_size())]
     return steps, values, nano_loop.all_gather(small.weights(model))
 

@@ -1,8 +1,10 @@
 """A search repeats any loop on copies, in any precision, and leaves the caller's objects and files where they were."""
 
+import ctypes
 import os
 import random
 import signal
+import sqlite3
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,6 +99,27 @@ def test_training_after_a_search_is_that_without_one(only):
     assert found[1] == positions
     assert found[2].equal(random_state)
     torch.testing.assert_close(found[3], weights)
+
+
+def test_files_of_a_trial_are_its_own_and_compiled_code_may_write_on_its_rank_0(only, tmp_path):
+    def fit(model, optimizer, batch, out):
+        if nano_loop.is_global_zero():
+            sqlite3.connect(out / "database").execute("create table if not exists new (value)").connection.close()
+            descriptor = ctypes.CDLL(None).open(os.fsencode(out / "compiled"), os.O_WRONLY | os.O_CREAT, 0o600)
+            assert descriptor >= 0
+            os.close(descriptor)
+            (out / "number").write_text(f"{int((out / 'number').read_text()) + 1}")
+        for _ in range(99):
+            optimizer.zero_grad()
+            loss_of(model, batch[nano_loop.global_rank() :]).backward()
+            optimizer.step()
+
+    model, optimizer, batch = made()
+    (tmp_path / "number").write_text("0")
+    options = {**FIXED, **STEPS, "num_processes": 2, "auto_lr": False}
+    nano_loop.nano(tune=True, verbose=False, **options)(fit)(model, optimizer, batch.share_memory_(), tmp_path)
+    assert (tmp_path / "number").read_text() == "1"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["compiled", "database", "number"]
 
 
 class Nano(TorchNano):

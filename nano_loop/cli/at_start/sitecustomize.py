@@ -1,4 +1,4 @@
-"""Python imports this before the script of `nano-loop run`. It leaves a function for the end, and no other trace.
+"""The module that Python imports before the script of `nano-loop run`: it registers a function for the end, no more.
 
 It imports nothing of nano_loop, since the script may never do so. Before the script begins, the environment and
 `sys.path` are those that the script has under ``python``, so processes that it starts do not come here.

@@ -23,5 +23,5 @@ FINDINGS: tuple[Callable[[Inspected], Iterator[Finding]], ...] = (
 
 def findings_of(inspected: Inspected) -> list[Finding]:
     """Return all findings, those that hurt first."""
-    found = [finding for function in FINDINGS for finding in function(inspected)]
-    return sorted(found, key=lambda finding: not finding.hurts)
+    findings = [finding for function in FINDINGS for finding in function(inspected)]
+    return sorted(findings, key=lambda finding: not finding.hurts)

@@ -1,4 +1,4 @@
-"""What `doctor` reports of one thing that it has found."""
+"""A finding: what `doctor` reports of one fault."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def preload_is_missing(inspected: Inspected) -> Iterator[Finding]:
     loaded = {Path(library).name for library in inspected.libraries}
     for entry in preloaded(inspected.environ):
         # A process has the file behind a link. On a recorded machine, its name begins like that of the link.
-        stems = {Path(each).name.partition(".so")[0] for each in (entry, os.path.realpath(entry))}
+        stems = {Path(path).name.partition(".so")[0] for path in (entry, os.path.realpath(entry))}
         if loaded and not any(name.startswith(tuple(stems)) for name in loaded):
             yield Finding(
                 "preload-missing",
@@ -28,13 +28,13 @@ def preload_is_missing(inspected: Inspected) -> Iterator[Finding]:
 
 def two_openmp_runtimes(inspected: Inspected) -> Iterator[Finding]:
     """Find two OpenMP runtimes in one process, of which neither was preloaded to replace the other."""
-    found = openmp_of(inspected.libraries)
+    runtimes = openmp_of(inspected.libraries)
     # Intel's and LLVM's runtimes have GNU's functions as well, so the one that is loaded first serves all.
     replacing = {"Intel", "LLVM"}.intersection(openmp_of(preloaded(inspected.environ)))
-    if len(found) > 1 and not replacing:
+    if len(runtimes) > 1 and not replacing:
         yield Finding(
             "two-openmp",
-            f"the OpenMP runtimes of {' and '.join(found)} are loaded in one process",
+            f"the OpenMP runtimes of {' and '.join(runtimes)} are loaded in one process",
             "each has threads, which wait for cores that the other's threads keep busy, and some programs abort",
             "Install torch and NumPy from one source, or preload one runtime (nano-loop env --intel-openmp)",
         )
@@ -42,11 +42,11 @@ def two_openmp_runtimes(inspected: Inspected) -> Iterator[Finding]:
 
 def two_allocators(inspected: Inspected) -> Iterator[Finding]:
     """Find two allocators in one process."""
-    found = allocators_of(inspected.libraries)
-    if len(found) > 1:
+    allocators = allocators_of(inspected.libraries)
+    if len(allocators) > 1:
         yield Finding(
             "two-allocators",
-            f"the allocators {' and '.join(found)} are loaded in one process",
+            f"the allocators {' and '.join(allocators)} are loaded in one process",
             "only the first one is used, and memory that one allocates and the other frees ends the process",
             "Leave one of them in LD_PRELOAD",
         )

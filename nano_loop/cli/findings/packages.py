@@ -55,17 +55,21 @@ def requirements_are_not_met(inspected: Inspected) -> Iterator[Finding]:
     for name, texts in inspected.requirements.items():
         for text in texts:
             try:
-                needed = Requirement(text)
+                requirement = Requirement(text)
             except InvalidRequirement:
                 continue
-            version = inspected.packages.get(canonicalize_name(needed.name))
-            of_an_extra = needed.marker is not None and not needed.marker.evaluate({"extra": ""})
-            if version is not None and not of_an_extra and not needed.specifier.contains(version, prereleases=True):
+            version = inspected.packages.get(canonicalize_name(requirement.name))
+            of_an_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+            if (
+                version is not None
+                and not of_an_extra
+                and not requirement.specifier.contains(version, prereleases=True)
+            ):
                 yield Finding(
                     "requirement",
-                    f"{name} needs {needed.name}{needed.specifier}, and {version} is installed",
+                    f"{name} needs {requirement.name}{requirement.specifier}, and {version} is installed",
                     "packages fail in unexpected places with versions that they were not made for",
-                    f'Run: pip install "{needed.name}{needed.specifier}"',
+                    f'Run: pip install "{requirement.name}{requirement.specifier}"',
                 )
 
 

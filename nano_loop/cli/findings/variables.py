@@ -75,7 +75,11 @@ def limited_instruction_sets(inspected: Inspected) -> Iterator[Finding]:
         value = inspected.environ.get(name, "").strip().upper()
         if value in ("", "DEFAULT", "ALL"):
             continue
-        lost = [each for each, words in _WORDS_FOR.items() if inspected.has_any(each) and not _has_any(value, words)]
+        lost = [
+            instruction_set
+            for instruction_set, words in _WORDS_FOR.items()
+            if inspected.has_any(instruction_set) and not _has_any(value, words)
+        ]
         if lost:
             why = f"oneDNN does not use {' and '.join(lost)}, which this CPU has"
             yield Finding("slow-variable", f"{name}={inspected.environ[name]} is set", why, f"Unset {name}")

@@ -51,7 +51,7 @@ def refuse_unseen_changes(table: Table) -> None:
     """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if not table.root or event not in _EVENTS or redirected.depth:
+        if not table.root or table.is_rank_0 or event not in _EVENTS or redirected.depth:
             return
         for path in _changed_paths(event, arguments):
             if _is_of_the_caller(table, path):

@@ -9,9 +9,9 @@ import functools
 import io
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from stat import S_IMODE, S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any
 
 from nano_loop.distributed.files.originals import real
@@ -113,18 +113,6 @@ class Entry(os.PathLike[Any]):
         """See `os.DirEntry`."""
         return os.lstat(self._key).st_ino
 
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """See `os.DirEntry`."""
-        return self._is(stat.S_ISDIR, follow_symlinks)
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """See `os.DirEntry`."""
-        return self._is(stat.S_ISREG, follow_symlinks)
-
-    def is_symlink(self) -> bool:
-        """See `os.DirEntry`."""
-        return self._is(stat.S_ISLNK, False)
-
     def is_junction(self) -> bool:
         """See `os.DirEntry`: there are none outside Windows."""
         return False
@@ -133,11 +121,15 @@ class Entry(os.PathLike[Any]):
         """See `os.DirEntry`."""
         return os.stat(self._key, follow_symlinks=follow_symlinks)
 
-    def _is(self, kind: Any, follow: bool) -> bool:
+    def _is(self, kind: Any, *, follow_symlinks: bool = True) -> bool:
         try:
-            return bool(kind(self.stat(follow_symlinks=follow).st_mode))
+            return bool(kind(self.stat(follow_symlinks=follow_symlinks).st_mode))
         except FileNotFoundError:
             return False
+
+    is_dir = functools.partialmethod(_is, S_ISDIR)
+    is_file = functools.partialmethod(_is, S_ISREG)
+    is_symlink = functools.partialmethod(_is, S_ISLNK, follow_symlinks=False)
 
 
 class Entries(AbstractContextManager["Entries"], Iterator[Any]):
@@ -182,13 +174,17 @@ class Functions:
 
     def of_os(self) -> dict[str, _Function]:
         """Return the functions by their names in `os`, as many of them as this system has."""
-        names = ["chdir", "getcwd", "getcwdb", "link", "listdir", "mkdir", "open", "remove", "rename", "replace"]
-        names += ["rmdir", "scandir", "symlink", "unlink"]
+        table, own = self._table, (self._chdir, self._link, self._listdir, self._mkdir, self._open, self._rename)
         return {
             **{name: self._reading(name, follow) for name, follow in _READING.items() if hasattr(real, name)},
             **{name: self._changing(name, follow) for name, follow in _CHANGING.items() if hasattr(real, name)},
             **{name: self._making(name) for name in ("mkfifo", "mknod") if hasattr(real, name)},
-            **{name: getattr(self, name) for name in names},
+            **{method.__name__[1:]: method for method in (*own, self._scandir, self._symlink)},
+            "getcwd": table.working_folder,
+            "getcwdb": lambda: os.fsencode(table.working_folder()),
+            "replace": self._rename,
+            **dict.fromkeys(("remove", "unlink"), functools.partial(self._remove, False)),
+            "rmdir": functools.partial(self._remove, True),
         }
 
     # --- reading ---
@@ -212,15 +208,13 @@ class Functions:
 
         return function
 
-    def listdir(self, path: Any = None) -> Any:
-        """See `os.listdir`."""
+    def _listdir(self, path: Any = None) -> Any:
         names, _ = self._listed(path)
         if names is None:
             return real.listdir(path)
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
-    def scandir(self, path: Any = None) -> Any:
-        """See `os.scandir`."""
+    def _scandir(self, path: Any = None) -> Any:
         names, key = self._listed(path)
         if names is None:
             return real.scandir(path)
@@ -244,18 +238,9 @@ class Functions:
                 names = real.listdir(place)  # a link that only this rank sees may be on the way
         return names, key
 
-    def chdir(self, path: Any) -> None:
-        """See `os.chdir`."""
+    def _chdir(self, path: Any) -> None:
         with naming(path):
             real.chdir(path if isinstance(path, int) else self._table.reading(os.fspath(path)))
-
-    def getcwd(self) -> str:
-        """See `os.getcwd`."""
-        return self._table.working_folder()
-
-    def getcwdb(self) -> bytes:
-        """See `os.getcwdb`."""
-        return os.fsencode(self.getcwd())
 
     def _at(self, path: Any, descriptor: int | None) -> Any:
         """Return a path that is meant from an open folder on as one that needs no folder."""
@@ -275,8 +260,7 @@ class Functions:
 
     # --- opening ---
 
-    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        """See `os.open`."""
+    def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         path = self._at(path, dir_fd)
         with naming(path), redirected:
             return self._opened(path, flags, mode)
@@ -298,9 +282,9 @@ class Functions:
             return _descriptor(table.new(key), flags, mode)
         if exclusive:
             raise os_error(errno.EEXIST, path)
-        if stat.S_ISDIR(found.st_mode) and _TEMPORARY and flags & _TEMPORARY == _TEMPORARY:
+        if S_ISDIR(found.st_mode) and _TEMPORARY and flags & _TEMPORARY == _TEMPORARY:
             return _descriptor(table.mirrored(key), flags, mode)
-        if not stat.S_ISREG(found.st_mode):  # a device or a pipe; a folder raises
+        if not S_ISREG(found.st_mode):  # a device or a pipe; a folder raises
             place = table.place(key)
             return (
                 table.outside.submit(_descriptor, place, flags, mode).result()
@@ -308,7 +292,7 @@ class Functions:
                 else _descriptor(place, flags, mode)
             )
         if flags & os.O_TRUNC:
-            return _descriptor(table.new(key), flags | os.O_CREAT, stat.S_IMODE(found.st_mode))
+            return _descriptor(table.new(key), flags | os.O_CREAT, S_IMODE(found.st_mode))
         return _descriptor(table.own(key), flags, mode)
 
     def of_io(self) -> _Function:
@@ -349,8 +333,7 @@ class Functions:
 
     # --- making, changing, removing and renaming ---
 
-    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        """See `os.mkdir`."""
+    def _mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         table, path = self._table, self._at(path, dir_fd)
         key = table.key(_bare(path), follow=False)
         if table.is_shared(key):
@@ -386,13 +369,12 @@ class Functions:
 
         return function
 
-    def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
-        """See `os.symlink`."""
+    def _symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
         with self._new(dst, dir_fd) as place:
             real.symlink(src, place)
             self._table.forget_folders()
 
-    def link(
+    def _link(
         self,
         src: Any,
         dst: Any,
@@ -401,7 +383,6 @@ class Functions:
         dst_dir_fd: int | None = None,
         follow_symlinks: bool = True,
     ) -> None:
-        """See `os.link`."""
         key = self._table.key(self._at(src, src_dir_fd), follow=False)
         if self._table.seen(key) is None:
             raise missing(src)
@@ -421,23 +402,14 @@ class Functions:
                 return original(path, *args, **options)
             with naming(path), redirected:
                 place = table.own(key)
-                if place == key and stat.S_ISDIR(real.lstat(place).st_mode) and name != "truncate":
+                if place == key and S_ISDIR(real.lstat(place).st_mode) and name != "truncate":
                     return None  # a real folder is rank 0's
                 return original(place, *args, **options)
 
         return function
 
-    def remove(self, path: Any, *, dir_fd: int | None = None) -> None:
-        """See `os.remove`."""
-        self._remove(self._at(path, dir_fd), folder=False)
-
-    unlink = remove
-
-    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        """See `os.rmdir`."""
-        self._remove(self._at(path, dir_fd), folder=True)
-
-    def _remove(self, path: Any, folder: bool) -> None:
+    def _remove(self, folder: bool, path: Any, *, dir_fd: int | None = None) -> None:
+        path = self._at(path, dir_fd)
         table = self._table
         key = self._key_to_remove(path)
         if key is None:
@@ -447,7 +419,7 @@ class Functions:
         elif folder:
             self._must_be_empty(key, path)
             table.remove(key)
-        elif stat.S_ISDIR(table.seen(key).st_mode):  # type: ignore[union-attr]
+        elif S_ISDIR(table.seen(key).st_mode):  # type: ignore[union-attr]
             raise os_error(errno.EISDIR, path)
         else:
             table.remove(key)
@@ -469,7 +441,7 @@ class Functions:
             if key is None:
                 return
             found = table.seen(key)
-            if table.is_shared(key) or found is None or not stat.S_ISDIR(found.st_mode):
+            if table.is_shared(key) or found is None or not S_ISDIR(found.st_mode):
                 original(path, *args, **options)
             else:
                 table.remove(key)
@@ -496,15 +468,14 @@ class Functions:
     def _must_be_empty(self, key: str, path: Any) -> None:
         """Check that a folder is one, and holds nothing that rank 0 has not put there in this run."""
         found = self._table.seen(key)
-        if found is None or not stat.S_ISDIR(found.st_mode):
+        if found is None or not S_ISDIR(found.st_mode):
             raise os_error(errno.ENOTDIR, path)
-        for name in self.listdir(key):
+        for name in self._listdir(key):
             below = os.path.join(key, name)
             if not self._table.is_rank_0s(below, self._table.seen(below)):
                 raise os_error(errno.ENOTEMPTY, path)
 
-    def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-        """See `os.rename`."""
+    def _rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         table, src, dst = self._table, self._at(src, src_dir_fd), self._at(dst, dst_dir_fd)
         new = table.key(_bare(dst), follow=False)
         old = self._key_to_remove(src, tolerant=table.seen(new) is not None)  # rank 0 may have renamed it
@@ -520,15 +491,13 @@ class Functions:
             if inner.startswith(f"{outer}/"):
                 raise os_error(number, src, dst)
         if replaced is None or not os.path.samestat(found, replaced):  # nothing happens to two names of one file
-            if replaced is not None and stat.S_ISDIR(found.st_mode):
+            if replaced is not None and S_ISDIR(found.st_mode):
                 self._must_be_empty(new, dst)
                 table.remove(new)
-            elif replaced is not None and stat.S_ISDIR(replaced.st_mode):
+            elif replaced is not None and S_ISDIR(replaced.st_mode):
                 raise os_error(errno.EISDIR, dst)
             with naming(src), redirected:
                 self._move(old, new)
-
-    replace = rename
 
     def _move(self, old: str, new: str) -> None:
         table = self._table

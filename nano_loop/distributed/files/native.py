@@ -54,6 +54,8 @@ def _opens_sqlite(table: Table, path: Any, argument: _Argument) -> Any:
     name = os.fsdecode(path)
     if name in ("", ":memory:") or argument(7, "uri", False) or table.is_shared(key := table.key(name)):
         return path
+    if table.is_rank_0:  # of a trial: the caller waits for it
+        return _edits(table, path, argument)
     if (place := table.place(key)) != key:
         return place or table.new(key)
     table.read_only.add(key)

@@ -31,7 +31,7 @@ from nano_loop.distributed.files.functions import Functions, Replacement
 from nano_loop.distributed.files.landlock import keep_writes_in
 from nano_loop.distributed.files.native import WhenImported, natives_by_module, replacements_in
 from nano_loop.distributed.files.originals import real
-from nano_loop.distributed.files.table import SYSTEM, MadeFolders, Table
+from nano_loop.distributed.files.table import MadeFolders, Table
 
 # Modules that keep such functions in classes, in default arguments, or in dicts of objects.
 _KEEPING = ("glob", "numpy.lib._datasource", "pathlib", "shutil", "tempfile")
@@ -57,7 +57,7 @@ def prepare() -> None:
         _replace_functions(_table, _forever)
 
 
-def redirect_files(run: Path, rank: int) -> None:
+def redirect_files(run: Path, rank: int, made: Path | None = None) -> None:
     """Let this process, a worker that ends with the run, keep what it writes private.
 
     Parameters
@@ -65,24 +65,27 @@ def redirect_files(run: Path, rank: int) -> None:
     run : pathlib.Path
         The private folder of the run, in which `nano_loop.distributed.files.folder.workers_files` has left a link.
     rank : int
-        The rank of this process.
+        The rank of this process. Rank 0 is that of a trial, beside the caller's process.
+    made : pathlib.Path, optional
+        Where the ranks of this host tell rank 0 which folders they have made. By default it is `run`.
     """
     prepare()
-    place = _begin(run, run, rank, began(run))
+    place = _begin(made or run, run, rank, began(run))
     _keep_temporary_files_in(f"{place}/temporary")
 
 
-def guard_files(run: Path) -> None:
+def guard_files() -> None:
     """Let the kernel refuse to this thread, and to what it starts, to change the caller's files past the table.
 
-    Parameters
-    ----------
-    run : pathlib.Path
-        The private folder of the run.
+    Not to the rank 0 of a trial, where compiled code may write.
     """
+    if _table.is_rank_0:
+        return
+    for folder in cache_folders():  # the kernel can only be told of folders that exist
+        _table.made.make_for_the_run(folder)
     outside = ThreadPoolExecutor(1)
     outside.submit(os.getpid).result()  # it is there before the boundary is drawn around this thread
-    if keep_writes_in((*SYSTEM, *folders_of(run), *_made(cache_folders()))):
+    if keep_writes_in(_table.shared):
         _table.outside = outside
         os.register_at_fork(after_in_child=lambda: setattr(_table, "outside", None))
 
@@ -159,15 +162,8 @@ def folders_made_together(run: Path) -> Iterator[None]:
 def _begin(run: Path, own: Path, rank: int, since: int, *shared: str) -> str:
     place = own_folder(own, rank)
     _table.begin(place, run, since, (*folders_of(own), os.path.realpath(run), *shared, *cache_folders()))
+    _table.is_rank_0 = rank == 0
     return place
-
-
-def _made(caches: Iterable[str]) -> Iterator[str]:
-    """Make those caches that are not there: the kernel can only be told of folders that exist."""
-    for folder in caches:
-        with contextlib.suppress(OSError):
-            os.makedirs(folder, 0o700, exist_ok=True)
-            yield folder
 
 
 def _replace_functions(table: Table, undo: ExitStack) -> None:

@@ -37,6 +37,10 @@ class Table:
 
     Attributes
     ----------
+    shared : tuple of str
+        Folders whose files all ranks write, with a slash at their ends.
+    is_rank_0 : bool
+        Whether this is the rank 0 of a trial, whose compiled code may write.
     read_only : set of str
         The caller's databases that were opened for reading alone.
     outside : executor or None
@@ -49,6 +53,7 @@ class Table:
         self._known = 0
         self.read_only: set[str] = set()
         self.outside: Executor | None = None
+        self.is_rank_0 = False
         self.end()
 
     def begin(self, place: str, run: Path, since: int, shared: Iterable[str] = ()) -> None:
@@ -69,12 +74,12 @@ class Table:
         self.root, self.made, self.since = f"{place}/files", MadeFolders(run), since
         real.mkdir(self.root, 0o700)
         self._changes = memoryview(mmap.mmap(-1, 8)).cast("Q")
-        self._shared = (*SYSTEM, *(f"{folder}/" for folder in (place, *shared)))
+        self.shared = (*SYSTEM, *(f"{folder}/" for folder in (place, *shared)))
 
     def end(self) -> None:
         """Let every file be shared again."""
         self._changes[0] = 0
-        self.root, self._shared, self.since = "", ("/",), _NEVER
+        self.root, self.shared, self.since = "", ("/",), _NEVER
 
     @property
     def is_empty(self) -> bool:
@@ -83,7 +88,7 @@ class Table:
 
     def is_shared(self, key: str) -> bool:
         """Whether a file is no rank's own: of the system, of a cache, or of the run."""
-        return f"{key}/".startswith(self._shared)
+        return f"{key}/".startswith(self.shared)
 
     # --- what is at a path ---
 
@@ -168,8 +173,12 @@ class Table:
         entry = lower(self.root + key) if self.root else None
         if entry is None or not stat.S_ISDIR(entry.st_mode):
             return None
-        own, others = real.listdir(self.root + key), set(_names(key))
-        return [name for name in {*own, *others} if name not in own or self.seen(os.path.join(key, name)) is not None]
+        own = real.listdir(self.root + key)
+        return [
+            name
+            for name in dict.fromkeys((*_names(key), *own))
+            if name not in own or self.seen(os.path.join(key, name)) is not None
+        ]
 
     def is_rank_0s(self, key: str, found: os.stat_result | None) -> bool:
         """Whether another rank has made, in this run, what this one sees, and this one has nothing there.
@@ -311,6 +320,15 @@ class MadeFolders:
                 real.mkdir(self._folder)
             with real.open_file(self._mark(key), "w") as file:
                 file.write(key)
+
+    def make_for_the_run(self, key: str) -> None:
+        """Make a folder that goes with the run, with those above it, where it is empty then."""
+        if lower(key) is None:
+            self.make_for_the_run(os.path.dirname(key))
+            with contextlib.suppress(OSError):
+                real.mkdir(key, 0o700)
+                self.note(key)
+                self.note_removed(key)
 
     def note_removed(self, key: str) -> None:
         """Note that a rank which has made a folder wants it no more."""

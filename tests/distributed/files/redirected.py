@@ -259,7 +259,7 @@ def main(folder, *checks):
     os.mkdir(f"{folder}.private")
     (run / "files").symlink_to(f"{folder}.private")
     private_files.redirect_files(run, 1)
-    private_files.guard_files(run)
+    private_files.guard_files()
     table = private_files._table
     found = {}
     for name in checks:

@@ -247,7 +247,8 @@ def folders(value):
     os.chdir("../..")
     os.removedirs("empty/inside")
     found = [(entry.name, entry.is_dir(), entry.stat().st_size > 0) for entry in os.scandir("a/b")]
-    return inside, sorted(found), sorted(os.walk("."))
+    walked = [(folder, sorted(folders), sorted(files)) for folder, folders, files in os.walk(".")]
+    return inside, sorted(found), sorted(walked)
 
 
 # Where a worker that is behind adds to what rank 0 has written so far.

@@ -54,7 +54,8 @@ def main(folder: Path, rank: int, reports: int, verbose: bool) -> NoReturn:
             load(folder / WORKER_INIT)()
             where = ""
         assignment: Assignment = load(folder / PAYLOAD)
-        guard_files(folder)  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off
+        if not assignment.task.reads_more:
+            guard_files()  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off
         gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
         gc.enable()
         _send(reports, framed({"kind": "ready"}))

@@ -15,6 +15,7 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine
+from nano_loop.distributed.files.private_files import folders_made_together
 from nano_loop.distributed.launch.assignment import State
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.external.environment import Launch
@@ -59,6 +60,7 @@ class RayLauncher(Launcher):
                 from nano_loop.distributed.launch.ray import cluster, starting  # which import Ray
             with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
                 folder = stack.enter_context(private_folder())
+                stack.enter_context(folders_made_together(folder))
                 with interrupts.heard():
                     copied = _dump(options, machine, task, folder)
             with interrupts.heard():

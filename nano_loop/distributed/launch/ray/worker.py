@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.files.folder import place_of, workers_files
-from nano_loop.distributed.files.private_files import redirect_files
+from nano_loop.distributed.files.private_files import guard_files, redirect_files
 from nano_loop.distributed.launch.assignment import State
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
@@ -137,12 +137,13 @@ class RankWorker:
         """Read the payload in a folder of this node; return how that has failed, if it has."""
         where = ""
         try:
-            redirect_files(self._folder, self._rank)
+            redirect_files(self._folder, self._rank, made=self._payload)
             if (Path(folder) / WORKER_INIT).exists():
                 where = " in worker_init"
                 load(Path(folder) / WORKER_INIT)()
             where = " while it read the arguments of the call"
             self._call = load(Path(folder) / PAYLOAD)
+            guard_files()
         except BaseException as error:
             return self._failure(error, where)
         gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
