@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from nano_loop.intercept.nested import find
+from nano_loop.intercept.nested_tensors import find
 from nano_loop.intercept.torch_private import is_loss
 from nano_loop.parts import Parts
 

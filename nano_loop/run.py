@@ -25,7 +25,7 @@ from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.distributed.ranks import Loop, Ranks
 from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, problem
-from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.calls import CallInterceptors
 from nano_loop.intercept.user_code import leads_to_user
 from nano_loop.parts import Parts
 from nano_loop.report import LastPrinted, ReportPrinter, SetupReport, StepResult
@@ -113,7 +113,7 @@ class Run:
         self._printer = ReportPrinter(printed or LastPrinted())
         self._joined = nullcontext(slot) if slot else joined(settings.options, settings.machine, task, launcher)
         self._slot: RankSlot | None = None
-        self._entries = Entries()
+        self._interceptors = CallInterceptors()
         self._kinds = STEPS if task is None else task.steps
         self._steps: list[Step] = []
         self._ending = ExitStack()
@@ -135,9 +135,9 @@ class Run:
         slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
         accelerated = partial(accelerated_copy, Settings(self._options, slot.machine))
-        context = StepContext(self._options, slot.machine, self._entries, slot.ranks, accelerated)
+        context = StepContext(self._options, slot.machine, self._interceptors, slot.ranks, accelerated)
         self._steps = [step(context) for step in self._kinds]
-        ending.callback(self._entries.close)
+        ending.callback(self._interceptors.close)
         for step in self._steps:
             ending.callback(step.undo)
         ending.push(self._close_report)

@@ -43,7 +43,7 @@ ROOMS = (
     ("fabric", "rank_zero"),
     ("precision",),
     ("tuning",),
-    ("compiling", "compiling.operators"),
+    ("compiling",),
     ("kernels", "parts"),
     ("intercept",),
     ("signatures", "checks", "report", "optim"),
@@ -58,8 +58,6 @@ ROOMS = (
 ALLOWED: dict[str, dict[str, str]] = {
     "upward_imports": {},
     "private_names_of_others": {
-        "compiling.operators.attention": "functions of kernels as operators",
-        "compiling.operators.cross_entropy": "likewise",
         "distributed.files.private_files": "tempfile decides on folders, and numpy opens files, by private functions",
         "distributed.launch.local.start": "Python documents sys._xoptions, and has no other name for its -X options",
         "distributed.launch.local.worker": "multiprocessing has no public way to let a worker have children",
@@ -420,7 +418,7 @@ PLANTED = {
         "errors imports intercept.calls",
     ),
     "upward, for types": (
-        {"errors.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .intercept.calls import Entry"},
+        {"errors.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .intercept.calls import Call"},
         "errors imports intercept.calls",
     ),
     "upward, the public names": (

@@ -1,6 +1,6 @@
 """Replaces functions of torch by nano_loop's operators in a graph that `torch.compile` has traced.
 
-Inductor offers such a pass over the graph of Dynamo, in which `torch.nn.functional.dropout` and others are still whole.
+Inductor offers such a pass over the graph of Dynamo, in which `torch.nn.functional.batch_norm` and others are whole.
 The functions here are traced in their place, with the shapes and under the autocast of the call. Each calls torch's
 function where nano_loop's operator does not support the call.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import operator
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,33 +19,15 @@ from torch import Tensor, fx
 
 from nano_loop.compiling import operators
 from nano_loop.intercept.torch_private import graph_pass, in_functorch
-from nano_loop.kernels import attention as kernels
+from nano_loop.kernels import attention as attentions
 from nano_loop.kernels import blocked_attention, plain_attention
 from nano_loop.kernels import cross_entropy as losses
 
 ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU = "attention", "batch_norm", "cross_entropy", "dropout", "relu"
-_KERNELS = (kernels, blocked_attention, plain_attention, losses)
-_SOURCES = (
-    Path(__file__),
-    *sorted(Path(operators.__file__).parent.glob("*.py")),
-    *(Path(str(each.__file__)) for each in _KERNELS),
-)
+#: The files on which traced graphs depend.
+_SOURCES = [Path(str(module.__file__)) for module in (operators, attentions, plain_attention)] + [Path(__file__)]
 
 
-def _in_place_of(theirs: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Have a function compute what torch's function computes, except in `torch.func`, which has to see that one."""
-
-    def decorate(ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(ours)
-        def call(*args: Any, number: int, **kwargs: Any) -> Tensor:
-            return theirs(*args, **kwargs) if in_functorch() else ours(*args, **kwargs, number=number)
-
-        return call
-
-    return decorate
-
-
-@_in_place_of(F.scaled_dot_product_attention)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -56,44 +37,35 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
-    number: int,
 ) -> Tensor:
-    """Compute `torch.nn.functional.scaled_dot_product_attention`; `number` is that of the call in its graph."""
+    """Compute `torch.nn.functional.scaled_dot_product_attention`."""
+    args = query, key, value, attn_mask, dropout_p, is_causal
     if not torch.is_autocast_enabled("cpu"):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-    def whole(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
-    ) -> Tensor:
-        ours, even = torch.ops.nano_loop, query.size(-1) % 2 == 0 and value.size(-1) % 2 == 0
-        out: Tensor
-        if query.dim() == 4 and even and blocked_attention.KERNEL.unavailable is None:
-            out = ours.blocked_attention(query, key, value, mask, dropout_p, is_causal, scale, number)[0]
-        else:
-            *tensors, mask = plain_attention.for_all_heads(query, key, value, mask, is_causal)
-            out = ours.attention(*(each.contiguous() for each in tensors), mask, dropout_p, scale, number)[0]
-        return out
-
-    return kernels.attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, traced_as=whole
-    )
+        return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
+    return attentions.attention(*args, scale=scale, enable_gqa=enable_gqa, traced_as=_attention)
 
 
-@_in_place_of(F.dropout)
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> Tensor:
+    even = query.size(-1) % 2 == 0 and value.size(-1) % 2 == 0
+    if query.dim() != 4 or not even or blocked_attention.KERNEL.unavailable:
+        return plain_attention.plain_attention(query, key, value, mask, dropout_p, is_causal, scale)
+    kept = blocked_attention.drawn(query, key, dropout_p)
+    out: Tensor
+    out, _ = operators.blocked_attention(query, key, value, mask, kept, dropout_p, is_causal, scale)
+    return out
+
+
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, number: int) -> Tensor:
-    """Compute `torch.nn.functional.dropout`, whose mask alone is an operator: Inductor fuses what applies it."""
+    """Compute `torch.nn.functional.dropout`, whose mask alone is an operator; `number` is that of the call."""
     if p == 1 and training:  # draws nothing
         return input.mul_(0) if inplace else input * 0
-    if not training or not 0 < p < 1:
+    if not training or not 0 < p < 1 or input.device.type != "cpu":
         return F.dropout(input, p, training, inplace)
     like = torch.empty_like(input)
-    kept = torch.ops.nano_loop.kept(like.shape, like.stride(), 1 - p, number, device=input.device)
-    noise: Tensor = kept.to(input.dtype) / (1 - p)
-    out: Tensor = input.mul_(noise) if inplace else input * noise
-    return out
+    noise: Tensor = operators.kept(like.shape, like.stride(), 1 - p, number).to(input.dtype) / (1 - p)
+    return input.mul_(noise) if inplace else input * noise
 
 
 class _Relu(torch.autograd.Function):
@@ -112,16 +84,14 @@ class _Relu(torch.autograd.Function):
         return found
 
 
-@_in_place_of(F.relu)
-def relu(input: Tensor, inplace: bool = False, *, number: int) -> Tensor:
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """Compute `torch.nn.functional.relu`."""
-    if inplace or not input.is_floating_point():
+    if not input.is_floating_point():
         return F.relu(input, inplace)
     out: Tensor = _Relu.apply(input)  # type: ignore[no-untyped-call]
-    return out
+    return input.copy_(out) if inplace else out  # torch's tracing leaves no copy
 
 
-@_in_place_of(F.cross_entropy)
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -131,21 +101,18 @@ def cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    *,
-    number: int,
 ) -> Tensor:
     """Compute `torch.nn.functional.cross_entropy`, of logits in bf16 or fp32."""
     usual = weight is None and size_average is None and reduce is None and reduction in ("none", "mean", "sum")
     worth_it = usual and input.dim() == 2 and losses.fits(input, target) and input.numel() >= losses.WORTH_IT
     if not worth_it or not 0 <= label_smoothing <= 1 or losses.KERNEL.unavailable:
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    found: Tensor = torch.ops.nano_loop.cross_entropy(input, target, ignore_index, label_smoothing)[0]
+    found: Tensor = operators.cross_entropy(input, target, ignore_index, label_smoothing)[0]
     if reduction == "none":
         return found
     return found.sum() if reduction == "sum" else found.sum() / target.ne(ignore_index).sum()
 
 
-@_in_place_of(F.batch_norm)
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -155,8 +122,6 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    *,
-    number: int,
 ) -> Tensor:
     """Compute `torch.nn.functional.batch_norm`, in training by torch's kernel: Inductor's takes three times as long."""
     count = input.numel() // max(input.size(1), 1)
@@ -164,7 +129,7 @@ def batch_norm(
     parameters = [each for each in (weight, bias) if each is not None and each.dtype is torch.float32]
     if not training or not dtypes or len(parameters) < 2 or count < 2:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    out, mean, inverse_std = torch.ops.nano_loop.batch_norm(input, *parameters, eps)
+    out, mean, inverse_std = operators.batch_norm(input, *parameters, eps)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -184,14 +149,6 @@ _FUNCTIONS: Mapping[str, Mapping[Callable[..., Any], Callable[..., Tensor]]] = {
 }
 
 
-#: Functions whose output is a tensor that nothing else refers to, and is often the input of a ReLU.
-_MAKING_TENSORS = frozenset(
-    {batch_norm, F.batch_norm, F.group_norm, F.layer_norm, F.linear, F.conv1d, F.conv2d, F.conv3d, operator.add}
-)
-#: Methods that move numbers and change none.
-_VIEWS = frozenset({"view", "reshape", "flatten", "contiguous"})
-
-
 def keeping(names: Collection[str]) -> Any:
     """Return the pass for Inductor's option ``pre_grad_custom_pass`` that keeps these operators whole.
 
@@ -200,7 +157,7 @@ def keeping(names: Collection[str]) -> Any:
     names : collection of str
         Of `ATTENTION`, `BATCH_NORM`, `CROSS_ENTROPY`, `DROPOUT` and `RELU`.
     """
-    functions = {theirs: ours for name in names for theirs, ours in _FUNCTIONS[name].items()}
+    functions = {theirs: _replacement(theirs, ours) for name in names for theirs, ours in _FUNCTIONS[name].items()}
     digest = hashlib.sha256(b"".join(each.read_bytes() for each in _SOURCES)).hexdigest()
 
     def identity() -> object:
@@ -210,38 +167,20 @@ def keeping(names: Collection[str]) -> Any:
     return graph_pass(lambda graph: _replace(graph, functions), identity)
 
 
+def _replacement(theirs: Callable[..., Tensor], ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that computes ours, except in `torch.func`, which has to see torch's."""
+
+    @functools.wraps(ours)
+    def call(*args: Any, number: int, **kwargs: Any) -> Tensor:
+        if in_functorch():
+            return theirs(*args, **kwargs)
+        return ours(*args, **kwargs, number=number) if ours is dropout else ours(*args, **kwargs)
+
+    return call
+
+
 def _replace(graph: fx.Graph, functions: Mapping[Callable[..., Any], Callable[..., Tensor]]) -> None:
     for number, node in enumerate(graph.nodes):
-        if node.op != "call_function" or node.target not in functions:
-            continue
-        node.target = functions[node.target]
-        node.kwargs = {**node.kwargs, "number": number}
-        if node.target is relu and _is_last_use(node):
-            node.args = node.args[:1]
-            node.kwargs = {"number": number}
-        if node.target is cross_entropy and node.args:
-            with graph.inserting_before(node):
-                logits = _before_upcast(graph, node.args[0])
-            node.args = (logits or node.args[0], *node.args[1:])
-
-
-def _is_last_use(node: fx.Node) -> bool:
-    """Whether nobody sees that `node` changes its input, a new tensor, in place. Inductor reuses its memory anyway."""
-    source = node.args[0] if node.args else None
-    return isinstance(source, fx.Node) and len(source.users) == 1 and source.target in _MAKING_TENSORS
-
-
-def _before_upcast(graph: fx.Graph, node: Any) -> fx.Node | None:
-    """Return the bf16 tensor of which `node` is a copy in fp32, or a view of such a copy, or None."""
-    if not isinstance(node, fx.Node) or node.op != "call_method" or not node.args:
-        return None
-    source, *others = node.args
-    if (node.target == "float" and not others) or (node.target == "to" and others == [torch.float32]):
-        if not isinstance(source, fx.Node) or node.kwargs:
-            return None
-        tensor = source.meta.get("example_value")
-        return source if isinstance(tensor, Tensor) and tensor.dtype is torch.bfloat16 else None
-    if node.target not in _VIEWS:
-        return None
-    source = _before_upcast(graph, source)
-    return None if source is None else graph.call_method(node.target, (source, *others), node.kwargs)
+        if node.op == "call_function" and node.target in functions:
+            node.target = functions[node.target]
+            node.kwargs = {**node.kwargs, "number": number}

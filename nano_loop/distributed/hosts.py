@@ -37,7 +37,7 @@ class Hosts:
 
 def by_host(hosts: Sequence[object]) -> list[list[int]]:
     """Return the ranks of each host, of the host of each rank, in the order of the hosts' first ranks."""
-    found: dict[object, list[int]] = {}
+    ranks: dict[object, list[int]] = {}
     for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return [*found.values()]
+        ranks.setdefault(host, []).append(rank)
+    return [*ranks.values()]

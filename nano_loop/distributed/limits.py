@@ -50,17 +50,17 @@ def limit_in_words(error: OSError, folder: Path) -> tuple[str, str] | None:
 
 def _no_room(folder: Path) -> tuple[str, str]:
     parent = folder if folder.exists() else folder.parent
-    found = os.statvfs(parent)
-    if found.f_files and not found.f_ffree:
-        needed = f"all {found.f_files:,} inodes of the file system of {parent} are in use"
-        return needed, "Delete files there, or enlarge it (mount -o remount,nr_inodes=...)"
-    total, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
-    needed = f"the file system of {parent} has {total:,} bytes, of which {free:,} are free"
+    system = os.statvfs(parent)
+    if system.f_files and not system.f_ffree:
+        limit = f"all {system.f_files:,} inodes of the file system of {parent} are in use"
+        return limit, "Delete files there, or enlarge it (mount -o remount,nr_inodes=...)"
+    total, free = (blocks * system.f_frsize for blocks in (system.f_blocks, system.f_bavail))
+    limit = f"the file system of {parent} has {total:,} bytes, of which {free:,} are free"
     if SHARED_MEMORY in parent.parents or parent == SHARED_MEMORY:
         advice = "Enlarge it (docker run --shm-size=..., mount -o remount,size=... /dev/shm)"
     else:
         advice = "Set TMPDIR to a folder that has room"
-    return needed, f"{advice}; {_NO_COPY}"
+    return limit, f"{advice}; {_NO_COPY}"
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def dumps(value: Any) -> bytes:
     """
     blobs: list[bytes] = []
     tree = _node(value, blobs, 0)
-    header = json.dumps({"value": tree, "blobs": [len(each) for each in blobs]}).encode()
+    header = json.dumps({"value": tree, "blobs": [len(blob) for blob in blobs]}).encode()
     return b"".join([_START.pack(_MAGIC, len(header)), header, *blobs])
 
 
@@ -56,10 +56,10 @@ def loads(data: bytes) -> Any:
         header, blobs = _split(data)
         return _value(header["value"], blobs)
     except _OF_WRONG_ARGUMENTS as error:
-        given = f"a malformed message of {len(data)} bytes ({type(error).__name__}: {str(error)[:200]})"
-        needed = "ranks exchange what nano_loop.distributed.plain has encoded"
-        advice = "Run the same version of nano_loop on every host, and check who can reach the ranks' ports"
-        raise NanoError(problem(given, needed, advice)) from error
+        got = f"a malformed message of {len(data)} bytes ({type(error).__name__}: {str(error)[:200]})"
+        expected = "ranks exchange what nano_loop.distributed.plain has encoded"
+        hint = "Run the same version of nano_loop on every host, and check who can reach the ranks' ports"
+        raise NanoError(problem(got, expected, hint)) from error
 
 
 def _split(data: bytes) -> tuple[dict[str, Any], Blobs]:
@@ -90,10 +90,10 @@ def _node(value: Any, blobs: list[bytes], depth: int) -> Any:
         if leaf is not None:
             return leaf
     elif kind is dict:
-        return ["dict", [[_node(each, blobs, depth + 1) for each in item] for item in value.items()]]
+        return ["dict", [[_node(part, blobs, depth + 1) for part in item] for item in value.items()]]
     elif kind in _CONTAINERS or _is_named_tuple(value):
         name = _CONTAINERS.get(kind, "tuple")
-        return [name, [_node(each, blobs, depth + 1) for each in value]]
+        return [name, [_node(item, blobs, depth + 1) for item in value]]
     elif isinstance(value, np.generic):
         number = node_of_array(np.asarray(value), blobs)
         if number is not None:
@@ -141,7 +141,7 @@ def _pair(node: Any) -> Any:
 def _list(content: Any, blobs: Blobs) -> list[Any]:
     if type(content) is not list:
         raise ValueError("no list")
-    return [_value(each, blobs) for each in content]
+    return [_value(item, blobs) for item in content]
 
 
 def _dict(content: Any, blobs: Blobs) -> dict[Any, Any]:

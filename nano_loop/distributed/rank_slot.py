@@ -43,16 +43,16 @@ def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple
     NanoConfigError
         If there are fewer cores than ranks, or the system cannot bind processes to the CPUs that were asked for.
     """
-    given = options.cpu_for_each_process
-    if given is None:
+    chosen = options.cpu_for_each_process
+    if chosen is None:
         return partition(machine, len(ranks))
     _refuse_where_nothing_can_be_bound(options)
-    if isinstance(given, int):
-        return partition(machine, len(ranks), given)
-    return given_shares(machine, [given[rank] for rank in ranks])
+    if isinstance(chosen, int):
+        return partition(machine, len(ranks), chosen)
+    return given_shares(machine, [chosen[rank] for rank in ranks])
 
 
 def _refuse_where_nothing_can_be_bound(options: Options) -> None:
     if not hasattr(os, "sched_setaffinity"):
-        needed = f"{sys.platform} has no way to bind a process to CPUs"
-        raise NanoConfigError(problem(options.as_written["cpu_for_each_process"], needed, "Leave it out"))
+        expected = f"{sys.platform} has no way to bind a process to CPUs"
+        raise NanoConfigError(problem(options.as_written["cpu_for_each_process"], expected, "Leave it out"))

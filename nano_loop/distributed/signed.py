@@ -37,10 +37,10 @@ def secret_of(environ: Mapping[str, str]) -> bytes | None:
     if secret is None:
         return None
     if len(secret) < _SHORTEST:
-        given = f"{SECRET} has {len(secret)} characters"
-        needed = f"a secret has at least {_SHORTEST}"
-        advice = 'Make one with python -c "import secrets; print(secrets.token_hex(32))"'
-        raise NanoError(problem(given, needed, advice))
+        got = f"{SECRET} has {len(secret)} characters"
+        expected = f"a secret has at least {_SHORTEST}"
+        hint = 'Make one with python -c "import secrets; print(secrets.token_hex(32))"'
+        raise NanoError(problem(got, expected, hint))
     return secret.encode()
 
 
@@ -116,13 +116,13 @@ class SignedCodec:
 
 
 def _needs_secret(kind: str) -> str:
-    given = f"a value to send between hosts contains an object that is not plain ({kind})"
-    needed = "between hosts, numbers, strings, tensors, and lists and dicts of them travel without a secret"
-    advice = f"Convert it to these, or set {SECRET} to the same 32 or more random characters on all hosts"
-    return problem(given, needed, advice)
+    got = f"a value to send between hosts contains an object that is not plain ({kind})"
+    expected = "between hosts, numbers, strings, tensors, and lists and dicts of them travel without a secret"
+    hint = f"Convert it to these, or set {SECRET} to the same 32 or more random characters on all hosts"
+    return problem(got, expected, hint)
 
 
 def _refused(sender: int, reason: str) -> str:
-    given = f"a message in the name of rank {sender} was refused: {reason}"
-    advice = f"Set the same {SECRET} on all hosts, and check who can reach the ranks' ports"
-    return problem(given, "nano_loop unpickles nothing from a peer that it cannot authenticate", advice)
+    got = f"a message in the name of rank {sender} was refused: {reason}"
+    hint = f"Set the same {SECRET} on all hosts, and check who can reach the ranks' ports"
+    return problem(got, "nano_loop unpickles nothing from a peer that it cannot authenticate", hint)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from nano_loop.intercept.registry import shared_change
+from nano_loop.intercept.patch_table import shared_change
 
 _ABSENT = object()
 
@@ -61,7 +61,7 @@ def suspended(base: type) -> Iterator[None]:
     """Restore the attributes of `base` and its subclasses for the body, in all threads, for code that reads them."""
     with _suspension:
         owners = [each for each in _in_force.values() if isinstance(each.owner, type) and issubclass(each.owner, base)]
-        restored = [each for each in owners if each.restore()]
+        restored = [owner for owner in owners if owner.restore()]
         try:
             yield
         finally:

@@ -24,14 +24,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.exports import is_exporting, plain_models_exported
-from nano_loop.intercept.ownership import NO_RULES, NONE, Rule, forget_graphs, inside, note_graph
-from nano_loop.intercept.registry import shared_change
+from nano_loop.intercept.ownership import NO_RULES, NONE, Rule, call_state, forget_graphs, note_graph
+from nano_loop.intercept.patch_table import shared_change
 from nano_loop.intercept.torch_private import constant_when_traced, in_backward, next_node_number
 
 #: Takes a function and its arguments, and returns its outputs.
 Call = Callable[..., Any]
 #: Takes the next inner call and returns a call around it, which may change the arguments and the outputs.
-Layer = Callable[[Call], Call]
+CallWrapper = Callable[[Call], Call]
 #: The name of functions around modules that decide in which dtypes these compute.
 DTYPES = "dtypes"
 
@@ -43,27 +43,27 @@ _TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "to
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
 # By the id of a module; several if runs of several threads, or nested runs, have set it up.
-_entries: dict[int, tuple[Entry, ...]] = {}
+_interceptors: dict[int, tuple[CallInterceptor, ...]] = {}
 _lock = threading.Lock()
-_traced: set[int] = set()  # the ids of entries with a call that `torch.compile` has traced
+_traced: set[int] = set()  # the ids of interceptors with a call that `torch.compile` has traced
 _FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
 
 
 @constant_when_traced
-def _note_trace(entry: int) -> bool:
+def _note_trace(interceptor: int) -> bool:
     """Note that a call was traced. torch runs this function once, while it traces the call."""
-    _traced.add(entry)
+    _traced.add(interceptor)
     return True
 
 
-class Entry:
+class CallInterceptor:
     """The layers of one run around the outermost calls into one model, from the outside in."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self._modules: dict[int, nn.Module] = {}  # kept alive, so that their ids are not reused
         self._called: set[int] = set()
-        self._by_name: dict[str, Layer] = {}
+        self._by_name: dict[str, CallWrapper] = {}
         #: Calls a function inside all layers.
         self.layers: Call = _innermost
         self._arounds: dict[str, Callable[[nn.Module], Call | None]] = {}
@@ -74,7 +74,7 @@ class Entry:
         #: Whether the calls compute by torch's own kernels, as the plain loop does, whatever other runs replace.
         self.is_plain = False
 
-    def add(self, name: str, layer: Layer) -> None:
+    def add(self, name: str, layer: CallWrapper) -> None:
         """Add `layer` as the innermost layer, or replace the layer with the same name."""
         self._by_name[name] = layer
         call: Call = _innermost
@@ -106,33 +106,33 @@ class Entry:
             self.inner[id(module)] = functools.reduce(_nested, functions)
 
     def cover(self, modules: Iterable[nn.Module]) -> None:
-        """Route calls into these modules to this entry."""
+        """Route calls into these modules to this interceptor."""
         with _lock:
             for module in modules:
                 if id(module) not in self._modules:
                     self._modules[id(module)] = module
                     self._note_inner(module)
-                    _entries[id(module)] = (*_entries.get(id(module), ()), self)
+                    _interceptors[id(module)] = (*_interceptors.get(id(module), ()), self)
 
     def uncover(self) -> None:
-        """Stop routing calls to this entry."""
+        """Stop routing calls to this interceptor."""
         with _lock:
             for key in self._modules:
-                others = tuple(each for each in _entries[key] if each is not self)
+                others = tuple(interceptor for interceptor in _interceptors[key] if interceptor is not self)
                 if others:
-                    _entries[key] = others
+                    _interceptors[key] = others
                 else:
-                    del _entries[key]
+                    del _interceptors[key]
             self._modules.clear()
             self.inner.clear()
             _traced.discard(id(self))
 
     @property
     def was_called(self) -> bool:
-        """Whether any call reached this entry, or was traced by `torch.compile`."""
+        """Whether any call reached this interceptor, or was traced by `torch.compile`."""
         return bool(self._called) or id(self) in _traced
 
-    def is_way_in(self, module: nn.Module) -> bool:
+    def is_outermost_call(self, module: nn.Module) -> bool:
         """Whether this call into `module` comes from the loop.
 
         An activation checkpoint inside a model calls modules again during the backward, and restores the context of the
@@ -146,21 +146,21 @@ class Entry:
     def traced(self, function: Call, /, *args: Any, **kwargs: Any) -> Any:
         """Call `function` inside the layers while torch traces the call. The compiled graph is one node, made later."""
         _note_trace(id(self))
-        inside.in_call = inside.yes = True
+        call_state.in_call = call_state.accelerated = True
         try:
             return self.layers(function, *args, **kwargs)
         finally:
-            inside.in_call = inside.yes = False
+            call_state.in_call = call_state.accelerated = False
 
 
-class Entries:
-    """The entries of one run."""
+class CallInterceptors:
+    """The interceptors of one run."""
 
     def __init__(self) -> None:
-        self._by_model: dict[int, Entry] = {}
+        self._by_model: dict[int, CallInterceptor] = {}
         self._undoing = ExitStack()
 
-    def add(self, model: nn.Module, name: str, layer: Layer) -> Entry:
+    def add(self, model: nn.Module, name: str, layer: CallWrapper) -> CallInterceptor:
         """Add a layer around every outermost call into `model` and its submodules, until `close`.
 
         Parameters
@@ -174,14 +174,14 @@ class Entries:
 
         Returns
         -------
-        Entry
+        CallInterceptor
             All layers of this run around calls into the model.
         """
-        entry = self.meet(model)
-        entry.add(name, layer)
-        return entry
+        interceptor = self.for_model(model)
+        interceptor.add(name, layer)
+        return interceptor
 
-    def meet(self, model: nn.Module) -> Entry:
+    def for_model(self, model: nn.Module) -> CallInterceptor:
         """Intercept the calls into `model`, also without layers, so that their operators belong to a set-up model."""
         if id(model) not in self._by_model:
             self._by_model[id(model)] = self._open(model)
@@ -191,19 +191,19 @@ class Entries:
         """Remove all layers of this run, and keep those of an enclosing run."""
         self._by_model.clear()
         self._undoing.close()
-        if not _entries:
+        if not _interceptors:
             forget_graphs()
 
-    def _open(self, model: nn.Module) -> Entry:
+    def _open(self, model: nn.Module) -> CallInterceptor:
         modules = list(_called_by_loops(model))
         for owner, name in _ways_in(modules):
-            self._undoing.enter_context(replaced(owner, name, _through_entry))
+            self._undoing.enter_context(replaced(owner, name, _through_interceptor))
         self._undoing.enter_context(shared_change(_cover_newcomer, _newcomers_covered))
         self._undoing.enter_context(plain_models_exported())
-        entry = Entry()
-        self._undoing.callback(entry.uncover)
-        entry.cover(modules)
-        return entry
+        interceptor = CallInterceptor()
+        self._undoing.callback(interceptor.uncover)
+        interceptor.cover(modules)
+        return interceptor
 
 
 def _nested(outer: Call, inner: Call) -> Call:
@@ -232,8 +232,8 @@ def _newcomers_covered() -> Iterator[None]:
 def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Intercept calls into a module that is registered in a set-up model during the run."""
     if module is not None:
-        for entry in _entries.get(id(parent), ()):
-            entry.cover(_called_by_loops(module))
+        for interceptor in _interceptors.get(id(parent), ()):
+            interceptor.cover(_called_by_loops(module))
 
 
 def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
@@ -244,23 +244,24 @@ def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _innermost(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Call `function` of a module, by what the entry of the call under way has put around the module's calls."""
-    inner = None if torch.compiler.is_dynamo_compiling() else inside.modules.get(id(module))
+    """Call `function` of a module, by what the interceptor of the call under way has put around the module's calls."""
+    inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(module))
     if inner is None:
         return function(module, *args, **kwargs)
     return inner(function, module, *args, **kwargs)
 
 
-def _inside(entry: Entry, call: Call, /, *args: Any, **kwargs: Any) -> Any:
+def _inside(interceptor: CallInterceptor, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Call `call`, and mark the operators in it and in its backward as belonging to a set-up model."""
     start = next_node_number()
-    rules = entry.rules
-    inside.in_call, inside.yes, inside.modules, inside.rules = True, not entry.is_plain, entry.inner, rules
+    rules = interceptor.rules
+    call_state.in_call, call_state.accelerated = True, not interceptor.is_plain
+    call_state.modules, call_state.rules = interceptor.inner, rules
     try:
         return call(*args, **kwargs)
     finally:
-        inside.in_call, inside.yes, inside.modules, inside.rules = False, False, NONE, NO_RULES
-        if not entry.is_plain:
+        call_state.in_call, call_state.accelerated, call_state.modules, call_state.rules = False, False, NONE, NO_RULES
+        if not interceptor.is_plain:
             note_graph(start, next_node_number(), rules)
 
 
@@ -289,27 +290,28 @@ def _computes(name: str, value: object, hooks: list[type]) -> bool:
     return not (name.startswith("_") or any(hasattr(base, name) for base in hooks))
 
 
-def _through_entry(original: Call) -> Call:
+def _through_interceptor(original: Call) -> Call:
     """Return the replacement of `original`."""
 
     @functools.wraps(original)
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if inside.in_call:  # as `_innermost`, without a call for each module of a model
-            inner = None if torch.compiler.is_dynamo_compiling() else inside.modules.get(id(self))
+        if call_state.in_call:  # as `_innermost`, without a call for each module of a model
+            inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(self))
             return original(self, *args, **kwargs) if inner is None else inner(original, self, *args, **kwargs)
-        entries = _entries.get(id(self))
-        if entries is None or is_exporting():
+        interceptors = _interceptors.get(id(self))
+        if interceptors is None or is_exporting():
             return original(self, *args, **kwargs)
-        entry = entries[0] if len(entries) == 1 else _of_this_thread(entries)
+        interceptor = interceptors[0] if len(interceptors) == 1 else _of_this_thread(interceptors)
         if torch.compiler.is_compiling():
-            return entry.traced(original, self, *args, **kwargs)
-        layers = entry.layers if entry.is_way_in(self) else _innermost
-        return _inside(entry, layers, original, self, *args, **kwargs)
+            return interceptor.traced(original, self, *args, **kwargs)
+        layers = interceptor.layers if interceptor.is_outermost_call(self) else _innermost
+        return _inside(interceptor, layers, original, self, *args, **kwargs)
 
     return call
 
 
-def _of_this_thread(entries: tuple[Entry, ...]) -> Entry:
-    """Return the entry of the innermost run of this thread, or else of the run that started last."""
+def _of_this_thread(interceptors: tuple[CallInterceptor, ...]) -> CallInterceptor:
+    """Return the interceptor of the innermost run of this thread, or else of the run that started last."""
     thread = threading.get_ident()
-    return next((each for each in reversed(entries) if each.thread == thread), entries[-1])
+    own = (interceptor for interceptor in reversed(interceptors) if interceptor.thread == thread)
+    return next(own, interceptors[-1])

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from nano_loop.errors import problem
 from nano_loop.intercept.attributes import replaced
-from nano_loop.intercept.registry import shared_change
+from nano_loop.intercept.patch_table import shared_change
 from nano_loop.intercept.torch_private import (
     foreach_increment,
     fused_adam,
@@ -116,8 +116,8 @@ def _step(original: _Method) -> _Method:
 def _of_hook(changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that a hook before the step has changed. torch raises the same kind of error."""
     if not isinstance(changed, tuple) or len(changed) != 2:
-        given = f"A hook before optimizer.step() returned {changed!r}"
-        raise RuntimeError(problem(given, "None, or the new arguments and keyword arguments", "Return one of these"))
+        got = f"A hook before optimizer.step() returned {changed!r}"
+        raise RuntimeError(problem(got, "None, or the new arguments and keyword arguments", "Return one of these"))
     return changed
 
 
@@ -199,13 +199,13 @@ def _gather_adam(optimizer: Optimizer, group: dict[str, Any]) -> _Kernel | None:
 
 def _gather_sgd(optimizer: Optimizer, group: dict[str, Any]) -> _Kernel | None:
     """Return what steps a group of SGD, or None where torch has to do it."""
-    parameters = [each for each in group["params"] if each.grad is not None]
+    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
     if not parameters:
         return _nothing
-    gradients = [each.grad for each in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     momenta = []
     if group["momentum"]:
-        momenta = [optimizer.state.get(each, {}).get("momentum_buffer") for each in parameters]
+        momenta = [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in parameters]
     if any(each is None for each in momenta) or not _are_alike(parameters, gradients, momenta):
         return None
 

@@ -186,7 +186,7 @@ def _finding() -> _Finding | None:
     if not _findings:
         return None
     owner = _this_thread()
-    return next((each for each in reversed(_findings) if each.owner == owner), None)
+    return next((finding for finding in reversed(_findings) if finding.owner == owner), None)
 
 
 def _stand_in(loader: Loader) -> _StandIn | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nano_loop.intercept.ownership import rule_for
-from nano_loop.intercept.registry import shared_change
+from nano_loop.intercept.patch_table import shared_change
 from nano_loop.intercept.torch_private import destroy_library, has_kernel, never_compiled
 
 #: torch's own kernel. It takes the dispatch key set, followed by the arguments of the operator.
@@ -97,7 +97,9 @@ def ruled(operators: frozenset[str], otherwise: Callable[..., Any]) -> AbstractC
         Computes an operator as torch does where torch has no kernel for autocast, or does not give it. It takes the
         operator, the dispatch key set, and the operator's arguments.
     """
-    return overridden_together(operators, lambda: {each: _Place(each, otherwise) for each in operators}, AUTOCAST)
+    return overridden_together(
+        operators, lambda: {operator: _Place(operator, otherwise) for operator in operators}, AUTOCAST
+    )
 
 
 def overridden(
@@ -156,7 +158,9 @@ def _overridden(
 def _registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with_sites = functions if dispatch_key == AUTOCAST else {}
-    sites = {name: each for name, each in with_sites.items() if each is not torch.library.fallthrough_kernel}
+    sites = {
+        name: function for name, function in with_sites.items() if function is not torch.library.fallthrough_kernel
+    }
     for operator, function in sites.items():
         _sites.setdefault(operator, _Site(operator)).add(function)
     try:

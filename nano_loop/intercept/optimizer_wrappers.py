@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.intercept.nested import find
+from nano_loop.intercept.nested_tensors import find
 from nano_loop.intercept.torch_private import has_hooks
 
 
@@ -60,6 +60,6 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 
 
 def _warn(optimizer: Optimizer) -> None:
-    given = f"{type(optimizer).__name__} is not accelerated"
-    needed = "it has no hooks, because its __init__ does not call Optimizer.__init__"
-    warnings.warn(problem(given, needed, "Call super().__init__(params, defaults) in it"), NanoWarning, stacklevel=2)
+    got = f"{type(optimizer).__name__} is not accelerated"
+    expected = "it has no hooks, because its __init__ does not call Optimizer.__init__"
+    warnings.warn(problem(got, expected, "Call super().__init__(params, defaults) in it"), NanoWarning, stacklevel=2)

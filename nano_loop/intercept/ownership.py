@@ -28,20 +28,20 @@ Rule = Callable[..., Any]
 NO_RULES: Mapping[str, Rule] = {}
 
 
-class Inside(threading.local):
+class CallState(threading.local):
     """What surrounds the modules' calls and operators of the call that this thread is in.
 
     Attributes
     ----------
     in_call : bool
         Whether the thread is inside a call that is intercepted.
-    yes : bool
+    accelerated : bool
         Whether that call is into a set-up model, and not into one that is to compute as the plain loop does.
     """
 
     def __init__(self) -> None:
         self.in_call = False  # on the object: `torch.compile` guards on whether it is there
-        self.yes = False
+        self.accelerated = False
         self.modules = NONE  # by the id of a module
         self.rules = NO_RULES  # by the name of an operator
 
@@ -55,19 +55,19 @@ class _Graphs(threading.local):
         self.have_rules = False
 
 
-inside = Inside()
+call_state = CallState()
 _graphs = _Graphs()
 
 
 def belongs_to_set_up_model() -> bool:
     """Return whether torch computes for a set-up model now: in a call into it, or in the backward of one."""
-    return inside.yes or _place_of_current_node() is not None
+    return call_state.accelerated or _place_of_current_node() is not None
 
 
 def rule_for(operator: str) -> Rule | None:
     """Return the rule for an operator in the call, or in the backward of the call, that torch computes now, or None."""
-    if inside.yes:
-        return inside.rules.get(operator)
+    if call_state.accelerated:
+        return call_state.rules.get(operator)
     if not _graphs.have_rules:
         return None
     place = _place_of_current_node()

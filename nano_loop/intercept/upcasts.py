@@ -55,7 +55,7 @@ class Upcast:
         return source  # type: ignore[no-any-return]
 
     @property
-    def nobody_sees(self) -> bool:
+    def gradient_is_unobserved(self) -> bool:
         """Whether nobody can see the gradient of the copy, or of a view of it, in the backward under way."""
         copy = self.copy
         if self.watched or copy is None:  # who holds a view of it also holds the copy

@@ -32,7 +32,7 @@ def is_users(filename: str) -> bool:
 
 def users_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
     """Return the innermost of the `frames`, outermost first, that is the user's; None if there is none."""
-    return next((each for each in reversed(frames) if is_users(each.filename)), None)
+    return next((frame for frame in reversed(frames) if is_users(frame.filename)), None)
 
 
 def leads_to_user(error: BaseException) -> bool:

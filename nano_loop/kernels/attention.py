@@ -148,7 +148,7 @@ def _scale(query: Tensor, scale: float | None) -> float:
 
 
 def _is_traced(*tensors: Tensor) -> bool:
-    return torch.compiler.is_compiling() or any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors)
+    return torch.compiler.is_compiling() or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,7 +162,10 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
     # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
     if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return False
-    if any(each.dtype is not torch.bfloat16 or each.dim() < 3 or each.layout is not torch.strided for each in tensors):
+    if any(
+        tensor.dtype is not torch.bfloat16 or tensor.dim() < 3 or tensor.layout is not torch.strided
+        for tensor in tensors
+    ):
         return False
     if mask is not None and (is_causal or mask.requires_grad or mask.dtype not in (torch.bool, torch.bfloat16)):
         return False

@@ -18,7 +18,7 @@ import torch
 
 from nano_loop.intercept.operators import overridden
 from nano_loop.intercept.optimizers import is_dense
-from nano_loop.intercept.registry import shared_change, users
+from nano_loop.intercept.patch_table import shared_change, users
 from nano_loop.kernels.compiled import CompiledKernel
 from nano_loop.kernels.drawing_order import contiguous_like, is_drawn_as_nchw
 

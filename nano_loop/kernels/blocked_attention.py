@@ -41,7 +41,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel supports these tensors, which fit `nano_loop.kernels.attention.attention`."""
     if query.size(-1) % _PAIR or value.size(-1) % _PAIR or KERNEL.unavailable:
         return False
-    call = _sizes(*(_as_heads(each) for each in (query, key, value)))
+    call = _sizes(*(_as_heads(tensor) for tensor in (query, key, value)))
     return _bytes(call, backward=True) * torch.get_num_threads() <= SCRATCH_BOUND
 
 
@@ -70,11 +70,9 @@ def blocked_attention(
         bfloat16, of shape (..., heads, L, Ev). With four dimensions, it is a view of (batch, L, heads, Ev), as torch's
         kernel returns it. It can be differentiated once.
     """
-    kept = None
-    if dropout_p:
-        kept = torch.empty((*query.shape[:-1], key.size(-2)), dtype=torch.uint8).bernoulli_(1 - dropout_p)
+    kept = drawn(query, key, dropout_p)
     mask = None if mask is None else as_mask(mask, query, key)
-    heads = [_as_heads(each) for each in (query, key, value)]
+    heads = [_as_heads(tensor) for tensor in (query, key, value)]
     out: Tensor = _Attention.apply(*heads, mask, kept, dropout_p, is_causal, scale)  # type: ignore[no-untyped-call]
     return out if query.dim() == _DIMENSIONS else out.reshape(*query.shape[:-1], value.size(-1))
 
@@ -104,7 +102,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, kept, log_sums = ctx.saved_tensors
         dropout_p, is_causal, scale = ctx.numbers
-        found = [_laid_out_as(each) for each in (query, key, value)]
+        found = [_laid_out_as(tensor) for tensor in (query, key, value)]
         gradient = with_columns(gradient)
         backward(gradient, log_sums, query, key, value, mask, kept, dropout_p, is_causal, scale, found)
         return *found, *[None] * 5
@@ -159,6 +157,12 @@ def backward(
     for name, each in zip(("of_query", "of_key", "of_value", "of_out"), (*found, gradient), strict=True):
         _note(call, name, each)
     _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *found)
+
+
+def drawn(query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:
+    """Return the `kept` of `forward` for a dropout, or None without one."""
+    shape = *query.shape[:-1], key.size(-2)
+    return query.new_empty(shape, dtype=torch.uint8).bernoulli_(1 - dropout_p) if dropout_p else None
 
 
 def as_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

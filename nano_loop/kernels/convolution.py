@@ -200,7 +200,7 @@ def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.Dispatch
         ours[2] = gradient.sum([0, *range(2, gradient.dim())])
     if any(fp32):
         found = _partly_in_fp32(kernel, keys, given, fp32)
-        ours = [each if other is None else other for each, other in zip(ours, found, strict=True)]
+        ours = [own if other is None else other for own, other in zip(ours, found, strict=True)]
     left = [asked and found is None for asked, found in zip(mask, ours, strict=True)]
     if any(left):
         theirs = kernel(keys, *given[:-1], left)
@@ -209,7 +209,9 @@ def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.Dispatch
 
 
 def _is_plain_bf16(*tensors: Tensor) -> bool:
-    if any(each.dtype is not torch.bfloat16 or type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
+    if any(
+        tensor.dtype is not torch.bfloat16 or type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors
+    ):
         return False
     # Inside a user's autocast to another dtype, the products would have that dtype.
     return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16
@@ -281,7 +283,7 @@ def _product_is_faster(given: Arguments) -> bool:
 def _fits_product(given: Arguments) -> bool:
     """Whether the weight's gradient can be one product. Only for NHWC images, which are rows of pixels."""
     weight, sizes = given.weight, (given.stride, given.padding, given.dilation)
-    if given.groups > 1 or weight.dim() != 4 or any(len(each) != 2 for each in sizes):
+    if given.groups > 1 or weight.dim() != 4 or any(len(size) != 2 for size in sizes):
         return False
     if not all(each.is_contiguous(memory_format=torch.channels_last) for each in given[:2]):
         return False

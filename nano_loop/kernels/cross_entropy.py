@@ -179,10 +179,10 @@ class _Losses(torch.autograd.Function):
         smoothing: float,
     ) -> Tensor | None:
         values = logits if source is None else source
-        maxima, log_sums, losses = (torch.empty(len(values)) for _ in range(3))
-        call = (values, target, *values.shape, ignored, float(smoothing))
-        if not KERNEL(f"cross_entropy_{_KINDS[values.dtype]}", *call, maxima, log_sums, losses):
+        computed = forward(values, target, ignored, smoothing)
+        if computed is None:
             return None
+        losses, maxima, log_sums = computed
         ctx.save_for_backward(values, target, maxima, log_sums)
         ctx.upcast, ctx.dtype = None if source is None else upcast, logits.dtype
         ctx.ignored, ctx.smoothing = ignored, smoothing
@@ -190,16 +190,44 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
-        values, target, maxima, log_sums = (each.contiguous() for each in ctx.saved_tensors)
+        values, target, maxima, log_sums = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative
             found = _differentiable(values, target, factors, ctx.ignored, ctx.smoothing).to(ctx.dtype)
             return found, *[None] * 5
-        unseen = ctx.upcast is not None and ctx.upcast.nobody_sees
-        gradient = torch.empty_like(values, dtype=values.dtype if unseen else ctx.dtype)
-        call = (values, target, *values.shape, ctx.ignored, float(ctx.smoothing))
-        name = f"gradient_{_KINDS[values.dtype]}_to_{_KINDS[gradient.dtype]}"
-        KERNEL(name, *call, maxima, log_sums, factors.contiguous(), gradient)
+        unseen = ctx.upcast is not None and ctx.upcast.gradient_is_unobserved
+        dtype = values.dtype if unseen else ctx.dtype
+        gradient = backward(factors, maxima, log_sums, values, target, ctx.ignored, ctx.smoothing, dtype)
         return ctx.upcast.hand_over(gradient) if unseen else gradient, *[None] * 5
+
+
+def forward(logits: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the loss of each row of (N, C), its maximum, and its logarithm of the sum of exponentials.
+
+    None for a target that is not a class.
+    """
+    maxima, log_sums, losses = (torch.empty(len(logits)) for _ in range(3))
+    call = (logits, target, *logits.shape, ignored, float(smoothing))
+    computed = KERNEL(f"cross_entropy_{_KINDS[logits.dtype]}", *call, maxima, log_sums, losses)
+    return (losses, maxima, log_sums) if computed else None
+
+
+def backward(
+    factors: Tensor,
+    maxima: Tensor,
+    log_sums: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    ignored: int,
+    smoothing: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient of the logits, in a dtype, from that of each row's loss and the results of `forward`."""
+    logits, target, maxima, log_sums = (tensor.contiguous() for tensor in (logits, target, maxima, log_sums))
+    gradient = torch.empty_like(logits, dtype=dtype)
+    call = (logits, target, *logits.shape, ignored, float(smoothing))
+    name = f"gradient_{_KINDS[logits.dtype]}_to_{_KINDS[dtype]}"
+    KERNEL(name, *call, maxima, log_sums, factors.contiguous(), gradient)
+    return gradient
 
 
 def _differentiable(values: Tensor, target: Tensor, factors: Tensor, ignored: int, smoothing: float) -> Tensor:

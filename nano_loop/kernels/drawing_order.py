@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nano_loop.intercept.operators import Kernel, gives_kernels, overridden
 from nano_loop.intercept.ownership import belongs_to_set_up_model
-from nano_loop.intercept.registry import shared_change, users
+from nano_loop.intercept.patch_table import shared_change, users
 
 #: The operators that fill a tensor, besides ``bernoulli_.float``, which `nano_loop.kernels.bernoulli` replaces.
 _FILLING = ("uniform_", "normal_", "exponential_")

@@ -73,9 +73,11 @@ def fits(given: Arguments) -> bool:
     """Whether `nano_loop.kernels.product` computes a call: of plain bf16 matrices, with a bias for each column."""
     a, b, bias = given
     tensors = (a, b) if bias is None else (a, b, bias)
-    if any(each.dtype is not torch.bfloat16 for each in tensors) or a.dim() != _DIMENSIONS:
+    if any(tensor.dtype is not torch.bfloat16 for tensor in tensors) or a.dim() != _DIMENSIONS:
         return False
-    if any(type(each) not in (Tensor, torch.nn.Parameter) or each.layout is not torch.strided for each in tensors):
+    if any(
+        type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided for tensor in tensors
+    ):
         return False
     if a.size(1) != b.size(0) or (bias is not None and bias.shape != b.shape[1:]):
         return False

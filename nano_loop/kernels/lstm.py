@@ -69,7 +69,7 @@ def _ours(args: Sequence[Any]) -> Arguments | None:
     """Return the arguments of torch's operator, if this kernel supports them and the call is large enough."""
     tensors, (is_reversed, batch_sizes, mode, hidden, _, has_biases) = args[:7], args[7:13]
     inputs, of_inputs, of_outputs, *biases, output, cells = tensors
-    if mode != _LSTM or batch_sizes or any(each.dtype is not torch.bfloat16 for each in tensors):
+    if mode != _LSTM or batch_sizes or any(tensor.dtype is not torch.bfloat16 for tensor in tensors):
         return None
     if inputs.dim() != _DIMENSIONS:
         return None
@@ -79,7 +79,7 @@ def _ours(args: Sequence[Any]) -> Arguments | None:
     if steps * batch * GATES * hidden * (size + hidden) < WORTH_IT or not belongs_to_set_up_model():
         return None
     # torch.func calls first with its own tensors, and then with those inside of them, which need no gradients.
-    if in_functorch() or (torch.is_grad_enabled() and not any(each.requires_grad for each in tensors)):
+    if in_functorch() or (torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors)):
         return None
     given = Arguments(inputs, of_inputs, of_outputs, tuple(biases) if has_biases else (), output, cells, is_reversed)
     return given if all(map(_is_plain, tensors)) and _is_one_layer(given) else None
@@ -93,7 +93,7 @@ def _is_one_layer(given: Arguments) -> bool:
         given.output.shape == given.cells.shape == (batch, hidden)
         and given.of_inputs.shape == (gates, size)
         and given.of_outputs.shape == (gates, hidden)
-        and all(each.shape == (gates,) for each in given.biases)
+        and all(bias.shape == (gates,) for bias in given.biases)
     )
 
 

@@ -103,7 +103,7 @@ class _LstmLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, first_cells, states, outputs = ctx.saved_tensors
-        if all(each is None for each in gradients):
+        if all(gradient is None for gradient in gradients):
             return (None,) * 8
         if torch.is_grad_enabled():  # for a second derivative
             return *_differentiable(tensors, ctx.is_reversed, gradients, ctx.needs_input_grad), None
@@ -172,7 +172,7 @@ def _differentiable(
     tensors: Sequence[Any], is_reversed: bool, gradients: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of all tensors, computed in fp32 from operators that can be differentiated again."""
-    in_fp32: list[Any] = [None if each is None else each.float() for each in tensors]
+    in_fp32: list[Any] = [None if tensor is None else tensor.float() for tensor in tensors]
     inputs, *weights, output, cells = in_fp32
     state, outputs = (output, cells), []
     for step in reversed(inputs) if is_reversed else inputs:
@@ -181,7 +181,7 @@ def _differentiable(
     found = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
     used = [(a, b.float()) for a, b in zip(found, gradients, strict=True) if b is not None]
     outs, of_outs = zip(*used, strict=True)
-    wanted = [each for each, is_needed in zip(tensors, needed, strict=False) if is_needed]
+    wanted = [tensor for tensor, is_needed in zip(tensors, needed, strict=False) if is_needed]
     computed = iter(torch.autograd.grad(outs, wanted, of_outs, create_graph=True))
     return [next(computed) if is_needed else None for is_needed in needed[: len(tensors)]]
 

@@ -85,7 +85,7 @@ def are_fp32(x: Tensor, *parameters: Tensor | None) -> bool:
 
     That of a bf16 input without any of them has statistics in bf16.
     """
-    given = [each for each in parameters if each is not None]
+    given = [parameter for parameter in parameters if parameter is not None]
     return all(map(is_fp32, given)) and (bool(given) or x.dtype is torch.float32)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nano_loop.intercept.operators import Kernel
 from nano_loop.intercept.ownership import belongs_to_set_up_model
-from nano_loop.intercept.registry import users
+from nano_loop.intercept.patch_table import users
 from nano_loop.kernels.compiled import CompiledKernel
 from nano_loop.kernels.norm_arguments import NHWC, are_fp32, fits_rows, is_fp32, layout_of, rows_of, shape_of
 from nano_loop.kernels.replacement import Replacement, unless_none
@@ -123,7 +123,7 @@ def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> _Results | None:
     """Compute ``aten::native_layer_norm``, or return None where torch has to."""
-    if not fits_rows(x, shape) or not all(each is None or is_fp32(each) for each in (weight, bias)):
+    if not fits_rows(x, shape) or not all(tensor is None or is_fp32(tensor) for tensor in (weight, bias)):
         return None
     x, rows = x.contiguous(), x.shape[: x.dim() - len(shape)]
     out, means, inverses = torch.empty_like(x), *(torch.empty(*rows, *[1] * len(shape)) for _ in range(2))
@@ -144,7 +144,7 @@ def layer_norm_backward(
     mask: Sequence[bool],
 ) -> _Results | None:
     """Compute ``aten::native_layer_norm_backward``, likewise."""
-    if not fits_rows(x, shape) or not all(each is None or is_fp32(each) for each in (weight, bias)):
+    if not fits_rows(x, shape) or not all(tensor is None or is_fp32(tensor) for tensor in (weight, bias)):
         return None
     x, means, inverses = x.contiguous(), means.float(), inverses.float()
     return _gradients("layer_norm", rows_of(x, shape), gradient, x, weight, means, inverses, mask)

@@ -54,7 +54,7 @@ def fits(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
     """Whether the kernel supports these arguments of `weight_gradient`."""
     if gradient.dim() != _DIMENSIONS or any(len(each) != 2 for each in geometry):
         return False
-    if any(each.size(1) < _FEWEST or each.stride(1) != 1 for each in (gradient, inputs)):
+    if any(tensor.size(1) < _FEWEST or tensor.stride(1) != 1 for tensor in (gradient, inputs)):
         return False
     # Without elements, or with a storage that was released, there is no address.
     if gradient.size(0) != inputs.size(0) or not (gradient.data_ptr() and inputs.data_ptr() and gradient.numel()):

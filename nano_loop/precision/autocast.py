@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.nested_tensors import map_tensors
 
 #: The dtypes that autocast casts to.
 LOW_DTYPES = (torch.bfloat16, torch.float16)

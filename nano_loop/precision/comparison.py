@@ -67,12 +67,12 @@ def compare(traces: Sequence[Mapping[str, Tensor]], last_place: float) -> list[C
     least = last_place * max((each.norm().item() for each in exact.values()), default=0.0)
     rows = []
     for name in [*found, *(name for name in single if name not in found)]:
-        if any(name not in each for each in traces[1:]):
+        if any(name not in trace for trace in traces[1:]):
             continue  # a module that is called in this precision alone
         if name not in found or found[name].shape != exact[name].shape:
             rows.append(Compared(name, math.inf, 0.0, 0.0, True))
         else:
-            rows.append(_compared(name, [each[name].flatten() for each in traces], last_place, least))
+            rows.append(_compared(name, [trace[name].flatten() for trace in traces], last_place, least))
     return rows
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.nested_tensors import map_tensors
 
 
 class Conversion:
@@ -72,4 +72,4 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> None:
 
 def _floating(model: nn.Module) -> list[Tensor]:
     tensors = itertools.chain(model.parameters(), model.buffers())
-    return [each for each in tensors if each.is_floating_point()]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]

@@ -51,10 +51,10 @@ def _explanation(error: RuntimeError, needed: str, advice: str) -> str | None:
     if not is_about_dtypes(error) or any(advice in note for note in getattr(error, "__notes__", ())):
         return None
     frame = users_frame(traceback.extract_tb(error.__traceback__))
-    given = "An operation of the model"
+    got = "An operation of the model"
     if frame is not None:
-        given = f"{_operation(frame)} ({frame.filename}, line {frame.lineno})"
-    return problem(given, needed, advice)
+        got = f"{_operation(frame)} ({frame.filename}, line {frame.lineno})"
+    return problem(got, needed, advice)
 
 
 def _operation(frame: traceback.FrameSummary) -> str:

@@ -215,12 +215,12 @@ def in_fp32(function: Call, layer: nn.Module, args: tuple[Any, ...]) -> Any:
         return function(layer, *args)
     torch.set_autocast_enabled("cpu", False)
     try:
-        found = function(layer, *[each if each is None else to_fp32(each) for each in args])
+        found = function(layer, *[arg if arg is None else to_fp32(arg) for arg in args])
     finally:
         torch.set_autocast_enabled("cpu", True)
     dtype = torch.bfloat16
     if type(layer) is nn.GRU:  # whose last cast is to the dtype of its state, which it makes in that of the input
-        dtype = next(each.dtype for each in reversed(args) if each is not None)
+        dtype = next(arg.dtype for arg in reversed(args) if arg is not None)
     return tuple(each.to(dtype) for each in found) if isinstance(found, tuple) else found.to(dtype)
 
 
@@ -241,7 +241,7 @@ def _is_ours(layer: nn.Module, states: Sequence[Any]) -> bool:
     # A parametrization changes the class, and to read a weight computes it.
     if type(layer) not in RULES or not calls_only_forward(layer) or in_functorch() or is_exporting():
         return False
-    weights_are_fp32 = all(each is None or _is_fp32(each) for each in direct_parameters(layer).values())
+    weights_are_fp32 = all(parameter is None or _is_fp32(parameter) for parameter in direct_parameters(layer).values())
     return weights_are_fp32 and all(state is None or _is_cast(state) for state in states)
 
 

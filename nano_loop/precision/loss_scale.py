@@ -96,7 +96,7 @@ class LossScale:
         roots : sequence of torch.Tensor
             What the backward begins with.
         """
-        if self.users_scaler or in_functorch() or not all(isinstance(each, Tensor) for each in roots):
+        if self.users_scaler or in_functorch() or not all(isinstance(root, Tensor) for root in roots):
             return 1.0, []
         reached, leaves = reached_from(roots)
         if not reached:
@@ -109,9 +109,9 @@ class LossScale:
         self.good += 1
         if overflowed:
             if self.value <= LEAST:
-                given = "Gradients are infinite or not a number, also without a loss scale"
-                advice = "Lower the learning rate, or look for a division by zero"
-                warnings.warn(problem(given, "training needs finite ones", advice), NanoWarning, stacklevel=2)
+                got = "Gradients are infinite or not a number, also without a loss scale"
+                hint = "Lower the learning rate, or look for a division by zero"
+                warnings.warn(problem(got, "training needs finite ones", hint), NanoWarning, stacklevel=2)
             self.value, self.good = max(self.value * BACKOFF, LEAST), 0
         elif self.good >= INTERVAL:
             self.value, self.good = self.value * GROWTH, 0
@@ -146,7 +146,7 @@ class LossScale:
         if this_thread.factor == 1:
             return nullcontext()
         detached, this_thread.detached = this_thread.detached, set()
-        if gradients is None or not all(isinstance(each, Tensor) for each in roots):
+        if gradients is None or not all(isinstance(root, Tensor) for root in roots):
             return paused()
         leaves = [leaf for leaf in reached_from(roots)[1] if id(leaf) not in detached]
         leaves = leaves if detached else [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
@@ -157,7 +157,7 @@ class LossScale:
     def _before_step(self, optimizer: Optimizer) -> None:
         """Skip the step if a gradient has overflowed: without gradients, optimizers change nothing."""
         self._put_back()  # after a step that raised
-        held = [each for group in optimizer.param_groups for each in group["params"]]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if this_thread.scale is not self or self.users_scaler or self._known.isdisjoint(map(id, held)):
             return
         # Also what the loop has assigned, and what overflows in the backward under way.

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.nested_tensors import map_tensors
 from nano_loop.intercept.operators import Kernel, gives_kernels, kernel, overridden_together
-from nano_loop.intercept.ownership import inside
+from nano_loop.intercept.ownership import call_state
 from nano_loop.intercept.torch_private import SPARSE_PRODUCTS, as_without_autocast_kernel, below_autocast
 from nano_loop.precision.autocast import to_fp32
 
@@ -54,11 +54,11 @@ def _promoting(name: str) -> Callable[..., Any]:
 
     def promoting(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()]
-        sparse = any(each.layout is not torch.strided for each in tensors)
-        if sparse and not inside.yes:  # composed of products, for which autocast has kernels
+        sparse = any(tensor.layout is not torch.strided for tensor in tensors)
+        if sparse and not call_state.accelerated:  # composed of products, for which autocast has kernels
             return as_without_autocast_kernel(operator, keys, *args, **kwargs)
         with below_autocast():
-            if inside.yes and (sparse or len({each.dtype for each in tensors}) > 1):
+            if call_state.accelerated and (sparse or len({tensor.dtype for tensor in tensors}) > 1):
                 args, kwargs = map_tensors(to_fp32, (args, kwargs))
             return operator(*args, **kwargs)
 
@@ -69,7 +69,7 @@ def _writing(name: str) -> Callable[..., Any]:
     operator = _operator(name)
 
     def writing(keys: torch.DispatchKeySet, written: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if inside.yes and written.dtype in _CAST:
+        if call_state.accelerated and written.dtype in _CAST:
             args, kwargs = map_tensors(lambda other: _cast(other, written.dtype), (args, kwargs))
         with below_autocast():
             return operator(written, *args, **kwargs)
@@ -81,7 +81,7 @@ def _in_fp32_if_csr(name: str, original: Kernel) -> Callable[..., Any]:
     operator = _operator(name)
 
     def product(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if inside.yes and any(isinstance(each, Tensor) and each.layout in _CSR for each in args):
+        if call_state.accelerated and any(isinstance(arg, Tensor) and arg.layout in _CSR for arg in args):
             with below_autocast():
                 return operator(*map_tensors(to_fp32, args), **kwargs)
         return original(keys, *args, **kwargs)

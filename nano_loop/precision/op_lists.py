@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.nested_tensors import map_tensors
 from nano_loop.intercept.operators import ruled
 from nano_loop.intercept.ownership import Rule
 from nano_loop.intercept.torch_private import arguments_of
@@ -63,15 +63,15 @@ class OpLists:
                     self.idle.append(name)
 
     def registered(self) -> AbstractContextManager[None]:
-        """Return a context in which the rules are asked, by calls of entries that have them."""
+        """Return a context in which the rules are asked, by calls of interceptors that have them."""
         return ruled(frozenset(self.rules), as_torch_does)
 
     def _add(self, operator: str, kind: str) -> None:
         for name, overload in overloads_of(operator):
             arguments = arguments_of(overload)
-            written = [place for place, each in enumerate(arguments) if _is_written(each)]
-            is_view = any(each.alias_info is not None for each in arguments) and not written
-            has_tensors = any("Tensor" in str(each.type) for each in arguments)
+            written = [place for place, argument in enumerate(arguments) if _is_written(argument)]
+            is_view = any(argument.alias_info is not None for argument in arguments) and not written
+            has_tensors = any("Tensor" in str(argument.type) for argument in arguments)
             out = any(arguments[place].kwarg_only or str(arguments[place].type) != "Tensor" for place in written)
             if is_view or not has_tensors or out:
                 continue  # a view has the dtype of its input, and an output argument that of its tensors
@@ -103,7 +103,7 @@ def _casting(name: str, overload: Any, kind: str) -> Rule:
         def casting(tensor: Tensor) -> Tensor:
             return cast_like_autocast(tensor, wanted)
 
-        args = tuple(each if place in kept else map_tensors(casting, each) for place, each in enumerate(args))
+        args = tuple(arg if place in kept else map_tensors(casting, arg) for place, arg in enumerate(args))
         return below(overload, args, map_tensors(casting, kwargs))
 
     return rule

@@ -73,8 +73,8 @@ def several(tensors: Any) -> Sequence[Any]:
 
 def reached_from(roots: Sequence[Tensor]) -> tuple[bool, list[Tensor]]:
     """Return whether a graph has nodes that set-up models made, and the leaves that it reaches."""
-    waiting = [each.grad_fn for each in roots if each.grad_fn is not None]
-    leaves = [each for each in roots if each.is_leaf and each.requires_grad]
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    leaves = [root for root in roots if root.is_leaf and root.requires_grad]
     seen, found = set(waiting), False
     while waiting:
         node = cast(Any, waiting.pop())
@@ -103,7 +103,7 @@ def multiplied(roots: Sequence[Tensor], gradients: Any, factor: float) -> list[A
 
 def not_finite(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors whose gradient is not finite."""
-    held = [(each, each.grad) for each in tensors if each.grad is not None]
+    held = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
     if not held:
         return []
     finite = torch.stack([_sum(gradient) for _, gradient in held]).isfinite().tolist()
@@ -206,7 +206,9 @@ def _around_grad(original: Call) -> Call:
         args, kwargs = ((True, *args[1:]), kwargs) if args else (args, {**kwargs, "retain_graph": True})
         found = ()
         for smaller in (1.0, _SECOND_TRY, 1 / factor):
-            run = functools.partial(original, roots, wanted, [each * smaller for each in gradients], *args, **kwargs)
+            run = functools.partial(
+                original, roots, wanted, [gradient * smaller for gradient in gradients], *args, **kwargs
+            )
             found = _grad_divided(factor * smaller, leaves, wanted, run)
             good = all(bool(_sum(each).isfinite()) for each in found if each is not None)
             scale.note(overflowed=not good)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.intercept.calls import Call, Entries
-from nano_loop.intercept.nested import find, map_tensors
+from nano_loop.intercept.calls import Call, CallInterceptors
+from nano_loop.intercept.nested_tensors import find, map_tensors
 from nano_loop.precision.autocast import cpu_autocast, disable_casts
 from nano_loop.precision.lstms import can_train_lstms
 from nano_loop.precisions import PrecisionKind
@@ -38,7 +38,7 @@ class Trace:
 
 def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
     """Return what `call`, which computes a loss and its backward, computes with a model, in fp64."""
-    names = {id(each): name or type(each).__name__ for name, each in model.named_modules()}
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     outputs: dict[str, Tensor] = {}
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -48,7 +48,7 @@ def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
             while name in outputs:
                 calls += 1
                 name = f"{names[id(module)]} (call {calls})"
-            outputs[name] = torch.cat([each.detach().double().flatten() for each in tensors])
+            outputs[name] = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
     # One hook for all modules: layers with hooks of their own would run without some accelerations.
     handle = register_module_forward_hook(note)
@@ -56,7 +56,7 @@ def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
         loss = call(model)
     finally:
         handle.remove()
-    held = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    held = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     gradients = {name: gradient.detach().to_dense().double() for name, gradient in reversed(held.items())}
     return Trace(outputs, gradients, {"loss": loss.detach().double()})
 
@@ -72,8 +72,8 @@ def copied(model: nn.Module) -> nn.Module:
     try:
         found = copy.deepcopy(model)
     except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError) as error:
-        given = f"{type(model).__name__} cannot be copied: {error}"
-        raise NanoConfigError(problem(given, "verify computes on copies", "Make it work with copy.deepcopy")) from error
+        got = f"{type(model).__name__} cannot be copied: {error}"
+        raise NanoConfigError(problem(got, "verify computes on copies", "Make it work with copy.deepcopy")) from error
     found.zero_grad()
     for module in found.modules():
         is_dropout = "dropout" in type(module).__name__.lower()
@@ -106,15 +106,15 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
 
         return in_precision
 
-    entries = Entries()
-    entries.add(model.to(dtype), "by hand", layer).is_plain = True
+    interceptors = CallInterceptors()
+    interceptors.add(model.to(dtype), "by hand", layer).is_plain = True
     for module in model.modules() if kind.autocast is not None and not can_train_lstms(kind.autocast) else ():
         if isinstance(module, nn.LSTM):
             module.forward = disable_casts()(module.forward)  # type: ignore[method-assign]
     try:
         yield model
     finally:
-        entries.close()
+        interceptors.close()
 
 
 @contextmanager
@@ -139,10 +139,10 @@ def run_backward(loss: Tensor, model: nn.Module, kind: PrecisionKind, scaled_by_
     for attempt in range(_TRIES if kind.scaled else 1):
         scale = 2.0 ** (_TRIES - 1 - attempt) if scaled_by_hand and kind.scaled else 1.0
         (loss * scale).backward(retain_graph=kind.scaled)  # type: ignore[no-untyped-call]
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         for gradient in gradients if scale != 1 else ():
             gradient /= scale
-        if not kind.scaled or all(bool(each.isfinite().all()) for each in gradients):
+        if not kind.scaled or all(bool(gradient.isfinite().all()) for gradient in gradients):
             return
         if attempt < _TRIES - 1:
             model.zero_grad()

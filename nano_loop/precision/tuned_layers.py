@@ -127,7 +127,11 @@ def _outputs(layer: Any, x: Tensor) -> int:
 
 def _largest(layer: nn.Module, x: Tensor) -> int:
     """Return the number of elements of the input, the output or the weight, or 0 where there is nothing to compute."""
-    return max(x.numel(), _outputs(layer, x), *(each.numel() for each in layer.parameters()), 0) if x.numel() else 0
+    return (
+        max(x.numel(), _outputs(layer, x), *(parameter.numel() for parameter in layer.parameters()), 0)
+        if x.numel()
+        else 0
+    )
 
 
 def _work(layer: Any, x: Tensor) -> float:
@@ -148,7 +152,7 @@ def _key(layer: nn.Module, x: Tensor) -> str:
         sizes = [bucket(x.numel() // max(x.size(-1), 1))]
     else:
         sizes = [bucket(x.size(0)), *map(str, x.shape[1:])]
-    weights = [layout(each) + ("g" if each.requires_grad else "") for each in layer.parameters()]
+    weights = [layout(parameter) + ("g" if parameter.requires_grad else "") for parameter in layer.parameters()]
     of_input = f"{str(x.dtype).removeprefix('torch.')} {layout(x)}"
     return " ".join([kind.__name__, *values, "of", *sizes, of_input, *weights, "train" if layer.training else "eval"])
 
@@ -177,7 +181,7 @@ def _way(layer: nn.Module, x: Tensor, forward: Call) -> Way:
             if not gradient:
                 gradient.append(_some_like(out))
             with torch.autocast("cpu", enabled=False):
-                wanted = [each for each in leaves if each.requires_grad]
+                wanted = [leaf for leaf in leaves if leaf.requires_grad]
                 return [out.detach(), *torch.autograd.grad(out, wanted, gradient[0])]
 
     return way
@@ -192,13 +196,15 @@ def _some_like(out: Tensor) -> Tensor:
 def _twin(layer: nn.Module, x: Tensor) -> tuple[nn.Module, list[Tensor]]:
     """Return a layer like this one, without hooks, and the tensors that it computes from: new leaves of autograd."""
     parameters = {
-        name: None if each is None else nn.Parameter(each.detach(), each.requires_grad)
-        for name, each in direct_parameters(layer).items()
+        name: None if parameter is None else nn.Parameter(parameter.detach(), parameter.requires_grad)
+        for name, parameter in direct_parameters(layer).items()
     }
-    weights_are_trained = any(each is not None and each.requires_grad for each in parameters.values())
+    weights_are_trained = any(parameter is not None and parameter.requires_grad for parameter in parameters.values())
     # A call without gradients may be the first one of an activation checkpoint, and then they come later.
     leaves = [x.detach().requires_grad_(x.requires_grad or not (torch.is_grad_enabled() and weights_are_trained))]
-    return with_parameters(layer, parameters), leaves + [each for each in parameters.values() if each is not None]
+    return with_parameters(layer, parameters), leaves + [
+        parameter for parameter in parameters.values() if parameter is not None
+    ]
 
 
 def _not_seen_by_the_loop() -> torch.autograd.graph.saved_tensors_hooks:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.nested_tensors import map_tensors
 from nano_loop.precision.comparison import Compared, compare
 from nano_loop.precision.traces import RandomStates, Trace, by_hand, copied, in_fp64, run_backward, traced
 from nano_loop.precisions import PRECISIONS, PrecisionKind
@@ -139,9 +139,9 @@ def verified(
     with states.kept(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         single = trace(copied(model), step)
         if not single.gradients:
-            given = "loss_fn computed no gradient of the model's parameters"
-            advice = "Call the model that loss_fn gets: it is a copy"
-            raise NanoConfigError(problem(given, "verify compares them", advice))
+            got = "loss_fn computed no gradient of the model's parameters"
+            hint = "Call the model that loss_fn gets: it is a copy"
+            raise NanoConfigError(problem(got, "verify compares them", hint))
         made = copied(model)
         with acceleration(made) as run:
             found = trace(made, lambda each: step(each, kind=kind))
@@ -154,7 +154,7 @@ def verified(
     last_place = max(torch.finfo(kind.compute).eps, torch.finfo(torch.float32).eps)
     traces = found, hand, single, exact
     outputs, gradients, loss = (
-        compare([getattr(each, name) for each in traces], last_place) for name in ("outputs", "gradients", "loss")
+        compare([getattr(trace, name) for trace in traces], last_place) for name in ("outputs", "gradients", "loss")
     )
     differs = not torch.equal(other.loss["loss"], single.loss["loss"])
     return Verification(tuple(outputs), tuple(gradients), loss[0], _RANDOM if differs else "", run.report)
@@ -173,8 +173,8 @@ def _loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
     loss: Any = loss_fn(model, given)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         told = f"loss_fn returned {type(loss).__name__}"
-        needed = "it returns the loss of the model, a tensor of one element with a gradient"
-        raise NanoConfigError(problem(told, needed, "Write loss_fn(model, batch), which calls the model"))
+        expected = "it returns the loss of the model, a tensor of one element with a gradient"
+        raise NanoConfigError(problem(told, expected, "Write loss_fn(model, batch), which calls the model"))
     return loss
 
 

@@ -164,7 +164,7 @@ class Search:
         """Time the candidates, and return the result."""
         with ExitStack() as stack:
             base = changed(self._start, _NOT_IN_TRIALS)
-            self._server, folder = stack.enter_context(trial_server(base))
+            self._server, folder = stack.enter_context(trial_server(base, self._task.modules))
             self._payload = folder / "loop"
             self._payload.mkdir()
             dump(self._task, self._payload, self._task.names)

@@ -11,7 +11,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,14 @@ from typing import Any
 from nano_loop.cpu import Machine
 from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.files.table import MadeFolders
-from nano_loop.distributed.launch.assignment import Assignment, State
+from nano_loop.distributed.launch.assignment import Assignment, State, write_payload
 from nano_loop.distributed.launch.failure import Failure, first
 from nano_loop.distributed.launch.local.kept_server import keep, server_for
 from nano_loop.distributed.launch.local.launcher import slots_of
 from nano_loop.distributed.launch.local.process import WorkerProcess, forked
 from nano_loop.distributed.launch.local.server import Server
-from nano_loop.distributed.launch.local.start import PAYLOAD
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.options import Options
@@ -113,9 +111,8 @@ class TrialProcesses:
             server.begin(str(place), task.modules)
             self._ending.callback(server.finish, str(place))
         slots = _slots(options, machine, folder)
-        (folder / PAYLOAD).mkdir()
         state = State.of_this_process(machine.num_threads)
-        dump(Assignment(task, slots, state, options.process_group_backend), folder / PAYLOAD, task.names)
+        write_payload(Assignment(task, slots, state, options.process_group_backend), folder, task.names)
         self._requests = [self._opened(folder / f"{_REQUESTS}-{rank}") for rank in range(len(slots))]
         self._answers = [self._opened(folder / f"{_ANSWERS}-{rank}") for rank in range(len(slots))]
         self._texts = [b""] * len(slots)
@@ -173,10 +170,10 @@ class Line:
 
 
 @contextlib.contextmanager
-def trial_server(settings: Settings) -> Iterator[tuple[Server, Path]]:
-    """Give the process that forks those of the trials, and a folder in memory for what all of them read."""
+def trial_server(settings: Settings, modules: Sequence[str]) -> Iterator[tuple[Server, Path]]:
+    """Give the process, with these modules, that forks those of the trials, and a folder for what all of them read."""
     with private_folder() as folder:
-        server = server_for(_slots(settings.options, settings.machine, folder)[0], ())
+        server = server_for(_slots(settings.options, settings.machine, folder)[0], modules)
         try:
             yield server, folder
         finally:

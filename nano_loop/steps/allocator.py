@@ -23,7 +23,7 @@ from nano_loop.glibc import (
     is_glibc,
     keeps_freed_memory,
 )
-from nano_loop.intercept.registry import shared_change
+from nano_loop.intercept.patch_table import shared_change
 from nano_loop.parts import Parts
 from nano_loop.steps.step import SkipReason, Step
 

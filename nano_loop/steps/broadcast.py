@@ -29,11 +29,14 @@ class Broadcast(RanksStep):
         named = [*named_parameters(parts.models, parts.optimizers), *named_buffers(parts.models)]
         new = [(name, tensor) for name, tensor in named if id(tensor) not in self._done]
         optimizers = [optimizer for optimizer in parts.optimizers if id(optimizer) not in self._done]
-        groups = [f"{type(each).__name__} with {len(each.param_groups)} parameter groups" for each in optimizers]
+        groups = [
+            f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"
+            for optimizer in optimizers
+        ]
         make_equal(self.ranks, new, groups)
         for optimizer in optimizers:
             self._broadcast_state(optimizer)
-        self._done |= {id(each): each for each in (*optimizers, *(tensor for _, tensor in new))}
+        self._done |= {id(optimizer): optimizer for optimizer in (*optimizers, *(tensor for _, tensor in new))}
         return "every rank begins with rank 0's values"
 
     def _broadcast_state(self, optimizer: Optimizer) -> None:

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from nano_loop.intercept.attributes import replaced
 from nano_loop.intercept.calls import Call
-from nano_loop.intercept.nested import Substitution, map_tensors
-from nano_loop.intercept.ownership import inside
+from nano_loop.intercept.nested_tensors import Substitution, map_tensors
+from nano_loop.intercept.ownership import call_state
 from nano_loop.kernels.bernoulli import same_draws
 from nano_loop.kernels.drawing_order import drawn_as_nchw, drawn_as_they_lie
 from nano_loop.kernels.pixel_means import gradients_in_nhwc
@@ -133,7 +133,11 @@ def _converting_inputs(dimensions: frozenset[int]) -> Any:
 def _converting_its_input(forward: Call) -> Call:
     def convert_and_forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         # torch would compile what depends on a module's id anew for each block of a model.
-        if inside.yes and (torch.compiler.is_dynamo_compiling() or id(self) in _converting) and input.dim() in _FORMATS:
+        if (
+            call_state.accelerated
+            and (torch.compiler.is_dynamo_compiling() or id(self) in _converting)
+            and input.dim() in _FORMATS
+        ):
             input = in_channels_last(input)
         return forward(self, input, *args, **kwargs)
 
@@ -146,7 +150,13 @@ def _view_or_reshape(view: Call) -> Call:
             viewed: Tensor = view(self, *shape, **kwargs)
             return viewed
         except RuntimeError:
-            if not inside.yes or not _lies_as_nhwc(self) or kwargs or not shape or isinstance(shape[0], torch.dtype):
+            if (
+                not call_state.accelerated
+                or not _lies_as_nhwc(self)
+                or kwargs
+                or not shape
+                or isinstance(shape[0], torch.dtype)
+            ):
                 raise
             return self.reshape(*shape)
 
@@ -160,7 +170,7 @@ def _in_nchw_without_gradient(group_norm: Call) -> Call:
     """
 
     def norm(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        trained = any(each is not None and each.requires_grad for each in (weight, bias))
+        trained = any(tensor is not None and tensor.requires_grad for tensor in (weight, bias))
         without_gradient = trained and not input.requires_grad and torch.is_grad_enabled()
         # A stride of 1 is that of NHWC, also of single pixels, which are contiguous in both layouts.
         if without_gradient and input.dim() in _FORMATS and input.stride(1) == 1 and input.size(1) > 1:

@@ -25,8 +25,8 @@ class Compile(Step):
     """Compiles modules in place, which keeps their identity, their keys and their classes.
 
     Of the blocks that a model repeats, such as the layers of a transformer, each kind is compiled once. A model without
-    them is compiled as a whole. nano_loop's attention, dropout masks and cross-entropy stay as they are in what
-    Inductor makes, where the steps for them are not disabled.
+    them is compiled as a whole. nano_loop's attention and cross-entropy stay as they are in what Inductor makes,
+    where the steps for them are not disabled.
 
     The step is disabled by default. On a CPU, compiling a training step takes from ten seconds to a minute, and is
     seldom much faster than the other steps.

@@ -42,7 +42,9 @@ class FastImages(Step):
     @override
     def is_relevant(self, parts: Parts) -> bool:
         # Most loaders have no images, also where torchvision is imported.
-        return super().is_relevant(parts) and (self.required or any(has_images(each.dataset) for each in parts.loaders))
+        return super().is_relevant(parts) and (
+            self.required or any(has_images(loader.dataset) for loader in parts.loaders)
+        )
 
     @override
     def skip_reason(self, parts: Parts) -> SkipReason | None:

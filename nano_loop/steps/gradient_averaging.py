@@ -39,7 +39,7 @@ class GradientAveraging(RanksStep):
     @override
     def apply(self, parts: Parts) -> str:
         self._nbytes += sum(
-            each.numel() * each.itemsize for _, each in named_parameters(parts.models, parts.optimizers)
+            parameter.numel() * parameter.itemsize for _, parameter in named_parameters(parts.models, parts.optimizers)
         )
         if self._averaging is None:
             self._averaging = self._open()
@@ -87,7 +87,7 @@ class GradientAveraging(RanksStep):
         if self.ranks.context.hosts is not None and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank, as above
                 transport_between = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
-                shares = any(len(each) > 1 for each in self.ranks.context.hosts.members)
+                shares = any(len(member) > 1 for member in self.ranks.context.hosts.members)
                 way = "through shared memory, then between hosts by gloo" if shares else "by gloo"
                 self._way = f"{_AT_END}, {way}"
                 return transport_between

@@ -48,7 +48,7 @@ class LearningRate(RanksStep):
     @override
     def observe(self, parts: Parts) -> None:
         models = [model for model in parts.models if isinstance(model, DistributedDataParallel)]
-        self._ddp |= {id(each): each for model in models for each in model.parameters()}
+        self._ddp |= {id(parameter): parameter for model in models for parameter in model.parameters()}
 
     @override
     def skip_reason(self, parts: Parts) -> SkipReason | None:
@@ -57,13 +57,17 @@ class LearningRate(RanksStep):
     @override
     def apply(self, parts: Parts) -> str:
         refusals = {id(optimizer): self._refusal(optimizer) for optimizer in parts.optimizers}
-        new = [each for each in parts.optimizers if not refusals[id(each)] and id(each) not in self._ramps]
+        new = [
+            optimizer
+            for optimizer in parts.optimizers
+            if not refusals[id(optimizer)] and id(optimizer) not in self._ramps
+        ]
         taken = self.ranks.broadcast([_pop_steps_taken(optimizer) for optimizer in new])
         for optimizer, step in zip(new, taken, strict=True):
             self._ramps[id(optimizer)] = _Ramp(optimizer, self.ranks, step)
             self._start(self._ramps[id(optimizer)])
         ramps = f"ramps to {self.ranks.size}× over {WARM_UP:,} steps (auto_lr)"
-        return "; ".join(dict.fromkeys([ramps, *(each.detail for each in refusals.values() if each)]))
+        return "; ".join(dict.fromkeys([ramps, *(refusal.detail for refusal in refusals.values() if refusal)]))
 
     def _refusal(self, optimizer: Optimizer) -> SkipReason | None:
         if isinstance(optimizer, LBFGS):

@@ -48,7 +48,7 @@ class LogCasts(Step):
         if not self.enabled or self.options.compile:
             return  # torch.compile compiles again where there are hooks
         for model in parts.models:
-            self._names |= {id(each): name or type(model).__name__ for name, each in model.named_modules()}
+            self._names |= {id(module): name or type(model).__name__ for name, module in model.named_modules()}
             self._models.append(model)
 
     @override

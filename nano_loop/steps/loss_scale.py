@@ -42,7 +42,7 @@ class LossScaling(Step):
     @override
     def apply(self, parts: Parts) -> str:
         for model in parts.models:
-            self.interceptors.meet(model)
+            self.interceptors.for_model(model)
         if not self._scaling:
             self._scaling = True
             self.undoing.enter_context(self._scale.scaling())

@@ -47,11 +47,11 @@ class OperatorLists(Step):
             self.undoing.enter_context(in_force(self._lists.kinds))
         for model in parts.models:
             if any(map(is_compiled, model.modules())):
-                given = f"{class_name(model)} is compiled, and there are bf16_ops or fp32_ops"
-                needed = "compiled models compute by torch's lists alone"
-                raise NanoConfigError(problem(given, needed, "Leave the lists out, or pass the model uncompiled"))
-            entry = self.interceptors.meet(model)
-            entry.rules = {**entry.rules, **self._lists.rules}
+                got = f"{class_name(model)} is compiled, and there are bf16_ops or fp32_ops"
+                expected = "compiled models compute by torch's lists alone"
+                raise NanoConfigError(problem(got, expected, "Leave the lists out, or pass the model uncompiled"))
+            interceptor = self.interceptors.for_model(model)
+            interceptor.rules = {**interceptor.rules, **self._lists.rules}
         idle = self._lists.idle
         shown = [_shown(names, dtype) for dtype, names in self.options.listed_operators.items() if names]
         return "; ".join([*shown, *([f"no effect on {', '.join(idle)}"] if idle else [])])

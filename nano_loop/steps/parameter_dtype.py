@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from nano_loop.intercept.calls import DTYPES, Call, Layer
-from nano_loop.intercept.nested import map_tensors
+from nano_loop.intercept.calls import DTYPES, Call, CallWrapper
+from nano_loop.intercept.nested_tensors import map_tensors
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.conversion import Conversion
 from nano_loop.precision.dtype_errors import explain
@@ -46,8 +46,8 @@ class ParameterDtype(Step):
             self.undoing.callback(self._conversion.restore)
         for model in parts.models:
             self._conversion.convert(model)
-            entry = self.interceptors.add(model, self.name, _casting_outputs(dtype))
-            entry.around_modules(lambda module: _casting_inputs(dtype), DTYPES)
+            interceptor = self.interceptors.add(model, self.name, _casting_outputs(dtype))
+            interceptor.around_modules(lambda module: _casting_inputs(dtype), DTYPES)
         if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `Rounding`
             for optimizer in parts.optimizers:
                 self._conversion.convert_state(optimizer)
@@ -75,7 +75,7 @@ def _casting_inputs(dtype: torch.dtype) -> Call:
     return call
 
 
-def _casting_outputs(dtype: torch.dtype) -> Layer:
+def _casting_outputs(dtype: torch.dtype) -> CallWrapper:
     def outward(tensor: Tensor) -> Tensor:
         return tensor.to(torch.float32) if tensor.dtype is dtype and not _is_leaf_state(tensor) else tensor
 

@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.intercept.calls import DTYPES, Call, Entry, Layer, is_forward
+from nano_loop.intercept.calls import DTYPES, Call, CallInterceptor, CallWrapper, is_forward
 from nano_loop.intercept.custom_functions import backwards_run_by
-from nano_loop.intercept.nested import map_tensors, shares_memory
+from nano_loop.intercept.nested_tensors import map_tensors, shares_memory
 from nano_loop.intercept.ownership import Rule
 from nano_loop.intercept.torch_private import next_node_number
 from nano_loop.parts import Parts, class_name
 from nano_loop.precision.autocast import LOW_DTYPES, cpu_autocast, to_fp32
+from nano_loop.precision.bf16_policy import Bf16Policy, Kind, kind_of
 from nano_loop.precision.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.default_ops import in_force
 from nano_loop.precision.dtype_errors import is_about_dtypes
@@ -29,7 +30,6 @@ from nano_loop.precision.lstms import can_train_lstms
 from nano_loop.precision.mixed_dtypes import mixed_dtypes_accepted
 from nano_loop.precision.op_lists import OpLists
 from nano_loop.precision.output_activations import activations_noticed
-from nano_loop.precision.worth import Kind, Worth, kind_of
 from nano_loop.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
 
@@ -47,8 +47,8 @@ class Precision(Step):
 
     @override
     def begin(self) -> None:
-        self._entries_of: dict[int, tuple[nn.Module, Entry]] = {}  # by the id of a model
-        self._worth: dict[int, Worth] = {}  # likewise
+        self._interceptors_of: dict[int, tuple[nn.Module, CallInterceptor]] = {}  # by the id of a model
+        self._policies: dict[int, Bf16Policy] = {}  # likewise
         self._missed: list[str] = []
 
     @property
@@ -73,7 +73,7 @@ class Precision(Step):
         assert dtype is not None
         if not (self.machine.has_fast_fp16 if dtype is torch.float16 else self.machine.has_fast_bf16):
             self._warn(dtype)
-        if not self._entries_of:
+        if not self._interceptors_of:
             for context in (
                 in_force({}),
                 activations_noticed(),
@@ -84,14 +84,14 @@ class Precision(Step):
         for model in parts.models:
             if _uncast_dtype(model):
                 continue
-            worth = self._worth.setdefault(id(model), Worth(model, at_once=self.options.auto_precision))
-            counted = None if self.options.compile or dtype is torch.float16 else worth
+            policy = self._policies.setdefault(id(model), Bf16Policy(model, at_once=self.options.auto_precision))
+            counted = None if self.options.compile or dtype is torch.float16 else policy
             layer = _under_autocast(dtype, _low_state(model), counted, self.options.auto_precision)
-            entry = self.interceptors.add(model, self.name, layer)
-            entry.around_modules(UnlessListed(itertools.chain(*self.options.listed_operators.values())), DTYPES)
-            self._entries_of[id(model)] = model, entry
+            interceptor = self.interceptors.add(model, self.name, layer)
+            interceptor.around_modules(UnlessListed(itertools.chain(*self.options.listed_operators.values())), DTYPES)
+            self._interceptors_of[id(model)] = model, interceptor
             if _has_lstm(model) and not can_train_lstms(dtype):
-                entry.rules = {**entry.rules, **self._rules_of_lstms()}
+                interceptor.rules = {**interceptor.rules, **self._rules_of_lstms()}
         for optimizer in parts.optimizers:
             self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
         remarks = [_remark(model, dtype) for model in parts.models]
@@ -111,32 +111,32 @@ class Precision(Step):
             detail = f"{names} was called by code compiled before the run"
             return StepResult(self.name, "skipped", detail, code="not_intercepted")
         if self.options.auto_precision:
-            names = self._names_of(lambda worth: worth.sometimes_not)
+            names = self._names_of(lambda policy: policy.sometimes_not)
             small = f"fp32 for calls into {names} that are too small for bf16 to pay"
-            pays = any(worth.sometimes for worth in self._worth.values())
+            pays = any(policy.sometimes for policy in self._policies.values())
             return StepResult(self.name, "applied" if pays else "skipped", small, code="too_small") if names else None
-        names = self._names_of(lambda worth: worth.never)
+        names = self._names_of(lambda policy: policy.never)
         small = f'calls into {names} are too small for bf16 to pay: precision="auto" runs them in fp32'
         return StepResult(self.name, "applied", small, code="too_small") if names else None
 
-    def _names_of(self, is_concerned: Callable[[Worth], bool]) -> str:
-        models = [worth.model for worth in self._worth.values() if is_concerned(worth)]
+    def _names_of(self, is_concerned: Callable[[Bf16Policy], bool]) -> str:
+        models = [policy.model for policy in self._policies.values() if is_concerned(policy)]
         return ", ".join(dict.fromkeys(map(class_name, models)))
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Warn about a model that this optimizer trains and whose calls were not intercepted."""
-        for model, entry in self._entries_of.values():
+        for model, interceptor in self._interceptors_of.values():
             name = type(model).__name__
-            if entry.was_called or name in self._missed or not _is_trained(model, optimizer):
+            if interceptor.was_called or name in self._missed or not _is_trained(model, optimizer):
                 continue
             self._missed.append(name)
-            given = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
+            got = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
             cause = "a function that was compiled before the run bypasses the steps"
-            warnings.warn(problem(given, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
+            warnings.warn(problem(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
 
     def _warn(self, dtype: torch.dtype) -> None:
-        given = f"{self.options.as_written['precision']} on {self.machine.name}"
-        lack, advice = "this CPU has no bf16 instructions, so bf16 will be slower than fp32", 'Use precision="auto"'
+        got = f"{self.options.as_written['precision']} on {self.machine.name}"
+        lack, hint = "this CPU has no bf16 instructions, so bf16 will be slower than fp32", 'Use precision="auto"'
         if "avx2" in self.machine.instruction_sets and "avx512bw" not in self.machine.instruction_sets:
             # torch computes with bf16 numbers one by one there; with AVX-512, oneDNN converts them.
             lack = (
@@ -144,8 +144,8 @@ class Precision(Step):
             )
         if dtype is torch.float16:
             lack = "this CPU has no fp16 instructions, so products take up to a thousand times as long as in fp32"
-            advice = 'Use precision="bf16"' if self.machine.has_fast_bf16 else "Use precision=32"
-        warnings.warn(problem(given, lack, advice), NanoWarning, stacklevel=2)
+            hint = 'Use precision="bf16"' if self.machine.has_fast_bf16 else "Use precision=32"
+        warnings.warn(problem(got, lack, hint), NanoWarning, stacklevel=2)
 
 
 _COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"
@@ -158,7 +158,9 @@ def _is_meta(model: nn.Module) -> bool:
 
 def _uncast_dtype(model: nn.Module) -> torch.dtype | None:
     """Return the dtype of the weights of a model if autocast casts none of them, or None."""
-    dtypes = [each.dtype for each in model.parameters() if each.is_floating_point() or each.is_complex()]
+    dtypes = [
+        parameter.dtype for parameter in model.parameters() if parameter.is_floating_point() or parameter.is_complex()
+    ]
     cast = any(dtype is not torch.float64 and dtype.is_floating_point for dtype in dtypes)
     return None if cast or not dtypes else dtypes[0]
 
@@ -181,7 +183,9 @@ def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
 
 
 def _is_trained(model: nn.Module, optimizer: Optimizer) -> bool:
-    held = {id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+    held = {
+        id(parameter) for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+    }
     return any(id(parameter) in held for parameter in model.parameters())
 
 
@@ -194,7 +198,9 @@ def _low_state(model: nn.Module) -> list[Tensor]:
 _NOT_COUNTED = nullcontext()
 
 
-def _under_autocast(dtype: torch.dtype, state: list[Tensor], worth: Worth | None, only_if_worth: bool) -> Layer:
+def _under_autocast(
+    dtype: torch.dtype, state: list[Tensor], policy: Bf16Policy | None, only_if_it_pays: bool
+) -> CallWrapper:
     def in_fp32(outputs: Any, cast: Callable[[Tensor], Tensor]) -> Any:
         def outward(tensor: Tensor) -> Tensor:
             return tensor if any(shares_memory(tensor, each) for each in state) else cast(tensor)
@@ -212,22 +218,22 @@ def _under_autocast(dtype: torch.dtype, state: list[Tensor], worth: Worth | None
                 with cpu_autocast(dtype, keep_casts=is_forward(function)):
                     outputs = call(function, *args, **kwargs)
                 return in_fp32(outputs, to_fp32)
-            if worth is not None:
+            if policy is not None:
                 kind = kind_of(function, args, kwargs)
-                if kind not in worth.in_bf16:
+                if kind not in policy.in_bf16:
                     return counted_or_not(kind, function, args, kwargs)
             with CallUnderAutocast(dtype, is_forward(function)) as context:
                 outputs = call(function, *args, **kwargs)
             return in_fp32(outputs, context.activations.in_fp32)
 
         def counted_or_not(kind: Kind, function: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            assert worth is not None
+            assert policy is not None
             counting, looked_at, start = None, False, 0
-            pays = worth.of(kind)
+            pays = policy.of(kind)
             if pays is None:
-                counting = worth.counting(function, kind)
+                counting = policy.counting(function, kind)
                 looked_at, start = counting is None, next_node_number()
-            elif not pays and only_if_worth:
+            elif not pays and only_if_it_pays:
                 return call(function, *args, **kwargs)
             # Autocast locks its cache while it casts a weight, and a cast that is counted runs Python. So a counted
             # call does without the cache: it would hold that lock and wait for the interpreter's, while another thread
@@ -236,7 +242,7 @@ def _under_autocast(dtype: torch.dtype, state: list[Tensor], worth: Worth | None
             with CallUnderAutocast(dtype, keep_casts) as context, counting or _NOT_COUNTED:
                 outputs = call(function, *args, **kwargs)
             if looked_at:
-                worth.look_at(kind, start, outputs)
+                policy.look_at(kind, start, outputs)
             return in_fp32(outputs, context.activations.in_fp32)
 
         return with_autocast

@@ -56,7 +56,7 @@ class Rounding(Step):
                 self._surround_modes(optimizer, wide)
         for model in parts.models:
             self.interceptors.add(model, self.name, self._after_a_step_that_raised)
-        names = ", ".join(dict.fromkeys(type(each).__name__ for each in parts.optimizers))
+        names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in parts.optimizers))
         return f"{names} in fp32, then bf16 by stochastic rounding; optimizer state fp32"
 
     def _surround_modes(self, optimizer: Optimizer, wide: _Wide) -> None:

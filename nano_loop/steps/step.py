@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.calls import CallInterceptors
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.report import StepResult
@@ -52,7 +52,7 @@ class StepContext:
         The options of the run.
     machine : Machine
         The machine, limited to the CPUs that this process may use.
-    interceptors : Entries
+    interceptors : CallInterceptors
         Registers layers around the calls into a model.
     ranks : Ranks
         The processes of the run; a single one by default.
@@ -62,7 +62,7 @@ class StepContext:
 
     options: Options
     machine: Machine
-    interceptors: Entries
+    interceptors: CallInterceptors
     ranks: Ranks = ALONE
     accelerated: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
 

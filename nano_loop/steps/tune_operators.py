@@ -76,7 +76,7 @@ class TuneOperators(Step):
             self._tuner = self._open()
             self._layers = TunedLayers(self._tuner, itertools.chain(*self.options.listed_operators.values()))
         for model in parts.models:
-            entry = self.interceptors.meet(model)
+            interceptor = self.interceptors.for_model(model)
             of_gradients: Rule = convolutions.chooser(self._tuner)
             rules: dict[str, Rule] = {
                 OPERATOR: of_gradients,
@@ -84,9 +84,9 @@ class TuneOperators(Step):
                 OF_LINEAR: products.chooser(self._tuner),
                 OF_LSTM: lstms.chooser(self._tuner),
             }
-            entry.rules = {**entry.rules, **rules}
+            interceptor.rules = {**interceptor.rules, **rules}
             if self.options.kind.autocast is torch.bfloat16:
-                entry.around_modules(self._layers.around, DTYPES)
+                interceptor.around_modules(self._layers.around, DTYPES)
         return "measurements from the third step on"  # the same in each run, so that it is printed once
 
     @override
@@ -121,8 +121,8 @@ class TuneOperators(Step):
         def share(averagings: int) -> None:
             if averagings < _FIRST_SHARING or averagings.bit_count() > 1:
                 return
-            new = {key: each for key, each in mine.all().items() if key not in shared} if self.ranks.rank == 0 else {}
-            found = self.ranks.broadcast([(key, *each) for key, each in new.items()])
+            new = {key: value for key, value in mine.all().items() if key not in shared} if self.ranks.rank == 0 else {}
+            found = self.ranks.broadcast([(key, *value) for key, value in new.items()])
             shared.update(key for key, *_ in found)
             mine.take_over({key: Choice(way, guess, times) for key, way, guess, times in found})
 

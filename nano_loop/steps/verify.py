@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.parts import Parts, class_name
-from nano_loop.precision.noted_calls import NO_GRADIENT, NotedCalls, loss_of
+from nano_loop.precision.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
 from nano_loop.precision.verification import Verification, verified
 from nano_loop.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
@@ -31,7 +31,7 @@ class Verify(Step):
 
     @override
     def begin(self) -> None:
-        self._noted: dict[int, NotedCalls] = {}
+        self._recorded: dict[int, RecordedCalls] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._found: dict[str, Verification] = {}
 
@@ -42,10 +42,10 @@ class Verify(Step):
     @override
     def apply(self, parts: Parts) -> str:
         for model in parts.models if self.ranks.rank == 0 else ():
-            if id(model) not in self._noted and any(each.requires_grad for each in model.parameters()):
-                self._noted[id(model)] = noted = NotedCalls(model, self.options.kind.parameters is not None)
-                self.interceptors.add(model, self.name, noted.layer)
-                self.undoing.callback(noted.end)
+            if id(model) not in self._recorded and any(parameter.requires_grad for parameter in model.parameters()):
+                self._recorded[id(model)] = recorded = RecordedCalls(model, self.options.kind.parameters is not None)
+                self.interceptors.add(model, self.name, recorded.layer)
+                self.undoing.callback(recorded.end)
         for optimizer in parts.optimizers if self.ranks.rank == 0 else ():
             if id(optimizer) not in self._optimizers:
                 self._optimizers[id(optimizer)] = optimizer
@@ -54,41 +54,43 @@ class Verify(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        if not self._noted:
+        if not self._recorded:
             return None
         self._compare()  # a step with a closure has made its gradients after the hook
         if not self._found:
-            reasons = dict.fromkeys(noted.reason or NO_GRADIENT for noted in self._noted.values())
+            reasons = dict.fromkeys(recorded.reason or NO_GRADIENT for recorded in self._recorded.values())
             return StepResult(self.name, "skipped", "; ".join(reasons), code="not_compared")
         summaries = [f"{name}: {found.summary()}" for name, found in self._found.items()]
         return StepResult(self.name, "measured", "; ".join(summaries), _Findings(self._found))
 
     def _compare(self, *_: object) -> None:
-        for noted in self._noted.values():
-            noted.guarded(self._compare_calls, noted)
+        for recorded in self._recorded.values():
+            recorded.guarded(self._compare_calls, recorded)
 
-    def _compare_calls(self, noted: NotedCalls) -> None:
-        if not noted.is_ready:
-            noted.miss()
+    def _compare_calls(self, recorded: RecordedCalls) -> None:
+        if not recorded.is_ready:
+            recorded.miss()
             return
-        name = class_name(noted.model)
-        model, calls = noted.take()
+        name = class_name(recorded.model)
+        model, calls = recorded.take()
         with self._gradients_kept():
             found = verified(model, loss_of, calls, self.options.kind, self.accelerated)
         self._found[_another(name, self._found)] = found
         if not found.ok:
-            given = f"{found.fault} of {name} is off by more than rounding"
-            needed = "an accelerated model computes what the plain one does"
-            advice = "See the table: print(report['verify'].data). Leave options out to find the one that it comes from"
-            warnings.warn(problem(given, needed, advice), NanoWarning, stacklevel=2)
+            got = f"{found.fault} of {name} is off by more than rounding"
+            expected = "an accelerated model computes what the plain one does"
+            hint = "See the table: print(report['verify'].data). Leave options out to find the one that it comes from"
+            warnings.warn(problem(got, expected, hint), NanoWarning, stacklevel=2)
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:
         """Put the gradients of the loop's own parameters aside: a copy may reach a module that is none of its own."""
-        models = [parameter for noted in self._noted.values() for parameter in noted.model.parameters()]
+        models = [parameter for recorded in self._recorded.values() for parameter in recorded.model.parameters()]
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
         parameters = [*models, *(parameter for group in groups for parameter in group["params"])]
-        gradients = [(parameter, parameter.grad) for parameter in {id(each): each for each in parameters}.values()]
+        gradients = [
+            (parameter, parameter.grad) for parameter in {id(parameter): parameter for parameter in parameters}.values()
+        ]
         try:
             for parameter, _ in gradients:
                 parameter.grad = None

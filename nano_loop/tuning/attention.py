@@ -61,7 +61,7 @@ def _ways(given: Arguments, possible: Sequence[str]) -> Ways:
         return way
 
     def reference() -> Sequence[Tensor]:
-        in_fp32 = [each.detach().float().requires_grad_() for each in leaves]
+        in_fp32 = [leaf.detach().float().requires_grad_() for leaf in leaves]
         mask = given.mask if given.mask is None or given.mask.dtype is torch.bool else given.mask.float()
         with torch.enable_grad(), none_for_saved_tensors():
             out = WAYS[TORCH](*in_fp32, mask, 0.0, given.is_causal, given.scale)

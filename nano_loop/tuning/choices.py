@@ -130,4 +130,4 @@ def _is_choice(entry: Any) -> bool:
     if not (isinstance(entry, list) and len(entry) == len(Choice._fields) and isinstance(entry[2], dict)):
         return False
     way, guess, times = entry
-    return isinstance(way, str) and isinstance(guess, str) and all(isinstance(each, float) for each in times.values())
+    return isinstance(way, str) and isinstance(guess, str) and all(isinstance(time, float) for time in times.values())

@@ -60,7 +60,7 @@ def _key(given: Arguments) -> str:
     gradient, inputs, weight = given[:3]
     sizes = [bucket(inputs.size(0)), *inputs.shape[1:], "to", *weight.shape]
     geometry = [*given.stride, *given.padding, *given.dilation, *given.output_padding, given.groups]
-    layouts = [layout(each) for each in (gradient, inputs, weight)]
+    layouts = [layout(tensor) for tensor in (gradient, inputs, weight)]
     name = "transposed convolution" if given.transposed else "convolution"
     wanted = "".join("x" if each else "-" for each in given.output_mask)
     return f"gradients of {name} {_joined(sizes)} by {_joined(geometry)} {_joined(layouts)} {wanted}"

@@ -24,7 +24,7 @@ def chooser(tuner: Tuner) -> Choose:
     decisions = Decisions(tuner)
 
     def choose(by_torch: ByTorch, given: Arguments, guess: str) -> str:
-        key = (*((each.shape, each.stride()) for each in given.tensors), given.is_reversed)
+        key = (*((tensor.shape, tensor.stride()) for tensor in given.tensors), given.is_reversed)
 
         def measured() -> str | None:
             if most_elements(_some_steps(given).tensors) * GATES > MOST_ELEMENTS:
@@ -52,7 +52,7 @@ def _ways(by_torch: ByTorch, some: Arguments) -> Ways:
 
     def of(compute: ByTorch, dtype: torch.dtype) -> Way:
         def way() -> Sequence[Tensor]:
-            leaves = [each.detach().to(dtype).requires_grad_() for each in some.tensors]
+            leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in some.tensors]
             wanted = leaves if some.biases else leaves[:3]  # where there are no biases, the weights stand there again
             with torch.enable_grad(), none_for_saved_tensors():
                 outputs = compute(leaves)[0]

@@ -25,4 +25,4 @@ def layout(tensor: Tensor) -> str:
 
 def most_elements(tensors: Iterable[Tensor]) -> int:
     """Return the number of elements of the largest tensor."""
-    return max(each.numel() for each in tensors)
+    return max(tensor.numel() for tensor in tensors)

@@ -148,9 +148,9 @@ def fastest(ways: Ways, guess: str, seconds: float, clock: Callable[[], float] =
         return None
     times = _timed(ways, guess, in_time, clock)
     shortest = {name: min(times.get(name, [time_])) for name, time_ in first.items()}
-    faster = [name for name, each in times.items() if name != guess and _is_faster(each, times[guess])]
+    faster = [name for name, time in times.items() if name != guess and _is_faster(time, times[guess])]
     way = min(faster, key=lambda name: shortest[name], default=guess)
-    return Choice(way, guess, {name: each * 1e3 for name, each in shortest.items()})
+    return Choice(way, guess, {name: value * 1e3 for name, value in shortest.items()})
 
 
 def _timed(ways: Ways, guess: str, in_time: list[str], clock: Callable[[], float]) -> dict[str, list[float]]:
@@ -194,7 +194,7 @@ def _as_exact(ways: Ways, clock: Callable[[], float], seconds: float) -> dict[st
     if ways.reference is None:
         bounds = [_ROUNDING] * len(reference)
     else:
-        bounds = [max(ways.as_exact * each, _TINY) for each in _errors(of_torch, reference)]
+        bounds = [max(ways.as_exact * error, _TINY) for error in _errors(of_torch, reference)]
     for name, way in others.items():
         if clock() - begun > seconds:
             return None

@@ -19,10 +19,6 @@ def test_operators_are_kept_and_random_numbers_are_torchs():
     assert options["options"].keys() == {"pre_grad_custom_pass", "fallback_random", "cpp.vec_isa_ok"}
 
 
-def test_without_our_dropout_random_numbers_are_torchs_too():
-    assert with_operators({}, [ATTENTION])["options"]["fallback_random"]
-
-
 def test_options_of_the_user_prevail():
     given = {"options": {"fallback_random": False, "cpp.vec_isa_ok": None, "max_autotune": True}}
     options = with_operators(given, [DROPOUT])["options"]

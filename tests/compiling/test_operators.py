@@ -1,4 +1,4 @@
-"""The custom operators keep torch's rules for operators, are as exact as torch's functions, and draw the same masks."""
+"""The custom operators keep torch's rules for operators, and compute what the kernels do outside of a graph."""
 
 import pytest
 import torch
@@ -28,94 +28,45 @@ def images(layout=torch.contiguous_format, dtype=torch.float32):
     return images.requires_grad_(), weight, bias
 
 
-def test_attention_keeps_torchs_rules_for_operators():
-    mask = torch.rand(64, 64) < 0.9
-    opcheck(OURS.attention, (*three(), None, 0.0, 0.25, 0))
-    opcheck(OURS.attention, (*three(), mask, 0.0, 0.25, 0))
-
-
-def test_attention_with_dropout_does_so_too():
-    # What it draws differs between calls, so that its values cannot be compared.
-    opcheck(OURS.attention, (*three(), None, 0.25, 0.25, 0), test_utils=("test_schema", "test_faketensor"))
-
-
 @pytest.mark.skipif(blocked_attention.KERNEL.unavailable is not None, reason=str(blocked_attention.KERNEL.unavailable))
-def test_attention_in_blocks_does_so_too_and_computes_as_outside_of_a_graph():
-    mask = torch.rand(64, 64) < 0.9
-    opcheck(OURS.blocked_attention, (*three(), None, 0.0, True, 0.25, 0))
-    opcheck(OURS.blocked_attention, (*three(), mask, 0.0, False, 0.25, 0))
-    checked = ("test_schema", "test_faketensor")
-    opcheck(OURS.blocked_attention, (*three(), None, 0.25, False, 0.25, 0), test_utils=checked)
+@pytest.mark.parametrize(
+    ("masked", "dropout_p", "causal"), [(False, 0.0, True), (True, 0.0, False), (True, 0.25, False)]
+)
+def test_attention_keeps_torchs_rules_for_operators_and_computes_as_outside_of_a_graph(masked, dropout_p, causal):
+    mask = torch.rand(64, 64) < 0.9 if masked else None
     found = []
-    for function in (
-        lambda *tensors: OURS.blocked_attention(*tensors, mask, 0.25, False, 0.25, 0)[0],
-        lambda *tensors: blocked_attention.blocked_attention(*tensors, mask, 0.25, False, 0.25),
-    ):
+    for function in (OURS.blocked_attention, blocked_attention.blocked_attention):
         tensors = three()
         torch.manual_seed(0)
-        out = function(*tensors)
+        if function is OURS.blocked_attention:
+            arguments = *tensors, mask, blocked_attention.drawn(*tensors[:2], dropout_p), dropout_p, causal, 0.25
+            opcheck(function, arguments)
+            out = function(*arguments)[0]
+        else:
+            out = function(*tensors, mask, dropout_p, causal, 0.25)
         found.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
     assert all(map(torch.equal, *found))
 
 
-def test_masks_do_so_too():
-    arguments = (3, 5), (5, 1), 0.5, 0
-    opcheck(OURS.kept, arguments, {"device": "cpu"}, test_utils=("test_schema", "test_faketensor"))
+def test_masks_do_so_too_and_are_those_of_torchs_generator():
+    opcheck(OURS.kept, ((3, 5), (5, 1), 0.5, 0), test_utils=("test_schema", "test_faketensor"))
+    torch.manual_seed(3)
+    found = OURS.kept((100, 200), (200, 1), 0.7, 0), torch.rand(1)
+    torch.manual_seed(3)
+    assert all(map(torch.equal, found, (torch.empty(100, 200).bernoulli_(0.7).to(torch.uint8), torch.rand(1))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_batch_norm_does_so_too(layout, dtype):
+def test_batch_norm_keeps_torchs_rules_for_operators(layout, dtype):
     opcheck(OURS.batch_norm, (*images(layout, dtype), 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cross_entropy_does_so_too(dtype):
+def test_cross_entropy_keeps_torchs_rules_for_operators(dtype):
     assert KERNEL.unavailable is None
     logits = torch.randn(6, 50).to(dtype).requires_grad_()
     opcheck(OURS.cross_entropy, (logits, torch.randint(50, (6,)), -100, 0.1))
-
-
-def rms(found, exact):
-    return (found.double() - exact).square().mean().sqrt().item()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_and_its_gradients_are_near_those_in_fp64(masked):
-    tensors, upstream = three((2, 3, 100, 32)), bf16(2, 3, 100, 32, seed=9).detach()
-    mask = torch.ones(100, 100, dtype=torch.bool).tril() if masked else None
-    exact = [each.detach().double().requires_grad_() for each in tensors]
-    out = OURS.attention(*tensors, mask, 0.0, 0.2, 0)[0]
-    expected = F.scaled_dot_product_attention(*exact, mask, scale=0.2)
-    torchs = [each.detach().requires_grad_() for each in tensors]
-    of_torch = F.scaled_dot_product_attention(*torchs, mask, scale=0.2)
-    found = [out, *torch.autograd.grad(out, tensors, upstream)]
-    wanted = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
-    theirs = [of_torch, *torch.autograd.grad(of_torch, torchs, upstream)]
-    for ours, true, torch_s in zip(found, wanted, theirs, strict=True):
-        assert rms(ours, true) < 1.5 * rms(torch_s, true)
-
-
-def test_gradients_of_attention_are_of_the_mask_that_was_drawn():
-    """Rows of the identity show the mask: a value's gradient is there where its weight was kept."""
-    query, key = (bf16(1, 1, 64, 32, seed=seed) for seed in range(2))
-    value = torch.eye(64).bfloat16()[None, None].requires_grad_()
-    torch.manual_seed(1)
-    out, _, kept = OURS.attention(query, key, value, None, 0.5, 0.1, 0)
-    assert torch.equal(out[0, 0] != 0, kept[0] != 0)
-    (gradient,) = torch.autograd.grad(out, value, torch.eye(64).bfloat16()[None, None])
-    assert torch.equal(gradient[0, 0] != 0, kept[0].T != 0)
-
-
-def test_masks_are_those_of_torchs_generator_and_repeat_with_the_seed():
-    torch.manual_seed(3)
-    kept = OURS.kept((100, 200), (200, 1), 0.7, 0, device=torch.device("cpu"))
-    then = torch.rand(1)
-    torch.manual_seed(3)
-    expected = torch.empty(100, 200).bernoulli_(0.7)
-    assert torch.equal(kept, expected.to(torch.uint8))
-    assert torch.equal(then, torch.rand(1))
-    assert abs(kept.float().mean().item() - 0.7) < 0.01
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop.intercept import ownership
-from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.calls import CallInterceptors
 from nano_loop.intercept.ownership import belongs_to_set_up_model
 
 
@@ -44,8 +44,8 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def entries():
-    made = Entries()
+def interceptors():
+    made = CallInterceptors()
     yield made
     made.close()
 
@@ -54,42 +54,42 @@ def ones():
     return torch.ones(1, 2, requires_grad=True)
 
 
-def test_forward_and_backward_of_a_set_up_model_belong_and_no_others(entries):
+def test_forward_and_backward_of_a_set_up_model_belong_and_no_others(interceptors):
     model, other = Model(), Model()
-    entries.meet(model)
+    interceptors.for_model(model)
     (model(ones()).sum() + other(ones()).sum()).backward()
     assert model.notes == [True, True]
     assert other.notes == [False, False]
 
 
-def test_graphs_of_calls_in_between_are_told_apart(entries):
+def test_graphs_of_calls_in_between_are_told_apart(interceptors):
     model, other = Model(), Model()
-    entries.meet(model)
+    interceptors.for_model(model)
     outputs = [each(ones()) for _ in range(5) for each in (model, other)]
     torch.cat(outputs).sum().backward()
     assert model.notes == [True] * 10
     assert other.notes == [False] * 10
 
 
-def test_recomputation_belongs_where_the_forward_did(entries):
+def test_recomputation_belongs_where_the_forward_did(interceptors):
     model, other = Model(reentrant=False), Model(reentrant=False)
-    entries.meet(model)
+    interceptors.for_model(model)
     (model(ones()).sum() + other(ones()).sum()).backward()
     assert model.notes == [True, True, True]  # forward, forward again, backward
     assert other.notes == [False, False, False]
 
 
-def test_reentrant_recomputation_belongs_too(entries):
+def test_reentrant_recomputation_belongs_too(interceptors):
     model, other = Model(reentrant=True), Model(reentrant=True)
-    entries.meet(model)
+    interceptors.for_model(model)
     (model(ones()).sum() + other(ones()).sum()).backward()
     assert model.notes[:2] == [True, True]
     assert other.notes == [False, False, False]
 
 
-def test_another_threads_graphs_with_the_same_numbers_do_not_belong(entries):
+def test_another_threads_graphs_with_the_same_numbers_do_not_belong(interceptors):
     model, other = Model(), Model()
-    entries.meet(model)
+    interceptors.for_model(model)
 
     def train():
         for _ in range(20):
@@ -105,18 +105,18 @@ def test_another_threads_graphs_with_the_same_numbers_do_not_belong(entries):
 
 
 def test_graph_does_not_belong_once_no_model_is_set_up():
-    entries, model = Entries(), Model()
-    entries.meet(model)
+    interceptors, model = CallInterceptors(), Model()
+    interceptors.for_model(model)
     out = model(ones())
-    entries.close()
+    interceptors.close()
     out.sum().backward()
     assert model.notes == [True, False]
 
 
-def test_calls_long_ago_are_forgotten_and_those_since_are_not(entries, monkeypatch):
+def test_calls_long_ago_are_forgotten_and_those_since_are_not(interceptors, monkeypatch):
     monkeypatch.setattr(ownership, "_MOST_CALLS", 4)
     model = Model()
-    entries.meet(model)
+    interceptors.for_model(model)
     outputs = [model(ones()) * 2 for _ in range(6)]
     model.notes.clear()
     outputs[-1].sum().backward()

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nano_loop
 from nano_loop import NanoConfigError, disable_casts, nano
-from nano_loop.intercept.nested import find, map_tensors
+from nano_loop.intercept.nested_tensors import find, map_tensors
 from nano_loop.intercept.operators import gives_kernels
 from nano_loop.op_names import SAFE, operators_of, overloads_of
 from nano_loop.precision.default_ops import TORCHS, overload_of

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tuning.time_for import TimeFor
 
-from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.calls import CallInterceptors
 from nano_loop.precision import tuned_layers
 from nano_loop.precision.autocast import cpu_autocast
 from nano_loop.precision.tuned_layers import TunedLayers
@@ -58,14 +58,14 @@ class Deciding(Tuner):
 
 
 @pytest.fixture
-def entries():
-    opened = Entries()
+def interceptors():
+    opened = CallInterceptors()
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def tuned(entries):
+def tuned(interceptors):
     """Let a model be called under autocast, with its layers tuned, as the steps do it."""
 
     def tune(model, tuner, listed=()):
@@ -76,7 +76,7 @@ def tuned(entries):
 
             return under_autocast
 
-        entries.add(model, "autocast", layer).around_modules(TunedLayers(tuner, listed).around, "dtypes")
+        interceptors.add(model, "autocast", layer).around_modules(TunedLayers(tuner, listed).around, "dtypes")
         return model
 
     return tune
@@ -334,7 +334,7 @@ def test_thread_with_fewer_nodes_recomputes_as_its_forward_did(tuned, reentrant)
     assert not failed
 
 
-def test_layer_of_two_models_has_one_decision(tuned, entries):
+def test_layer_of_two_models_has_one_decision(tuned, interceptors):
     tuner = Deciding("fp32")
     layers = TunedLayers(tuner)
     layer = nn.Linear(24, 8)

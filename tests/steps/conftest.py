@@ -6,7 +6,7 @@ import pytest
 
 from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.distributed.ranks import ALONE
-from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.calls import CallInterceptors
 from nano_loop.options import Options
 from nano_loop.steps import StepContext
 
@@ -29,10 +29,10 @@ def step(machine):
     with ExitStack() as undoing:
 
         def make(kind, on=None, ranks=ALONE, **options):
-            entries = Entries()
+            interceptors = CallInterceptors()
             used = on or machine()
-            made = kind(StepContext(Options(**options).resolved(used), used, entries, ranks))
-            undoing.callback(entries.close)
+            made = kind(StepContext(Options(**options).resolved(used), used, interceptors, ranks))
+            undoing.callback(interceptors.close)
             undoing.callback(made.undo)
             return made
 

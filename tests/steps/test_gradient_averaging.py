@@ -45,13 +45,13 @@ def test_ranks_take_the_steps_of_one_process(team, way):
 
     def loop(ranks):
         given = parts()
-        step, entries = make_step(GradientAveraging, ranks, **options)
+        step, interceptors = make_step(GradientAveraging, ranks, **options)
         assert step.enabled
         assert step.skip_reason(given) is None
         assert step.apply(given) == detail
         assert step.apply(Parts(given.models)) == detail
         weights = train(given, ranks)
-        entries.close()
+        interceptors.close()
         step.undo()
         return weights
 
@@ -66,12 +66,12 @@ def test_ranks_take_the_steps_of_one_process(team, way):
 def test_several_hosts_and_hosts_without_shared_memory_average_by_the_process_group(team, hosts):
     def loop(ranks):
         given = parts()
-        step, entries = make_step(GradientAveraging, ranks)
+        step, interceptors = make_step(GradientAveraging, ranks)
         ranks.local_size = ranks.size // hosts
         ranks.folder = Path("/nowhere")
         detail = step.apply(given)
         weights = train(given, ranks)
-        entries.close()
+        interceptors.close()
         step.undo()
         return detail, weights
 
@@ -85,14 +85,14 @@ def test_several_hosts_and_hosts_without_shared_memory_average_by_the_process_gr
 def test_after_the_run_ranks_are_on_their_own(team, tmp_path):
     def loop(ranks):
         given, plain, folder = parts(), torch.autograd.backward, ranks.folder
-        step, entries = make_step(GradientAveraging, ranks)
+        step, interceptors = make_step(GradientAveraging, ranks)
         ranks.folder = tmp_path
         try:
             step.apply(given)
         finally:
             ranks.folder = folder
         train(given, ranks, steps=1)
-        entries.close()
+        interceptors.close()
         step.undo()
         step.undo()
         ranks.barrier()
@@ -109,14 +109,14 @@ def test_after_the_run_ranks_are_on_their_own(team, tmp_path):
 def test_averaging_can_be_paused(team):
     def loop(ranks):
         given = parts()
-        step, entries = make_step(GradientAveraging, ranks)
+        step, interceptors = make_step(GradientAveraging, ranks)
         with step.without_averaging(given.models):
             pass  # before anything was set up
         step.apply(given)
         with step.without_averaging(given.models):
             given.models[0](torch.ones(1, 6) * ranks.rank).sum().backward()
         gradient = given.models[0][0].weight.grad.clone()
-        entries.close()
+        interceptors.close()
         step.undo()
         return gradient
 

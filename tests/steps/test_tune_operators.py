@@ -188,10 +188,10 @@ def test_rules_of_listed_operators_stay(measuring):
     found = []
 
     def look(model, optimizer, batches):
-        from nano_loop.intercept.calls import _entries
+        from nano_loop.intercept.calls import _interceptors
 
-        (entry,) = _entries[id(model)]
-        found.extend(entry.rules)
+        (interceptor,) = _interceptors[id(model)]
+        found.extend(interceptor.rules)
         return fit(model, optimizer, batches)
 
     nano(**OPTIONS, fp32_ops=["softmax"])(look)(*parts())

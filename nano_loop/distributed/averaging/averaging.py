@@ -136,7 +136,7 @@ class Averaging:
         self._parameters.refresh()
         held = {id(parameter) for model in self._paused for parameter in model.parameters()}
         fingerprints = self._agree("average", self._waiting - held)
-        arrived = [each.arrived for each in fingerprints]
+        arrived = [fingerprint.arrived for fingerprint in fingerprints]
         with torch.no_grad():
             self._average(arrived)
         self._averagings += 1
@@ -186,9 +186,9 @@ class Averaging:
         fingerprints = [Fingerprint.unpack(each) for each in self._transport.exchange(mine.pack())]
         refuse_divergence(fingerprints)
         if compared:
-            checksums.refuse_unequal([each.checksums for each in fingerprints], self._parameters.named)
+            checksums.refuse_unequal([fingerprint.checksums for fingerprint in fingerprints], self._parameters.named)
         if purpose == "average":
-            self._duplicate_work.compare([each.evidence for each in fingerprints])
+            self._duplicate_work.compare([fingerprint.evidence for fingerprint in fingerprints])
         return fingerprints
 
     def _average(self, arrived: list[bytes]) -> None:
@@ -229,7 +229,9 @@ class Averaging:
         if id(optimizer) in self._at_step:
             return None
         self._parameters.refresh()
-        held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        held = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+        ]
         averaged = set(map(id, self._parameters.in_order))
         if not averaged.issuperset(map(id, held)) and threading.get_ident() == self._thread:
             self._warn(f"{type(optimizer).__name__} steps parameters that were not set up", _OWN, _SET_UP)

@@ -33,7 +33,7 @@ def is_due(averagings: int) -> bool:
 def checksums(parameters: Sequence[torch.Tensor]) -> bytes:
     """Return the sum and the norm of each parameter, as pairs of float64."""
     with torch.no_grad():
-        return b"".join(_PAIR.pack(*_sum_and_norm(each)) for each in parameters)
+        return b"".join(_PAIR.pack(*_sum_and_norm(parameter)) for parameter in parameters)
 
 
 def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None:
@@ -54,8 +54,8 @@ def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None
                 values = f"its norm is {pairs[0][1]:.6g} on rank 0, and {pair[1]:.6g} on rank {rank}"
                 if pair[1] == pairs[0][1]:
                     values = f"its sum is {pairs[0][0]:.6g} on rank 0, and {pair[0]:.6g} on rank {rank}"
-                given = f"{name} is not the same on all ranks: {values}"
-                raise NanoWorkerError(problem(given, "all ranks must train the same model", _ADVICE), rank=rank)
+                got = f"{name} is not the same on all ranks: {values}"
+                raise NanoWorkerError(problem(got, "all ranks must train the same model", _ADVICE), rank=rank)
 
 
 def _sum_and_norm(parameter: torch.Tensor) -> tuple[float, float]:

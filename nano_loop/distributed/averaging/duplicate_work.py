@@ -24,7 +24,7 @@ from nano_loop.distributed.loaders.dataset_digest import digest
 from nano_loop.distributed.random_states import differing, process_states
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.errors import problem
-from nano_loop.intercept.nested import find, map_tensors
+from nano_loop.intercept.nested_tensors import find, map_tensors
 from nano_loop.intercept.user_code import Place, users_place, warn_once
 
 _MOST_CALLS = 32  # between two averagings, as of an agent that acts
@@ -138,7 +138,9 @@ class DuplicateWork:
         return not self._states or any(differing(self._states, process_states()))
 
     def _note(self, place: int, gradients: Any) -> None:
-        rows = [each.detach().ne(0).unsqueeze(-1).flatten(1).any(1) for each in gradients if _has_rows(each)]
+        rows = [
+            gradient.detach().ne(0).unsqueeze(-1).flatten(1).any(1) for gradient in gradients if _has_rows(gradient)
+        ]
         self._places = digest(self._places, place, rows) or 1
 
     def _count(self) -> None:
@@ -153,8 +155,8 @@ class DuplicateWork:
             self._warn(place)
 
     def _warn(self, place: Place) -> None:
-        given = f"each of the {self._ranks.size} ranks computes the same batches"
-        warn_once(problem(given, "several processes gain nothing, and auto_lr leaves the rate at 1×", _ADVICE), place)
+        got = f"each of the {self._ranks.size} ranks computes the same batches"
+        warn_once(problem(got, "several processes gain nothing, and auto_lr leaves the rate at 1×", _ADVICE), place)
 
 
 def _same(ranks: Sequence[_Evidence], before: bool) -> bool:

@@ -82,7 +82,7 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
     What arrived may differ, and checksums and evidence are compared elsewhere. NaN equals NaN.
     """
-    if all(_agree(each, fingerprints[0]) for each in fingerprints):
+    if all(_agree(fingerprint, fingerprints[0]) for fingerprint in fingerprints):
         return
     at = f"at step {fingerprints[0].steps}"
     _refuse("the ranks have taken different numbers of steps", fingerprints, lambda each: f"{each.steps}")
@@ -102,8 +102,8 @@ def _agree(one: Fingerprint, other: Fingerprint) -> bool:
 def _refuse(what: str, fingerprints: list[Fingerprint], value_of: Callable[[Fingerprint], Any]) -> None:
     """Raise if `value_of` differs between the fingerprints."""
     ranks: dict[str, list[int]] = {}
-    for rank, each in enumerate(fingerprints):
-        ranks.setdefault(value_of(each), []).append(rank)
+    for rank, fingerprint in enumerate(fingerprints):
+        ranks.setdefault(value_of(fingerprint), []).append(rank)
     if len(ranks) > 1:
         values = ", ".join(f"{_those(some)} {value}" for value, some in ranks.items())
         other = list(ranks.values())[1][0]  # the first that is not like rank 0

@@ -57,12 +57,16 @@ class Parameters:
     @property
     def named(self) -> list[Named]:
         """`in_order` with the names of the parameters."""
-        return [each for each in named_parameters(self.models, self.optimizers) if _can_have_gradient(each[1])]
+        return [
+            named_parameter
+            for named_parameter in named_parameters(self.models, self.optimizers)
+            if _can_have_gradient(named_parameter[1])
+        ]
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Take in models and optimizers whose tensors are equal on all ranks."""
         self.models += [model for model in models if all(model is not each for each in self.models)]
-        self.optimizers += [one for one in optimizers if all(one is not each for each in self.optimizers)]
+        self.optimizers += [one for one in optimizers if all(one is not optimizer for optimizer in self.optimizers)]
         self._equal |= _by_id(models, optimizers)
         self._look()
 
@@ -99,10 +103,16 @@ class Parameters:
             self._watched[key] = current[key], _watch(current[key], self._arrived)
 
     def _find_newcomers(self) -> list[Named]:
-        parameters = [each for each in named_parameters(self.models, self.optimizers) if id(each[1]) not in self._equal]
+        parameters = [
+            named_parameter
+            for named_parameter in named_parameters(self.models, self.optimizers)
+            if id(named_parameter[1]) not in self._equal
+        ]
         added = [module for model in self.models for module in model.modules() if id(module) not in self._equal]
         theirs = {id(buffer) for module in added for buffer in module.buffers(recurse=False)}
-        return parameters + [each for each in named_buffers(self.models) if id(each[1]) in theirs]
+        return parameters + [
+            named_buffer for named_buffer in named_buffers(self.models) if id(named_buffer[1]) in theirs
+        ]
 
     def _unwatch(self, key: int) -> None:
         parameter, handle = self._watched.pop(key)
@@ -113,7 +123,10 @@ class Parameters:
 def _by_id(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[int, object]:
     """Return the parameters and modules by their ids, which stay theirs while the dict holds them."""
     modules = [module for model in models for module in model.modules()]
-    return {id(each): each for each in (*modules, *(each for _, each in named_parameters(models, optimizers)))}
+    return {
+        id(module): module
+        for module in (*modules, *(parameter for _, parameter in named_parameters(models, optimizers)))
+    }
 
 
 def _can_have_gradient(parameter: torch.Tensor) -> bool:

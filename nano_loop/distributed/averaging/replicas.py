@@ -23,13 +23,13 @@ def named_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
 
     The order follows from how the models and optimizers are built, so it is the same on every rank.
     """
-    of_models = ((_name(model, name), each) for model in models for name, each in model.named_parameters())
+    of_models = ((_name(model, name), parameter) for model in models for name, parameter in model.named_parameters())
     yield from _each_once(itertools.chain(of_models, _of_optimizers(optimizers)))
 
 
 def named_buffers(models: Sequence[nn.Module]) -> Iterator[Named]:
     """Yield the buffers of models, each once."""
-    yield from _each_once((_name(model, name), each) for model in models for name, each in model.named_buffers())
+    yield from _each_once((_name(model, name), buffer) for model in models for name, buffer in model.named_buffers())
 
 
 def _name(model: nn.Module, name: str) -> str:
@@ -85,8 +85,8 @@ def make_equal(ranks: Ranks, named: Sequence[Named], more: Sequence[str] = ()) -
 def _refuse_lazy(named: Sequence[Named]) -> None:
     lazy = [name for name, tensor in named if isinstance(tensor, (UninitializedParameter, UninitializedBuffer))]
     if lazy:
-        needed = "rank 0's values cannot be copied to the other ranks yet"
-        raise NanoError(problem(f"{lazy[0]} has no shape yet", needed, "Call the model once before setup"))
+        expected = "rank 0's values cannot be copied to the other ranks yet"
+        raise NanoError(problem(f"{lazy[0]} has no shape yet", expected, "Call the model once before setup"))
 
 
 def _refuse_without_memory(named: Sequence[Named]) -> None:
@@ -94,9 +94,9 @@ def _refuse_without_memory(named: Sequence[Named]) -> None:
     if elsewhere:
         name, device = elsewhere[0]
         way = "to_empty" if device.type == "meta" else "to"
-        advice = f"Call model.{way}(device='cpu') and set its values before setup"
-        needed = "rank 0's values are copied to the other ranks from the memory of the CPU"
-        raise NanoError(problem(f"{name} is on the device {str(device)!r}", needed, advice))
+        hint = f"Call model.{way}(device='cpu') and set its values before setup"
+        expected = "rank 0's values are copied to the other ranks from the memory of the CPU"
+        raise NanoError(problem(f"{name} is on the device {str(device)!r}", expected, hint))
 
 
 def _is_raw(tensor: torch.Tensor) -> bool:
@@ -114,9 +114,9 @@ def _refuse_difference(signatures: list[list[str]]) -> None:
     for rank, signature in enumerate(signatures):
         for first, other in itertools.zip_longest(signatures[0], signature, fillvalue="nothing"):
             if first != other:
-                given = f"rank {rank} has {other} where rank 0 has {first}"
-                needed = "all ranks must set up the same models and optimizers"
-                raise NanoError(problem(given, needed, "Build them the same way on every rank"))
+                got = f"rank {rank} has {other} where rank 0 has {first}"
+                expected = "all ranks must set up the same models and optimizers"
+                raise NanoError(problem(got, expected, "Build them the same way on every rank"))
 
 
 def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:

@@ -318,7 +318,8 @@ class Functions:
         return open
 
     def _opener(self, path: Any, flags: int) -> int:
-        return self._opened(os.fspath(path), flags, 0o666)
+        with naming(path):
+            return self._opened(os.fspath(path), flags, 0o666)
 
     def file_io(self) -> type:
         """Return what is `io.FileIO`, of which every unbuffered file is an instance."""

@@ -26,10 +26,10 @@ def held(folder: Path) -> Iterator[bool]:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_mine = os.path.samestat(os.fstat(descriptor), folder.lstat()) and _belongs_to_this_user(folder)
+            is_held = os.path.samestat(os.fstat(descriptor), folder.lstat()) and _belongs_to_this_user(folder)
         except OSError:  # it is gone or locked, or its file system has no locks
-            is_mine = False
-        yield is_mine
+            is_held = False
+        yield is_held
 
 
 def delete_abandoned(parent: Path, prefix: str) -> None:
@@ -46,8 +46,8 @@ def delete_abandoned(parent: Path, prefix: str) -> None:
         process = folder.name[len(prefix) :].partition("-")[0]
         if os.path.exists(f"/proc/{process}") or not os.path.exists("/proc/self"):
             continue
-        with held(folder) as is_mine:
-            if is_mine:
+        with held(folder) as is_held:
+            if is_held:
                 _delete(folder, prefix)
 
 
@@ -60,5 +60,5 @@ def _delete(folder: Path, prefix: str) -> None:
 
 
 def _belongs_to_this_user(folder: Path) -> bool:
-    found = folder.lstat()
-    return found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode)
+    status = folder.lstat()
+    return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)

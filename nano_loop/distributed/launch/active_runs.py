@@ -64,12 +64,12 @@ def _forget(ranks: Ranks) -> None:
 
 
 @contextmanager
-def whole_process(given: str, what: str) -> Iterator[None]:
+def whole_process(option: str, what: str) -> Iterator[None]:
     """Hold the process group and the CPU binding of all threads for one run; in a thread, runs nest.
 
     Parameters
     ----------
-    given : str
+    option : str
         The option that asks for it, as it was typed, for the message of a run that is refused.
     what : str
         What the run does, for the message of a run that is refused because of this one.
@@ -79,18 +79,18 @@ def whole_process(given: str, what: str) -> Iterator[None]:
     NanoError
         If a run in another thread has the process.
     """
-    mine = _Holder(what)
+    holder = _Holder(what)
     try:
         try:
             with _choosing:
-                if _holders and _holders[-1].thread is not mine.thread:
-                    raise NanoError(_refusal(given, _holders[-1]))
-                _holders.append(mine)
+                if _holders and _holders[-1].thread is not holder.thread:
+                    raise NanoError(_refusal(option, _holders[-1]))
+                _holders.append(holder)
             yield
         finally:
-            _release(mine)
+            _release(holder)
     finally:
-        _release(mine)  # where Ctrl-C came just before the line above
+        _release(holder)  # where Ctrl-C came just before the line above
 
 
 def _release(holder: _Holder) -> None:
@@ -98,8 +98,8 @@ def _release(holder: _Holder) -> None:
         _holders.remove(holder)
 
 
-def _refusal(given: str, holder: _Holder) -> str:
+def _refusal(option: str, holder: _Holder) -> str:
     here = threading.current_thread().name
     taken = f"thread {holder.thread.name!r} is in {holder.what}"
-    advice = "Start this run when that one has ended, or in a separate process"
-    return problem(f"{given} in thread {here!r}", taken, advice)
+    hint = "Start this run when that one has ended, or in a separate process"
+    return problem(f"{option} in thread {here!r}", taken, hint)

@@ -1,16 +1,22 @@
-"""What a worker gets from the caller: the task, its slot among the ranks, and the state of the caller's process."""
+"""The payload of a worker: the task, the slots of the ranks, and the state of the caller's process."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.random_states import process_states, set_process_states
 from nano_loop.distributed.rank_slot import RankSlot
+from nano_loop.errors import NanoError, NanoWorkerError
+
+PAYLOAD, WORKER_INIT = "payload", "worker_init"  # folders of what is pickled for the workers
 
 
 @dataclass
@@ -79,3 +85,37 @@ class Assignment:
     slots: list[RankSlot]
     state: State
     process_group_backend: str | None
+
+
+def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> int:
+    """Write what the workers read to new folders in `folder`.
+
+    Parameters
+    ----------
+    payload : object
+        What they are to do, such as an `Assignment`.
+    folder : pathlib.Path
+        The run's, in the shared-memory file system.
+    names : mapping of str to Any
+        See `Task`.
+    worker_init : callable, optional
+        What they call before they read the payload.
+
+    Returns
+    -------
+    int
+        How many bytes of large arguments were copied.
+
+    Raises
+    ------
+    NanoWorkerError
+        If something cannot be pickled.
+    """
+    try:
+        if worker_init is not None:
+            (folder / WORKER_INIT).mkdir()
+            dump(worker_init, folder / WORKER_INIT, {"worker_init": worker_init})
+        (folder / PAYLOAD).mkdir()
+        return dump(payload, folder / PAYLOAD, names)
+    except NanoError as error:
+        raise NanoWorkerError(str(error), rank=0) from error

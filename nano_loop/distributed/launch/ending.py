@@ -19,7 +19,7 @@ _ECHO_WAITS = 3.0  # seconds that an error which another rank has caused waits f
 @contextmanager
 def running_together(
     workers: Workers,
-    joining: AbstractContextManager[Joined],
+    connected: AbstractContextManager[Joined],
     timeout: float,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     loop: Loop = Loop(),  # noqa: B008 - it is frozen
@@ -30,7 +30,7 @@ def running_together(
     ----------
     workers : Workers
         The other ranks, about to join too.
-    joining : context manager
+    connected : context manager
         Connects the ranks, for the length of the body.
     timeout : float
         Seconds that rank 0 waits for the others after its body.
@@ -42,14 +42,14 @@ def running_together(
     Yields
     ------
     object
-        What `joining` yields.
+        What `connected` yields.
 
     Raises
     ------
     NanoWorkerError
         If another rank fails; the workers are killed then, as they are if the body raises.
     """
-    with ending_together(workers, timeout, loop), joining as joined:
+    with ending_together(workers, timeout, loop), connected as joined:
         yield joined
     with ending_together(workers, timeout, loop, has_returned=True), waiting():
         workers.wait_until_finished(timeout)
@@ -92,8 +92,8 @@ def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop
 
 
 def _returned(rank: int, waiting: int, loop: Loop) -> NanoWorkerError:
-    given = f"rank {rank} has returned from {loop.name}, and rank {waiting} waits for it"
-    return NanoWorkerError(problem(given, *loop.same_steps), rank=rank)
+    got = f"rank {rank} has returned from {loop.name}, and rank {waiting} waits for it"
+    return NanoWorkerError(problem(got, *loop.same_steps), rank=rank)
 
 
 def _silent(rank: int, workers: Workers, timeout: float, loop: Loop) -> BaseException:
@@ -103,9 +103,9 @@ def _silent(rank: int, workers: Workers, timeout: float, loop: Loop) -> BaseExce
         return failure.as_error()
     if rank in workers.finished:
         return _returned(rank, 0, loop)
-    given = f"rank {rank} has left the loop, and has not said within {timeout:g} s why"
+    got = f"rank {rank} has left the loop, and has not said within {timeout:g} s why"
     where = workers.stack_dump(rank)
-    message = problem(given, loop.same_steps[0], "See where it is, below, or pass a longer timeout")
+    message = problem(got, loop.same_steps[0], "See where it is, below, or pass a longer timeout")
     return NanoWorkerError(f"{message}\n\nrank {rank}:\n{where}".rstrip(), rank=rank, traceback=where or None)
 
 
@@ -127,5 +127,5 @@ def _left_behind(error: BaseException, workers: Workers, loop: Loop) -> BaseExce
         return error
     if failure.kind is Kind.LEFT:
         return failure.as_error()
-    found = _returned(0, failure.rank, loop)
-    return NanoWorkerError(str(found), rank=failure.rank, traceback=failure.traceback)
+    returned = _returned(0, failure.rank, loop)
+    return NanoWorkerError(str(returned), rank=failure.rank, traceback=failure.traceback)

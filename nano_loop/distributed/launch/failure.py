@@ -164,20 +164,20 @@ def _shortened(traceback: str) -> str:
 
 def _unpickled(content: bytes) -> BaseException | None:
     """Return a worker's exception; None where it does not come back as one, or takes long."""
-    found: list[object] = []
+    errors: list[object] = []
 
     def unpickle() -> None:
         try:
-            found.append(pickle.loads(content))
+            errors.append(pickle.loads(content))
         except BaseException:  # what a user's class does when it is unpickled is anything; its words are known
-            found.append(None)
+            errors.append(None)
 
     thread = threading.Thread(target=unpickle, daemon=True, name="nano_loop exception")
     thread.start()
     thread.join(_UNPICKLING)
     if thread.is_alive() and thread.ident is not None:  # it need not go on: nobody waits for it any more
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-    return found[0] if found and isinstance(found[0], BaseException) else None
+    return errors[0] if errors and isinstance(errors[0], BaseException) else None
 
 
 def died(rank: int, exitcode: int | None = None, last_words: str = "") -> Failure:

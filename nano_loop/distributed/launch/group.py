@@ -51,7 +51,7 @@ def local_group(ranks: Ranks, backend: str | None) -> Iterator[None]:
             stack.enter_context(process_group(store, ranks, NAME))
         else:
             # A host's name need not resolve, and what connects ranks of one host is not for other hosts to reach.
-            stack.enter_context(_only_through_interface_of(_LOOPBACK))
+            stack.enter_context(_through_interface_of(_LOOPBACK, forced=True))
             stack.enter_context(process_group(store, ranks, backend))
         yield
 
@@ -122,11 +122,11 @@ def leaders_group(ranks: Ranks, members: Sequence[Sequence[int]], *, address: st
         return
     timeout = timedelta(seconds=ranks.timeout)
     with _through_interface_of(address), without_greeting():
-        group = distributed.new_group([each[0] for each in members], timeout=timeout, backend="gloo")
+        group = distributed.new_group([host[0] for host in members], timeout=timeout, backend="gloo")
     try:
         yield group
     finally:
-        if distributed.is_initialized() and any(each[0] == ranks.rank for each in members):
+        if distributed.is_initialized() and any(host[0] == ranks.rank for host in members):
             distributed.destroy_process_group(group)
 
 
@@ -163,47 +163,36 @@ def _shared_groups(groups: SharedGroups) -> Iterator[None]:
 
 def _make_group(options: Any, backend_options: Any = None) -> SharedGroup:
     if not _groups:
-        given = f"backend={NAME!r} outside a run"
-        raise NanoError(problem(given, "it connects the ranks of a run of nano_loop", 'Use "gloo"'))
+        got = f"backend={NAME!r} outside a run"
+        raise NanoError(problem(got, "it connects the ranks of a run of nano_loop", 'Use "gloo"'))
     return _groups[-1].make(options, backend_options)
 
 
 def refuse_existing_group() -> None:
     """Raise if the process is in a group already: torch has one default group a process."""
     if distributed.is_available() and distributed.is_initialized():
-        given = f"this process is in a process group of {distributed.get_world_size()} already"
-        needed = "num_processes makes a process group, and torch has one default group"
-        raise NanoError(problem(given, needed, "Call torch.distributed.destroy_process_group() before"))
+        got = f"this process is in a process group of {distributed.get_world_size()} already"
+        expected = "num_processes makes a process group, and torch has one default group"
+        raise NanoError(problem(got, expected, "Call torch.distributed.destroy_process_group() before"))
 
 
 @contextmanager
-def _through_interface_of(address: str | None) -> Iterator[None]:
-    name = _interface_of(address)
-    if _INTERFACE in os.environ or name is None:
-        yield
-        return
-    os.environ[_INTERFACE] = name
+def _through_interface_of(address: str | None, *, forced: bool = False) -> Iterator[None]:
+    """Let gloo listen and connect at `address`, unless the user has chosen an interface; where `forced`, even then."""
+    chosen = os.environ.pop(_INTERFACE, None) if forced else None
+    name = None if _INTERFACE in os.environ else _interface_of(address)
+    os.environ.update({_INTERFACE: name} if name else {})
     try:
         yield
     finally:
-        del os.environ[_INTERFACE]
-
-
-@contextmanager
-def _only_through_interface_of(address: str) -> Iterator[None]:
-    """Let gloo listen and connect at `address` alone, whatever the user's environment says."""
-    chosen = os.environ.pop(_INTERFACE, None)
-    try:
-        with _through_interface_of(address):
-            yield
-    finally:
-        if chosen is not None:
-            os.environ[_INTERFACE] = chosen
+        if name:
+            del os.environ[_INTERFACE]
+        os.environ.update({_INTERFACE: chosen} if chosen is not None else {})
 
 
 def _interface_of(address: str | None) -> str | None:
     for name, addresses in psutil.net_if_addrs().items() if address else ():
-        if any(each.address == address for each in addresses):
+        if any(entry.address == address for entry in addresses):
             return str(name)
     return None
 

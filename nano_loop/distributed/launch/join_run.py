@@ -88,17 +88,17 @@ def joined(
 def _refuse_ranks_inside(options: Options, outer: int) -> None:
     if (options.num_processes or 1) == 1 and (outer == 1 or options.num_processes == 1):
         return
-    given = f"a run inside a run of {outer} process{'es' * (outer > 1)}"
-    needed = "only the outer run may start processes"
-    raise NanoError(problem(given, needed, "Pass num_processes=1 to the inner run: each rank then runs it by itself"))
+    got = f"a run inside a run of {outer} process{'es' * (outer > 1)}"
+    expected = "only the outer run may start processes"
+    raise NanoError(problem(got, expected, "Pass num_processes=1 to the inner run: each rank then runs it by itself"))
 
 
 def _what_it_takes(launcher: Launcher) -> tuple[str, str]:
     """Return what asks for the whole process, as it was typed, and what the run does with it."""
     ranks, options = launcher.expected_ranks(), launcher.options
     if ranks.size > 1:
-        given = (
+        got = (
             f"a run of {ranks.size} processes" if options.num_processes is None else options.as_written["num_processes"]
         )
-        return given, of_ranks(ranks.size)
+        return got, of_ranks(ranks.size)
     return options.as_written["cpu_for_each_process"], "a run with cpu_for_each_process, which binds all threads"

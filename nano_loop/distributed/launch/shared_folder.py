@@ -37,12 +37,12 @@ def private_folder() -> Iterator[Path]:
 def refuse_foreign_folder(folder: Path) -> None:
     """Raise a NanoError unless `folder` is a private folder of this user: no link, and closed to other users."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
-        given = f"the folder of the run, {folder}, cannot be found ({error.strerror})"
-        advice = "Start all ranks of a host in one container, or with one shared-memory file system"
-        raise NanoError(problem(given, "ranks of one host meet there", advice)) from error
-    refuse_foreign(str(folder), found, "folder")
+        got = f"the folder of the run, {folder}, cannot be found ({error.strerror})"
+        hint = "Start all ranks of a host in one container, or with one shared-memory file system"
+        raise NanoError(problem(got, "ranks of one host meet there", hint)) from error
+    refuse_foreign(str(folder), status, "folder")
 
 
 def shared_memory_device() -> int:

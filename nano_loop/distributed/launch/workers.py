@@ -175,7 +175,7 @@ class Workers:
             time.sleep(_INTERVAL)
 
     def _note(self, failure: Failure | None) -> None:
-        if failure is None or any(each.rank == failure.rank for each in self._failures):
+        if failure is None or any(known.rank == failure.rank for known in self._failures):
             return
         if failure.late is not None:
             failure.traceback = self.stack_dump(failure.late)

@@ -202,7 +202,7 @@ def sharded_by_user(loader: Loader, size: int) -> bool:
     if isinstance(loader.dataset, IterDataPipe):
         return True  # torch shards data pipes by itself
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    return any(getattr(each, "num_replicas", None) == size and hasattr(each, "rank") for each in samplers)
+    return any(getattr(sampler, "num_replicas", None) == size and hasattr(sampler, "rank") for sampler in samplers)
 
 
 def sharded(take: Callable[[int], list[Any]], rank: int, size: int) -> Iterator[Any]:

@@ -46,9 +46,9 @@ class Mapped:
         return torch.from_file(self.path, shared=False, size=size, dtype=torch.uint8, device="cpu")[self.start :]
 
     def _lost(self, why: str) -> str:
-        given = f"an argument has its memory in {self.path}, which this process cannot map ({why})"
-        advice = "Keep the file as it is until the run has started, or pass a copy (tensor.clone(), array.copy())"
-        return problem(given, "memory that is shared with a file is mapped, not copied", advice)
+        got = f"an argument has its memory in {self.path}, which this process cannot map ({why})"
+        hint = "Keep the file as it is until the run has started, or pass a copy (tensor.clone(), array.copy())"
+        return problem(got, "memory that is shared with a file is mapped, not copied", hint)
 
 
 def mapped(address: int, size: int) -> Mapped | None:

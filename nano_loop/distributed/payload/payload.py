@@ -90,5 +90,5 @@ def _main_by_value() -> Iterator[None]:
 def _refusal(call: Any, names: Mapping[str, Any], error: Exception) -> str:
     arguments = {f"argument `{name}`": value for name, value in names.items()}
     where = find_unpicklable({**arguments, "the call": call}) or f"the call cannot be pickled ({error!r})"
-    allowed = "every argument is sent to the worker processes by cloudpickle"
-    return problem(where, allowed, "Create it inside train, or leave it out of the call")
+    expected = "every argument is sent to the worker processes by cloudpickle"
+    return problem(where, expected, "Create it inside train, or leave it out of the call")

@@ -54,7 +54,7 @@ def _sentence(name: str, value: Any, error: Exception) -> str:
     way = [name]
     for _ in range(_STEPS):
         causes = ((step, part, _failure(part)) for step, part in _parts(value))
-        step, part, cause = next((each for each in causes if each[2] is not None), (None, None, None))
+        step, part, cause = next((cause for cause in causes if cause[2] is not None), (None, None, None))
         if step is None or cause is None:
             break
         way, value, error = [*way, step], part, cause

@@ -72,6 +72,6 @@ def _map(path: str | None, size: int) -> tuple[mmap.mmap | None, str | None]:
 
 
 def _no_room(folder: str, size: int, reason: str) -> str:
-    given = f"{size / 2**20:.0f} MiB of shared memory in {folder} could not be allocated ({reason})"
-    advice = "Free some of it; give a container more, for example docker run --shm-size=1g"
-    return problem(given, "the ranks of one host exchange their values there", advice)
+    got = f"{size / 2**20:.0f} MiB of shared memory in {folder} could not be allocated ({reason})"
+    hint = "Free some of it; give a container more, for example docker run --shm-size=1g"
+    return problem(got, "the ranks of one host exchange their values there", hint)

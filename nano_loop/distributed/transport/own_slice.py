@@ -37,10 +37,10 @@ class OwnSlice:
         pieces = batch.between(start, stop)
         self._count = len(slots)
         self._result = Places(pieces, result)
-        self._lower = [each[start:stop] for each in slots[:rank]]
+        self._lower = [slot[start:stop] for slot in slots[:rank]]
         self._sum_of_lower = result[start:stop]
         self._of_lower = Places(pieces, slots[0] if rank == 1 else result)
-        self._higher = [Places(pieces, each) for each in slots[rank + 1 :]]
+        self._higher = [Places(pieces, slot) for slot in slots[rank + 1 :]]
 
     def average(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
         """Overwrite this rank's elements, and those of the result, by the means over all ranks."""

@@ -64,7 +64,7 @@ class Batch:
 
     def between(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces of the elements from `start` to before `stop`, cut where they reach beyond."""
-        cut = (each.between(start, stop) for each in self.pieces)
+        cut = (piece.between(start, stop) for piece in self.pieces)
         return [each for each in cut if each is not None]
 
     @property
@@ -90,8 +90,8 @@ class Places:
     """
 
     def __init__(self, pieces: Sequence[Piece], memory: torch.Tensor) -> None:
-        self.views = [memory[each.offset : each.offset + each.shape.numel()].view(each.shape) for each in pieces]
-        self._pieces = [(each.index, each.bounds) for each in pieces]
+        self.views = [memory[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape) for piece in pieces]
+        self._pieces = [(piece.index, piece.bounds) for piece in pieces]
 
     def fill(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
         """Copy the tensors of a list to their places; `flat` is what `Packing.flat` has made of them."""
@@ -178,5 +178,5 @@ def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None
 def _refuse_unknown(dtype: torch.dtype) -> None:
     if dtype not in AVERAGED:
         known = ", ".join(str(each).removeprefix("torch.") for each in AVERAGED)
-        advice = "Convert the parameter to one of these dtypes"
-        raise NanoError(problem(f"a gradient of {dtype}", f"nano_loop averages {known}", advice))
+        hint = "Convert the parameter to one of these dtypes"
+        raise NanoError(problem(f"a gradient of {dtype}", f"nano_loop averages {known}", hint))

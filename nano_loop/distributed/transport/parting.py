@@ -52,18 +52,18 @@ def parted(mine: int, all_ranks: Mapping[int, Whereabouts]) -> str:
     iterating = [rank for rank, where in all_ranks.items() if where.what == ITERATION]
     others = [rank for rank, where in all_ranks.items() if where.what != all_ranks[mine].what]
     if not others:
-        given = f"ranks {', '.join(map(str, sorted(all_ranks)))} wait for each other, in different groups of ranks"
-        needed = "ranks that are in several groups must use them in the same order"
-        message = problem(given, needed, "Make the loop call the collectives of its groups in one order on every rank")
+        got = f"ranks {', '.join(map(str, sorted(all_ranks)))} wait for each other, in different groups of ranks"
+        expected = "ranks that are in several groups must use them in the same order"
+        message = problem(got, expected, "Make the loop call the collectives of its groups in one order on every rank")
     elif iterating:
         other = next(rank for rank in all_ranks if rank not in iterating)
-        given = f"rank {iterating[0]} iterates a loader, and rank {other} does not"
-        message = problem(given, _DIVIDED, f"Iterate it on every rank, or put {_ALONE}")
+        got = f"rank {iterating[0]} iterates a loader, and rank {other} does not"
+        message = problem(got, _DIVIDED, f"Iterate it on every rank, or put {_ALONE}")
     else:
-        given = f"rank {mine} is in a collective ({all_ranks[mine].what}) that rank {others[0]} is not in"
-        needed = "all ranks must call the same collectives, with tensors of the same shape and dtype"
-        advice = "Make the loop do the same on every rank; only printing and saving may differ"
-        message = problem(given, needed, advice)
+        got = f"rank {mine} is in a collective ({all_ranks[mine].what}) that rank {others[0]} is not in"
+        expected = "all ranks must call the same collectives, with tensors of the same shape and dtype"
+        hint = "Make the loop do the same on every rank; only printing and saving may differ"
+        message = problem(got, expected, hint)
     return "\n\n".join([message, *(_place(rank, where.line) for rank, where in all_ranks.items() if where.line)])
 
 
@@ -79,11 +79,11 @@ def left_behind(mine: int, rank: int, still: str, loop: Loop) -> str:
     loop : Loop
         What the ranks execute.
     """
-    given, (needed, advice) = f"rank {rank} has returned from {loop.name}, and rank {mine}", loop.same_steps
+    given, (expected, hint) = f"rank {rank} has returned from {loop.name}, and rank {mine}", loop.same_steps
     if still == ITERATION:
-        message = problem(f"{given} iterates a loader", f"{needed}, and {_DIVIDED}", f"{advice}. Put {_ALONE}")
+        message = problem(f"{given} iterates a loader", f"{expected}, and {_DIVIDED}", f"{hint}. Put {_ALONE}")
     else:
-        message = problem(f"{given} still {still}", needed, advice)
+        message = problem(f"{given} still {still}", expected, hint)
     return with_own_line(message, mine)
 
 

@@ -55,8 +55,8 @@ class ProcessGroupTransport:
         self._refuse_closed()
         length = torch.tensor([header.numel()], dtype=torch.int64).view(torch.uint8)
         firsts = self._gather(torch.cat([length, _padded(header[:_FIRST_MESSAGE], _FIRST_MESSAGE)]))
-        lengths = [int(each[:8].view(torch.int64)) for each in firsts]
-        wholes, longest = [each[8:] for each in firsts], max(lengths) - _FIRST_MESSAGE
+        lengths = [int(first[:8].view(torch.int64)) for first in firsts]
+        wholes, longest = [first[8:] for first in firsts], max(lengths) - _FIRST_MESSAGE
         if longest > 0:
             rests = self._gather(_padded(header[_FIRST_MESSAGE:], longest))
             wholes = [torch.cat(each) for each in zip(wholes, rests, strict=True)]

@@ -32,7 +32,7 @@ class ProcessGroupChannel:
         """See `Channel.gather`."""
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks.size)]
         self._ranks.finish(distributed.all_gather(lengths, torch.tensor([len(data)]), async_op=True))
-        sizes = [_length(each, rank) for rank, each in enumerate(lengths)]
+        sizes = [_length(length, rank) for rank, length in enumerate(lengths)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = _tensor(data)
         received = [torch.empty_like(padded) for _ in sizes]
@@ -68,7 +68,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 def _length(received: torch.Tensor, sender: int) -> int:
     length = int(received)
     if not 0 <= length <= _LONGEST:
-        given = f"rank {sender} announced a message of {length} bytes"
-        needed = "a message has between 0 and 2**40 bytes"
-        raise NanoError(problem(given, needed, "Check who can reach the ranks' ports"))
+        got = f"rank {sender} announced a message of {length} bytes"
+        expected = "a message has between 0 and 2**40 bytes"
+        raise NanoError(problem(got, expected, "Check who can reach the ranks' ports"))
     return length

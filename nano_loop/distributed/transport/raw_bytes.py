@@ -24,8 +24,8 @@ def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
     strided = tensor.layout is torch.strided
     if not strided or tensor.device.type != "cpu" or tensor.is_quantized or not tensor.is_contiguous():
         kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
-        needed = "ranks exchange contiguous tensors on the CPU that are not quantized"
-        raise NanoError(problem(f"a tensor ({kind})", needed, "Pass tensor.cpu().contiguous()"))
+        expected = "ranks exchange contiguous tensors on the CPU that are not quantized"
+        raise NanoError(problem(f"a tensor ({kind})", expected, "Pass tensor.cpu().contiguous()"))
     # Not `view(-1)`, which keeps a stride of 0 that a tensor of one element may have.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

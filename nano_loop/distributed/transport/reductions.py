@@ -59,9 +59,9 @@ class Reduction:
     def __init__(self, operation: Any, dtype: torch.dtype) -> None:
         self.name, self.combine = _named(operation)
         if not _computes(self.name, dtype):
-            given = f"ReduceOp.{self.name} of {dtype}"
-            advice = "Convert the tensor to another dtype, such as float32 or int64, and reduce that"
-            raise NanoError(problem(given, "torch cannot compute it on the CPU", advice))
+            got = f"ReduceOp.{self.name} of {dtype}"
+            hint = "Convert the tensor to another dtype, such as float32 or int64, and reduce that"
+            raise NanoError(problem(got, "torch cannot compute it on the CPU", hint))
 
     def finish(self, total: torch.Tensor, count: int) -> None:
         """Do what is left to do when the tensors of all `count` ranks have been combined."""

@@ -92,6 +92,6 @@ def refuse_foreign(path: str, found: os.stat_result, kind: Kind) -> None:
     """Raise a NanoError unless `found`, the status of `path`, is of this kind and this user's alone."""
     if _IS[kind](found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS:
         return
-    given = f"{path} belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}"
-    needed = f"ranks of one host meet in a {kind} that only user {os.geteuid()} can open"
-    raise NanoError(problem(given, needed, "Start all ranks as the same user"))
+    got = f"{path} belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}"
+    expected = f"ranks of one host meet in a {kind} that only user {os.geteuid()} can open"
+    raise NanoError(problem(got, expected, "Start all ranks as the same user"))

@@ -88,18 +88,18 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         return Done([*outputs])
 
     def _gather(self, outputs: Tensors, tensor: torch.Tensor) -> None:
-        wholes = [each.detach().contiguous() for each in outputs]
-        memories = [raw_bytes(each.view(-1)) for each in wholes]
+        wholes = [output.detach().contiguous() for output in outputs]
+        memories = [raw_bytes(whole.view(-1)) for whole in wholes]
         sent = raw_bytes(flattened(tensor))
 
         def receive(rank: int, start: int, piece: memoryview) -> None:
             if memories:
                 memories[rank][start : start + len(piece)] = piece
 
-        if any(len(each) != len(sent) for each in memories):
-            given = f"gathering {len(sent)} bytes of each rank to tensors of {', '.join(str(len(m)) for m in memories)}"
-            advice = "Pass a tensor of the shape and dtype of the others' for each rank"
-            raise NanoError(problem(given, "they are of one size", advice))
+        if any(len(memory) != len(sent) for memory in memories):
+            got = f"gathering {len(sent)} bytes of each rank to tensors of {', '.join(str(len(m)) for m in memories)}"
+            hint = "Pass a tensor of the shape and dtype of the others' for each rank"
+            raise NanoError(problem(got, "they are of one size", hint))
         self._channel.exchange(f"gather of {len(sent)} bytes", sent, receive)
         for whole, output in zip(wholes, outputs, strict=True):
             _copied(whole, output)
@@ -109,8 +109,8 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.all_reduce`."""
         operation = ReduceOp.SUM if opts is None else opts.reduceOp
-        for each in tensors:
-            self._reduce(each, operation, here=True)
+        for tensor in tensors:
+            self._reduce(tensor, operation, here=True)
         return Done([*tensors])
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Done:
@@ -153,7 +153,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         """See `torch.distributed.scatter`."""
         whole = outputs[0].detach().contiguous()
         parts = inputs[0] if inputs else []
-        stream = torch.cat([flattened(each).view(torch.uint8) for each in parts]) if parts else _NOTHING
+        stream = torch.cat([flattened(part).view(torch.uint8) for part in parts]) if parts else _NOTHING
         size = whole.numel() * whole.dtype.itemsize
         starts = {opts.rootRank: self.rank() * size}
         what = f"scatter of {opts.rootRank}, {size} bytes"
@@ -164,17 +164,15 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.all_to_all`."""
         sent = [flattened(each).view(torch.uint8) for each in inputs]
-        wholes = [each.detach().contiguous() for each in outputs]
+        wholes = [output.detach().contiguous() for output in outputs]
         sizes = torch.tensor([len(each) for each in sent])
         found = self._channel.gather(bytes(raw_bytes(sizes)))
         of_rank = [torch.frombuffer(bytearray(each), dtype=torch.int64).tolist() for each in found]
         for rank, (theirs, whole) in enumerate(zip(of_rank, wholes, strict=True)):
             if theirs[self.rank()] != whole.numel() * whole.dtype.itemsize:
-                given = (
-                    f"rank {rank} sends {theirs[self.rank()]} bytes to a tensor of {tuple(whole.shape)} {whole.dtype}"
-                )
-                needed = "what is sent and the tensor that receives it are of one size"
-                raise NanoError(problem(given, needed, "Check the shapes of the tensors that all ranks pass"))
+                got = f"rank {rank} sends {theirs[self.rank()]} bytes to a tensor of {tuple(whole.shape)} {whole.dtype}"
+                expected = "what is sent and the tensor that receives it are of one size"
+                raise NanoError(problem(got, expected, "Check the shapes of the tensors that all ranks pass"))
         starts = {rank: sum(theirs[: self.rank()]) for rank, theirs in enumerate(of_rank)}
         receive = parts_of_streams(dict(enumerate(wholes)), starts)
         self._channel.exchange("all to all", raw_bytes(torch.cat(sent)), receive)
@@ -203,13 +201,13 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         return Done([])
 
     def _refuse_message(self, *args: Any, **kwargs: Any) -> NoReturn:
-        needed = "processes of one host exchange values by collectives alone"
-        advice = "Use broadcast or all_gather, which every rank calls, or pass process_group_backend='gloo'"
-        raise NanoError(problem("a message from one rank to another", needed, advice))
+        expected = "processes of one host exchange values by collectives alone"
+        hint = "Use broadcast or all_gather, which every rank calls, or pass process_group_backend='gloo'"
+        raise NanoError(problem("a message from one rank to another", expected, hint))
 
     def _refuse_coalesced(self, *args: Any, **kwargs: Any) -> NoReturn:
-        needed = "processes of one host take one tensor in each call"
-        raise NanoError(problem("a coalesced collective", needed, "Call the collective for each tensor"))
+        expected = "processes of one host take one tensor in each call"
+        raise NanoError(problem("a coalesced collective", expected, "Call the collective for each tensor"))
 
     send = recv = recv_anysource = _refuse_message
     allgather_coalesced = allreduce_coalesced = _refuse_coalesced
@@ -237,14 +235,14 @@ def _copied(whole: torch.Tensor, output: torch.Tensor) -> Done:
 
 def _reduce_sparse(channel: SharedChannel, tensor: torch.Tensor, operation: Any, *, here: bool) -> None:
     if operation != ReduceOp.SUM:
-        given = f"{operation} of a sparse tensor"
-        raise NanoError(problem(given, "sparse tensors can be summed", "Use ReduceOp.SUM, or tensor.to_dense()"))
+        got = f"{operation} of a sparse tensor"
+        raise NanoError(problem(got, "sparse tensors can be summed", "Use ReduceOp.SUM, or tensor.to_dense()"))
     channel.codec.begin()
     parts = [channel.codec.loads(each, rank) for rank, each in enumerate(channel.gather(channel.codec.dumps(tensor)))]
     if here:
         total = parts[0]
-        for each in parts[1:]:
-            total = total + each
+        for part in parts[1:]:
+            total = total + part
         with torch.no_grad():  # not `detach`, of which a sparse tensor would not get the new indices
             tensor.copy_(total.coalesce())
 

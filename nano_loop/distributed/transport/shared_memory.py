@@ -93,7 +93,7 @@ class SharedMemoryTransport:
         while sent < longest:
             lengths = self._exchange_piece(header, sent, pieces)
             sent, longest = sent + _HEADER, max(lengths)
-        return [torch.cat(each) for each in pieces]
+        return [torch.cat(piece) for piece in pieces]
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -173,6 +173,6 @@ _OUT_OF_STEP = problem(
 
 def _differs(rank: int, others: Sequence[int]) -> str:
     names = ", ".join(map(str, others))
-    given = f"rank {rank} averages other gradients than rank {names}"
-    advice = "Make the loop do the same on every rank: the same model, the same parameters frozen, the same steps"
-    return problem(given, "all ranks must average the same gradients in the same order", advice)
+    got = f"rank {rank} averages other gradients than rank {names}"
+    hint = "Make the loop do the same on every rank: the same model, the same parameters frozen, the same steps"
+    return problem(got, "all ranks must average the same gradients in the same order", hint)

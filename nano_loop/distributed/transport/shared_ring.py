@@ -62,7 +62,7 @@ class Ring:
         self._segment = segment
         self._rank, self._size, self._slots = ranks.rank, ranks.size, slots
         self._memory = memory.view(slots, ranks.size + 1, chunk)  # the last of a row is for the result
-        self._posted, self._reduced, self._read = (segment.places(each) for each in counters)
+        self._posted, self._reduced, self._read = (segment.places(counter) for counter in counters)
         self._base = 0  # batches until now, and those that a list left out at its end
         self._scratch = new_scratch()
 
@@ -76,7 +76,7 @@ class Ring:
         length = -(-len(packing.batches) // self._slots) * self._slots
         counts = [*range(1, len(packing.batches)), length]  # the last batch counts for the slots that are left out
         stages = [self._stage(*each) for each in zip(packing.batches, range(length), counts, strict=False)]
-        cut = {index for each in stages for index in each.cut}
+        cut = {index for stage in stages for index in stage.cut}
         return Plan(replace(packing, split=tuple(sorted({*packing.split, *cut}))), stages, length)
 
     def average(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:

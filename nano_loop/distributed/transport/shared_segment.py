@@ -156,12 +156,12 @@ class SharedSegment:
     def _has_left(self, rank: int, what: str) -> str:
         name, mine, still = self._names[rank], self._names[self._ranks.rank], _STILL[self._purpose]
         if self.words[self._left[rank]] == _FAILED:
-            given, needed = f"rank {name} has failed, and rank {mine} still {still}", "a run needs all of its ranks"
-            return problem(given, needed, f"See the error of rank {name}")
+            got, expected = f"rank {name} has failed, and rank {mine} still {still}", "a run needs all of its ranks"
+            return problem(got, expected, f"See the error of rank {name}")
         return left_behind(mine, name, what if what == ITERATION else still, self._ranks.context.loop)
 
     def _is_late(self, rank: int) -> str:
         name, mine = self._names[rank], self._names[self._ranks.rank]
-        given = f"rank {mine} has waited {self._ranks.timeout:g} seconds for rank {name} to {self._purpose}"
-        advice = f"Check what rank {name} is doing, or pass a longer timeout if it is working"
-        return with_own_line(problem(given, "every rank has to get there within the timeout", advice), mine)
+        got = f"rank {mine} has waited {self._ranks.timeout:g} seconds for rank {name} to {self._purpose}"
+        hint = f"Check what rank {name} is doing, or pass a longer timeout if it is working"
+        return with_own_line(problem(got, "every rank has to get there within the timeout", hint), mine)

@@ -100,12 +100,12 @@ class Ipex(Step):
         self._check_instructions()
         version = _installed_version()
         if version is None:
-            needed = f"IPEX is not installed, and works with torch 2.8 only (this is torch {_torch_version()})"
-            raise ImportError(problem(self._given, needed, self._install()))
+            expected = f"IPEX is not installed, and works with torch 2.8 only (this is torch {_torch_version()})"
+            raise ImportError(problem(self._given, expected, self._install()))
         self._check_version(version)
         if any(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
-            needed = "IPEX's passes over TorchScript make the backward of scripted models fail under autocast"
-            raise NanoConfigError(problem(self._given, needed, "Leave it out, or pass the model unscripted"))
+            expected = "IPEX's passes over TorchScript make the backward of scripted models fail under autocast"
+            raise NanoConfigError(problem(self._given, expected, "Leave it out, or pass the model unscripted"))
         return None
 
     @override
@@ -129,14 +129,14 @@ class Ipex(Step):
         if _fits_torch(version):
             return
         torch_version = _torch_version()
-        needed = f"IPEX {_minor(version)} works with torch {_minor(version)} only, and this is torch {torch_version}"
-        raise NanoConfigError(problem(self._given, needed, self._install()))
+        expected = f"IPEX {_minor(version)} works with torch {_minor(version)} only, and this is torch {torch_version}"
+        raise NanoConfigError(problem(self._given, expected, self._install()))
 
     def _check_instructions(self) -> None:
         if self.machine.architecture in ("x86_64", "AMD64") and "avx2" in self.machine.instruction_sets:
             return
-        needed = f"IPEX needs an x86-64 CPU with AVX2, and this is {self.machine.name} ({self.machine.architecture})"
-        raise NanoConfigError(problem(self._given, needed, "Leave it out"))
+        expected = f"IPEX needs an x86-64 CPU with AVX2, and this is {self.machine.name} ({self.machine.architecture})"
+        raise NanoConfigError(problem(self._given, expected, "Leave it out"))
 
     def _import_quietly(self) -> None:
         if _MODULE in sys.modules:  # the user imported it, so its effects are already there
@@ -145,8 +145,8 @@ class Ipex(Step):
             with leaving_no_trace(*_REPLACED):
                 import_module(_MODULE)
         except (Exception, SystemExit) as error:  # the import loads libraries, and may end the process
-            given = f"{self._given}: importing IPEX raised {type(error).__name__}"
-            raise NanoError(problem(given, str(error), "Leave it out, or reinstall IPEX")) from error
+            got = f"{self._given}: importing IPEX raised {type(error).__name__}"
+            raise NanoError(problem(got, str(error), "Leave it out, or reinstall IPEX")) from error
 
 
 def _installed_version() -> str | None:
@@ -177,8 +177,8 @@ def _kind_of_run(config: Options, parts: Parts) -> str:
     options = {
         name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose", "step_time")
     }
-    shapes = [tuple(each.shape) for model in parts.models for each in model.parameters()]
+    shapes = [tuple(parameter.shape) for model in parts.models for parameter in model.parameters()]
     batches = [
         (loader.batch_size, len(loader.dataset)) for loader in parts.loaders if isinstance(loader.dataset, Sized)
     ]
-    return repr((options, shapes, [type(each).__name__ for each in parts.optimizers], batches))
+    return repr((options, shapes, [type(optimizer).__name__ for optimizer in parts.optimizers], batches))

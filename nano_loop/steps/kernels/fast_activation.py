@@ -49,7 +49,7 @@ class FastActivation(KernelStep):
     @override
     def apply(self, parts: Parts) -> str:
         for model in parts.models:
-            self.interceptors.meet(model).around_modules(self._around, self.name)
+            self.interceptors.for_model(model).around_modules(self._around, self.name)
         return super().apply(parts)
 
     def _around(self, module: nn.Module) -> Call | None:

@@ -64,7 +64,7 @@ class KernelStep(Step):
     @override
     def apply(self, parts: Parts) -> str:
         for model in parts.models:
-            self.interceptors.meet(model)
+            self.interceptors.for_model(model)
         if not self._is_applied:
             self._is_applied = True
             for context in self.contexts():

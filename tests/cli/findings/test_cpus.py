@@ -30,26 +30,8 @@ def test_cpu_with_bf16_instructions_is_clean(inspect, sets):
     assert findings_of(with_instruction_sets(inspect(), *sets)) == []
 
 
-def test_arm_cpu_needs_no_avx2(found):
-    assert [finding.id for finding in found(machine="graviton3")] == []
-
-
 def test_unknown_instruction_sets_are_no_finding(inspect):
     assert findings_of(with_instruction_sets(inspect())) == []
-
-
-def test_affinity_mask_names_the_cpus_that_it_leaves_out(only):
-    finding = only(affinity=frozenset(range(4)))
-    assert (finding.id, finding.hurts) == ("affinity", False)
-    assert "CPUs 4-31" in finding.what
-    assert "2 cores" in finding.why
-
-
-def test_cpuset_names_the_cpus_that_it_leaves_out(only):
-    finding = only(files={"/sys/fs/cgroup/cpuset.cpus.effective": "0-7\n"})
-    assert (finding.id, finding.hurts) == ("cpuset", False)
-    assert "CPUs 8-31" in finding.what
-    assert "4 cores" in finding.why
 
 
 def test_mask_that_follows_the_cpuset_is_found_once(only):
@@ -64,7 +46,3 @@ def test_quota_says_how_many_threads_it_leaves(only):
     assert "quota is 2.5 CPUs" in finding.what
     assert "16 cores" in finding.what
     assert finding.why.startswith("2 compute threads")
-
-
-def test_quota_of_all_cores_is_clean(found):
-    assert found(files={"/sys/fs/cgroup/cpu.max": "1600000 100000\n"}) == []

@@ -1,14 +1,58 @@
 """A machine without faults has no findings, and those that hurt come first."""
 
+import pytest
+
+from cli.conftest import CGROUP, MOUNTS
 from nano_loop.cli.findings import FINDINGS
 
+CLEAN = {
+    "nothing changed": {},
+    "the whole machine by its affinity mask": {"affinity": frozenset(range(32))},
+    "ARM without AVX2": {"machine": "graviton3"},
+    "quota of all cores": {"files": {"/sys/fs/cgroup/cpu.max": "1600000 100000\n"}},
+    "unknown libraries": {"environ": {"LD_PRELOAD": "libjemalloc.so.2"}, "files": {"/proc/self/maps": ""}},
+    "unknown memory": {"files": {"/proc/meminfo": "damaged"}},
+    "IPEX with its torch": {"packages": {"torch": "2.8.0+cpu", "intel-extension-for-pytorch": "2.8.0+cpu"}},
+    "torchrun's number of threads": {"environ": {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}},
+    "options": {"environ": {"NANO_LOOP_PRECISION": "bf16", "NANO_LOOP_SECRET": "s" * 32}},
+    "other tunables of glibc": {"environ": {"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}},
+    "many arenas": {"environ": {"MALLOC_ARENA_MAX": "32"}},
+}
+JEMALLOC = "/usr/lib/libjemalloc.so.2"
+SMALL = {"/proc/self/mountinfo": CGROUP + MOUNTS.format(size=",size=65536k")}
+SHORT = {"/proc/meminfo": "MemTotal:  65859580 kB\nMemAvailable:  2000000 kB\n"}
+IPEX = {"torch": "2.13.0+cpu", "intel-extension-for-pytorch": "2.8.0"}
+TORCH = {"packages": {"torch": "2.7.1+cpu"}, "requirements": {"nano-loop": ("torch>=2.8", "numpy>=1.26")}}
+#: What is changed on the machine, whether it hurts, and words of what the finding, its reason and its advice say.
+FAULTS = {
+    "affinity": ({"affinity": frozenset(range(4))}, False, "CPUs 4-31", "2 cores", ""),
+    "cpuset": ({"files": {"/sys/fs/cgroup/cpuset.cpus.effective": "0-7\n"}}, False, "CPUs 8-31", "4 cores", ""),
+    "preload-missing": ({"environ": {"LD_PRELOAD": JEMALLOC}}, True, JEMALLOC, "", ""),
+    "shared-memory": ({"files": SMALL}, True, "64 MiB", "", "--shm-size"),
+    "memory-short": ({"files": SHORT}, True, "1.9 GiB of 62.8 GiB", "", ""),
+    "memory-limit": (
+        *({"files": {"/sys/fs/cgroup/memory.max": "8589934592\n"}}, False),
+        *("8.0 GiB, and the machine has 62.8 GiB", "", ""),
+    ),
+    "no-torch": ({"packages": {"nano-loop": "0.1.0"}}, True, "", "", ""),
+    "ipex-torch": ({"packages": IPEX}, True, "IPEX 2.8.0 and torch 2.13.0+cpu", "", "torch==2.8.*"),
+    "requirement": (TORCH, True, "nano-loop needs torch>=2.8, and 2.7.1+cpu is installed", "", ""),
+}
 
-def test_clean_machine_has_no_findings(found):
-    assert found() == []
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_machine_without_a_fault_has_no_findings(found, name):
+    assert found(**CLEAN[name]) == []
 
 
-def test_whole_machine_by_its_affinity_mask_is_clean(found):
-    assert found(affinity=frozenset(range(32))) == []
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_found_and_explained(only, name):
+    change, hurts, what, why, advice = FAULTS[name]
+    finding = only(**change)
+    assert (finding.id, finding.hurts) == (name, hurts)
+    assert what in finding.what
+    assert why in finding.why
+    assert advice in finding.advice
 
 
 def test_what_hurts_comes_first(found):

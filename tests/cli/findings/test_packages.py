@@ -6,33 +6,11 @@ from nano_loop.cli.findings import findings_of
 from nano_loop.cli.inspected import inspect_system
 
 
-def test_missing_torch_hurts(only):
-    finding = only(packages={"nano-loop": "0.1.0"})
-    assert (finding.id, finding.hurts) == ("no-torch", True)
-
-
-def test_ipex_for_another_torch_hurts(only):
-    finding = only(packages={"torch": "2.13.0+cpu", "intel-extension-for-pytorch": "2.8.0"})
-    assert (finding.id, finding.hurts) == ("ipex-torch", True)
-    assert "IPEX 2.8.0 and torch 2.13.0+cpu" in finding.what
-    assert "torch==2.8.*" in finding.advice
-
-
-def test_ipex_with_its_torch_is_clean(found):
-    assert found(packages={"torch": "2.8.0+cpu", "intel-extension-for-pytorch": "2.8.0+cpu"}) == []
-
-
 @pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])
 def test_malicious_release_hurts(only, name):
     finding = only(packages={"torch": "2.13.0", name: "2.6.2"})
     assert (finding.id, finding.hurts) == ("malicious-lightning", True)
     assert f"{name} 2.6.2" in finding.what
-
-
-def test_requirement_that_is_not_met_hurts(only):
-    finding = only(packages={"torch": "2.7.1+cpu"}, requirements={"nano-loop": ("torch>=2.8", "numpy>=1.26")})
-    assert (finding.id, finding.hurts) == ("requirement", True)
-    assert "nano-loop needs torch>=2.8, and 2.7.1+cpu is installed" in finding.what
 
 
 @pytest.mark.parametrize(

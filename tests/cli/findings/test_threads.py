@@ -33,10 +33,6 @@ def test_right_number_of_threads_is_clean(found, value):
     assert found(environ={"OMP_NUM_THREADS": value, "MKL_NUM_THREADS": value}) == []
 
 
-def test_number_that_torchrun_sets_is_clean(found):
-    assert found(environ={"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}) == []
-
-
 def test_quota_that_torch_does_not_read_hurts(found):
     first, second = found(files=QUOTA)
     assert (first.id, first.hurts) == ("quota-threads", True)

@@ -7,7 +7,7 @@ import torch
 from nano_loop.cpu import LogicalCpu, Machine
 from nano_loop.distributed.averaging.averaging import Averaging
 from nano_loop.distributed.ranks import ALONE
-from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.calls import CallInterceptors
 from nano_loop.options import Options
 from nano_loop.steps import StepContext
 
@@ -46,12 +46,12 @@ class Setup:
         self.rank = ranks.rank
         self.transport = PlainTransport(ranks)
         self.averaging = Averaging(ranks, self.transport, served_whole) if ranks.size > 1 else None
-        self.entries = Entries()
+        self.interceptors = CallInterceptors()
 
     def setup(self, model, *optimizers):
         if self.averaging is not None:
             self.averaging.add([model], list(optimizers))
-            self.entries.add(model, "averaging", self.averaging.around_call)
+            self.interceptors.add(model, "averaging", self.averaging.around_call)
 
     def share(self, batch):
         return batch.chunk(self.ranks.size)[self.rank]
@@ -60,7 +60,7 @@ class Setup:
         return self.averaging.paused(models) if self.averaging is not None else _nothing()
 
     def close(self):
-        self.entries.close()
+        self.interceptors.close()
         if self.averaging is not None:
             self.averaging.close()
 
@@ -71,9 +71,9 @@ def _nothing():
 
 
 def make_step(kind, ranks, **options):
-    """Make a step as the pipeline does; also returns its entries."""
-    entries = Entries()
-    return kind(StepContext(Options(**options), MACHINE, entries, ranks)), entries
+    """Make a step as the pipeline does; also returns its interceptors."""
+    interceptors = CallInterceptors()
+    return kind(StepContext(Options(**options), MACHINE, interceptors, ranks)), interceptors
 
 
 def trained(ranks, loop, *args):

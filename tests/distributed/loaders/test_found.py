@@ -26,7 +26,7 @@ from torch.utils.data import (
 from nano_loop.cpu import Machine
 from nano_loop.distributed.launch.active_runs import active_run
 from nano_loop.distributed.ranks import ALONE
-from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.calls import CallInterceptors
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps import StepContext
@@ -52,7 +52,7 @@ def numbers(count=20):
 def sharding_of(ranks):
     """The step of a run in which a model was set up, and the model."""
     model = nn.Linear(1, 1)
-    step = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks))
+    step = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
     step.observe(Parts(models=[model]))
     return step, model
 
@@ -95,7 +95,7 @@ def test_loader_of_the_loop_is_divided_as_one_that_was_set_up(team, make):
 
 def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(team):
     def loop(ranks):
-        unused = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks))
+        unused = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
         unused.observe(Parts(loaders=[]))
         loader = DataLoader(numbers(), 4)
         counts = [len(seen(loader))]

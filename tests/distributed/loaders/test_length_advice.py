@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from nano_loop.cpu import Machine
 from nano_loop.errors import NanoWarning
 from nano_loop.intercept import user_code
-from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.calls import CallInterceptors
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps import StepContext
@@ -83,7 +83,7 @@ test_of_the_quickstart.__test__ = False
 def warned(ranks, loop, set_up, times=2):
     """The warnings of NanoWarning's kind, as (message, the line that is named), for a loop that is called again."""
     model, loader = nn.Linear(1, 1), DataLoader(TensorDataset(torch.arange(20.0)[:, None]), 4)
-    step = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks))
+    step = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
     parts = Parts(models=[model], loaders=[loader] if set_up else [])
     step.observe(parts)
     if set_up:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.loaders.sharding import served_whole_by_mode
-from nano_loop.intercept.calls import Entries
+from nano_loop.intercept.calls import CallInterceptors
 from nano_loop.options import Options
 from nano_loop.parts import Parts
 from nano_loop.steps import StepContext
@@ -26,7 +26,7 @@ def numbers(count=10, **options):
 
 
 def made(kind, ranks):
-    return kind(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), Entries(), ranks))
+    return kind(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
 
 
 def seen(loader):

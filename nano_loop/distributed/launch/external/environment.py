@@ -46,8 +46,8 @@ def found_launch(environ: Mapping[str, str]) -> Launch | None:
 
 def local_size(launch: Launch, environ: Mapping[str, str]) -> int:
     """Return how many processes there are on each host, as far as torchrun says; else all of them."""
-    found = environ.get("LOCAL_WORLD_SIZE", "")
-    return int(found) if found.isdecimal() and int(found) else launch.size
+    size = environ.get("LOCAL_WORLD_SIZE", "")
+    return int(size) if size.isdecimal() and int(size) else launch.size
 
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:

@@ -91,8 +91,8 @@ class External(Launcher):
         """See `Launcher.expected_ranks`."""
         options, launch = self.options, self.launch
         if options.num_processes not in (None, launch.size):
-            allowed = f"{launch.launcher} has started {launch.size} processes"
-            raise NanoConfigError(problem(options.as_written["num_processes"], allowed, "Leave it out"))
+            expected = f"{launch.launcher} has started {launch.size} processes"
+            raise NanoConfigError(problem(options.as_written["num_processes"], expected, "Leave it out"))
         size = local_size(launch, os.environ)
         return Ranks(launch.rank, launch.size, local_rank=launch.rank % size, local_size=size)
 
@@ -103,9 +103,9 @@ class External(Launcher):
         if not distributed.is_initialized():
             store = external_store(launch, os.environ, self.options.timeout)
         elif distributed.get_world_size() != launch.size:
-            given = f"this process is in a process group of {distributed.get_world_size()}"
-            needed = f"{launch.launcher} has started {launch.size} processes"
-            raise NanoError(problem(given, needed, "Call torch.distributed.destroy_process_group() before"))
+            got = f"this process is in a process group of {distributed.get_world_size()}"
+            expected = f"{launch.launcher} has started {launch.size} processes"
+            raise NanoError(problem(got, expected, "Call torch.distributed.destroy_process_group() before"))
         with join_run(store, self.options, machine, launch) as slot:
             yield slot
 
@@ -190,21 +190,21 @@ def _watched_by_each_other(connected: AbstractContextManager[object], ranks: Ran
 
 def _refuse_different_secrets(presences: list[Presence]) -> None:
     """Raise on every rank if some have a secret and others have none."""
-    without = [rank for rank, each in enumerate(presences) if not each.signs]
+    without = [rank for rank, presence in enumerate(presences) if not presence.signs]
     if without and len(without) < len(presences):
-        given = f"{SECRET} is not set for rank {', '.join(map(str, without))}"
-        raise NanoError(problem(given, "all ranks have the same secret, or none has one", "Set it for every rank"))
+        got = f"{SECRET} is not set for rank {', '.join(map(str, without))}"
+        raise NanoError(problem(got, "all ranks have the same secret, or none has one", "Set it for every rank"))
 
 
 def _run_of(presences: list[Presence]) -> bytes:
     """Return what only this run has, as each rank's own nonce is in it."""
-    return hashlib.sha256(json.dumps([each.nonce for each in presences]).encode()).digest()
+    return hashlib.sha256(json.dumps([presence.nonce for presence in presences]).encode()).digest()
 
 
 def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:
     """Divide the host among its ranks; nothing if the launcher has done so, or has started too many of them."""
     if options.cpu_for_each_process is None:
-        divided = any(each != machine.allowed for each in masks)
+        divided = any(mask != machine.allowed for mask in masks)
         if divided or len(here) > machine.num_threads or not hasattr(os, "sched_setaffinity"):
             return ()
     return shares_of(options, machine, here)
@@ -217,5 +217,5 @@ def _undivided(machine: Machine, masks: list[_Mask], threads: int | None) -> Mac
     """
     if threads is not None:
         return replace(machine, quota=float(min(threads, machine.num_threads)))
-    shared = machine.num_threads if all(each == machine.allowed for each in masks) else machine.quota
+    shared = machine.num_threads if all(mask == machine.allowed for mask in masks) else machine.quota
     return machine if shared is None else replace(machine, quota=shared / len(masks))

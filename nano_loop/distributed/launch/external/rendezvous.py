@@ -164,12 +164,12 @@ def _are_integers(values: list[Any]) -> bool:
 
 
 def _malformed(text: str, rank: int) -> str:
-    given = f"rank {rank} has sent {text[:100]!r}"
-    needed = "a rank begins with its host and its CPUs, as nano_loop writes them"
-    return problem(given, needed, "Run the same version of nano_loop on every host")
+    got = f"rank {rank} has sent {text[:100]!r}"
+    expected = "a rank begins with its host and its CPUs, as nano_loop writes them"
+    return problem(got, expected, "Run the same version of nano_loop on every host")
 
 
 def _is_late(rank: int, ranks: Ranks) -> str:
-    given = f"rank {ranks.rank} has waited {ranks.timeout:g} seconds for rank {rank} to join the run"
-    advice = f"Check what rank {rank} is doing, or pass a longer timeout if it is working"
-    return problem(given, "every rank has to get there within the timeout", advice)
+    got = f"rank {ranks.rank} has waited {ranks.timeout:g} seconds for rank {rank} to join the run"
+    hint = f"Check what rank {rank} is doing, or pass a longer timeout if it is working"
+    return problem(got, "every rank has to get there within the timeout", hint)

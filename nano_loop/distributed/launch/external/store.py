@@ -41,9 +41,9 @@ def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> _Place:
     usual = _usual_place_of_srun(environ) if launch.launcher == "srun" else ("127.0.0.1", 12910) if local else ("", "")
     address, port = environ.get("MASTER_ADDR") or usual[0], environ.get("MASTER_PORT") or str(usual[1])
     if not address or not port.isdecimal():
-        given = f"MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT={environ.get('MASTER_PORT')}"
-        needed = f"the {launch.size} processes of {launch.launcher} need the address and a port of rank 0's host"
-        raise NanoError(problem(given, needed, "Set both for every rank: mpirun -x MASTER_ADDR=... -x MASTER_PORT=..."))
+        got = f"MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT={environ.get('MASTER_PORT')}"
+        expected = f"the {launch.size} processes of {launch.launcher} need the address and a port of rank 0's host"
+        raise NanoError(problem(got, expected, "Set both for every rank: mpirun -x MASTER_ADDR=... -x MASTER_PORT=..."))
     return address, int(port)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.files.private_files import folders_made_together
-from nano_loop.distributed.launch.assignment import Assignment, State
+from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment, State, write_payload
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import local_group, refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
@@ -19,16 +19,13 @@ from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.local.kept_server import keep, server_for, start_early
 from nano_loop.distributed.launch.local.process import forked
 from nano_loop.distributed.launch.local.server import Server
-from nano_loop.distributed.launch.local.start import PAYLOAD, WORKER_INIT
 from nano_loop.distributed.launch.local.worker_warnings import noted
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
-from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.ranks import Ranks
-from nano_loop.errors import NanoError, NanoWorkerError
 
 
 class Local(Launcher):
@@ -61,10 +58,8 @@ class Local(Launcher):
                 with interrupts.heard():
                     state = State.of_this_process(machine.num_threads)
                     # While the other process imports torch.
-                    if options.worker_init is not None:
-                        _write(options.worker_init, folder / WORKER_INIT, {"worker_init": options.worker_init})
                     assignment = Assignment(task, slots, state, options.process_group_backend)
-                    slots[0].copied = _write(assignment, folder / PAYLOAD, task.names)
+                    slots[0].copied = write_payload(assignment, folder, task.names, options.worker_init)
                 workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"))
                 stack.callback(workers.end)
                 stack.enter_context(noted())
@@ -75,8 +70,8 @@ class Local(Launcher):
                     shutil.rmtree(folder / name, ignore_errors=name == WORKER_INIT)
                 stack.enter_context(interrupts.noticed(workers.interrupt))
                 stack.callback(interrupts.hold)
-            joining = _joined_first(slots[0].ranks, workers, interrupts, options.process_group_backend)
-            with running_together(workers, joining, options.timeout, interrupts.heard, task.loop):
+            connected = _joined_first(slots[0].ranks, workers, interrupts, options.process_group_backend)
+            with running_together(workers, connected, options.timeout, interrupts.heard, task.loop):
                 yield slots[0]
 
 
@@ -138,12 +133,3 @@ def slots_of(machine: Machine, shares: tuple[Share, ...], folder: Path, timeout:
         )
         for rank, share in enumerate(shares)
     ]
-
-
-def _write(content: object, folder: Path, names: Mapping[str, object]) -> int:
-    """Write something for the workers to a new folder, and return how many bytes of large arguments were copied."""
-    folder.mkdir()
-    try:
-        return dump(content, folder, names)
-    except NanoError as error:
-        raise NanoWorkerError(str(error), rank=0) from error

@@ -1,18 +1,21 @@
-"""One worker process as rank 0 has it: the pipes from it, what it writes, and how it ends."""
+"""A worker process as rank 0 has it: the pipes from it, what it writes, and how it ends."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 from nano_loop.distributed.launch.failure import Failure, Kind, died
-from nano_loop.distributed.launch.local.frames import Frames, read_available
+from nano_loop.distributed.launch.local import stack_dump
+from nano_loop.distributed.launch.local.frames import DUMP, KILL, Frames, read_available
 from nano_loop.distributed.launch.local.output import Output, pipe
-from nano_loop.distributed.launch.local.server import Fork, Server
+from nano_loop.distributed.launch.local.server import HELLO, NO_SIGNAL, Server
 from nano_loop.distributed.launch.local.start import write_start
 from nano_loop.distributed.launch.local.worker_warnings import Awaiting
 from nano_loop.distributed.limits import limit_in_words
@@ -23,6 +26,7 @@ _EXCEPTION = 1.0  # seconds that a failure waits for the exception itself, which
 _TAKES = "each worker process takes three pipes, a socket, and a file in the run's private folder"
 _SILENCE = 1.0  # seconds from a worker's last word to the news of its end
 _ENDING = 10.0  # seconds that a killed process may take to end
+_STOPPED = ("T", "t")  # states of a process, as in /proc
 
 
 class WorkerProcess:
@@ -49,13 +53,16 @@ class WorkerProcess:
         self._failed_at = 0.0
         self._silent_since: float | None = None
         self._frames = Frames()
+        self._replies: dict[str, Any] = {}  # what the server tells of it
+        self._reply_frames = Frames()
+        self._channel_is_open = True
         self._reports: int | None = None
         self._outputs: list[Output] = []
         self._warnings = Awaiting()
         self._closing = contextlib.ExitStack()
         try:
             start = write_start(slot, verbose)
-            self._fork = self._forked(start, sys.stdout if verbose else None, None if quiet else sys.stderr)
+            self._channel = self._forked(start, sys.stdout if verbose else None, None if quiet else sys.stderr)
         except BaseException:
             self._closing.close()
             raise
@@ -64,12 +71,13 @@ class WorkerProcess:
     def sources(self) -> Sequence[Any]:
         """See `Worker.sources`."""
         outputs = [output.descriptor for output in self._outputs if output.is_open]
-        return [*self._fork.sources, *outputs, *([] if self._reports is None else [self._reports])]
+        reports = [] if self._reports is None else [self._reports]
+        return [*self._server_sources, *outputs, *reports]
 
     def poll(self) -> Failure | None:
         """See `Worker.poll`."""
-        self._fork.read()
-        ended = self._fork.ended  # asked first: what is in the pipes then is all that there will be
+        self._read_replies()
+        ended = self._has_ended  # asked first: what is in the pipes then is all that there will be
         self._read_what_is_there()
         if self._failure is not None:
             waiting = self._reports is not None and not ended
@@ -80,15 +88,36 @@ class WorkerProcess:
 
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
-        return self._fork.stack_dump(self._folder, self.rank)
+        self._replies.pop("state", None)
+        self._ask(DUMP)
+        deadline = time.monotonic() + HELLO
+        while "state" not in self._replies and not self._has_ended and time.monotonic() < deadline:
+            wait(self._server_sources, 0.02)
+            self._read_replies()
+        if self._replies.get("state") in _STOPPED:
+            return "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
+        return stack_dump.read(self._folder, self.rank, deadline)
 
     def kill(self) -> None:
         """See `Worker.kill`."""
-        self._fork.kill()
+        if not self._server.ready:
+            self._server.end()  # it imports, and would fork the worker first
+        else:
+            self._ask(KILL)
 
     def close(self) -> None:
         """See `Worker.close`."""
-        self._fork.close(_ENDING)
+        self.kill()
+        began = time.monotonic()
+        while not self._has_ended:
+            waited = time.monotonic() - began
+            if waited > _ENDING or (waited > HELLO and not self._server.answers()):
+                self._server.end()
+                break
+            wait(self._server_sources, 0.1)
+            self._read_replies()
+        self._channel_is_open = False
+        self._channel.close()
         self._read_what_is_there()
         for output in self._outputs:
             output.finish()
@@ -97,7 +126,31 @@ class WorkerProcess:
         self._reports = None
         self._closing.close()
 
-    def _forked(self, start: str, *shown: Any) -> Fork:
+    @property
+    def _server_sources(self) -> Sequence[Any]:
+        """What is readable when the server has told something."""
+        return [*self._server.sources, *([self._channel] if self._channel_is_open else [])]
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether it has ended, or will never begin."""
+        return self._server.gone or "exited" in self._replies or "refused" in self._replies
+
+    def _read_replies(self) -> None:
+        """Take in what the server has told, without waiting."""
+        with self._server.reading:
+            self._server.read_replies()
+            if self._channel_is_open:
+                data, closed = read_available(self._channel)
+                self._channel_is_open = not closed
+                for header, _ in self._reply_frames.feed(data):
+                    self._replies.update(header)
+
+    def _ask(self, request: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send(request, NO_SIGNAL)
+
+    def _forked(self, start: str, *shown: Any) -> socket.socket:
         """Have it forked with three pipes: its reports, its standard output and its standard error."""
         with contextlib.ExitStack() as stack:  # of the other ends, which only the worker keeps
             pipes = []
@@ -121,12 +174,12 @@ class WorkerProcess:
         return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
 
     def _death(self) -> Failure:
-        refusal = self._fork.refusal
+        refusal = self._server.refusal or self._replies.get("refused")
         words = self._outputs[-1].last_words or self._server.last_words if self._outputs else ""
         if refusal is not None:
             advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
-        return died(self.rank, self._fork.exitcode, words)
+        return died(self.rank, self._replies.get("exited", self._server.exitcode), words)
 
     def _read_what_is_there(self) -> None:
         for output in self._outputs:

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from nano_loop.distributed.launch.local import stack_dump
-from nano_loop.distributed.launch.local.frames import DUMP, KILL, Frames, framed, read_available
+from nano_loop.distributed.launch.local.frames import Frames, framed, read_available
 from nano_loop.distributed.launch.local.output import Output, above_stdio, pipe
 
-_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # SIGPIPE may end the caller's process
-_HELLO = 1.0  # seconds in which a process that is there answers
-_STOPPED = ("T", "t")  # states of a process, as in /proc
+#: SIGPIPE may end the caller's process.
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+#: Seconds in which a process that is there answers.
+HELLO = 1.0
 _ENDING = 2.0  # seconds that its workers may take to end
 _UNFORKED = 75  # of the first process where the system refuses the second; that of a temporary failure in sysexits.h
 # The first process ends at once, so that what it leaves is no child of the caller's: `os.wait` in the user's program
@@ -118,13 +118,18 @@ class Server:
         """The exit code of a Python that did not start; None if it started."""
         return self._process.returncode if self.pid is None else None
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the system refused to start it; None if it did not."""
+        return os.strerror(errno.EAGAIN) if self.gone and self.exitcode == _UNFORKED else None
+
     def answers(self) -> bool:
         """Whether it is there and does its work: somebody may have killed or stopped it since the last run."""
         self._answered = False
         self._ask({"ask": "answer"})
-        deadline = time.monotonic() + _HELLO
+        deadline = time.monotonic() + HELLO
         while not self._answered and not self.gone and time.monotonic() < deadline:
-            wait(self.sources, _HELLO)
+            wait(self.sources, HELLO)
             self.read_replies()
         return self._answered
 
@@ -136,13 +141,19 @@ class Server:
         """Leave a run's folder to this process again."""
         self._ask({"ask": "finish", "folder": folder})
 
-    def fork(self, start: str, streams: Sequence[int]) -> Fork:
-        """Ask for a worker, which reads the file `start` and gets the streams: reports, output, errors."""
+    def fork(self, start: str, streams: Sequence[int]) -> socket.socket:
+        """Ask for a worker, which reads the file `start` and gets the streams: reports, output, errors.
+
+        Returns
+        -------
+        socket.socket
+            A connection to the server for this worker alone.
+        """
         channel, other = _socket_pair()
         with other, self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `read_replies` notices
             message = framed({"ask": "fork", "start": start})
-            socket.send_fds(self._control, [message], [other.fileno(), *streams], _NO_SIGNAL)
-        return Fork(self, channel)
+            socket.send_fds(self._control, [message], [other.fileno(), *streams], NO_SIGNAL)
+        return channel
 
     def read_replies(self) -> None:
         """Take in what it has answered, without waiting."""
@@ -168,7 +179,7 @@ class Server:
 
     def _ask(self, request: dict[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):
-            self._control.sendall(framed(request), _NO_SIGNAL)
+            self._control.sendall(framed(request), NO_SIGNAL)
 
     def _take(self, data: bytes) -> None:
         for header, _ in self._frames.feed(data):
@@ -180,7 +191,7 @@ class Server:
 
     def _read_pid(self) -> None:
         """Learn the number of the process, if it is about to say it: the one that was started has ended."""
-        if self.pid is None and self._process.poll() is not None and wait([self._control], _HELLO):
+        if self.pid is None and self._process.poll() is not None and wait([self._control], HELLO):
             self._take(read_available(self._control)[0])
 
     def _has_closed(self, timeout: float) -> bool:
@@ -200,98 +211,10 @@ class Server:
         self.gone = True
         if self.pid is None:  # it has closed its end without having begun
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_HELLO)
+                self._process.wait(HELLO)
         self._output.relay()
         self._output.finish()
         self._closing.close()
-
-
-class Fork:
-    """One worker of a server, as that tells of it.
-
-    Parameters
-    ----------
-    server : Server
-        Forks it.
-    channel : socket.socket
-        A connection to the server for this worker alone.
-    """
-
-    def __init__(self, server: Server, channel: socket.socket) -> None:
-        self._server = server
-        self._channel = channel
-        self._frames = Frames()
-        self._replies: dict[str, Any] = {}
-        self._is_open = True
-
-    @property
-    def sources(self) -> Sequence[Any]:
-        """What is readable when there is something to read."""
-        return [*self._server.sources, *([self._channel] if self._is_open else [])]
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended, or will never begin."""
-        return self._server.gone or "exited" in self._replies or "refused" in self._replies
-
-    @property
-    def exitcode(self) -> int | None:
-        """Its exit code once it has ended, negative for a signal; None if nobody knows it."""
-        return self._replies.get("exited", self._server.exitcode)
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the system refused to fork it; None if it did not."""
-        if self._server.gone and self._server.exitcode == _UNFORKED:
-            return os.strerror(errno.EAGAIN)
-        return self._replies.get("refused")
-
-    def read(self) -> None:
-        """Take in what the server has told, without waiting."""
-        with self._server.reading:
-            self._server.read_replies()
-            if self._is_open:
-                data, closed = read_available(self._channel)
-                self._is_open = not closed
-                for header, _ in self._frames.feed(data):
-                    self._replies.update(header)
-
-    def kill(self) -> None:
-        """Kill it and all that it has started, also if it has ended already."""
-        if not self._server.ready:
-            self._server.end()  # it imports, and would fork the worker first
-        else:
-            self._ask(KILL)
-
-    def stack_dump(self, folder: str, rank: int) -> str:
-        """Have it write down where it is, and return that; what stops it where it is stopped."""
-        self._replies.pop("state", None)
-        self._ask(DUMP)
-        deadline = time.monotonic() + _HELLO
-        while "state" not in self._replies and not self.ended and time.monotonic() < deadline:
-            wait(self.sources, 0.02)
-            self.read()
-        if self._replies.get("state") in _STOPPED:
-            return "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
-        return stack_dump.read(folder, rank, deadline)
-
-    def close(self, timeout: float) -> None:
-        """Kill it, wait until it has ended, and end the server if that takes too long."""
-        self.kill()
-        began = time.monotonic()
-        while not self.ended:
-            waited = time.monotonic() - began
-            if waited > timeout or (waited > _HELLO and not self._server.answers()):
-                self._server.end()
-                break
-            wait(self.sources, 0.1)
-            self.read()
-        self._is_open = False
-        self._channel.close()
-
-    def _ask(self, request: bytes) -> None:
-        with contextlib.suppress(OSError):
-            self._channel.send(request, _NO_SIGNAL)
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -14,7 +14,6 @@ from nano_loop.distributed.launch.external.environment import without_launch
 from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.exports import is_exported
 
-PAYLOAD, WORKER_INIT = "payload", "worker_init"  # the folders of both, beside the store
 #: Variables that would put every process on the same CPUs, or stop a worker at a prompt.
 NOT_FOR_WORKERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "PYTHONINSPECT")
 # They change from call to call, and nothing that Python or a library does when it starts depends on them.

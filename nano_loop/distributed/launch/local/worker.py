@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from nano_loop.distributed.files.private_files import guard_files, redirect_files
-from nano_loop.distributed.launch.assignment import Assignment
+from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
 from nano_loop.distributed.launch.local.frames import framed
-from nano_loop.distributed.launch.local.start import PAYLOAD, WORKER_INIT
 from nano_loop.distributed.launch.local.worker_warnings import sent
 from nano_loop.distributed.launch.running import run_task
 from nano_loop.distributed.payload.payload import load

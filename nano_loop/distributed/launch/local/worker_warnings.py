@@ -18,7 +18,7 @@ _MOST = 10_000  # warnings that are remembered
 
 Warned = tuple[str, str, str, int]  # its class, its message, the file that it is about, and the line there
 
-_given: set[Warned] = set()  # by this process, in this run and in those before
+_shown: set[Warned] = set()  # by this process, in this run and in those before
 
 
 def _warned(message: Any, category: type[Warning], filename: str, lineno: int) -> Warned:
@@ -32,8 +32,8 @@ def noted() -> AbstractContextManager[None]:
 
 def _noting(show: Callable[..., None]) -> Callable[..., None]:
     def showwarning(message: Any, category: type[Warning], filename: str, lineno: int, *where: Any) -> None:
-        if len(_given) < _MOST:
-            _given.add(_warned(message, category, filename, lineno))
+        if len(_shown) < _MOST:
+            _shown.add(_warned(message, category, filename, lineno))
         show(message, category, filename, lineno, *where)
 
     return showwarning
@@ -74,7 +74,7 @@ class Awaiting:
 
     def show(self, say: Callable[[str], None]) -> None:
         """Say those that rank 0 has not given, once each."""
-        for warned, text in self._texts.items():
-            if warned not in _given:
+        for key, text in self._texts.items():
+            if key not in _shown:
                 say(text)
         self._texts.clear()

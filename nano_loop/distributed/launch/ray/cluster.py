@@ -8,7 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +25,25 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nano_loop.distributed.launch.failure import Failure, Kind
+from nano_loop.distributed.launch.local.frames import Frames, read_available
+from nano_loop.distributed.launch.local.output import Output
+from nano_loop.distributed.launch.local.worker_warnings import Awaiting
 from nano_loop.distributed.launch.ray.caller import changes_undone_by
+from nano_loop.distributed.launch.ray.rank_connections import ask
 from nano_loop.errors import NanoConfigError, NanoError, problem
 
-#: For an actor that has ended: Ray tells no signal.
-ADVICE = (
+# For an actor that has ended: Ray tells no signal.
+_ADVICE = (
     "See its standard error and Ray's logs on that node; if memory ran out there, lower the batch size or the ranks "
     "of a node (a larger cpu_for_each_process)"
 )
 _GONE = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
-_TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _INTERVAL = 0.1  # seconds between two looks for Ctrl-C
 _LONGEST = 2000  # characters of what Ray says
+_SILENCE = 0.7  # seconds from the end of a connection to the news of what has ended it; an echo waits longer
+_ANSWER = 1.0  # seconds that a rank has to say where it is
+_ENDING = 10.0  # seconds that a killed process may take to end
+_TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 class Node(NamedTuple):
@@ -60,9 +72,9 @@ class Node(NamedTuple):
 def connected() -> Iterator[None]:
     """Connect to Ray if the caller has not, and disconnect on leaving then."""
     if client.ray.is_connected():
-        given = "this process is connected through Ray Client (ray://)"
-        needed = "the caller is rank 0, so it has to run on a node of the cluster"
-        raise NanoConfigError(problem(given, needed, "Start the script with `ray job submit`, or on a node"))
+        got = "this process is connected through Ray Client (ray://)"
+        expected = "the caller is rank 0, so it has to run on a node of the cluster"
+        raise NanoConfigError(problem(got, expected, "Start the script with `ray job submit`, or on a node"))
     with ExitStack() as stack:
         if not ray.is_initialized():
             _own_token(stack)
@@ -115,35 +127,52 @@ def working_folder_is_shipped() -> bool:
 
 
 class Placement:
-    """A placement group with the same number of CPUs for each of `count` ranks, the first on the caller's node.
+    """CPUs that are reserved for `count` ranks, as many for each, the first on the caller's node.
 
     Parameters
     ----------
-    node : Node
-        The caller's.
+    on_cluster : sequence of Node
+        The nodes, the caller's first.
     count, cpus : int
         How many ranks, and the CPUs of each.
+
+    Attributes
+    ----------
+    nodes : list of Node
+        By rank, those of one node beside each other, once they are reserved.
     """
 
-    def __init__(self, node: Node, count: int, cpus: int) -> None:
-        here: dict[str, str] = {"ray.io/node-id": node.id}
+    def __init__(self, on_cluster: Sequence[Node], count: int, cpus: int) -> None:
+        self.nodes: list[Node] = []
+        self.cpus = cpus
+        self._on_cluster = {node.id: node for node in on_cluster}
+        self._bundles: list[int] = []  # by rank
+        here: dict[str, str] = {"ray.io/node-id": on_cluster[0].id}
         selectors = [here, *[{} for _ in range(count - 1)]]
         self._group = placement_group([{"CPU": cpus}] * count, strategy="PACK", bundle_label_selector=selectors)
 
-    def wait(self, seconds: float) -> bool:
-        """Return whether it is reserved, after this time at the latest."""
-        return bool(self._group.wait(timeout_seconds=seconds))
+    def is_reserved(self) -> bool:
+        """Return whether it is, after a short wait."""
+        if not self._group.wait(timeout_seconds=_INTERVAL):
+            return False
+        ids, order = placement_group_table(self._group)["bundles_to_node_id"], [*self._on_cluster]
+        # The bundle on the caller's node comes first, and has no actor.
+        self._bundles = sorted(range(len(ids)), key=lambda bundle: (order.index(ids[bundle]), bundle))
+        self.nodes = [self._on_cluster[ids[bundle]] for bundle in self._bundles]
+        return True
 
-    def nodes(self) -> list[str]:
-        """Return the ids of the bundles' nodes."""
-        ids = placement_group_table(self._group)["bundles_to_node_id"]
-        return [ids[bundle] for bundle in range(len(ids))]
+    def actor(self, rank: int) -> Actor:
+        """Start the actor of a rank."""
+        bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
+        return Actor(rank, self.nodes[rank], num_cpus=self.cpus, scheduling_strategy=bundle)
 
-    def actor(self, bundle: int, cpus: int, rank: int, node: Node) -> Actor:
-        """Start the actor of a rank in a bundle, which is on a node."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        kind = _actor_class().options(num_cpus=cpus, max_restarts=0, scheduling_strategy=strategy)
-        return Actor(kind.remote(f"rank {rank}"), rank, node)
+    def share(self, rank: int) -> tuple[int, int] | None:
+        """Return the CPUs of a rank, and those of its node; None where the ranks of the run hold the whole host."""
+        node = self.nodes[rank]
+        held = Counter(other.id for other in self.nodes)[node.id] * self.cpus
+        # Nodes of one host, as in a test, do not know of each other.
+        alone = all(other.id == node.id or other.address != node.address for other in nodes())
+        return None if alone and held + self.cpus > node.cpus else (self.cpus, node.cpus)
 
     def remove(self) -> None:
         """Give the CPUs back."""
@@ -152,30 +181,43 @@ class Placement:
 
 
 class Actor:
-    """A process that Ray has started for a rank.
+    """A process that Ray has started for a rank; a `Worker` once it is connected and runs the task.
 
     Parameters
     ----------
-    handle : ray.actor.ActorHandle
-        Ray's.
     rank : int
         Its rank.
     node : Node
         Where it is.
+    **placed : Any
+        Ray's options, which say where it starts.
     """
 
-    def __init__(self, handle: Any, rank: int, node: Node) -> None:
-        self._handle = handle
-        self.rank = rank
-        self.node = node
+    def __init__(self, rank: int, node: Node, **placed: Any) -> None:
+        self.rank, self.node = rank, node
+        self.ready, self.finished = True, False  # an actor that has not read its payload is no worker yet
+        #: Rank 0's end of its connection, once there is one.
+        self.connection: socket.socket | None = None
+        self._handle = _actor_class().options(max_restarts=0, **placed).remote(f"rank {rank}")
+        self._running: Any = None
+        self._frames = Frames()
+        self._warnings = Awaiting()
+        self._silent_since: float | None = None
+        self._failure: Failure | None = None
+        self._answers: list[str] = []
+        self._reading = threading.Lock()
 
-    def begin(self, *args: Any) -> Any:
+    def begin(self, setting: dict[str, Any]) -> Any:
         """Have the process prepare itself, and return the reference of what it says of itself."""
-        return self._handle.begin.remote(*args)
+        return self._handle.begin.remote(setting)
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of its `RankWorker`, and return the reference of the result."""
         return self._handle.call.remote(name, *args)
+
+    def run(self, *args: Any) -> None:
+        """Have the actor run the task, before it is watched as a `Worker`."""
+        self._running = self.call("run", *args)
 
     def result(self, reference: Any) -> Any:
         """Return the result of a call that has ended; if the actor has failed, its `Failure`.
@@ -191,38 +233,97 @@ class Actor:
             reason = " ".join(str(error).split())
             with contextlib.suppress(ValueError):  # Ray's text goes on with ids and hints for its own developers
                 reason = reason[: reason.index(" class_name:")] + reason[reason.index(" The actor ") :]
-            return self.failure("ended its process", f"Ray says: {reason[:_LONGEST]}")
+            return self._died("ended its process", f"Ray says: {reason[:_LONGEST]}")
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ImportError):
-                given = f"rank {self.rank} on {self.node} could not import nano_loop ({cause})"
-                needed = "every node needs the same Python environment as the caller's"
-                advice = "Install it there, or ship code with "
-                advice += 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})'
-                raise NanoError(problem(given, needed, advice)) from None
-            return self.failure(f"failed ({type(cause).__name__}: {str(cause)[:500]})")
+                got = f"rank {self.rank} on {self.node} could not import nano_loop ({cause})"
+                expected = "every node needs the same Python environment as the caller's"
+                hint = "Install it there, or ship code with "
+                hint += 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})'
+                raise NanoError(problem(got, expected, hint)) from None
+            return self._died(f"failed ({type(cause).__name__}: {str(cause)[:500]})")
         if isinstance(result, Failure) and result.kind is not Kind.LEFT and result.late is None:
             result.what = f"on {self.node} {result.what}"
         return result
 
-    def failure(self, what: str, traceback: str | None = None) -> Failure:
-        """Return the failure of the actor, of which it has said nothing itself."""
-        return Failure(self.rank, Kind.CAUSE, f"on {self.node} {what}", ADVICE, traceback=traceback)
+    @property
+    def sources(self) -> Sequence[Any]:
+        """See `Worker.sources`."""
+        return [self._socket.fileno()] if self._silent_since is None else []
+
+    def poll(self) -> Failure | None:
+        """See `Worker.poll`."""
+        self._read()
+        if self._failure is None and not self.finished:
+            self._failure = self._outcome()
+        return self._failure
+
+    def stack_dump(self) -> str:
+        """See `Worker.stack_dump`."""
+        self._answers.clear()
+        ask(self._socket)
+        deadline = time.monotonic() + _ANSWER
+        while not self._answers and self.sources and time.monotonic() < deadline:
+            self._read()  # the thread that watches may be this one
+            time.sleep(0.02)
+        return self._answers[0] if self._answers else ""
 
     def kill(self) -> None:
         """End the process at once."""
         with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it has ended, or Ray has been shut down
             ray.kill(self._handle, no_restart=True)
 
+    def close(self) -> None:
+        """See `Worker.close`."""
+        self.kill()
+        deadline = time.monotonic() + _ENDING
+        while self._silent_since is None and time.monotonic() < deadline:
+            self._read()
+            time.sleep(0.01)
+        self._warnings.show(Output(-1, sys.stderr, f"[rank {self.rank}] ").say)
+        self._socket.close()
+        self._running = None
+
+    @property
+    def _socket(self) -> socket.socket:
+        assert self.connection is not None
+        return self.connection
+
+    def _died(self, what: str, traceback: str | None = None) -> Failure:
+        """Return the failure of the actor, of which it has said nothing itself."""
+        return Failure(self.rank, Kind.CAUSE, f"on {self.node} {what}", _ADVICE, traceback=traceback)
+
+    def _outcome(self) -> Failure | None:
+        """Return how the task has failed, if it has; note that it has returned."""
+        if self._running is not None and ray.wait([self._running], timeout=0)[0]:
+            failure: Failure | None = self.result(self._running)
+            self.finished = failure is None
+            return failure
+        if self._silent_since is None or time.monotonic() < self._silent_since + _SILENCE:
+            return None
+        return self._died("is gone: its process or its node has ended")  # and Ray says nothing yet
+
+    def _read(self) -> None:
+        with self._reading:
+            if self._silent_since is not None:
+                return
+            try:
+                data, ended = read_available(self._socket.fileno())
+            except OSError:  # the kernel has given the other host up
+                data, ended = b"", True
+            for header, content in self._frames.feed(data):
+                if header["kind"] == "warning":
+                    self._warnings.take(header)
+                elif header["kind"] == "whereabouts":
+                    self._answers.append(content.decode(errors="replace"))
+            if ended:
+                self._silent_since = time.monotonic()
+
 
 def put(content: Any) -> Any:
     """Put an array where all nodes can read it, until the reference is gone."""
     return ray.put(content)
-
-
-def has_ended(reference: Any) -> bool:
-    """Return whether a call has ended."""
-    return bool(ray.wait([reference], timeout=0)[0])
 
 
 def results(calls: Mapping[Actor, Any], check: Callable[[], None]) -> dict[Actor, Any]:

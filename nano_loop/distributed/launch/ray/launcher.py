@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.cpu import Machine
 from nano_loop.distributed.files.private_files import folders_made_together
-from nano_loop.distributed.launch.assignment import State
+from nano_loop.distributed.launch.assignment import State, write_payload
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
@@ -25,16 +24,15 @@ from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.local.worker_warnings import noted
 from nano_loop.distributed.launch.ray.caller import changes_undone_by
-from nano_loop.distributed.launch.ray.worker import PAYLOAD, WORKER_INIT, Call, threads_for
+from nano_loop.distributed.launch.ray.worker import Call, threads_for
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.limits import SHARED_MEMORY, limits_in_words
-from nano_loop.distributed.payload.payload import dump
 from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.distributed.ranks import Ranks
 from nano_loop.distributed.signed import secret_of
-from nano_loop.errors import NanoError, NanoWorkerError, problem
+from nano_loop.errors import problem
 from nano_loop.options import Options
 
 _OLDEST = (2, 51)  # it places by the labels of nodes
@@ -62,24 +60,25 @@ class RayLauncher(Launcher):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(folders_made_together(folder))
                 with interrupts.heard():
-                    copied = _dump(options, machine, task, folder)
+                    call = Call(task, _placed(options), State.of_this_process(machine.num_threads))
+                    copied = write_payload(call, folder, task.names, options.worker_init)
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
             secret = secret_of(os.environ) or secrets.token_hex(32).encode()
-            actors, places = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
+            actors, placement = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
             workers = Workers(actors)
             stack.callback(workers.end)
             stack.enter_context(noted())
             stack.enter_context(interrupts.noticed(workers.interrupt))
             stack.callback(interrupts.hold)
-            address, threads = places.nodes[0].address, threads_for(machine, places.share(0))
+            address, threads = placement.nodes[0].address, threads_for(machine, placement.share(0))
             terms = Terms(workers.check, address, secret, threads, watched=True)
             waiting = timedelta(seconds=options.timeout)
             store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
             for actor in actors:
-                actor.run(address, store.port, places.nodes[actor.rank].address, places.share(actor.rank))
-            joining = _joined_first(store, options, machine, terms, interrupts)
-            with running_together(workers, joining, options.timeout, interrupts.heard, task.loop) as slot:
+                actor.run(address, store.port, placement.nodes[actor.rank].address, placement.share(actor.rank))
+            connected = _joined_first(store, options, machine, terms, interrupts)
+            with running_together(workers, connected, options.timeout, interrupts.heard, task.loop) as slot:
                 slot.copied = copied
                 yield slot
 
@@ -102,28 +101,15 @@ def _joined_first(
         yield slot
 
 
-def _dump(options: Options, machine: Machine, task: Task, folder: Path) -> int:
-    """Write what the actors need, and return how many bytes of large arguments were copied."""
-    call = Call(task, _placed(options), State.of_this_process(machine.num_threads))
-    try:
-        if options.worker_init is not None:
-            (folder / WORKER_INIT).mkdir()
-            dump(options.worker_init, folder / WORKER_INIT, {"worker_init": options.worker_init})
-        (folder / PAYLOAD).mkdir()
-        return dump(call, folder / PAYLOAD, task.names)
-    except NanoError as error:
-        raise NanoWorkerError(str(error), rank=0) from error
-
-
 def _placed(options: Options) -> Options:
     """Return the options as a rank joins with: how many CPUs it has was decided when it was placed."""
     return options.without_cpus() if isinstance(options.cpu_for_each_process, int) else options
 
 
 def _refuse_missing_ray(options: Options) -> None:
-    given, advice = options.as_written["distributed_backend"], 'pip install "nano-loop[ray]"'
+    got, advice = options.as_written["distributed_backend"], 'pip install "nano-loop[ray]"'
     if importlib.util.find_spec("ray") is None:
-        raise ImportError(problem(given, "Ray is not installed", f"Install it: {advice}"))
+        raise ImportError(problem(got, "Ray is not installed", f"Install it: {advice}"))
     version = importlib.metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        raise ImportError(problem(f"{given} with Ray {version}", "it takes Ray 2.51 or later", f"Upgrade: {advice}"))
+        raise ImportError(problem(f"{got} with Ray {version}", "it takes Ray 2.51 or later", f"Upgrade: {advice}"))

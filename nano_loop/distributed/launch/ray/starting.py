@@ -9,11 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from nano_loop.distributed.launch.ray import cluster
 from nano_loop.distributed.launch.ray.caller import for_actors
-from nano_loop.distributed.launch.ray.cluster import Actor, results
-from nano_loop.distributed.launch.ray.placing import Places, reserved
-from nano_loop.distributed.launch.ray.process import ActorProcess
+from nano_loop.distributed.launch.ray.cluster import Actor, Placement, put, results, working_folder_is_shipped
+from nano_loop.distributed.launch.ray.placement import reserved
 from nano_loop.distributed.launch.ray.rank_connections import RankConnections
 from nano_loop.distributed.launch.ray.worker import RankWorker, versions
 from nano_loop.distributed.payload.shared_files import whole_buffer
@@ -26,7 +24,7 @@ _CONNECTING = 30.0  # seconds that the actors' connections may take, which they 
 @contextmanager
 def started(
     options: Options, payload: Path, secret: bytes, check: Callable[[], None]
-) -> Iterator[tuple[list[ActorProcess], Places]]:
+) -> Iterator[tuple[list[Actor], Placement]]:
     """Start the actors of a run and have them read the payload; end them on leaving.
 
     Parameters
@@ -42,7 +40,7 @@ def started(
 
     Yields
     ------
-    list of ActorProcess, Places
+    list of Actor, Placement
         The actors, by rank from 1 on, each with its payload, and where all ranks are.
 
     Raises
@@ -53,16 +51,16 @@ def started(
         If an actor ends, or cannot read the payload.
     """
     with ExitStack() as stack:
-        places = stack.enter_context(reserved(options, check))
-        actors = []
-        for rank in range(1, len(places.nodes)):
-            actors.append(places.actor(rank))
+        placement = stack.enter_context(reserved(options, check))
+        actors: list[Actor] = []
+        for rank in range(1, len(placement.nodes)):
+            actors.append(placement.actor(rank))
             stack.callback(actors[-1].kill)
         token = secrets.token_hex(32)
-        listener = RankConnections(places.nodes[0].address, token)
+        listener = RankConnections(placement.nodes[0].address, token)
         stack.callback(listener.close)
         setting = {
-            **for_actors(places.cpus, folder_is_shipped=cluster.working_folder_is_shipped()),
+            **for_actors(placement.cpus, folder_is_shipped=working_folder_is_shipped()),
             "worker": pickle.dumps(RankWorker),
             "payload": str(payload),
             "verbose": options.verbose == "all",
@@ -76,12 +74,11 @@ def started(
         connections = listener.accept({actor.rank for actor in actors}, _CONNECTING, check)
         for actor in actors:
             _refuse_unconnected(actor, actor.rank in connections, listener)
-        workers = [ActorProcess(actor, connections[actor.rank]) for actor in actors]
-        for worker in workers:
-            stack.callback(worker.close)
-        seeing = [actor for actor in actors if presences[actor]["sees"] and actor.node.id == places.nodes[0].id]
+            actor.connection = connections[actor.rank]
+            stack.callback(actor.close)
+        seeing = [actor for actor in actors if presences[actor]["sees"] and actor.node.id == placement.nodes[0].id]
         _send(payload, actors, seeing, check)
-        yield workers, places
+        yield actors, placement
 
 
 def _send(payload: Path, actors: Sequence[Actor], seeing: Collection[Actor], check: Callable[[], None]) -> None:
@@ -93,7 +90,7 @@ def _send(payload: Path, actors: Sequence[Actor], seeing: Collection[Actor], che
     folders: dict[str, str] = {}
     for path in sorted(path for path in payload.rglob("*") if path.is_file()) if first else ():
         name, content = _named(path, payload)
-        shared = cluster.put(content)
+        shared = put(content)
         written = results({actor: actor.call("write", name, shared) for actor in first.values()}, check)
         folders = {actor.node.id: folder for actor, folder in written.items()}
         del shared  # Ray frees it
@@ -111,13 +108,13 @@ def _named(path: Path, payload: Path) -> tuple[str, Any]:
 def _refuse_other_versions(actor: Actor, there: dict[str, str]) -> None:
     for name, version in versions().items():
         if there[name] != version:
-            given = f"{actor.node} has {name} {there[name]}, and the caller's has {version}"
-            needed = "all ranks compute with the same versions"
-            raise NanoError(problem(given, needed, "Give every node the same Python environment"))
+            got = f"{actor.node} has {name} {there[name]}, and the caller's has {version}"
+            expected = "all ranks compute with the same versions"
+            raise NanoError(problem(got, expected, "Give every node the same Python environment"))
 
 
 def _refuse_unconnected(actor: Actor, has_connected: bool, listener: RankConnections) -> None:
     if not has_connected:
-        given = f"rank {actor.rank} on {actor.node} has not connected to {listener.place[0]}"
-        needed = "the ranks connect to each other at the addresses by which Ray knows the nodes"
-        raise NanoError(problem(given, needed, "Open all ports between the nodes"))
+        got = f"rank {actor.rank} on {actor.node} has not connected to {listener.place[0]}"
+        expected = "the ranks connect to each other at the addresses by which Ray knows the nodes"
+        raise NanoError(problem(got, expected, "Open all ports between the nodes"))

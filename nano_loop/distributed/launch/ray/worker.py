@@ -26,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.files.private_files import guard_files, redirect_files
-from nano_loop.distributed.launch.assignment import State
+from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, State
 from nano_loop.distributed.launch.external.environment import Launch
 from nano_loop.distributed.launch.external.launcher import Terms, join_run
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
@@ -42,7 +42,6 @@ from nano_loop.options import Options
 from nano_loop.rank_zero import note_rank
 from nano_loop.version import __version__
 
-PAYLOAD, WORKER_INIT = "payload", "worker_init"  # folders
 # It waits for the end of the process that holds the pipe. Ray kills the children of an actor, so it is no child: the
 # first shell ends at once.
 _WAIT_AND_DELETE = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$@") >/dev/null 2>&1 &'

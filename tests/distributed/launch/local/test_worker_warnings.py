@@ -93,7 +93,7 @@ def test_what_rank_0_has_not_given_is_said_once_when_the_worker_has_ended(monkey
     waiting, lines = Awaiting(), []
     for warning, text in ((one, "ONE"), (two, "TWO"), (two, "TWO"), (on_another_line, "TWO, ON ANOTHER LINE")):
         waiting.take({"warned": [*warning], "shown": text})
-    monkeypatch.setattr(worker_warnings, "_given", {one})  # after it has come from the worker
+    monkeypatch.setattr(worker_warnings, "_shown", {one})  # after it has come from the worker
     waiting.show(lines.append)
     waiting.show(lines.append)
     assert lines == ["TWO", "TWO, ON ANOTHER LINE"]

@@ -1,4 +1,4 @@
-"""The registry of process-wide changes. Each change is reference-counted, and ends with its last user.
+"""The table of process-wide patches. Each change is reference-counted, and ends with its last user.
 
 Runs in several threads may overlap and end in any order. So no run undoes a change that another run still uses, and the
 original state is captured once, before the first user, so that it never includes another run's change.

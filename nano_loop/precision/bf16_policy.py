@@ -1,4 +1,4 @@
-"""Says for which calls into a model bf16 pays, from the sizes of the products that a call computes.
+"""The policy that says for which calls into a model bf16 pays, from the sizes of the products that a call computes.
 
 Autocast costs each product its casts, whatever its size, and gains in proportion to its multiplications. So the first
 call with inputs of a new size is counted, and the sum says whether later ones of that size pay. The counts are exact
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.intercept.calls import is_forward
-from nano_loop.intercept.nested import find, map_tensors
+from nano_loop.intercept.nested_tensors import find, map_tensors
 from nano_loop.intercept.torch_private import (
     FLASH_ATTENTION,
     TorchDispatchMode,
@@ -109,8 +109,8 @@ class _Verdict(NamedTuple):
     since: int
 
 
-class Worth:
-    """For which calls into one model bf16 pays.
+class Bf16Policy:
+    """The policy for one model: for which calls into it bf16 pays.
 
     Parameters
     ----------

@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop.parts import Parts
-from nano_loop.precision import worth
+from nano_loop.precision import bf16_policy
+from nano_loop.precision.bf16_policy import Bf16Policy, kind_of
 from nano_loop.precision.lstms import can_train_lstms
-from nano_loop.precision.worth import Worth, kind_of
 from nano_loop.steps.precision import Precision
 
 
@@ -28,7 +28,7 @@ class Net(nn.Module):
         return self(x)
 
     def fit(self, x):
-        for _ in range(worth.MOST_NODES):
+        for _ in range(bf16_policy.MOST_NODES):
             self(x)
 
 
@@ -104,7 +104,7 @@ def test_methods_are_judged_at_their_second_call_and_inner_modules_at_their_firs
 
 
 def test_a_method_that_contains_the_loop_is_not_counted(run, monkeypatch):
-    monkeypatch.setattr(worth, "_Counting", None)
+    monkeypatch.setattr(bf16_policy, "_Counting", None)
     x, layer = SMALL
     model, _ = run(layer)
     for _ in range(2):
@@ -141,7 +141,7 @@ def test_a_counted_call_casts_without_the_locked_cache_of_autocast(run):
 def test_bf16_stays_bf16_and_says_that_it_does_not_pay(run):
     x, layer = SMALL
     model, made = run(layer, precision="bf16")
-    for _ in range(worth.CALLS_WORTH_SAYING + 1):
+    for _ in range(bf16_policy.CALLS_WORTH_SAYING + 1):
         model(x)
         assert model.seen is torch.bfloat16
     assert made.final_result() is None, "a few calls are not worth a line"
@@ -171,7 +171,7 @@ def test_bf16_counts_no_call_that_uses_a_weight_twice(run):
     model, made = run(Twice(), precision="bf16")
     model.layer.layer.register_forward_pre_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
     kept = []
-    for _ in range(worth.CALLS_WORTH_SAYING + 2):
+    for _ in range(bf16_policy.CALLS_WORTH_SAYING + 2):
         model.layer(SMALL[0])
     assert all(kept)
     assert made.final_result() is None
@@ -188,7 +188,7 @@ def test_a_call_without_products_stays_as_it_was_asked_for(run):
 
 @pytest.mark.usefixtures("compiles_anew")
 def test_compiled_models_and_torch_func_are_not_counted(run, monkeypatch):
-    monkeypatch.setattr(worth, "_Counting", None)
+    monkeypatch.setattr(bf16_policy, "_Counting", None)
     x, layer = SMALL
     model, _ = run(torch.compile(layer, backend="eager"))
     model(x)
@@ -226,7 +226,7 @@ def test_a_compiled_function_that_a_counted_model_calls_stays_compiled(run):
 def test_narrow_products_gain_less_than_their_casts():
     def gain(rows, inputs, outputs):
         x, weight = torch.zeros(rows, inputs).bfloat16(), torch.zeros(inputs, outputs).bfloat16()
-        return worth.gain(torch.ops.aten.mm, (x, weight), x @ weight)
+        return bf16_policy.gain(torch.ops.aten.mm, (x, weight), x @ weight)
 
     assert gain(4096, 256, 256) > 0 > gain(4096, 256, 8)
     assert gain(64, 64, 64) < 0
@@ -234,7 +234,7 @@ def test_narrow_products_gain_less_than_their_casts():
 
 def test_a_verdict_is_of_one_kind_of_call():
     model, x = nn.Linear(2, 2), torch.zeros(3, 2)
-    judged = Worth(model)
+    judged = Bf16Policy(model)
     kind = kind_of(nn.Module.__call__, (model, x), {})
     assert judged.of(kind) is None
     with judged.counting(nn.Module.__call__, kind), torch.autocast("cpu", torch.bfloat16):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nano_loop.errors import NanoWarning, problem
 from nano_loop.intercept.calls import Call, is_forward
-from nano_loop.intercept.nested import find, map_tensors
+from nano_loop.intercept.nested_tensors import find, map_tensors
 from nano_loop.intercept.torch_private import in_backward, in_functorch
 from nano_loop.parts import class_name
 from nano_loop.precision.traces import copied
@@ -30,7 +30,7 @@ _MOST_STEPS = 10
 _T = TypeVar("_T")
 
 
-class NotedCalls:
+class RecordedCalls:
     """The calls into a model until they have led to gradients, and a copy of the model as it was before the first.
 
     Parameters
@@ -64,10 +64,10 @@ class NotedCalls:
                 return call(function, module, *args, **kwargs)
             if in_backward() or in_functorch():  # recomputed by a checkpoint, or of a function transform
                 return call(function, module, *args, **kwargs)
-            noted = self.guarded(self._begin, function, module, args, kwargs)
+            recorded = self.guarded(self._begin, function, module, args, kwargs)
             outputs = call(function, module, *args, **kwargs)
-            if noted is not None:
-                self.guarded(noted.watch, outputs)
+            if recorded is not None:
+                self.guarded(recorded.watch, outputs)
             return outputs
 
         return noting
@@ -79,8 +79,8 @@ class NotedCalls:
         except Exception as error:  # copies run the model's own code, which may not run in fp64, or not be copied
             self.reason = f"verify of {class_name(self.model)} raised {type(error).__name__}: {error}"
             self.end()
-            needed = "copies of the model and of its inputs have to run in fp32 and in fp64"
-            warnings.warn(problem(self.reason, needed, "Leave verify out for this model"), NanoWarning, stacklevel=3)
+            expected = "copies of the model and of its inputs have to run in fp32 and in fp64"
+            warnings.warn(problem(self.reason, expected, "Leave verify out for this model"), NanoWarning, stacklevel=3)
             return None
 
     def take(self) -> tuple[nn.Module, list[tuple[Any, ...]]]:
@@ -165,7 +165,7 @@ def loss_of(model: nn.Module, calls: Any) -> Tensor:
     model : torch.nn.Module
         A copy of the model.
     calls : list of tuple
-        What `NotedCalls.take` returns.
+        What `RecordedCalls.take` returns.
     """
     total, squares = torch.zeros(()), torch.zeros(())
     for path, method, args, kwargs, gradients in calls:
