@@ -19,9 +19,9 @@ import torch
 from benchmarks.experts import keep_memory
 from benchmarks.markdown import table
 from benchmarks.names import at_least_one
-from nano_loop.kernels import blocked_attention, plain_attention
-from nano_loop.kernels.attention import BLOCKS, PRODUCTS, TORCH, WAYS, Arguments
-from nano_loop.kernels.bernoulli import vectorized_draws
+from nano_loop.kernels.attention import blocked_attention, plain_attention
+from nano_loop.kernels.attention.attention import BLOCKS, PRODUCTS, TORCH, WAYS, Arguments
+from nano_loop.kernels.dropout.bernoulli import vectorized_draws
 
 CALLS, DROPOUT = 4, 0.1
 

@@ -25,10 +25,10 @@ from torch import distributed
 
 from benchmarks.names import at_least_one
 from nano_loop.cpu import read_machine
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.process_group import ProcessGroupTransport
-from nano_loop.distributed.transport.shared_channel import SharedChannel
-from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
+from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
+from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, INNER, LAYERS, WORDS = 768, 3072, 12, 30522  # of BERT-base

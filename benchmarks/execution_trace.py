@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ExecutionTraceObserver, record_function
 
-from nano_loop.intercept.direct_steps import steps_labelled
-from nano_loop.native_output import without_lines
+from nano_loop.cpu.native_output import without_lines
+from nano_loop.optimizers.direct_steps import steps_labelled
 
 #: What torch's dtypes are called in a trace, and here.
 DTYPES = {

@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 
 from benchmarks.names import at_least_one
+from nano_loop.config.options import Options
 from nano_loop.cpu import read_machine
-from nano_loop.distributed.averaging.averaging import Averaging
-from nano_loop.distributed.launch.external.environment import Launch
-from nano_loop.distributed.launch.external.launcher import Terms, join_run
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.hosts import HostsTransport
-from nano_loop.distributed.transport.process_group import ProcessGroupTransport
-from nano_loop.options import Options
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.data_parallel.averaging import Averaging
+from nano_loop.distributed.launch_external.environment import Launch
+from nano_loop.distributed.launch_external.launcher import Terms, join_run
+from nano_loop.distributed.multi_host.hosts import HostsTransport
+from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTS = ("nano-loop-a", "nano-loop-b")

@@ -12,10 +12,7 @@ from nano_loop.version import __version__
 
 if TYPE_CHECKING:
     from nano_loop import optim
-    from nano_loop.context_manager import accelerated
-    from nano_loop.cuda_calls.patching import patch_cuda, unpatch_cuda
-    from nano_loop.decorator import nano
-    from nano_loop.distributed.collectives import (
+    from nano_loop.api.collectives import (
         all_gather,
         all_reduce,
         barrier,
@@ -25,13 +22,16 @@ if TYPE_CHECKING:
         local_rank,
         world_size,
     )
-    from nano_loop.precision.autocast import disable_casts
-    from nano_loop.precision.default_ops import DefaultOps, default_ops
-    from nano_loop.report import SetupReport, StepResult
-    from nano_loop.torch_nano import TorchNano
-    from nano_loop.tuning_call import Tuning, tune
-    from nano_loop.verification import Verification, verify
-    from nano_loop.vision.patching import patch_torch, unpatch_torch
+    from nano_loop.api.context_manager import accelerated
+    from nano_loop.api.decorator import nano
+    from nano_loop.api.image_cache import patch_torch, unpatch_torch
+    from nano_loop.api.torch_nano import TorchNano
+    from nano_loop.api.tuning_call import Tuning, tune
+    from nano_loop.api.verification import Verification, verify
+    from nano_loop.integrations.cuda_calls.patching import patch_cuda, unpatch_cuda
+    from nano_loop.precision.autocast.autocast import disable_casts
+    from nano_loop.precision.autocast.default_ops import DefaultOps, default_ops
+    from nano_loop.runtime.objects.report import SetupReport, StepResult
 
 __all__ = [
     "DefaultOps",
@@ -69,30 +69,30 @@ __all__ = [
 # No name of a function is that of its module: importing a module makes it an attribute of the package, and
 # `__getattr__` is not asked for what is there.
 _HOMES = {
-    "DefaultOps": "precision.default_ops",
-    "SetupReport": "report",
-    "StepResult": "report",
-    "TorchNano": "torch_nano",
-    "Tuning": "tuning_call",
-    "Verification": "verification",
-    "accelerated": "context_manager",
-    "all_gather": "distributed.collectives",
-    "all_reduce": "distributed.collectives",
-    "barrier": "distributed.collectives",
-    "broadcast": "distributed.collectives",
-    "default_ops": "precision.default_ops",
-    "disable_casts": "precision.autocast",
-    "global_rank": "distributed.collectives",
-    "is_global_zero": "distributed.collectives",
-    "local_rank": "distributed.collectives",
-    "nano": "decorator",
-    "patch_cuda": "cuda_calls.patching",
-    "patch_torch": "vision.patching",
-    "tune": "tuning_call",
-    "unpatch_cuda": "cuda_calls.patching",
-    "unpatch_torch": "vision.patching",
-    "verify": "verification",
-    "world_size": "distributed.collectives",
+    "DefaultOps": "precision.autocast.default_ops",
+    "SetupReport": "runtime.objects.report",
+    "StepResult": "runtime.objects.report",
+    "TorchNano": "api.torch_nano",
+    "Tuning": "api.tuning_call",
+    "Verification": "api.verification",
+    "accelerated": "api.context_manager",
+    "all_gather": "api.collectives",
+    "all_reduce": "api.collectives",
+    "barrier": "api.collectives",
+    "broadcast": "api.collectives",
+    "default_ops": "precision.autocast.default_ops",
+    "disable_casts": "precision.autocast.autocast",
+    "global_rank": "api.collectives",
+    "is_global_zero": "api.collectives",
+    "local_rank": "api.collectives",
+    "nano": "api.decorator",
+    "patch_cuda": "integrations.cuda_calls.patching",
+    "patch_torch": "api.image_cache",
+    "tune": "api.tuning_call",
+    "unpatch_cuda": "integrations.cuda_calls.patching",
+    "unpatch_torch": "api.image_cache",
+    "verify": "api.verification",
+    "world_size": "api.collectives",
 }
 
 

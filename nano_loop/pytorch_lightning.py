@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from nano_loop.trainers.compiled import CompiledMixin
-from nano_loop.trainers.package import lightning_is_missing, register
-from nano_loop.trainers.strategy import NanoStrategyMixin
-from nano_loop.trainers.trainer import NanoTrainerMixin
+from nano_loop.integrations.lightning.compiled import CompiledMixin
+from nano_loop.integrations.lightning.package import lightning_is_missing, register
+from nano_loop.integrations.lightning.strategy import NanoStrategyMixin
+from nano_loop.integrations.lightning.trainer import NanoTrainerMixin
 
 try:
     import pytorch_lightning as pl

@@ -11,10 +11,10 @@ from hypothesis import settings
 from leaks import affinity_masks, changes, moved_threads, process_state
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from nano_loop.autotune import budget, choices
+from nano_loop.autotune.budget import SHARE
+from nano_loop.autotune.choices import Choices
 from nano_loop.steps import tune_operators
-from nano_loop.tuning import budget, choices
-from nano_loop.tuning.budget import SHARE
-from nano_loop.tuning.choices import Choices
 
 LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 LAUNCH_NAMES = frozenset(

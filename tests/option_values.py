@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nano_loop import option_checks as checks
-from nano_loop.op_names import SAFE
+from nano_loop.config import option_checks as checks
+from nano_loop.config.op_names import SAFE
 
 IMAGES = str(Path("images").absolute())
 CASTS = str(Path("casts.json").absolute())

@@ -21,37 +21,53 @@ PACKAGE = Path(nano_loop.__file__).parent
 # a room of its own, at any depth, and so is a module that stands here by its name. A new room is written in here.
 ROOMS = (
     ("__init__", "__main__"),
-    ("tuning_call", "verification"),
-    ("torch_nano", "decorator", "context_manager", "cli", "cli.findings", "lightning", "pytorch_lightning"),
+    ("lightning", "pytorch_lightning", "vision"),
+    ("api", "cli", "cli.findings", "integrations.lightning"),
     ("cli.at_start",),
-    ("search", "trainers"),
+    ("search",),
     ("profiling",),
-    ("run",),
-    ("settings", "report_start"),
-    ("call_parts",),
-    ("steps", "steps.ipex", "steps.kernels"),
-    ("vision",),
-    ("cuda_calls",),
-    ("distributed.strategy", "distributed.collectives"),
-    ("distributed.launch.join_run", "distributed.launch.choice", "distributed.launch.local", "distributed.launch.ray"),
-    ("distributed.launch.external",),
+    ("runtime",),
+    ("steps", "steps.kernels", "integrations.ipex"),
+    ("images",),
+    (
+        "distributed.launch.joining",
+        "distributed.launch.join_run",
+        "distributed.launch.choice",
+        "distributed.launch_local",
+        "distributed.launch_ray",
+    ),
+    ("distributed.launch_external",),
     ("distributed.launch",),
-    ("distributed.averaging",),
-    ("distributed.transport",),
-    ("distributed.loaders", "distributed.payload", "distributed.files"),
-    ("distributed",),
-    ("fabric", "rank_zero"),
-    ("precision",),
-    ("tuning",),
-    ("compiling",),
-    ("kernels", "parts"),
-    ("intercept",),
-    ("signatures", "checks", "report", "optim"),
-    ("options",),
-    ("cpu", "environment"),
-    ("option_checks",),
-    ("protocol", "op_names", "exports"),
-    ("cache_folder", "errors", "glibc", "native_output", "parent_process", "precisions", "version"),
+    ("distributed.data_parallel",),
+    ("distributed.multi_host",),
+    ("distributed.shared_memory",),
+    ("distributed.sharding", "distributed.payload", "distributed.files"),
+    ("data", "integrations.fabric"),
+    ("distributed.comm", "distributed"),
+    ("integrations.cuda_calls", "integrations"),
+    ("compile", "compile.operators"),
+    ("precision.policy", "precision.diagnostics", "precision.verification"),
+    ("precision.autocast", "precision"),
+    ("autotune",),
+    (
+        "kernels.attention",
+        "kernels.convolution",
+        "kernels.linear",
+        "kernels.rnn",
+        "kernels.norm",
+        "kernels.loss",
+        "kernels.activation",
+        "kernels.dropout",
+        "optimizers",
+    ),
+    ("kernels",),
+    ("runtime.objects",),
+    ("patching.calls", "patching.operators", "patching.objects"),
+    ("patching",),
+    ("optim",),
+    ("config",),
+    ("cpu",),
+    ("cache_folder", "errors", "version"),
 )
 
 # What does not keep a rule yet, or never will: rule → module → the reason. An entry that is not needed is an error.
@@ -59,9 +75,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     "upward_imports": {},
     "private_names_of_others": {
         "distributed.files.private_files": "tempfile decides on folders, and numpy opens files, by private functions",
-        "distributed.launch.local.start": "Python documents sys._xoptions, and has no other name for its -X options",
-        "distributed.launch.local.worker": "multiprocessing has no public way to let a worker have children",
-        "distributed.launch.ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
+        "distributed.launch_local.start": "Python documents sys._xoptions, and has no other name for its -X options",
+        "distributed.launch_local.worker": "multiprocessing has no public way to let a worker have children",
+        "distributed.launch_ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },
 }
 
@@ -75,7 +91,7 @@ FILES_THAT_MAY_IMPORT = {
 }
 
 WITHOUT_TORCH = "cpu"
-PRIVATE_NAMES_MODULE = "intercept.torch_private"
+PRIVATE_NAMES_MODULE = "patching.torch_private"
 #: Names with an underscore that Python documents for everybody.
 DOCUMENTED = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace"}
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "misc"}

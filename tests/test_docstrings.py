@@ -10,17 +10,17 @@ import nano_loop
 
 # Not those that import Lightning or Ray, which change the process.
 IMPORT_RAY = ("cluster", "placement", "starting")
-OF_RAY = {f"nano_loop.distributed.launch.ray.{each}" for each in IMPORT_RAY}
+OF_RAY = {f"nano_loop.distributed.launch_ray.{each}" for each in IMPORT_RAY}
 NAMES = {each.name for each in pkgutil.walk_packages(nano_loop.__path__, "nano_loop.")}
 MODULES = sorted(NAMES - {"nano_loop.lightning", "nano_loop.pytorch_lightning"} - OF_RAY)
 WITH_EXAMPLES = (
-    *("nano_loop.context_manager", "nano_loop.decorator", "nano_loop.distributed.collectives", "nano_loop.optim"),
+    *("nano_loop.api.context_manager", "nano_loop.api.decorator", "nano_loop.api.collectives", "nano_loop.optim"),
     *(
-        "nano_loop.tuning_call",
-        "nano_loop.precision.autocast",
-        "nano_loop.precision.default_ops",
-        "nano_loop.torch_nano",
-        "nano_loop.verification",
+        "nano_loop.api.tuning_call",
+        "nano_loop.precision.autocast.autocast",
+        "nano_loop.precision.autocast.default_ops",
+        "nano_loop.api.torch_nano",
+        "nano_loop.api.verification",
     ),
 )
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from nano_loop.config.exports import EXPORTS, Exports, is_exported, read_exports
+from nano_loop.config.options import Options
 from nano_loop.errors import NanoConfigError
-from nano_loop.exports import EXPORTS, Exports, is_exported, read_exports
-from nano_loop.options import Options
 
 
 def test_note_holds_any_value():

@@ -12,9 +12,9 @@ from lightning_fabric.strategies import SingleDeviceStrategy
 from torch import nn
 
 from nano_loop import TorchNano
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.distributed.strategy import fabric_arguments
-from nano_loop.fabric import Fabric as Ours
+from nano_loop.distributed.comm.ranks import ALONE, Ranks
+from nano_loop.integrations.fabric.fabric import Fabric as Ours
+from nano_loop.integrations.fabric.strategy import fabric_arguments
 
 
 @pytest.fixture(params=["32-true", "bf16-mixed"])
@@ -127,7 +127,7 @@ sys.meta_path.insert(0, ImportsTqdm)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("when", "is_shown"), [("lightning_fabric.fabric", False), ("nano_loop.torch_nano", True)])
+@pytest.mark.parametrize(("when", "is_shown"), [("lightning_fabric.fabric", False), ("nano_loop.api.torch_nano", True)])
 def test_tqdm_says_nothing_about_widgets_because_of_fabric_s_import(when, is_shown):
     program = NOTEBOOK.replace("WHEN", repr(when)) + "import nano_loop\nnano_loop.TorchNano\n"
     program += "print('tqdm.auto' in sys.modules)"

@@ -215,7 +215,7 @@ def test_import_waits_for_no_torch_and_needs_no_library_of_the_command_line():
 
 def test_options_are_read_without_torch():
     reading = "Options.from_call({}, {'NANO_LOOP_PRECISION': 'bf16'}).reduced_precision or 1 / 0"
-    imports_only(f"from nano_loop.options import Options; {reading}", "torch")
+    imports_only(f"from nano_loop.config.options import Options; {reading}", "torch")
 
 
 def names_for_type_checkers():

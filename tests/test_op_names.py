@@ -2,7 +2,7 @@
 
 import pytest
 
-from nano_loop.op_names import operators_of, overloads_of, read_names, unknown
+from nano_loop.config.op_names import operators_of, overloads_of, read_names, unknown
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from option_values import ALLOWED, REFUSED, SPELLINGS, TEXTS, cases
 
-from nano_loop import option_checks as checks
-from nano_loop.option_checks import RefusedValueError
+from nano_loop.config import option_checks as checks
+from nano_loop.config.option_checks import RefusedValueError
 
 
 def short(each):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from option_values import ALLOWED, REFUSED, TEXTS, Colour
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, nano
+from nano_loop.config.options import CHECKS, OPTIONS, Options
 from nano_loop.cpu import Machine
-from nano_loop.options import CHECKS, OPTIONS, Options
 
 HUGE = 10**5000  # Python refuses to print it
 BAD = [(name, value) for name, check in CHECKS.items() for value in REFUSED[check]]

@@ -218,14 +218,14 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
 def test_kernels_are_compiled_from_what_the_wheel_holds(wheel, tmp_path):
     wheel.extractall(tmp_path / "installed")
     code = (
-        "from nano_loop.kernels import compiled, norms\n"
-        "print(norms.KERNEL.unavailable, compiled.compiled_for_threads('norms').batch_norm is not None, norms.__file__)"
+        "from nano_loop.kernels import build\nfrom nano_loop.kernels.norm import norms\n"
+        "print(norms.KERNEL.unavailable, build.compiled_for_threads('norms').batch_norm is not None, norms.__file__)"
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True, capture_output=True, text=True
     )
-    assert run.stdout.split() == ["None", "True", str(tmp_path / "installed/nano_loop/kernels/norms.py")]
+    assert run.stdout.split() == ["None", "True", str(tmp_path / "installed/nano_loop/kernels/norm/norms.py")]
     assert [path.name.partition("-")[0] for path in (tmp_path / "cache/nano_loop").iterdir()] == ["norms"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nano_loop
-from nano_loop.options import OPTIONS, Options
+from nano_loop.config.options import OPTIONS, Options
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

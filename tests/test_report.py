@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nano_loop.report import LastPrinted, ReportPrinter, SetupReport, StepResult
+from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
 from nano_loop.steps import STEPS
 
 FUSED = StepResult("fused_optimizer", "applied", "AdamW")

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from nano_loop import NanoError
-from nano_loop import run as module
-from nano_loop.parts import Parts
-from nano_loop.run import Run
-from nano_loop.settings import Settings
+from nano_loop.runtime import run as module
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.run import Run
+from nano_loop.runtime.settings import Settings
 from nano_loop.steps import Step
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import nano_loop
 from nano_loop import TorchNano, nano
-from nano_loop.options import DEFAULTS, OPTIONS, Options
-from nano_loop.signatures import documented, with_options
+from nano_loop.config.options import DEFAULTS, OPTIONS, Options
+from nano_loop.config.signatures import documented, with_options
 
 # BigDL-Nano's, in its order, with its defaults.
 FIRST_EIGHT = {

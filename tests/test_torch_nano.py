@@ -18,7 +18,7 @@ from watched import Net, in_bf16, is_fused, seeded  # noqa: F401 - a fixture
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, SetupReport, TorchNano
 from nano_loop.cpu import read_machine
-from nano_loop.report import StepResult
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.precision import Precision
 
 # A CPU without bf16 instructions is warned about, which other tests hold.
@@ -704,7 +704,7 @@ def test_printed_report_says_what_the_environment_overrode(job, capfd, monkeypat
 
 def test_auto_precision_is_reported_as_what_it_means_on_this_cpu(job, monkeypatch):
     slow = dataclasses.replace(read_machine(), instruction_sets=frozenset())
-    monkeypatch.setattr("nano_loop.settings.read_machine", lambda: slow)
+    monkeypatch.setattr("nano_loop.runtime.settings.read_machine", lambda: slow)
     loop = Loop(precision="auto", verbose=False)
     assert not loop.train(lambda self: any(in_bf16(self.setup(*job)[0])))
     assert loop.report["precision"].code == "no_bf16_instructions"

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from nano_loop import NanoConfigError, verify
-from nano_loop.intercept.operators import gives_kernels
-from nano_loop.kernels import attention, convolution
-from nano_loop.precision.comparison import compare
+from nano_loop.kernels.attention import attention
+from nano_loop.kernels.convolution import convolution
+from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.precision.verification.comparison import compare
 
 
 def mlp(generator, depth=2, width=48, norm=nn.LayerNorm, activation=nn.GELU):

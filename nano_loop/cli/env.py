@@ -10,8 +10,8 @@ from nano_loop.cli.output import print_json
 from nano_loop.cli.preload_options import preload_options
 from nano_loop.cli.shells import SHELLS, lines_for, shell_of
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
+from nano_loop.config.exports import EXPORTS
 from nano_loop.cpu import read_machine
-from nano_loop.exports import EXPORTS
 
 _EXAMPLES = """\b
 Examples:

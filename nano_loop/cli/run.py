@@ -11,15 +11,15 @@ from typing import TypeVar
 
 import click
 
-from nano_loop import option_checks as checks
 from nano_loop.cli.at_start import with_line_at_end
 from nano_loop.cli.output import print_json
 from nano_loop.cli.preload_options import preload_options
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
+from nano_loop.config import option_checks as checks
+from nano_loop.config.environment import read_options, variable_of
+from nano_loop.config.options import CHECKS, Options
 from nano_loop.cpu import read_machine
-from nano_loop.environment import read_options, variable_of
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.options import CHECKS, Options
 
 _T = TypeVar("_T")
 _SWITCHES = (checks.boolean, checks.auto_or_boolean)

@@ -17,10 +17,10 @@ from typing import IO, Any
 import click
 
 from nano_loop.cli.run import refuse_missing, variables_of
+from nano_loop.config.protocol import COMMAND, Command
+from nano_loop.cpu.parent_process import end_with
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.parent_process import end_with
 from nano_loop.profiling import STEPS
-from nano_loop.protocol import COMMAND, Command
 
 
 def result_of(

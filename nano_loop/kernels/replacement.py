@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nano_loop.intercept.operators import Kernel, overridden
+from nano_loop.patching.operators.operators import Kernel, overridden
 
 
 class Replacement(NamedTuple):

@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nano_loop.config.protocol import Command
 from nano_loop.cpu import Machine
-from nano_loop.distributed.averaging.averaging import Averaging
-from nano_loop.intercept.attributes import replaced
-from nano_loop.native_output import without_lines
+from nano_loop.cpu.native_output import without_lines
+from nano_loop.distributed.data_parallel.averaging import Averaging
+from nano_loop.patching.attributes import replaced
 from nano_loop.profiling import PROFILED, STEPS, TIMED, UNCOUNTED, WARMUP
 from nano_loop.profiling.kinds import (
     AVERAGING_EVENT,
@@ -34,7 +35,6 @@ from nano_loop.profiling.kinds import (
 )
 from nano_loop.profiling.machine_rates import memory_rate, product_rate
 from nano_loop.profiling.rates import moves_in, products_in, rate_of
-from nano_loop.protocol import Command
 
 _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
 

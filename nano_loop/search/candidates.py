@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from nano_loop.option_checks import auto_or_boolean
-from nano_loop.options import CHECKS, Options
-from nano_loop.parts import Parts
-from nano_loop.settings import Settings
+from nano_loop.config.option_checks import auto_or_boolean
+from nano_loop.config.options import CHECKS, Options
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.settings import Settings
 
 Changes = dict[str, Any]
 

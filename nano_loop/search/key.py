@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from nano_loop.run import RunTask
-from nano_loop.settings import Settings
+from nano_loop.runtime.run import RunTask
+from nano_loop.runtime.settings import Settings
 from nano_loop.version import __version__
 
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")

@@ -8,15 +8,15 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Literal, NamedTuple, NoReturn
 
+from nano_loop.config.environment import option_of
+from nano_loop.config.options import Options
+from nano_loop.config.protocol import Command, take_command
 from nano_loop.distributed.launch.active_runs import innermost
-from nano_loop.distributed.launch.external.environment import found_launch
-from nano_loop.environment import option_of
+from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, NanoError, problem
-from nano_loop.options import Options
-from nano_loop.protocol import Command, take_command
-from nano_loop.run import RunTask
+from nano_loop.runtime.run import RunTask
+from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import changed
-from nano_loop.settings import Settings
 
 #: Several processes train with larger batches, which nobody has asked for who asks for speed alone.
 _NOT_BEFORE_TRAINING = ("num_processes",)

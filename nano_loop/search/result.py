@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nano_loop.options import DEFAULTS, Options
-from nano_loop.precisions import SHORT_NAMES
+from nano_loop.config.options import DEFAULTS, Options
+from nano_loop.config.precisions import SHORT_NAMES
+from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import STEPS_BY_DEFAULT, changed, written
-from nano_loop.settings import Settings
 
 _GIB = 1 << 30
 _MANY = 3  # steps left out, which the table only counts

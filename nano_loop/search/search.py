@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nano_loop.cache_folder import JsonFile, cache_folder
+from nano_loop.config.options import Options
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.errors import NanoError, problem
-from nano_loop.options import Options
-from nano_loop.run import RunTask
+from nano_loop.runtime.run import RunTask
+from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import OF_NUMBERS, Changes, candidates, changed
 from nano_loop.search.key import key_of
 from nano_loop.search.result import Row, Tuning, as_text, differing
 from nano_loop.search.trial import Trial
 from nano_loop.search.trial_processes import TrialFailedError, TrialProcesses, trial_server
-from nano_loop.settings import Settings
 
 #: Seconds of a search, by default.
 SECONDS = 90.0

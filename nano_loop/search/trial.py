@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nano_loop.cpu import peak_memory
+from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.files.private_files import guard_files
 from nano_loop.distributed.payload.payload import load
-from nano_loop.distributed.rank_slot import RankSlot
-from nano_loop.distributed.ranks import Loop
 from nano_loop.errors import NanoError, problem
-from nano_loop.run import Run, RunTask
+from nano_loop.runtime.run import Run, RunTask
+from nano_loop.runtime.settings import Settings
 from nano_loop.search.trial_processes import Line
-from nano_loop.settings import Settings
 from nano_loop.steps import STEPS, GradientAveraging
 
 #: Steps before a trial answers for the first time: page faults, kernels that are made, compilation.

@@ -16,21 +16,21 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
+from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.files.table import MadeFolders
 from nano_loop.distributed.launch.assignment import Assignment, State, write_payload
 from nano_loop.distributed.launch.failure import Failure, first
-from nano_loop.distributed.launch.local.kept_server import keep, server_for
-from nano_loop.distributed.launch.local.launcher import slots_of
-from nano_loop.distributed.launch.local.process import WorkerProcess, forked
-from nano_loop.distributed.launch.local.server import Server
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.rank_slot import RankSlot, shares_of
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.options import Options
-from nano_loop.settings import Settings
+from nano_loop.distributed.launch_local.kept_server import keep, server_for
+from nano_loop.distributed.launch_local.launcher import slots_of
+from nano_loop.distributed.launch_local.process import WorkerProcess, forked
+from nano_loop.distributed.launch_local.server import Server
+from nano_loop.runtime.settings import Settings
 
 _REQUESTS, _ANSWERS = "requests", "answers"
 _INTERVAL = 0.2  # seconds between two looks at the processes

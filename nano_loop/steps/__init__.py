@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nano_loop.integrations.ipex import Ipex
 from nano_loop.steps.allocator import Allocator
 from nano_loop.steps.broadcast import Broadcast
 from nano_loop.steps.channels_last import ChannelsLast
@@ -10,7 +11,6 @@ from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.fast_images import FastImages
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.gradient_averaging import GradientAveraging
-from nano_loop.steps.ipex import Ipex
 from nano_loop.steps.kernels import KERNEL_STEPS
 from nano_loop.steps.learning_rate import LearningRate
 from nano_loop.steps.loader_workers import LoaderWorkers

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from typing_extensions import override
 
-from nano_loop.glibc import (
+from nano_loop.cpu.glibc import (
     MMAP_THRESHOLD,
     SETTINGS,
     TOP_PAD,
@@ -23,8 +23,8 @@ from nano_loop.glibc import (
     is_glibc,
     keeps_freed_memory,
 )
-from nano_loop.intercept.patch_table import shared_change
-from nano_loop.parts import Parts
+from nano_loop.patching.patch_table import shared_change
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.step import SkipReason, Step
 
 # The settings after a run. By default, glibc raises its thresholds dynamically as large blocks are freed. The first

@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.distributed.averaging.replicas import make_equal, named_buffers, named_parameters
-from nano_loop.parts import Parts
+from nano_loop.distributed.data_parallel.replicas import make_equal, named_buffers, named_parameters
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.step import RanksStep
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from nano_loop.intercept.attributes import replaced
-from nano_loop.intercept.calls import Call
-from nano_loop.intercept.nested_tensors import Substitution, map_tensors
-from nano_loop.intercept.ownership import call_state
-from nano_loop.kernels.bernoulli import same_draws
-from nano_loop.kernels.drawing_order import drawn_as_nchw, drawn_as_they_lie
-from nano_loop.kernels.pixel_means import gradients_in_nhwc
-from nano_loop.parts import Parts
+from nano_loop.kernels.convolution.pixel_means import gradients_in_nhwc
+from nano_loop.kernels.dropout.bernoulli import same_draws
+from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, drawn_as_they_lie
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.calls.calls import Call
+from nano_loop.patching.nested_tensors import Substitution, map_tensors
+from nano_loop.patching.ownership import call_state
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.step import SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.compiling.blocks import described, repeated_blocks
-from nano_loop.intercept.torch_private import call_compiled, forget_compiled, is_compiled, plain_call
-from nano_loop.parts import Parts, class_name
+from nano_loop.compile.blocks import described, repeated_blocks
+from nano_loop.patching.torch_private import call_compiled, forget_compiled, is_compiled, plain_call
+from nano_loop.runtime.objects.parts import Parts, class_name
 from nano_loop.steps.step import SkipReason, Step
 
 _numbers = itertools.count()
@@ -83,7 +83,7 @@ class Compile(Step):
 
     def _torchs_arguments(self) -> dict[str, Any]:
         if self._arguments is None:
-            from nano_loop.compiling.inductor import with_operators  # registers operators, which is for good
+            from nano_loop.compile.inductor import with_operators  # registers operators, which is for good
 
             given = self.options.compile if isinstance(self.options.compile, dict) else {}
             self._arguments = with_operators(given, self._operators())
@@ -91,7 +91,7 @@ class Compile(Step):
 
     def _operators(self) -> list[str]:
         """Return the names of the operators that Inductor keeps whole."""
-        from nano_loop.compiling.graphs import ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU
+        from nano_loop.compile.graphs import ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU
 
         kept = [BATCH_NORM, RELU]
         if self.options.fast_dropout is not False:

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
 from typing_extensions import override
 
-from nano_loop.intercept.loaders import LoaderChange, changed
-from nano_loop.parts import Parts
+from nano_loop.patching.objects.loaders import LoaderChange, changed
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.step import SkipReason, Step
 
 

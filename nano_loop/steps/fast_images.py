@@ -8,13 +8,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from nano_loop.intercept.loaders import changed
-from nano_loop.parts import Parts
-from nano_loop.report import StepResult
+from nano_loop.images.lifetime import store_for
+from nano_loop.images.loaders import CachedImages, datasets_in, has_images, plans_in, refusal
+from nano_loop.images.store import Store
+from nano_loop.patching.objects.loaders import changed
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
-from nano_loop.vision.lifetime import store_for
-from nano_loop.vision.loaders import CachedImages, datasets_in, has_images, plans_in, refusal
-from nano_loop.vision.store import Store
 
 
 class FastImages(Step):

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from typing_extensions import override
 
-from nano_loop.intercept.direct_steps import stepped_directly
-from nano_loop.intercept.optimizers import guard_layout, is_dense, once_gradients_exist
-from nano_loop.intercept.torch_private import forget_fused_check, fused_check_pending
-from nano_loop.parts import Parts
+from nano_loop.optimizers.direct_steps import stepped_directly
+from nano_loop.patching.objects.optimizers import guard_layout, is_dense, once_gradients_exist
+from nano_loop.patching.torch_private import forget_fused_check, fused_check_pending
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.step import SkipReason, Step
 
 _HAVE_KERNELS = (AdamW, Adam, SGD, Adagrad)
@@ -22,9 +22,9 @@ _FLAGS = ("fused", "foreach")
 class FusedOptimizer(Step):
     """Sets ``fused`` in the live optimizer's parameter groups.
 
-    The layouts of gradients and state are guarded (see `nano_loop.intercept.optimizers`). ``state_dict()`` returns the
-    user's flags. After ``load_state_dict()``, which overwrites the flags, the step sets them again.
-    Where they can, steps of the optimizer call the kernels directly (see `nano_loop.intercept.direct_steps`).
+    The layouts of gradients and state are guarded (see `nano_loop.patching.objects.optimizers`). ``state_dict()``
+    returns the user's flags. After ``load_state_dict()``, which overwrites the flags, the step sets them again.
+    Where they can, steps of the optimizer call the kernels directly (see `nano_loop.optimizers.direct_steps`).
     """
 
     name = "fused_optimizer"

@@ -9,22 +9,22 @@ import torch
 from torch import distributed, nn
 from typing_extensions import override
 
-from nano_loop.distributed.averaging.averaging import Averaging
-from nano_loop.distributed.averaging.replicas import named_parameters
-from nano_loop.distributed.loaders.sharding import served_whole_by_mode
-from nano_loop.distributed.transport.hosts import HostsTransport
-from nano_loop.distributed.transport.process_group import ProcessGroupTransport
-from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport, chunk_for
-from nano_loop.distributed.transport.transport import Transport
+from nano_loop.distributed.comm.transport import Transport
+from nano_loop.distributed.data_parallel.averaging import Averaging
+from nano_loop.distributed.data_parallel.replicas import named_parameters
+from nano_loop.distributed.multi_host.hosts import HostsTransport
+from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
+from nano_loop.distributed.sharding.sharding import served_whole_by_mode
+from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
 from nano_loop.errors import NanoError
-from nano_loop.parts import Parts
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.step import RanksStep
 
 _AT_END = "at the end of each backward"
 
 
 class GradientAveraging(RanksStep):
-    """Averages the gradients over all ranks in each backward; see `nano_loop.distributed.averaging`."""
+    """Averages the gradients over all ranks in each backward; see `nano_loop.distributed.data_parallel`."""
 
     name = "gradient_averaging"
     needs = "trained"  # an optimizer may be set up without a model, with separate parameters

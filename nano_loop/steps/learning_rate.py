@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.intercept.optimizers import Closure, closure_of, with_closure
-from nano_loop.parts import Parts
-from nano_loop.report import StepResult
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.patching.objects.optimizers import Closure, closure_of, with_closure
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.step import RanksStep, SkipReason
 
 #: Number of steps over which the ratio grows from 1 to the number of ranks.

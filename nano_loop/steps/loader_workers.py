@@ -7,8 +7,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from nano_loop.intercept.loaders import LoaderChange, changed
-from nano_loop.parts import Parts
+from nano_loop.patching.objects.loaders import LoaderChange, changed
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.step import SkipReason, Step
 
 _PREFETCHED = 2  # batches a worker, as torch has it where the user does not say

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.parts import Parts
-from nano_loop.precision.cast_log import CastLog, CastRecorder
-from nano_loop.report import StepResult, print_to_stderr
+from nano_loop.precision.diagnostics.cast_log import CastLog, CastRecorder
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import StepResult, print_to_stderr
 from nano_loop.steps.step import SkipReason, Step
 
 #: The first steps are not like the others: optimizers make their state, and products of new sizes are counted.

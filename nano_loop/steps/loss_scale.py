@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.parts import Parts
-from nano_loop.precision.loss_scale import LossScale
-from nano_loop.report import StepResult
+from nano_loop.precision.autocast.loss_scale import LossScale
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
 
 #: The keys in the first parameter group of a checkpoint that hold the scale, and the backwards since it was changed.

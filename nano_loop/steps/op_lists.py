@@ -7,10 +7,10 @@ from collections.abc import Collection
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, problem
-from nano_loop.intercept.torch_private import is_compiled
-from nano_loop.parts import Parts, class_name
-from nano_loop.precision.default_ops import in_force
-from nano_loop.precision.op_lists import OpLists
+from nano_loop.patching.torch_private import is_compiled
+from nano_loop.precision.autocast.default_ops import in_force
+from nano_loop.precision.autocast.op_lists import OpLists
+from nano_loop.runtime.objects.parts import Parts, class_name
 from nano_loop.steps.step import SkipReason, Step
 
 #: How many names of a list the report shows.

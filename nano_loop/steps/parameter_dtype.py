@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from nano_loop.intercept.calls import DTYPES, Call, CallWrapper
-from nano_loop.intercept.nested_tensors import map_tensors
-from nano_loop.parts import Parts, class_name
-from nano_loop.precision.conversion import Conversion
-from nano_loop.precision.dtype_errors import explain
+from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
+from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.precision.autocast.conversion import Conversion
+from nano_loop.precision.autocast.dtype_errors import explain
+from nano_loop.runtime.objects.parts import Parts, class_name
 from nano_loop.steps.step import SkipReason, Step
 
 

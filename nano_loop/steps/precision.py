@@ -14,23 +14,23 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.intercept.calls import DTYPES, Call, CallInterceptor, CallWrapper, is_forward
-from nano_loop.intercept.custom_functions import backwards_run_by
-from nano_loop.intercept.nested_tensors import map_tensors, shares_memory
-from nano_loop.intercept.ownership import Rule
-from nano_loop.intercept.torch_private import next_node_number
-from nano_loop.parts import Parts, class_name
-from nano_loop.precision.autocast import LOW_DTYPES, cpu_autocast, to_fp32
-from nano_loop.precision.bf16_policy import Bf16Policy, Kind, kind_of
-from nano_loop.precision.call_under_autocast import CallUnderAutocast
-from nano_loop.precision.default_ops import in_force
-from nano_loop.precision.dtype_errors import is_about_dtypes
-from nano_loop.precision.layers_in_fp32 import UnlessListed
-from nano_loop.precision.lstms import can_train_lstms
-from nano_loop.precision.mixed_dtypes import mixed_dtypes_accepted
-from nano_loop.precision.op_lists import OpLists
-from nano_loop.precision.output_activations import activations_noticed
-from nano_loop.report import StepResult
+from nano_loop.patching.calls.calls import DTYPES, Call, CallInterceptor, CallWrapper, is_forward
+from nano_loop.patching.calls.custom_functions import backwards_run_by
+from nano_loop.patching.nested_tensors import map_tensors, shares_memory
+from nano_loop.patching.ownership import Rule
+from nano_loop.patching.torch_private import next_node_number
+from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
+from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
+from nano_loop.precision.autocast.default_ops import in_force
+from nano_loop.precision.autocast.dtype_errors import is_about_dtypes
+from nano_loop.precision.autocast.mixed_dtypes import mixed_dtypes_accepted
+from nano_loop.precision.autocast.op_lists import OpLists
+from nano_loop.precision.autocast.output_activations import activations_noticed
+from nano_loop.precision.policy.bf16_policy import Bf16Policy, Kind, kind_of
+from nano_loop.precision.policy.layers_in_fp32 import UnlessListed
+from nano_loop.precision.policy.lstms import can_train_lstms
+from nano_loop.runtime.objects.parts import Parts, class_name
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.intercept.attributes import replaced
-from nano_loop.intercept.calls import Call
-from nano_loop.intercept.optimizers import closure_of, with_closure
-from nano_loop.intercept.torch_private import below_torch_functions
-from nano_loop.parts import Parts
-from nano_loop.precision.rounding import StochasticRounding
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.calls.calls import Call
+from nano_loop.patching.objects.optimizers import closure_of, with_closure
+from nano_loop.patching.torch_private import below_torch_functions
+from nano_loop.precision.autocast.rounding import StochasticRounding
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.step import SkipReason, Step
 
 

@@ -9,12 +9,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from nano_loop.distributed.launch.active_runs import innermost
-from nano_loop.distributed.loaders.dataset_digest import Known
-from nano_loop.distributed.loaders.found import FoundSharding
-from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_served, serving, sharded_by_user
-from nano_loop.intercept.loaders import changed, found
-from nano_loop.parts import Parts
-from nano_loop.report import StepResult
+from nano_loop.distributed.sharding.dataset_digest import Known
+from nano_loop.distributed.sharding.found import FoundSharding
+from nano_loop.distributed.sharding.sharding import BatchSharding, forget_last_served, serving, sharded_by_user
+from nano_loop.patching.objects.loaders import changed, found
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.step import RanksStep, SkipReason
 
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import nn
 from typing_extensions import override
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.intercept.calls import CallInterceptors
-from nano_loop.options import Options
-from nano_loop.parts import Parts
-from nano_loop.report import StepResult
+from nano_loop.distributed.comm.ranks import ALONE, Ranks
+from nano_loop.patching.calls.calls import CallInterceptors
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import StepResult
 
 
 class SkipReason(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from nano_loop.parts import Parts
-from nano_loop.report import StepResult
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
 from nano_loop.steps.stopwatch import Stopwatch
 

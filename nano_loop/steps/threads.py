@@ -12,10 +12,10 @@ import time
 import torch
 from typing_extensions import override
 
+from nano_loop.config.exports import is_exported
 from nano_loop.cpu.waits import Waits
-from nano_loop.exports import is_exported
-from nano_loop.parts import Parts
-from nano_loop.report import StepResult
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
 
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

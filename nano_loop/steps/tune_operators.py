@@ -7,20 +7,20 @@ import itertools
 import torch
 from typing_extensions import override
 
-from nano_loop.intercept.calls import DTYPES
-from nano_loop.intercept.ownership import Rule
-from nano_loop.kernels.attention import WAY
-from nano_loop.kernels.convolution import OPERATOR
-from nano_loop.kernels.linear import WAY as OF_LINEAR
-from nano_loop.kernels.lstm import WAY as OF_LSTM
-from nano_loop.parts import Parts
-from nano_loop.precision.tuned_layers import TunedLayers
-from nano_loop.report import StepResult
+from nano_loop.autotune import attention, convolutions, lstms, products
+from nano_loop.autotune.budget import Budget
+from nano_loop.autotune.choices import Choice, Choices, choices_for
+from nano_loop.autotune.tuner import Tuner
+from nano_loop.kernels.attention.attention import WAY
+from nano_loop.kernels.convolution.convolution import OPERATOR
+from nano_loop.kernels.linear.linear import WAY as OF_LINEAR
+from nano_loop.kernels.rnn.lstm import WAY as OF_LSTM
+from nano_loop.patching.calls.calls import DTYPES
+from nano_loop.patching.ownership import Rule
+from nano_loop.precision.policy.tuned_layers import TunedLayers
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
-from nano_loop.tuning import attention, convolutions, lstms, products
-from nano_loop.tuning.budget import Budget
-from nano_loop.tuning.choices import Choice, Choices, choices_for
-from nano_loop.tuning.tuner import Tuner
 
 #: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
 _FIRST_SHARING = 4
@@ -29,8 +29,9 @@ _FIRST_SHARING = 4
 class TuneOperators(Step):
     """Chooses which layers compute in fp32, and ways of products, LSTMs, attention and convolutions' gradients.
 
-    The bounds in `nano_loop.precision.layers_in_fp32` and `nano_loop.kernels.convolution`, which are right for the CPUs
-    on which they were found, are first guesses then. Rank 0 measures, and all ranks compute as it does.
+    The bounds in `nano_loop.precision.policy.layers_in_fp32` and `nano_loop.kernels.convolution.convolution`, which
+    are right for the CPUs on which they were measured, are first guesses then. Rank 0 measures, and all ranks compute
+    as it does.
     """
 
     name = "tune_operators"

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, problem
-from nano_loop.parts import Parts, class_name
-from nano_loop.precision.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
-from nano_loop.precision.verification import Verification, verified
-from nano_loop.report import StepResult
+from nano_loop.precision.verification.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
+from nano_loop.precision.verification.verification import Verification, verified
+from nano_loop.runtime.objects.parts import Parts, class_name
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.step import SkipReason, Step
 
 

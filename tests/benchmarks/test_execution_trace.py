@@ -11,7 +11,7 @@ from torch.profiler import ExecutionTraceObserver
 
 from benchmarks import execution_trace
 from benchmarks.execution_trace import Recorder
-from nano_loop.intercept.direct_steps import stepped_directly
+from nano_loop.optimizers.direct_steps import stepped_directly
 
 
 def recorded(function, model=None):

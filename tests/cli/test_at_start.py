@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_loop.exports import EXPORTS
+from nano_loop.config.exports import EXPORTS
 
 # Everything here is compared with plain Python: names that a script sees, and what other libraries look for in it.
 SEEN = '''

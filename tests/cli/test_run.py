@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from option_values import TEXTS
 
-from nano_loop import option_checks as checks
 from nano_loop.cli import run as module
 from nano_loop.cli.main import main
 from nano_loop.cli.run import flag_of
-from nano_loop.exports import EXPORTS
-from nano_loop.glibc import is_glibc
-from nano_loop.options import CHECKS, OPTIONS, Options
+from nano_loop.config import option_checks as checks
+from nano_loop.config.exports import EXPORTS
+from nano_loop.config.options import CHECKS, OPTIONS, Options
+from nano_loop.cpu.glibc import is_glibc
 
 NANO_LOOP = [sys.executable, "-m", "nano_loop", "run"]
 SWITCHES = (checks.boolean, checks.auto_or_boolean)

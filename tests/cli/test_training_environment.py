@@ -14,10 +14,10 @@ from nano_loop.cli.training_environment import (
     exported,
     training_environment,
 )
+from nano_loop.config.exports import EXPORTS, is_exported
 from nano_loop.cpu import LogicalCpu, Machine
+from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES
 from nano_loop.errors import NanoConfigError
-from nano_loop.exports import EXPORTS, is_exported
-from nano_loop.glibc import SETTINGS_AS_VARIABLES
 
 MACHINE = Machine("A CPU", "x86_64", tuple(LogicalCpu(each, each // 2 * 2) for each in range(8)), tuple(range(8)))
 

@@ -23,7 +23,7 @@ def apart():
     """Let this process, an actor, be on another host where it is not on the first node."""
     import ray
 
-    from nano_loop.distributed.launch.external import launcher
+    from nano_loop.distributed.launch_external import launcher
 
     context = ray.get_runtime_context()
     first = next(each["NodeID"] for each in ray.nodes() if "node:__internal_head__" in each["Resources"])

@@ -212,7 +212,7 @@ def test_node_without_nano_loop_is_an_error_that_names_runtime_env(connected, tm
 
 
 def test_other_versions_on_a_node_are_refused(monkeypatch):
-    from nano_loop.distributed.launch.ray import worker
+    from nano_loop.distributed.launch_ray import worker
 
     monkeypatch.setattr(worker, "__version__", "0.0.1")
     error = refused(small.fit, NanoError, num_processes=2)
@@ -245,7 +245,7 @@ def test_what_cannot_be_pickled_is_named_before_anything_starts():
 
 
 def test_ray_client_is_refused(monkeypatch):
-    from nano_loop.distributed.launch.ray import cluster
+    from nano_loop.distributed.launch_ray import cluster
 
     monkeypatch.setattr(cluster.client.ray, "is_connected", lambda: True)
     error = refused(small.fit, NanoConfigError)

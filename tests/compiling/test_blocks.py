@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.compiling.blocks import described, repeated_blocks
+from nano_loop.compile.blocks import described, repeated_blocks
 
 
 class Block(nn.Module):

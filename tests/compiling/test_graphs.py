@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nano_loop.compiling.graphs import ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU
-from nano_loop.kernels import blocked_attention
-from nano_loop.kernels.attention import attention
+from nano_loop.compile.graphs import ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU
+from nano_loop.kernels.attention import blocked_attention
+from nano_loop.kernels.attention.attention import attention
 
 from .traced import compiled
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nano_loop.compiling import inductor
-from nano_loop.compiling.graphs import ATTENTION, DROPOUT, keeping
-from nano_loop.compiling.inductor import with_operators
+from nano_loop.compile import inductor
+from nano_loop.compile.graphs import ATTENTION, DROPOUT, keeping
+from nano_loop.compile.inductor import with_operators
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-import nano_loop.compiling.operators  # noqa: F401
-from nano_loop.kernels import blocked_attention
-from nano_loop.kernels.cross_entropy import KERNEL
+import nano_loop.compile.operators  # noqa: F401
+from nano_loop.kernels.attention import blocked_attention
+from nano_loop.kernels.loss.cross_entropy import KERNEL
 
 OURS = torch.ops.nano_loop
 

@@ -3,7 +3,7 @@
 import torch
 from functorch.compile import make_boxed_func
 
-from nano_loop.compiling.graphs import keeping
+from nano_loop.compile.graphs import keeping
 
 
 def compiled(function, names, seen=None, **arguments):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nano_loop import NanoError, patch_cuda, unpatch_cuda
-from nano_loop.cuda_calls import patching
+from nano_loop.integrations.cuda_calls import patching
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ import cloudpickle
 import torch
 from torch import distributed
 
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.shared_channel import SharedChannel
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 
 TESTS = Path(__file__).parents[1]
 START = "from distributed.team import serve; serve({fd}, {rank}, {size}, {store!r})"

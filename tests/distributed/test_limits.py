@@ -6,8 +6,8 @@ import os
 import pytest
 
 from nano_loop import NanoError
-from nano_loop.distributed import limits
-from nano_loop.distributed.limits import limit_in_words, limits_in_words
+from nano_loop.distributed.comm import limits
+from nano_loop.distributed.comm.limits import limit_in_words, limits_in_words
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nano_loop import NanoError
-from nano_loop.distributed import plain
-from nano_loop.distributed.random_states import process_states
+from nano_loop.data.random_states import process_states
+from nano_loop.distributed.comm import plain
 
 Point = namedtuple("Point", "x y")
 

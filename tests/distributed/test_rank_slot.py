@@ -2,10 +2,10 @@
 
 import pytest
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import LogicalCpu, Machine
-from nano_loop.distributed import rank_slot as shares
+from nano_loop.distributed.comm import rank_slot as shares
 from nano_loop.errors import NanoConfigError
-from nano_loop.options import Options
 
 FOUR = Machine("A CPU", "x86_64", tuple(LogicalCpu(id=cpu, physical_core=cpu) for cpu in range(4)), (0, 1, 2, 3))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nano_loop.distributed.ranks import ALONE, Ranks, wait_until
+from nano_loop.distributed.comm.ranks import ALONE, Ranks, wait_until
 from nano_loop.errors import NanoError, NanoWorkerError
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nano_loop import NanoError
-from nano_loop.distributed.signed import SignedCodec, secret_of
+from nano_loop.distributed.comm.signed import SignedCodec, secret_of
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 

@@ -15,7 +15,7 @@ import torch
 from faults.fault import BEFORE, EPOCH, STARTING, Fault
 from faults.runs import OPTIONS, at, collective, line_from, on_each, python, raising, script, train
 from nano_loop import NanoError, nano
-from nano_loop.distributed.launch.local import kept_server as servers
+from nano_loop.distributed.launch_local import kept_server as servers
 
 
 def _in_a_thread(do):

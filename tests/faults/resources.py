@@ -13,7 +13,7 @@ import torch
 from faults.fault import BEFORE, EPOCH, STARTING, Fault
 from faults.runs import OPTIONS, at, attribute, train
 from nano_loop import NanoError, nano
-from nano_loop.distributed import limits
+from nano_loop.distributed.comm import limits
 from nano_loop.distributed.launch import shared_folder
 
 _PR_CAPBSET_DROP, _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 24, 21, 24  # from linux/prctl.h and capability.h

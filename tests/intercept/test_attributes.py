@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from nano_loop.intercept.attributes import replaced, suspended
+from nano_loop.patching.attributes import replaced, suspended
 
 
 class Base:

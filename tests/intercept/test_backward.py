@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nano_loop.intercept.backward import at_end_of_backward, nested_backwards_noticed
+from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 
 PLAIN = torch.autograd.backward
 

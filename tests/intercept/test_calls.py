@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.intercept.calls import CallInterceptors
+from nano_loop.patching.calls.calls import CallInterceptors
 
 
 class Mixin:

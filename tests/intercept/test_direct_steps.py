@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nano_loop.intercept.direct_steps import stepped_directly, steps_labelled
+from nano_loop.optimizers.direct_steps import stepped_directly, steps_labelled
 
 KINDS = {
     "Adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),

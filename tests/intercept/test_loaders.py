@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
-from nano_loop.intercept import loaders
-from nano_loop.intercept.loaders import LoaderChange, changed
+from nano_loop.patching.objects import loaders
+from nano_loop.patching.objects.loaders import LoaderChange, changed
 
 
 class Numbers(Dataset):

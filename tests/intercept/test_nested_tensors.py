@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from nano_loop.intercept.nested_tensors import Substitution, find, map_tensors
+from nano_loop.patching.nested_tensors import Substitution, find, map_tensors
 
 Pair = namedtuple("Pair", "left right")
 

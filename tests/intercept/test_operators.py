@@ -7,8 +7,15 @@ import textwrap
 import pytest
 import torch
 
-from nano_loop.intercept import operators
-from nano_loop.intercept.operators import AUTOCAST, gives_kernels, overridden, overridden_together, plainly, ruled
+from nano_loop.patching.operators import operators
+from nano_loop.patching.operators.operators import (
+    AUTOCAST,
+    gives_kernels,
+    overridden,
+    overridden_together,
+    plainly,
+    ruled,
+)
 
 gets_kernels = pytest.mark.skipif(not gives_kernels(), reason="torch does not hand out its kernels")
 
@@ -59,7 +66,7 @@ def test_it_stays_until_the_last_user_has_left_and_torchs_kernel_is_taken_once()
 def test_first_override_of_a_process_warns_of_nothing():
     script = """
         import torch
-        from nano_loop.intercept.operators import overridden, plainly
+        from nano_loop.patching.operators.operators import overridden, plainly
         with overridden("bernoulli_.float", plainly(lambda tensor, *args, **kwargs: tensor.fill_(7)), "CPU"):
             print(torch.empty(1).bernoulli_(0.5).item())
     """

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.intercept.optimizers import guard_layout, is_dense, laid_out_as
+from nano_loop.patching.objects.optimizers import guard_layout, is_dense, laid_out_as
 
 OPTIMIZERS = {
     "Adam": lambda parameters, **kwargs: torch.optim.Adam(parameters, lr=0.01, **kwargs),

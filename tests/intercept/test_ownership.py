@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nano_loop.intercept import ownership
-from nano_loop.intercept.calls import CallInterceptors
-from nano_loop.intercept.ownership import belongs_to_set_up_model
+from nano_loop.patching import ownership
+from nano_loop.patching.calls.calls import CallInterceptors
+from nano_loop.patching.ownership import belongs_to_set_up_model
 
 
 class Asking(torch.autograd.Function):

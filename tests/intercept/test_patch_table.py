@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from nano_loop.intercept.patch_table import shared_change, users
+from nano_loop.patching.patch_table import shared_change, users
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from nano_loop import disable_casts
-from nano_loop.intercept.operators import overridden
-from nano_loop.intercept.torch_private import (
+from nano_loop.patching.operators.operators import overridden
+from nano_loop.patching.torch_private import (
     FILE_CLASSES,
     FLASH_ATTENTION,
     INNER_CONVOLUTION,

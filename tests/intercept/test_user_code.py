@@ -8,7 +8,7 @@ import torch
 
 import nano_loop
 from nano_loop.errors import NanoWarning
-from nano_loop.intercept.user_code import is_running, users_place, warn
+from nano_loop.patching.user_code import is_running, users_place, warn
 
 
 def test_line_is_the_users_through_torch():
@@ -21,7 +21,7 @@ def test_line_is_the_users_through_torch():
 
 
 def test_nano_loops_own_lines_are_passed_over():
-    source = "from nano_loop.intercept.user_code import users_place\ndef look(): return users_place()"
+    source = "from nano_loop.patching.user_code import users_place\ndef look(): return users_place()"
     names = {}
     exec(compile(source, str(Path(nano_loop.__file__).parent / "made_for_this_test.py"), "exec"), names)
     place = names["look"]()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nano_loop.kernels.compiled import CompiledKernel
+from nano_loop.kernels.build import CompiledKernel
 
 
 @pytest.fixture

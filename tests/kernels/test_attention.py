@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nano_loop.intercept.operators import gives_kernels, overridden, plainly
-from nano_loop.kernels import attention as module
-from nano_loop.kernels import blocked_attention, plain_attention
-from nano_loop.kernels.attention import BLOCKS, PRODUCTS, TORCH, attention
+from nano_loop.kernels.attention import attention as module
+from nano_loop.kernels.attention import blocked_attention, plain_attention
+from nano_loop.kernels.attention.attention import BLOCKS, PRODUCTS, TORCH, attention
+from nano_loop.patching.operators.operators import gives_kernels, overridden, plainly
 
 
 @pytest.fixture(autouse=True, params=[BLOCKS, PRODUCTS])

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nano_loop.intercept.operators import overridden
-from nano_loop.kernels import bernoulli, compiled
-from nano_loop.kernels.bernoulli import KERNEL, WORTH_IT, exact, vectorized_draws
-from nano_loop.kernels.compiled import UnavailableError
+from nano_loop.kernels import build as compiled
+from nano_loop.kernels.build import UnavailableError
+from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels.dropout.bernoulli import KERNEL, WORTH_IT, exact, vectorized_draws
+from nano_loop.patching.operators.operators import overridden
 
 LARGE = 100_003
 RATES = [0.1, 0.5, 0.9, 1 / 3, 5e-6, 2**-17, 2**-53, 1e-300, 1 - 2**-53, 0.0, 1.0]

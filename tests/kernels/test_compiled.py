@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import blocked_attention, compiled, lstm_layer, product, weight_gradient
+from nano_loop.kernels import build as compiled
+from nano_loop.kernels.attention import blocked_attention
+from nano_loop.kernels.convolution import weight_gradient
+from nano_loop.kernels.linear import product
+from nano_loop.kernels.rnn import lstm_layer
 
 SOURCES = sorted(Path(compiled.__file__).parent.glob("csrc/*.c"))
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nano_loop.intercept.operators import overridden
-from nano_loop.kernels import convolution as module
+from nano_loop.kernels.convolution import convolution as module
+from nano_loop.patching.operators.operators import overridden
 
 NHWC = torch.channels_last
 OPERATOR = "convolution_backward"

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_loop.kernels import compiled
-from nano_loop.kernels.compiled import CompiledKernel, UnavailableError
-from nano_loop.kernels.cross_entropy import KERNEL, cross_entropy
+from nano_loop.kernels import build as compiled
+from nano_loop.kernels.build import CompiledKernel, UnavailableError
+from nano_loop.kernels.loss.cross_entropy import KERNEL, cross_entropy
 
 REDUCTIONS = ("none", "mean", "sum")
 

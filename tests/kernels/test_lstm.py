@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nano_loop.kernels import lstm_layer as module
-from nano_loop.kernels import product
-from nano_loop.kernels.lstm_layer import Arguments, lstm
+from nano_loop.kernels.linear import product
+from nano_loop.kernels.rnn import lstm_layer as module
+from nano_loop.kernels.rnn.lstm_layer import Arguments, lstm
 
 pytestmark = pytest.mark.skipif(module.KERNEL.unavailable is not None, reason=str(module.KERNEL.unavailable))
 
@@ -214,7 +214,7 @@ def test_second_derivatives_are_right(is_reversed, has_biases):
 def test_fewer_threads_than_asked_for_compute_all_parts():
     """OpenMP gives what a limit leaves. torch's own bf16 products are wrong then, so this is compared by files."""
     code = (
-        "import sys, torch; from nano_loop.kernels.lstm_layer import Arguments, lstm\n"
+        "import sys, torch; from nano_loop.kernels.rnn.lstm_layer import Arguments, lstm\n"
         "torch.set_num_threads(int(sys.argv[1])); torch.manual_seed(0)\n"
         "def normal(*sizes): return (torch.randn(sizes) / 8).bfloat16().requires_grad_()\n"
         "given = Arguments(normal(9, 20, 70), normal(512, 70), normal(512, 128), (normal(512), normal(512)),\n"

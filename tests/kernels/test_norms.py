@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_loop.kernels import compiled, norms
+from nano_loop.kernels import build as compiled
+from nano_loop.kernels.norm import norms
 
 ATEN = torch.ops.aten
 EPS, MOMENTUM = 1e-5, 0.1

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_loop.kernels import product as module
+from nano_loop.kernels.linear import product as module
 
 pytestmark = pytest.mark.skipif(module.KERNEL.unavailable is not None, reason=str(module.KERNEL.unavailable))
 
@@ -178,7 +178,8 @@ def test_a_call_has_the_layout_of_the_c_file():
 def test_fewer_threads_than_asked_for_compute_all_parts():
     """OpenMP gives what a limit leaves. torch's own bf16 products are wrong then, so these are compared in numpy."""
     code = (
-        "import torch; from nano_loop.kernels.product import product; from nano_loop.kernels.weight_gradient import *\n"
+        "import torch; from nano_loop.kernels.linear.product import product\n"
+        "from nano_loop.kernels.convolution.weight_gradient import *\n"
         "torch.set_num_threads(8); a, b = torch.randn(500, 300).bfloat16(), torch.randn(300, 400).bfloat16()\n"
         "def numbers(x): return x.float().numpy()\n"
         "def check(found, exact): assert abs(numbers(found) - exact).max() < 0.01 * abs(exact).max()\n"

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_loop.kernels import convolution, weight_gradient
-from nano_loop.kernels.convolution import Arguments, Plan, faster_backward, first_guess, plans
+from nano_loop.kernels.convolution import convolution, weight_gradient
+from nano_loop.kernels.convolution.convolution import Arguments, Plan, faster_backward, first_guess, plans
 
 NHWC = torch.channels_last
 

@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader
 
 import nano_loop
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import attention, bernoulli, convolution
-from nano_loop.precision import loss_scale
-from nano_loop.precision.lstms import can_train_lstms
+from nano_loop.kernels.attention import attention
+from nano_loop.kernels.convolution import convolution
+from nano_loop.kernels.dropout import bernoulli
+from nano_loop.precision.autocast import loss_scale
+from nano_loop.precision.policy.lstms import can_train_lstms
 
 from .nested import differences, leaves, mapped
 from .records import laid_otherwise, record, record_strides, surroundings

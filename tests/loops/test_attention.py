@@ -3,7 +3,7 @@
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nano_loop.kernels import attention
+from nano_loop.kernels.attention import attention
 
 from .nested import differences
 from .pairs import BF16, EXACT, FP64, SHIPPED, pair, run_accelerated, run_plain, untouched

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nano_loop import nano
-from nano_loop.kernels import attention
+from nano_loop.kernels.attention import attention
 
 if find_spec("transformers"):
     import transformers

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import disable_casts, nano
-from nano_loop.precision.autocast import cpu_autocast, to_fp32
+from nano_loop.precision.autocast.autocast import cpu_autocast, to_fp32
 from nano_loop.steps import rounding
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)

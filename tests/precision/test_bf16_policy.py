@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nano_loop.parts import Parts
-from nano_loop.precision import bf16_policy
-from nano_loop.precision.bf16_policy import Bf16Policy, kind_of
-from nano_loop.precision.lstms import can_train_lstms
+from nano_loop.precision.policy import bf16_policy
+from nano_loop.precision.policy.bf16_policy import Bf16Policy, kind_of
+from nano_loop.precision.policy.lstms import can_train_lstms
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.precision import Precision
 
 

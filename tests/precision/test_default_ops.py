@@ -5,7 +5,7 @@ import sys
 import torch
 
 from nano_loop import default_ops
-from nano_loop.precision.default_ops import TORCHS
+from nano_loop.precision.autocast.default_ops import TORCHS
 
 
 def test_table_has_each_operator_that_has_a_kernel_for_autocast():

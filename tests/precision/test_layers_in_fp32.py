@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import disable_casts
-from nano_loop.parts import Parts
-from nano_loop.precision import layers_in_fp32 as module
+from nano_loop.precision.policy import layers_in_fp32 as module
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.precision import Precision
 
 NHWC = torch.channels_last

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import NanoError, disable_casts
-from nano_loop.intercept.operators import gives_kernels
-from nano_loop.parts import Parts
+from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.precision import Precision
 
 ROWS = torch.tensor([0, 2, 2, 3])

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nano_loop.parts import Parts
-from nano_loop.precision import output_activations
+from nano_loop.precision.autocast import output_activations
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.precision import Precision
 
 

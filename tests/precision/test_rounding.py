@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nano_loop.precision.rounding import _POOL, StochasticRounding
+from nano_loop.precision.autocast.rounding import _POOL, StochasticRounding
 
 
 def rounded(tensor, seed=0):

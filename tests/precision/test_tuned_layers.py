@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tuning.time_for import TimeFor
 
-from nano_loop.intercept.calls import CallInterceptors
-from nano_loop.precision import tuned_layers
-from nano_loop.precision.autocast import cpu_autocast
-from nano_loop.precision.tuned_layers import TunedLayers
-from nano_loop.tuning import decisions
-from nano_loop.tuning.choices import Choices
-from nano_loop.tuning.tuner import Tuner
+from nano_loop.autotune import decisions
+from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.tuner import Tuner
+from nano_loop.patching.calls.calls import CallInterceptors
+from nano_loop.precision.autocast.autocast import cpu_autocast
+from nano_loop.precision.policy import tuned_layers
+from nano_loop.precision.policy.tuned_layers import TunedLayers
 
 GROUPS = torch.randn(2, 16, 6, 6, generator=torch.Generator().manual_seed(0))
 LAYERS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nano_loop.distributed.launch.local.kept_server import end_kept
+from nano_loop.distributed.launch_local.kept_server import end_kept
 from nano_loop.search import search
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from nano_loop.config.option_checks import auto_or_boolean
+from nano_loop.config.options import CHECKS, OPTIONS
 from nano_loop.cpu import read_machine
-from nano_loop.option_checks import auto_or_boolean
-from nano_loop.options import CHECKS, OPTIONS
-from nano_loop.parts import Parts
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import STEPS_BY_DEFAULT, candidates
-from nano_loop.settings import Settings
 
 ANSWER = {"steps": {"fast_fetch": ["applied", ""]}, "convolutions": False}
 

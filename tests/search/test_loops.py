@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import nano_loop
 from nano_loop import TorchNano
-from nano_loop.distributed.launch.local.kept_server import end_kept
+from nano_loop.distributed.launch_local.kept_server import end_kept
 from nano_loop.search.trial_processes import TrialProcesses
 from search.small import FIXED, STEPS, loss_of, made, state_of
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import nano_loop
 from nano_loop import NanoConfigError, NanoError, accelerated
-from nano_loop.options import Options
+from nano_loop.config.options import Options
 from nano_loop.search import search
 from nano_loop.search.search import Measured
 from search.small import FIXED, STEPS, loss_of, made, state_of

@@ -4,10 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import LogicalCpu, Machine
-from nano_loop.distributed.ranks import ALONE
-from nano_loop.intercept.calls import CallInterceptors
-from nano_loop.options import Options
+from nano_loop.distributed.comm.ranks import ALONE
+from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.steps import StepContext
 
 

@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 
-from nano_loop import glibc
-from nano_loop.parts import Parts
+from nano_loop.cpu import glibc
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps import allocator
 from nano_loop.steps.allocator import Allocator
 

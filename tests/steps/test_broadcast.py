@@ -8,10 +8,10 @@ import torch.fx
 from distributed.averaging.averaged import make_step
 from torch import nn
 
-from nano_loop.distributed.averaging.replicas import named_parameters
-from nano_loop.distributed.ranks import ALONE
+from nano_loop.distributed.comm.ranks import ALONE
+from nano_loop.distributed.data_parallel.replicas import named_parameters
 from nano_loop.errors import NanoError
-from nano_loop.parts import Parts
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.broadcast import Broadcast
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nano_loop import nano
-from nano_loop.parts import Parts
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.channels_last import ChannelsLast
 
 

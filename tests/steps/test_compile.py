@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from nano_loop import nano
-from nano_loop.intercept.torch_private import compiled_call
-from nano_loop.parts import Parts
+from nano_loop.patching.torch_private import compiled_call
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.compile import Compile
 
 

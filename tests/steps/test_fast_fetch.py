@@ -19,7 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from nano_loop.parts import Parts
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.fast_fetch import FastFetch
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import nano_loop
 from nano_loop import NanoConfigError, nano
-from nano_loop.vision import sources
+from nano_loop.images import sources
 
 datasets = pytest.importorskip("torchvision.datasets")
 from torchvision import transforms  # noqa: E402

@@ -7,7 +7,7 @@ import torch
 from loops.wrappers import WRAPPERS
 from torch import nn
 
-from nano_loop.parts import Parts
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 
 SWITCHED = {

@@ -7,8 +7,8 @@ import torch
 from distributed.averaging.averaged import make_step
 from torch import nn
 
-from nano_loop.distributed.ranks import ALONE
-from nano_loop.parts import Parts
+from nano_loop.distributed.comm.ranks import ALONE
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.gradient_averaging import GradientAveraging
 
 

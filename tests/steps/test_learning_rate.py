@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.parts import Parts
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps import learning_rate
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.learning_rate import LearningRate

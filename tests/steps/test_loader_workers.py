@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from nano_loop.parts import Parts
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.loader_workers import LoaderWorkers
 

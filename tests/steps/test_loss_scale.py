@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nano_loop import NanoWarning, TorchNano, all_gather, nano
 from nano_loop.cpu import Machine
-from nano_loop.precision import loss_scale
+from nano_loop.precision.autocast import loss_scale
 
 QUIET = {"precision": 16, "verbose": False, "fused_optimizer": False}
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from nano_loop import NanoWarning, disable_casts
-from nano_loop.parts import Parts
-from nano_loop.precision.lstms import can_train_lstms
+from nano_loop.precision.policy.lstms import can_train_lstms
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps import precision
 from nano_loop.steps.precision import Precision
 

@@ -3,8 +3,8 @@
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from nano_loop.distributed.ranks import ALONE, Ranks
-from nano_loop.parts import Parts
+from nano_loop.distributed.comm.ranks import ALONE, Ranks
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.sharding import Sharding
 
 TWO = Ranks(0, 2)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nano_loop.exports import EXPORTS, Exports
-from nano_loop.parts import Parts
+from nano_loop.config.exports import EXPORTS, Exports
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps import threads as threads_module
 from nano_loop.steps.threads import Threads
 

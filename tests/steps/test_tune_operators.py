@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from nano_loop import NanoConfigError, nano
-from nano_loop.distributed.ranks import RunContext
-from nano_loop.kernels.convolution import OPERATOR
-from nano_loop.parts import Parts
+from nano_loop.autotune import choices, tuner
+from nano_loop.autotune.choices import Choice, Choices
+from nano_loop.autotune.tuner import Tuner
+from nano_loop.distributed.comm.ranks import RunContext
+from nano_loop.kernels.convolution.convolution import OPERATOR
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps import tune_operators as module
 from nano_loop.steps.tune_operators import TuneOperators
-from nano_loop.tuning import choices, tuner
-from nano_loop.tuning.choices import Choice, Choices
-from nano_loop.tuning.tuner import Tuner
 
 OPTIONS = {"precision": "bf16", "verbose": False, "fast_convolution": False}
 FP32 = Choice("fp32", "bf16", {"bf16": 2.0, "fp32": 1.0})
@@ -188,7 +188,7 @@ def test_rules_of_listed_operators_stay(measuring):
     found = []
 
     def look(model, optimizer, batches):
-        from nano_loop.intercept.calls import _interceptors
+        from nano_loop.patching.calls.calls import _interceptors
 
         (interceptor,) = _interceptors[id(model)]
         found.extend(interceptor.rules)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nano_loop import NanoWarning, TorchNano, nano
-from nano_loop.kernels import attention
+from nano_loop.kernels.attention import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no (bf16|fp16) instructions")
 

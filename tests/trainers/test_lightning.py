@@ -335,7 +335,7 @@ def test_module_of_the_other_package_is_refused_by_lightning():
 
 
 def test_auto_precision_is_bf16_where_the_cpu_has_it(monkeypatch):
-    trainers = importlib.import_module("nano_loop.trainers.trainer")
+    trainers = importlib.import_module("nano_loop.integrations.lightning.trainer")
     expected = "bf16-mixed" if read_machine().has_fast_bf16 else "32-true"
     assert ours(PACKAGES[0]).Trainer(**QUIET, precision="auto").precision == expected
     assert trainers._lightnings("64-true") == "64-true"

@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import nano
-from nano_loop.kernels import attention as kernel
-from nano_loop.kernels.attention import BLOCKS, PRODUCTS, TORCH, WAYS, Arguments
-from nano_loop.tuning import decisions
-from nano_loop.tuning.attention import chooser
-from nano_loop.tuning.choices import Choices
-from nano_loop.tuning.tuner import Tuner
+from nano_loop.autotune import decisions
+from nano_loop.autotune.attention import chooser
+from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.tuner import Tuner
+from nano_loop.kernels.attention import attention as kernel
+from nano_loop.kernels.attention.attention import BLOCKS, PRODUCTS, TORCH, WAYS, Arguments
 from tuning.time_for import ALWAYS, TimeFor
 
 ALL = [BLOCKS, PRODUCTS, TORCH]

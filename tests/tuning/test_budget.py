@@ -5,7 +5,7 @@ from threading import Thread
 import pytest
 import torch
 
-from nano_loop.tuning import budget as module
+from nano_loop.autotune import budget as module
 
 STEPS = module.STEPS
 

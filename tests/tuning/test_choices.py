@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from nano_loop.autotune import choices as module
+from nano_loop.autotune.choices import Choice, Choices, choices_for
 from nano_loop.cpu import read_machine
-from nano_loop.tuning import choices as module
-from nano_loop.tuning.choices import Choice, Choices, choices_for
 
 FASTER = Choice("fp32", "bf16", {"bf16": 3.0, "fp32": 2.0})
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nano_loop.kernels import convolution, weight_gradient
-from nano_loop.kernels.convolution import Arguments, Plan, faster_backward, first_guess, plans
-from nano_loop.tuning.choices import Choices
-from nano_loop.tuning.convolutions import chooser
-from nano_loop.tuning.tuner import Tuner
+from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.convolutions import chooser
+from nano_loop.autotune.tuner import Tuner
+from nano_loop.kernels.convolution import convolution, weight_gradient
+from nano_loop.kernels.convolution.convolution import Arguments, Plan, faster_backward, first_guess, plans
 from tuning.time_for import ALWAYS, TimeFor
 
 NHWC = torch.channels_last

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from nano_loop.tuning import decisions
-from nano_loop.tuning.choices import Choices
-from nano_loop.tuning.decisions import Decision, Decisions
-from nano_loop.tuning.tuner import Tuner
+from nano_loop.autotune import decisions
+from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.decisions import Decision, Decisions
+from nano_loop.autotune.tuner import Tuner
 from tuning.time_for import ALWAYS
 
 GUESS, STORED = "guess", "stored"

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from nano_loop import nano
-from nano_loop.intercept.operators import gives_kernels
-from nano_loop.kernels import lstm as kernel
-from nano_loop.kernels import lstm_layer
-from nano_loop.kernels.lstm import BLOCKS, TORCH
-from nano_loop.kernels.lstm_layer import Arguments
-from nano_loop.tuning import lstms
-from nano_loop.tuning.choices import Choices
-from nano_loop.tuning.lstms import chooser
-from nano_loop.tuning.tuner import Tuner
+from nano_loop.autotune import lstms
+from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.lstms import chooser
+from nano_loop.autotune.tuner import Tuner
+from nano_loop.kernels.rnn import lstm as kernel
+from nano_loop.kernels.rnn import lstm_layer
+from nano_loop.kernels.rnn.lstm import BLOCKS, TORCH
+from nano_loop.kernels.rnn.lstm_layer import Arguments
+from nano_loop.patching.operators.operators import gives_kernels
 from tuning.time_for import ALWAYS, TimeFor
 
 pytestmark = [
@@ -111,7 +111,7 @@ def test_a_run_measures_its_layers_without_changing_the_loops_random_numbers(mon
     monkeypatch.setattr(kernel, "WORTH_IT", 1)
     calls, original = [], lstms._ways
     monkeypatch.setattr(lstms, "_ways", lambda *args: calls.append(args[1]) or original(*args))
-    monkeypatch.setattr("nano_loop.tuning.budget.STEPS", 1e6)
+    monkeypatch.setattr("nano_loop.autotune.budget.STEPS", 1e6)
 
     def loop(model, optimizer):
         torch.manual_seed(1)

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from nano_loop import nano
-from nano_loop.intercept.operators import gives_kernels
-from nano_loop.kernels import linear, product
-from nano_loop.kernels.linear import BLOCKS, TORCH, Arguments
-from nano_loop.tuning import products
-from nano_loop.tuning.choices import Choices
-from nano_loop.tuning.products import chooser
-from nano_loop.tuning.tuner import Tuner
+from nano_loop.autotune import products
+from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.products import chooser
+from nano_loop.autotune.tuner import Tuner
+from nano_loop.kernels.linear import linear, product
+from nano_loop.kernels.linear.linear import BLOCKS, TORCH, Arguments
+from nano_loop.patching.operators.operators import gives_kernels
 from tuning.time_for import ALWAYS, TimeFor
 
 

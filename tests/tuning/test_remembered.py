@@ -1,9 +1,9 @@
 """Ways of gradients are decided once, and guessed for one turn of the tuner until then."""
 
-from nano_loop.tuning import remembered as module
-from nano_loop.tuning.choices import Choices
-from nano_loop.tuning.remembered import Remembered
-from nano_loop.tuning.tuner import Tuner
+from nano_loop.autotune import remembered as module
+from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.remembered import Remembered
+from nano_loop.autotune.tuner import Tuner
 from tuning.time_for import TimeFor
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nano_loop.tuning.choices import Choices
-from nano_loop.tuning.tuner import Tuner, Ways, fastest
+from nano_loop.autotune.choices import Choices
+from nano_loop.autotune.tuner import Tuner, Ways, fastest
 from tuning.time_for import ALWAYS, TimeFor
 
 EXACT = torch.linspace(-1, 1, 64)

@@ -2,7 +2,7 @@
 
 
 class TimeFor:
-    """A budget of some seconds. See `nano_loop.tuning.budget.Budget`."""
+    """A budget of some seconds. See `nano_loop.autotune.budget.Budget`."""
 
     def __init__(self, seconds, asked=None):
         self.seconds = seconds

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nano_loop.vision import sources
+from nano_loop.images import sources
 
 
 def picture(seed, size=(96, 72), mode="RGB"):

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from nano_loop.intercept.loaders import changed
-from nano_loop.vision.lifetime import store_for
-from nano_loop.vision.loaders import CachedImages, datasets_in, plans_in, refusal
+from nano_loop.images.lifetime import store_for
+from nano_loop.images.loaders import CachedImages, datasets_in, plans_in, refusal
+from nano_loop.patching.objects.loaders import changed
 
 datasets = pytest.importorskip("torchvision.datasets")
 from torchvision import transforms as v1  # noqa: E402

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from nano_loop.intercept.loaders import changed
-from nano_loop.vision import session, sources
-from nano_loop.vision.lifetime import store_for
-from nano_loop.vision.loaders import CachedImages, datasets_in
+from nano_loop.images import session, sources
+from nano_loop.images.lifetime import store_for
+from nano_loop.images.loaders import CachedImages, datasets_in
+from nano_loop.patching.objects.loaders import changed
 
 datasets = pytest.importorskip("torchvision.datasets")
 from torchvision import transforms  # noqa: E402

@@ -10,7 +10,7 @@ transforms = pytest.importorskip("torchvision.transforms")
 
 from torchvision.transforms import v2  # noqa: E402
 
-from nano_loop.vision.pipelines import Plans, plan_of  # noqa: E402
+from nano_loop.images.pipelines import Plans, plan_of  # noqa: E402
 
 
 class Doubled(transforms.Normalize):

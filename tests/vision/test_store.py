@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 
 from nano_loop.distributed.launch import abandoned
-from nano_loop.vision import entries, lifetime
-from nano_loop.vision.store import Store
+from nano_loop.images import entries, lifetime
+from nano_loop.images.store import Store
 
 KEYS = [f"{number:02x}" + "0" * 38 for number in range(6)]
 
@@ -112,7 +112,7 @@ def test_process_that_is_killed_while_it_writes_leaves_no_entry(tmp_path):
     program = """if True:
         import os, sys
         from pathlib import Path
-        from nano_loop.vision.store import Store
+        from nano_loop.images.store import Store
         os.link = lambda *paths: os.kill(os.getpid(), 9)
         Store(Path(sys.argv[1]), None, sums=True).put(sys.argv[2], {}, bytes(100))
     """
@@ -205,7 +205,7 @@ def test_forked_process_does_not_delete_the_cache():
 def test_cache_of_a_process_that_was_killed_is_deleted_by_the_next():
     program = """if True:
         import os
-        from nano_loop.vision.lifetime import store_for
+        from nano_loop.images.lifetime import store_for
         class Data: pass
         data = Data()
         print(store_for([data], 1 << 20).folder, flush=True)

@@ -25,7 +25,12 @@ def _end(process: int, line: str) -> None:
     """Print the line, unless nano_loop may have been used here or in a child, or the script has failed."""
     times = os.times()
     is_alone = os.getpid() == process and times.children_user + times.children_system == 0  # and not forked itself
-    if is_alone and "nano_loop.run" not in sys.modules and not hasattr(sys, "last_type") and sys.__stderr__ is not None:
+    if (
+        is_alone
+        and "nano_loop.runtime.run" not in sys.modules
+        and not hasattr(sys, "last_type")
+        and sys.__stderr__ is not None
+    ):
         print(line, file=sys.__stderr__)
 
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from nano_loop.cli.findings.finding import Finding
 from nano_loop.cli.inspected import Inspected
+from nano_loop.config.exports import is_exported
+from nano_loop.config.options import Options
+from nano_loop.cpu.glibc import USERS_OWN
 from nano_loop.errors import NanoConfigError
-from nano_loop.exports import is_exported
-from nano_loop.glibc import USERS_OWN
-from nano_loop.options import Options
 
 _OFF = ("", "0", "false", "off", "none")
 

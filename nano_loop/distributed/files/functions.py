@@ -16,7 +16,7 @@ from typing import Any
 
 from nano_loop.distributed.files.originals import real
 from nano_loop.distributed.files.table import Table, missing, os_error
-from nano_loop.intercept.thread_depth import ThreadDepth
+from nano_loop.patching.thread_depth import ThreadDepth
 
 _Function = Callable[..., Any]
 _READS = frozenset(("r", "rb", "rt", "br", "tr"))

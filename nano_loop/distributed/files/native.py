@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from nano_loop.distributed.files.functions import Replacement, naming, redirected, replaced_class
 from nano_loop.distributed.files.table import Table
-from nano_loop.intercept.torch_private import FILE_CLASSES
+from nano_loop.patching.torch_private import FILE_CLASSES
 
 _Argument = Callable[[int, str, Any], Any]  # gives one of a call's by its position, its name and its default
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.errors import NanoError, problem
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, bound, restricted
+from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.rank_slot import RankSlot, shares_of
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.options import Options
 
 
 class Alone(Launcher):

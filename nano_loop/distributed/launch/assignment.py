@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from nano_loop.data.random_states import process_states, set_process_states
+from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import dump
-from nano_loop.distributed.random_states import process_states, set_process_states
-from nano_loop.distributed.rank_slot import RankSlot
 from nano_loop.errors import NanoError, NanoWorkerError
 
 PAYLOAD, WORKER_INIT = "payload", "worker_init"  # folders of what is pickled for the workers

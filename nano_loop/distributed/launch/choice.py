@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
+from nano_loop.config.options import Options
 from nano_loop.distributed.launch.alone import Alone
-from nano_loop.distributed.launch.external.environment import found_launch
-from nano_loop.distributed.launch.external.launcher import External
 from nano_loop.distributed.launch.launcher import Launcher
-from nano_loop.distributed.launch.local.launcher import Local
-from nano_loop.distributed.launch.ray.launcher import RayLauncher
-from nano_loop.options import Options
+from nano_loop.distributed.launch_external.environment import found_launch
+from nano_loop.distributed.launch_external.launcher import External
+from nano_loop.distributed.launch_local.launcher import Local
+from nano_loop.distributed.launch_ray.launcher import RayLauncher
 
 
 def choose(options: Options, *, nested: bool) -> Launcher:

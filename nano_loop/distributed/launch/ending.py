@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
+from nano_loop.distributed.comm.ranks import Loop, RankLeftError
 from nano_loop.distributed.launch.failure import Kind, kind_of
 from nano_loop.distributed.launch.workers import Workers
-from nano_loop.distributed.ranks import Loop, RankLeftError
 from nano_loop.errors import NanoWorkerError, RankLateError, problem
 
 Joined = TypeVar("Joined")

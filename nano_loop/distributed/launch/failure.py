@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from nano_loop.distributed.ranks import RankLeftError
+from nano_loop.distributed.comm.ranks import RankLeftError
 from nano_loop.errors import NanoWorkerError, RankLateError, problem
 
 _RUNS_TOGETHER = "a run needs all of its ranks"
@@ -112,7 +112,7 @@ def _raised_by_torch_distributed(traceback: TracebackType | None) -> bool:
         module = traceback.tb_frame.f_globals.get("__name__", "")
         traceback = traceback.tb_next
     # `Ranks.finish` waits for what torch.distributed has begun.
-    return module.startswith("torch.distributed.") or module == "nano_loop.distributed.ranks"
+    return module.startswith("torch.distributed.") or module == "nano_loop.distributed.comm.ranks"
 
 
 def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> Failure:

@@ -14,14 +14,14 @@ import psutil  # type: ignore[import-untyped,unused-ignore]
 from torch import distributed
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.quiet_gloo import without_greeting
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.shared_channel import SharedChannel
-from nano_loop.distributed.transport.shared_group import NAME, SharedGroup, SharedGroups
-from nano_loop.distributed.transport.waits import Waits
+from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
+from nano_loop.distributed.shared_memory.shared_group import NAME, SharedGroup, SharedGroups
+from nano_loop.distributed.shared_memory.waits import Waits
 from nano_loop.errors import NanoError, problem
-from nano_loop.intercept.torch_private import forget_group_count
+from nano_loop.patching.torch_private import forget_group_count
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"

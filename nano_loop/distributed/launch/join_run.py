@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
+from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.active_runs import innermost, of_process, whole_process
 from nano_loop.distributed.launch.choice import choose
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.running import of_ranks, running
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.rank_slot import RankSlot
-from nano_loop.distributed.ranks import Ranks
 from nano_loop.errors import NanoError, problem
-from nano_loop.options import Options
 
 
 def expected_ranks(options: Options) -> Ranks:

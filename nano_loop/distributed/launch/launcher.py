@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
+from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.rank_slot import RankSlot
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.options import Options
 
 
 class Launcher(ABC):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from nano_loop.cpu.native_output import without_lines
 from nano_loop.distributed.launch.torch_version import is_older_than
-from nano_loop.native_output import without_lines
 
 
 @contextmanager

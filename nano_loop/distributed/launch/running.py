@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
+from nano_loop.data.worker_advice import advice_of_plain_run
+from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.private_files import explaining
 from nano_loop.distributed.launch.active_runs import active_run, whole_process
 from nano_loop.distributed.launch.assignment import Assignment, State
 from nano_loop.distributed.launch.group import local_group
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.loaders.worker_advice import advice_of_plain_run
-from nano_loop.distributed.rank_slot import RankSlot
 
 
 def run_task(assignment: Assignment, rank: int) -> None:

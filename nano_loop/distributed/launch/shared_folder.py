@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nano_loop.distributed.comm.limits import SHARED_MEMORY
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
-from nano_loop.distributed.limits import SHARED_MEMORY
-from nano_loop.distributed.transport.shared_file import refuse_foreign
+from nano_loop.distributed.shared_memory.shared_file import refuse_foreign
 from nano_loop.errors import NanoError, problem
 
 _PREFIX = "nano_loop-"

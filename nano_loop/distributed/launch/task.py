@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nano_loop.distributed.rank_slot import RankSlot
-from nano_loop.distributed.ranks import Loop
+from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.comm.ranks import Loop
 
 
 class Task(ABC):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nano_loop.intercept.torch_private import bytes_of
+from nano_loop.patching.torch_private import bytes_of
 
 Reduction = tuple[Any, ...]
 

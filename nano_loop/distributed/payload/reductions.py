@@ -17,12 +17,7 @@ from torch.utils.data import DataLoader
 
 from nano_loop.distributed.payload.buffers import Reduction, reduce_array, reduce_typed_storage, reduced, typed_storages
 from nano_loop.distributed.payload.code_reductions import reduce_function, reduce_imported, reduce_module
-from nano_loop.intercept.torch_private import (
-    TENSOR_HOOKS,
-    is_watched_by_scheduler,
-    kept_iterator,
-    without_kept_iterator,
-)
+from nano_loop.patching.torch_private import TENSOR_HOOKS, is_watched_by_scheduler, kept_iterator, without_kept_iterator
 
 # --- tensors, generators ---
 

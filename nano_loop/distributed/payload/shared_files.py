@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nano_loop.distributed.limits import limit_in_words
+from nano_loop.distributed.comm.limits import limit_in_words
 from nano_loop.distributed.payload.mapped_memory import Mapped, mapped
 from nano_loop.errors import NanoError, problem
 

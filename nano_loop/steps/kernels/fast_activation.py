@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from nano_loop.intercept.calls import Call
-from nano_loop.intercept.exports import is_exporting
-from nano_loop.intercept.torch_private import calls_only_forward, in_functorch
-from nano_loop.kernels import activations
-from nano_loop.op_names import operators_of
-from nano_loop.parts import Parts, names_in_forward
+from nano_loop.config.op_names import operators_of
+from nano_loop.kernels.activation import activations
+from nano_loop.patching.calls.calls import Call
+from nano_loop.patching.calls.exports import is_exporting
+from nano_loop.patching.torch_private import calls_only_forward, in_functorch
+from nano_loop.runtime.objects.parts import Parts, names_in_forward
 from nano_loop.steps.kernels.kernel_step import KernelStep
 
 #: Modules that compute GELU by tanh from several operators.

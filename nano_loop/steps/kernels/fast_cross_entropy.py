@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.intercept.upcasts import upcasts_noted
-from nano_loop.kernels import cross_entropy
+from nano_loop.kernels.loss import cross_entropy
+from nano_loop.patching.operators.upcasts import upcasts_noted
 from nano_loop.steps.kernels.kernel_step import KernelStep
 from nano_loop.steps.step import SkipReason
 

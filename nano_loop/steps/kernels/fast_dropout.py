@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.kernels import bernoulli
-from nano_loop.parts import Parts, class_name
+from nano_loop.kernels.dropout import bernoulli
+from nano_loop.runtime.objects.parts import Parts, class_name
 from nano_loop.steps.kernels.kernel_step import KernelStep
 from nano_loop.steps.step import SkipReason
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.kernels import linear, product
+from nano_loop.kernels.linear import linear, product
 from nano_loop.steps.kernels.kernel_step import KernelStep
 
 #: Minimum number of elements of a weight. A model of smaller ones only loses the time that a replaced operator takes.

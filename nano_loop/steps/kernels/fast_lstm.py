@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.kernels import lstm, lstm_layer
-from nano_loop.parts import Parts
+from nano_loop.kernels.rnn import lstm, lstm_layer
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.kernels.kernel_step import KernelStep
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.intercept.operators import gives_kernels
-from nano_loop.kernels.compiled import CompiledKernel
+from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.replacement import Replacement
-from nano_loop.parts import Parts
+from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.step import SkipReason, Step
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nano_loop.exports import EXPORTS, Exports
+from nano_loop.config.exports import EXPORTS, Exports
 
 QUOTA = {"/sys/fs/cgroup/cpu.max": "200000 100000\n"}
 

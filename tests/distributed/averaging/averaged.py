@@ -4,11 +4,11 @@ from contextlib import contextmanager
 
 import torch
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import LogicalCpu, Machine
-from nano_loop.distributed.averaging.averaging import Averaging
-from nano_loop.distributed.ranks import ALONE
-from nano_loop.intercept.calls import CallInterceptors
-from nano_loop.options import Options
+from nano_loop.distributed.comm.ranks import ALONE
+from nano_loop.distributed.data_parallel.averaging import Averaging
+from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.steps import StepContext
 
 MACHINE = Machine("A CPU", "x86_64", (LogicalCpu(id=0, physical_core=0),), (0,))

@@ -12,7 +12,7 @@ from torch.nn.functional import embedding, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from distributed.averaging.averaged import Setup, assert_pair, trained
-from nano_loop.distributed.ranks import ALONE
+from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.errors import NanoError, NanoWarning
 
 

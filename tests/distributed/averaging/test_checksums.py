@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from distributed.averaging.averaged import trained
-from nano_loop.distributed.averaging.checksums import EVERY, FIRST, checksums, is_due, refuse_unequal
+from nano_loop.distributed.data_parallel.checksums import EVERY, FIRST, checksums, is_due, refuse_unequal
 from nano_loop.errors import NanoWorkerError
 
 NAN, INF = float("nan"), float("inf")

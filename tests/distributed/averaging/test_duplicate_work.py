@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from distributed.averaging.averaged import Setup, trained
-from nano_loop.distributed.averaging import duplicate_work
+from nano_loop.distributed.data_parallel import duplicate_work
 from nano_loop.errors import NanoWarning
-from nano_loop.intercept import user_code
+from nano_loop.patching import user_code
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nano_loop.distributed.averaging.fingerprint import Fingerprint, refuse_divergence
+from nano_loop.distributed.data_parallel.fingerprint import Fingerprint, refuse_divergence
 from nano_loop.errors import NanoError
 
 ONE = Fingerprint("average", averagings=5, steps=12, newcomers=0, rates=(0.1, float("nan")), arrived=b"\0\1\2")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.distributed.averaging.gradients import DenseGradients
+from nano_loop.distributed.data_parallel.gradients import DenseGradients
 
 VALUES = torch.arange(6.0).view(2, 3)
 GRADIENTS = {

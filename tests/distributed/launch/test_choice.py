@@ -2,13 +2,13 @@
 
 import pytest
 
+from nano_loop.config.options import Options
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.choice import choose
-from nano_loop.distributed.launch.external.launcher import External
-from nano_loop.distributed.launch.local.launcher import Local
-from nano_loop.distributed.launch.ray import launcher as of_ray
-from nano_loop.distributed.launch.ray.launcher import RayLauncher
-from nano_loop.options import Options
+from nano_loop.distributed.launch_external.launcher import External
+from nano_loop.distributed.launch_local.launcher import Local
+from nano_loop.distributed.launch_ray import launcher as of_ray
+from nano_loop.distributed.launch_ray.launcher import RayLauncher
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 

@@ -12,10 +12,10 @@ from torch import distributed
 
 from distributed import small
 from nano_loop import NanoError, NanoWorkerError, nano
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch import group
 from nano_loop.distributed.launch.group import local_group, process_group
 from nano_loop.distributed.launch.shared_folder import private_folder, refuse_foreign_folder
-from nano_loop.distributed.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -4,8 +4,8 @@ import socket
 import threading
 import time
 
-from nano_loop.distributed.launch.local.frames import Frames
-from nano_loop.distributed.launch.ray.rank_connections import ConnectionToRank0, RankConnections, ask
+from nano_loop.distributed.launch_local.frames import Frames
+from nano_loop.distributed.launch_ray.rank_connections import ConnectionToRank0, RankConnections, ask
 
 TOKEN = "the token of the run"
 

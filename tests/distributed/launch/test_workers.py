@@ -5,10 +5,10 @@ import contextlib
 import pytest
 
 from nano_loop import NanoWorkerError
+from nano_loop.distributed.comm.ranks import RankLeftError, wait_until
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.failure import Failure, Kind, died
 from nano_loop.distributed.launch.workers import Workers
-from nano_loop.distributed.ranks import RankLeftError, wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from nano_loop.distributed.loaders.dataset_digest import digest
+from nano_loop.distributed.sharding.dataset_digest import digest
 
 
 class Files:

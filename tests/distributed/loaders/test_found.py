@@ -23,12 +23,12 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
+from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.distributed.launch.active_runs import active_run
-from nano_loop.distributed.ranks import ALONE
-from nano_loop.intercept.calls import CallInterceptors
-from nano_loop.options import Options
-from nano_loop.parts import Parts
+from nano_loop.patching.calls.calls import CallInterceptors
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps import StepContext
 from nano_loop.steps.sharding import Sharding
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.errors import NanoWarning
-from nano_loop.intercept import user_code
-from nano_loop.intercept.calls import CallInterceptors
-from nano_loop.options import Options
-from nano_loop.parts import Parts
+from nano_loop.patching import user_code
+from nano_loop.patching.calls.calls import CallInterceptors
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps import StepContext
 from nano_loop.steps.sharding import Sharding
 

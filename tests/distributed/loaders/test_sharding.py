@@ -27,10 +27,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from nano_loop.distributed.loaders.bound_worker import BoundWorker
-from nano_loop.distributed.loaders.sharding import BatchSharding, forget_last_served, served_whole_by_mode
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.intercept.loaders import changed
+from nano_loop.data.bound_worker import BoundWorker
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.sharding.sharding import BatchSharding, forget_last_served, served_whole_by_mode
+from nano_loop.patching.objects.loaders import changed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
-from nano_loop.distributed.loaders.sharding import served_whole_by_mode
-from nano_loop.intercept.calls import CallInterceptors
-from nano_loop.options import Options
-from nano_loop.parts import Parts
+from nano_loop.distributed.sharding.sharding import served_whole_by_mode
+from nano_loop.patching.calls.calls import CallInterceptors
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps import StepContext
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.sharding import Sharding

@@ -22,9 +22,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from nano_loop.api.torch_nano import TorchNano
 from nano_loop.distributed.payload.payload import dump, load
 from nano_loop.errors import NanoError
-from nano_loop.torch_nano import TorchNano
 
 MIB = 2**20
 LARGE = MIB // 4  # float32 elements of the smallest buffer that gets a file of its own

@@ -9,8 +9,8 @@ from torch import distributed
 
 from distributed.transport import transports
 from distributed.transport.transports import assert_means, random_list, same_bits, values
-from nano_loop.distributed.hosts import Hosts, by_host
-from nano_loop.distributed.transport.hosts import HostsTransport
+from nano_loop.distributed.comm.hosts import Hosts, by_host
+from nano_loop.distributed.multi_host.hosts import HostsTransport
 from nano_loop.errors import NanoError
 
 cloudpickle.register_pickle_by_value(transports)

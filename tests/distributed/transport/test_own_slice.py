@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nano_loop.distributed.transport.own_slice import OwnSlice
-from nano_loop.distributed.transport.packing import pack, signature
+from nano_loop.distributed.comm.packing import pack, signature
+from nano_loop.distributed.shared_memory.own_slice import OwnSlice
 
 LENGTH = 40
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distributed.transport.transports import DTYPES, random_list
-from nano_loop.distributed.transport.packing import pack, signature
+from nano_loop.distributed.comm.packing import pack, signature
 
 CAPACITY = 512
 

@@ -11,11 +11,11 @@ import cloudpickle
 import pytest
 import torch
 
-from nano_loop.distributed.channel import ITERATION
-from nano_loop.distributed.ranks import RankLeftError, Ranks
-from nano_loop.distributed.transport.process_group_channel import ProcessGroupChannel
-from nano_loop.distributed.transport.shared_channel import SharedChannel
-from nano_loop.distributed.transport.shared_file import make, map_whole, open_private
+from nano_loop.distributed.comm.channel import ITERATION
+from nano_loop.distributed.comm.ranks import RankLeftError, Ranks
+from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
+from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
+from nano_loop.distributed.shared_memory.shared_file import make, map_whole, open_private
 from nano_loop.errors import NanoError
 
 # The processes of a team do not find the tests' modules by name.
@@ -30,7 +30,7 @@ def opened(ranks, folder, piece=256):
 
 
 def other_channel(ranks):
-    from nano_loop.distributed.signed import SignedCodec
+    from nano_loop.distributed.comm.signed import SignedCodec
 
     return ProcessGroupChannel(ranks, SignedCodec(ranks.rank, b"run", None))
 

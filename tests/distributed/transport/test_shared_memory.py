@@ -17,10 +17,10 @@ import torch
 
 from distributed.transport import transports
 from distributed.transport.transports import averaged, opened, random_list, same_bits, values
-from nano_loop.distributed.ranks import Ranks
-from nano_loop.distributed.transport.allocation import map_together
-from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
-from nano_loop.distributed.transport.shared_segment import SharedSegment
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.shared_memory.allocation import map_together
+from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
+from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 from nano_loop.errors import NanoError
 
 # The processes of a team do not find the tests' modules by name.
@@ -84,7 +84,8 @@ def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rou
 @pytest.mark.parametrize("stalling", ["fill", "empty", "write_mean", "OwnSlice.average"])
 def test_a_rank_that_stalls_anywhere_is_waited_for(team, tmp_path, stalling):
     def run(ranks):
-        from nano_loop.distributed.transport import own_slice, packing, shared_ring
+        from nano_loop.distributed.comm import packing
+        from nano_loop.distributed.shared_memory import own_slice, shared_ring
 
         place = {"write_mean": shared_ring, "OwnSlice.average": own_slice.OwnSlice}.get(stalling, packing.Places)
         name = stalling.rpartition(".")[2]

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from nano_loop.distributed.transport import waits as module
-from nano_loop.distributed.transport.parting import AVERAGING
-from nano_loop.distributed.transport.waits import Waits
+from nano_loop.distributed.comm.parting import AVERAGING
+from nano_loop.distributed.shared_memory import waits as module
+from nano_loop.distributed.shared_memory.waits import Waits
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import time
 
 import torch
 
-from nano_loop.distributed.transport.process_group import ProcessGroupTransport
-from nano_loop.distributed.transport.shared_memory import SharedMemoryTransport
+from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
+from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 
 KINDS = ("shared memory", "process group")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from nano_loop.steps.ipex.quiet_import import leaving_no_trace
+from nano_loop.integrations.ipex.quiet_import import leaving_no_trace
 
 
 class Own:

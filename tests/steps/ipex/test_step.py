@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from nano_loop import NanoConfigError, NanoError, nano
 from nano_loop.cpu import Machine, read_machine
-from nano_loop.parts import Parts
-from nano_loop.steps.ipex import Ipex
-from nano_loop.steps.ipex import step as ipex
+from nano_loop.integrations.ipex import Ipex
+from nano_loop.integrations.ipex import step as ipex
+from nano_loop.runtime.objects.parts import Parts
 
 needs_ipex = pytest.mark.skipif(not has_ipex(), reason="IPEX is in the environment of `make test-ipex` alone")
 

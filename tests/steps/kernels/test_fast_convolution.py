@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop.kernels import convolution
-from nano_loop.parts import Parts
+from nano_loop.kernels.convolution import convolution
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.kernels.fast_convolution import FastConvolution
 
 CONVOLVES = Parts([nn.Sequential(nn.Linear(2, 2), nn.Conv2d(2, 2, 1))])

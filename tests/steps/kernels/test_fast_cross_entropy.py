@@ -1,4 +1,4 @@
-"""The loss of language models by the kernel of `nano_loop.kernels.cross_entropy`, in runs."""
+"""The loss of language models by the kernel of `nano_loop.kernels.loss.cross_entropy`, in runs."""
 
 import gc
 import threading
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import accelerated, nano
-from nano_loop.intercept import upcasts
+from nano_loop.patching.operators import upcasts
 
 WORDS, WIDTH = 5000, 16
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nano_loop.kernels import bernoulli
-from nano_loop.parts import Parts
+from nano_loop.kernels.dropout import bernoulli
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.kernels.fast_dropout import FastDropout
 
 X = torch.ones(64, 1024)

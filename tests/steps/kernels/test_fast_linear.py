@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import nano
-from nano_loop.intercept.operators import gives_kernels
-from nano_loop.kernels import linear, product
+from nano_loop.kernels.linear import linear, product
+from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.steps.kernels import fast_linear as module
 
 pytestmark = [

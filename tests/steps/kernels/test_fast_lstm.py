@@ -7,8 +7,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import nano
-from nano_loop.intercept.operators import gives_kernels
-from nano_loop.kernels import lstm, lstm_layer
+from nano_loop.kernels.rnn import lstm, lstm_layer
+from nano_loop.patching.operators.operators import gives_kernels
 
 pytestmark = [
     pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),

@@ -1,4 +1,4 @@
-"""Norms by the kernels of `nano_loop.kernels.norms`, in runs."""
+"""Norms by the kernels of `nano_loop.kernels.norm.norms`, in runs."""
 
 import threading
 
@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import accelerated, nano
-from nano_loop.intercept.operators import gives_kernels
-from nano_loop.kernels import norms
+from nano_loop.kernels.norm import norms
+from nano_loop.patching.operators.operators import gives_kernels
 
 pytestmark = pytest.mark.skipif(not gives_kernels(), reason="fast_norm needs torch 2.9")
 
@@ -107,7 +107,7 @@ def test_group_norms_in_nhwc_stay_in_bf16(called):
     model.norm.forward = lambda x: (seen.append(x.dtype), nn.GroupNorm.forward(model.norm, x))[1]
     layer = nn.GroupNorm(4, CHANNELS)
     x = torch.randn(2, CHANNELS, 8, 8).bfloat16().contiguous(memory_format=torch.channels_last)
-    from nano_loop.precision.layers_in_fp32 import group_norm_is_faster
+    from nano_loop.precision.policy.layers_in_fp32 import group_norm_is_faster
 
     assert group_norm_is_faster(layer, x)
     with accelerated(model, precision="bf16", channels_last=True, verbose=False):

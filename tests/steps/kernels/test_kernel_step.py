@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nano_loop import NanoConfigError, accelerated
-from nano_loop.parts import Parts
+from nano_loop.runtime.objects.parts import Parts
 from nano_loop.steps.kernels import (
     KERNEL_STEPS,
     FastActivation,

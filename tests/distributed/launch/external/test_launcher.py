@@ -13,7 +13,7 @@ from distributed import small
 from distributed.launch.started import LOOP, agents, environment, free_port, run_together, torchrun
 from nano_loop import NanoConfigError, NanoError, nano
 from nano_loop.cpu import read_machine
-from nano_loop.distributed.launch.external.environment import Launch, found_launch
+from nano_loop.distributed.launch_external.environment import Launch, found_launch
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

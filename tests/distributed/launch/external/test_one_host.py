@@ -13,9 +13,9 @@ import pytest
 from distributed.launch.external.test_launcher import HOSTS, TRAIN, told
 from distributed.launch.started import LOOP, agents, environment, run_together
 from nano_loop import NanoError
-from nano_loop.distributed.launch.external.liveness import Liveness
-from nano_loop.distributed.launch.external.rendezvous import Host, Presence
-from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.launch_external.liveness import Liveness
+from nano_loop.distributed.launch_external.rendezvous import Host, Presence
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -78,8 +78,8 @@ def _is_ours(path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from nano_loop.distributed.launch.external.liveness import Liveness
-from nano_loop.distributed.ranks import Ranks
+from nano_loop.distributed.launch_external.liveness import Liveness
+from nano_loop.distributed.comm.ranks import Ranks
 liveness = Liveness(Ranks(1, 2), Path(sys.argv[1]))
 import os
 if os.fork() == 0:

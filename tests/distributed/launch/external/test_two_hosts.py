@@ -19,7 +19,7 @@ if os.environ["RANK"] == "1":
     evil = pickle.dumps(Evil())
     cloudpickle.dumps = lambda value: evil
     try:
-        from nano_loop.distributed.signed import SignedCodec
+        from nano_loop.distributed.comm.signed import SignedCodec
         SignedCodec.dumps = lambda self, value: b"p" + evil
     except ImportError:
         pass  # a version that pickles all values

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from distributed import small
 from nano_loop import NanoWarning, TorchNano, nano
-from nano_loop.distributed.averaging import duplicate_work
-from nano_loop.intercept import user_code
+from nano_loop.distributed.data_parallel import duplicate_work
+from nano_loop.patching import user_code
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

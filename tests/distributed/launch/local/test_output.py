@@ -3,7 +3,7 @@
 import io
 import os
 
-from nano_loop.distributed.launch.local.output import Output, pipe
+from nano_loop.distributed.launch_local.output import Output, pipe
 
 
 def relayed(written: bytes) -> Output:

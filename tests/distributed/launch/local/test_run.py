@@ -22,7 +22,7 @@ import nano_loop
 from distributed import small
 from distributed.conftest import belongings
 from nano_loop import NanoConfigError, NanoWarning, TorchNano, nano
-from nano_loop.kernels.bernoulli import KERNEL
+from nano_loop.kernels.dropout.bernoulli import KERNEL
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -18,8 +18,8 @@ from torch import distributed
 from distributed import small
 from distributed.launch.started import LOOP, environment
 from nano_loop import NanoError, NanoWorkerError, nano
-from nano_loop.distributed.launch.local import kept_server as servers
-from nano_loop.run import Task
+from nano_loop.distributed.launch_local import kept_server as servers
+from nano_loop.runtime.run import Task
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -116,7 +116,7 @@ def test_forked_child_of_the_caller_starts_another(tmp_path):
 
 
 EARLY = """
-from nano_loop.distributed.launch.local import kept_server
+from nano_loop.distributed.launch_local import kept_server
 def server():
     return next(iter(kept_server.kept()), None)
 def train(model):
@@ -168,7 +168,7 @@ if os.fork() == 0:
     sys.exit()  # whose end is not that of the process which forks workers
 os.wait()
 train(Line())
-from nano_loop.distributed.launch.local import kept_server
+from nano_loop.distributed.launch_local import kept_server
 assert len(kept_server.kept()) == 1
 """
 

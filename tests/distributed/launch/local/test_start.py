@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nano_loop.distributed.launch.local.start import environment_of
-from nano_loop.exports import EXPORTS, Exports
+from nano_loop.config.exports import EXPORTS, Exports
+from nano_loop.distributed.launch_local.start import environment_of
 
 SLOT = SimpleNamespace(machine=SimpleNamespace(num_threads=3))
 NOTE = Exports({"OMP_NUM_THREADS": None}, {"OMP_NUM_THREADS": "12"}).encoded()

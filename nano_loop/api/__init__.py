@@ -1,0 +1,1 @@
+"""What users call: the decorator, `TorchNano`, the context manager, and the functions beside them."""

@@ -1,0 +1,150 @@
+"""The models, optimizers and loaders that a call of a decorated function uses.
+
+They are its arguments, what lists, tuples and dicts of them hold, and what ``self`` holds. If none of these is a model,
+they are the variables around the function that its code names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from types import CodeType, FunctionType, SimpleNamespace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from nano_loop.patching.nested_tensors import find
+from nano_loop.patching.torch_private import is_loss
+from nano_loop.runtime.objects.parts import Parts
+
+_KINDS = (nn.Module, Optimizer, DataLoader)
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_DEEPEST = 4  # such as: an attribute, a dict in it, an object in that, an attribute of that
+_LONGEST = 1000  # items of a list: longer ones hold samples and histories
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+
+
+def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, including defaults."""
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # some builtins have no signature
+        return {"args": args, **kwargs}
+    try:
+        call = signature.bind(*args, **kwargs)
+    except TypeError:
+        function(*args, **kwargs)  # raises Python's own error for such a call
+        raise
+    call.apply_defaults()
+    return dict(call.arguments)
+
+
+def parts_in(values: Mapping[str, Any], owner: Any = None) -> Parts | None:
+    """Return the parts among the values, and in the attributes of `owner`; None if there is no model."""
+    objects = [*find(_KINDS, values), *_held(owner, _DEEPEST, set(), _packages(owner))]
+    objects = list({id(item): item for item in objects}.values())
+    modules = [item for item in objects if isinstance(item, nn.Module)]
+    models = [module for module in modules if any(True for _ in module.parameters())]
+    models = models or [module for module in modules if not is_loss(module)]
+    if not models:
+        return None
+    optimizers = [item for item in objects if isinstance(item, Optimizer)]
+    return Parts(models, optimizers, [item for item in objects if isinstance(item, DataLoader)])
+
+
+def owner_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Return the object whose method a function is; None for a plain function."""
+    return function.__self__ if inspect.ismethod(function) else arguments.get("self")
+
+
+# --- self ---
+
+
+def _held(value: Any, depth: int, seen: set[int], packages: frozenset[str]) -> Iterator[Any]:
+    """Yield the parts in a value, in containers, and in attributes of objects of the user's own classes."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, _KINDS):
+        yield value
+    elif depth and isinstance(value, _CONTAINERS):
+        for item in (value.values() if isinstance(value, dict) else value) if len(value) <= _LONGEST else ():
+            yield from _held(item, depth - 1, seen, packages)
+    elif depth and _is_plain(value, packages):
+        for item in _attributes(value):
+            yield from _held(item, depth - 1, seen, packages)
+
+
+def _packages(owner: Any) -> frozenset[str]:
+    """Return the packages whose classes count as the user's own: that of the owner, and the program."""
+    return frozenset(("__main__", _package(type(owner))))
+
+
+def _package(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
+
+
+def _is_plain(value: Any, packages: frozenset[str]) -> bool:
+    """Whether a value is an object of the user's own, and not a dataset, a sampler or a scheduler."""
+    if isinstance(value, _NAMESPACES):
+        return True
+    kind = type(value)
+    return _package(kind) in packages - {"builtins"} and all(_package(base) != "torch" for base in kind.__mro__)
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    """Yield the attributes of an object without calling its code, as properties are."""
+    with suppress(TypeError):  # it has slots alone
+        yield from vars(value).values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            with suppress(AttributeError):  # not assigned
+                yield object.__getattribute__(value, name)
+
+
+# --- variables around the function ---
+
+
+def variables_around(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the parts among the global and closure variables that a function names, by their names.
+
+    Functions of the same file that it names are looked through too.
+    """
+    variables: dict[str, Any] = {}
+    _look_around(inspect.unwrap(getattr(function, "__func__", function)), variables, set())
+    return variables
+
+
+def _look_around(function: Any, variables: dict[str, Any], seen: set[int]) -> None:
+    if not isinstance(function, FunctionType) or id(function) in seen:
+        return
+    seen.add(id(function))
+    names = _global_names(function.__code__)
+    around = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            around[name] = cell.cell_contents
+    for name, value in around.items():
+        if any(True for _ in find(_KINDS, value)):
+            variables[name] = value
+        elif getattr(value, "__globals__", None) is function.__globals__:
+            _look_around(value, variables, seen)
+
+
+@functools.lru_cache(maxsize=1000)
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """Return the global variables that code reads, and does not assign, in the order of the code."""
+    instructions = [*dis.get_instructions(code)]
+    read = [instruction.argval for instruction in instructions if instruction.opname == "LOAD_GLOBAL"]
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            read += _global_names(constant)
+    assigned = {instruction.argval for instruction in instructions if instruction.opname == "STORE_GLOBAL"}
+    return tuple(name for name in dict.fromkeys(read) if name not in assigned)

@@ -1,0 +1,164 @@
+"""Functions for the ranks of the run that is under way, with the names and the arguments of Fabric's methods.
+
+They are for functions that `nano_loop.nano` decorates, and for code that such a function calls. With one process, and
+outside of all runs, they do what Fabric does in one process. They do not import Fabric, which takes as long as torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import distributed
+
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.tensor_collectives import gathered, reduced
+from nano_loop.distributed.launch.join_run import current_ranks
+from nano_loop.errors import NanoError, problem
+
+
+def all_reduce(data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    """Reduce tensors over all ranks. All ranks must call it.
+
+    Parameters
+    ----------
+    data : torch.Tensor, int, float, or a collection of them
+        The values. Tensors are changed in place; their gradients stay those of this rank.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks. By default, all.
+    reduce_op : str or torch.distributed.ReduceOp
+        The operation, such as ``"mean"`` or ``"sum"``. The mean of integers is an integer, as in Fabric.
+
+    Returns
+    -------
+    torch.Tensor or a collection of them
+        The reduced values, in the structure of `data`. Numbers become tensors. With one process, the same values.
+
+    Examples
+    --------
+    >>> import nano_loop
+    >>> nano_loop.all_reduce({"loss": 0.5})["loss"].item()
+    0.5
+    """
+    ranks = _joined("all_reduce")
+    return _of_tensors(lambda each: each if ranks.size == 1 else reduced(ranks, each, group, reduce_op), data)
+
+
+def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    """Return the tensors of all ranks. All ranks must call it, with tensors of the same shape.
+
+    Parameters
+    ----------
+    data : torch.Tensor, int, float, or a collection of them
+        The values.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks. By default, all.
+    sync_grads : bool
+        Whether gradients flow back to each rank's tensors.
+
+    Returns
+    -------
+    torch.Tensor or a collection of them
+        The tensors of all ranks, stacked along a new first dimension. With one process, there is no new dimension.
+    """
+    ranks = _joined("all_gather")
+    return _of_tensors(lambda each: each if ranks.size == 1 else gathered(ranks, each, group, sync_grads), data)
+
+
+def broadcast(obj: Any, src: int = 0) -> Any:
+    """Return the object that rank `src` has. All ranks must call it.
+
+    Parameters
+    ----------
+    obj : object
+        A tensor, number, string or collection, or any object that can be pickled. Between hosts, other objects than
+        these need a secret (docs/security.md).
+    src : int
+        The rank whose object is returned.
+
+    Returns
+    -------
+    object
+        The object of rank `src`.
+
+    Examples
+    --------
+    >>> import nano_loop
+    >>> nano_loop.broadcast({"stop": False})
+    {'stop': False}
+    """
+    return _joined("broadcast").broadcast(obj, src)
+
+
+def barrier(name: str | None = None) -> None:
+    """Wait until all ranks have called it.
+
+    Parameters
+    ----------
+    name : str, optional
+        A parameter of Fabric. It has no effect.
+    """
+    _joined("barrier").barrier()
+
+
+def global_rank() -> int:
+    """Return the rank of this process among all processes: 0 with one process."""
+    return current_ranks().rank
+
+
+def local_rank() -> int:
+    """Return the rank of this process among those of this host."""
+    return current_ranks().local_rank
+
+
+def world_size() -> int:
+    """Return the number of processes: 1 outside of a run."""
+    return current_ranks().size
+
+
+class _IsGlobalZero:
+    """A function that a condition may also use without its parentheses, as Fabric's property is used."""
+
+    __name__ = __qualname__ = "is_global_zero"
+
+    def __call__(self) -> bool:
+        """Return whether this process is rank 0: True with one process."""
+        return current_ranks().rank == 0
+
+    def __bool__(self) -> bool:
+        return self()
+
+    def __reduce__(self) -> str:
+        return self.__name__
+
+
+is_global_zero = _IsGlobalZero()
+is_global_zero.__doc__ = _IsGlobalZero.__call__.__doc__
+
+
+def _joined(name: str) -> Ranks:
+    """Return the current ranks for one of the collectives."""
+    ranks = current_ranks()
+    if ranks.size > 1 and not distributed.is_initialized():
+        given = f"nano_loop.{name} outside a run, in one of {ranks.size} processes"
+        needed = "the processes are connected from the start of a run to its end"
+        raise NanoError(problem(given, needed, "Call it in the function that nano decorates"))
+    return ranks
+
+
+def _of_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    """Return a collection with a function of each of its tensors; numbers and arrays become tensors, as in Fabric."""
+    for kind, convert in _CONVERSIONS.items():
+        data = apply_to_collection(data, kind, convert)
+    return apply_to_collection(data, torch.Tensor, function)
+
+
+_CONVERSIONS: dict[type, Callable[[Any], torch.Tensor]] = {
+    bool: lambda value: torch.tensor(value, dtype=torch.uint8),
+    int: lambda value: torch.tensor(value, dtype=torch.int),
+    float: lambda value: torch.tensor(value, dtype=torch.float),
+    np.ndarray: torch.from_numpy,
+}

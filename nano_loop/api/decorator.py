@@ -1,0 +1,180 @@
+"""nano: a decorator that finds the models, optimizers and loaders that a call uses, and sets them up."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, overload
+
+from nano_loop.api.call_parts import arguments_of, owner_of, parts_in, variables_around
+from nano_loop.config.options import Options
+from nano_loop.config.signatures import named, takes, with_options
+from nano_loop.distributed.comm.ranks import Loop
+from nano_loop.distributed.launch_external.environment import found_launch
+from nano_loop.distributed.payload.code_reductions import is_sent_by_name
+from nano_loop.errors import NanoConfigError, problem
+from nano_loop.runtime.objects.checks import check_loop
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import LastPrinted
+from nano_loop.runtime.run import Run, RunTask
+from nano_loop.runtime.settings import Settings
+from nano_loop.search.requested import measure, requested
+
+_METHODS = (staticmethod, classmethod)
+_AS_TORCH_NANO = """
+
+    class Training(nano_loop.TorchNano):
+        def train(self, *args):
+            ...  # what builds them, as it is
+            model, optimizer, loader = self.setup(model, optimizer, loader)
+            ...  # the loop, as it is
+
+    Training().train(*args)  # with the options of nano: Training(precision=...)
+"""
+
+
+@overload
+def nano(function: Callable[..., Any], /) -> Any: ...
+@overload
+@takes(Options)
+def nano(*args: Any, **others: Any) -> Any: ...
+@with_options
+def nano(*args: Any, **others: Any) -> Any:
+    """Accelerate a training function: ``@nano`` or ``@nano(precision="bf16", ...)`` above ``def train(...)``.
+
+    Each call sets up, in place, the models, optimizers and loaders among the arguments, including those in lists,
+    tuples and dicts, and in attributes of ``self``. If none of these is a model, it sets up those in the global and
+    closure variables that the function uses. When the call ends, all changes are undone. Losses without parameters are
+    not changed.
+
+    Parameters
+    ----------
+    {options}
+    **others
+        ``strategy``, and ``accelerator``, ``devices``, ``num_nodes`` and ``plugins`` with their values for one CPU, are
+        accepted for compatibility with BigDL-Nano, with a `NanoWarning`. Any other name is an error.
+
+    Returns
+    -------
+    callable
+        The decorator; for ``@nano`` without options, the decorated function. The decorated function has an attribute
+        ``report``, the `SetupReport` of its last call, or None before the first call.
+
+    Raises
+    ------
+    NanoConfigError
+        If options are invalid, or if the function is a class, a generator function or an async function. A call
+        raises it if no model is found.
+
+    Examples
+    --------
+    >>> import torch
+    >>> @nano(precision="auto", verbose=False)
+    ... def train(model, optimizer, batches):
+    ...     for x, y in batches:
+    ...         optimizer.zero_grad()
+    ...         torch.nn.functional.mse_loss(model(x), y).backward()
+    ...         optimizer.step()
+    >>> model = torch.nn.Linear(4, 1)
+    >>> train(model, torch.optim.SGD(model.parameters(), lr=0.1), [(torch.rand(8, 4), torch.rand(8, 1))])
+    """
+    options = named("nano", args, others)
+    function = options.get("num_processes")
+    if callable(function) or isinstance(function, _METHODS):  # @nano without parentheses
+        options |= {"num_processes": None}
+        return _decorated(function, options, Settings.read(options))
+    settings = Settings.read(options)
+    settings.expected_ranks()  # raises for an invalid option here, not at the first call
+    return functools.partial(_decorated, options=options, settings=settings)
+
+
+class _Call(RunTask):
+    """``function(*args, **kwargs)``, with the models, optimizers and loaders that it uses set up."""
+
+    def __init__(
+        self, settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        parts, names = _parts_and_names(settings, function, args, kwargs)
+        super().__init__(settings, names, Loop(getattr(function, "__name__", "the function"), "nano_loop"))
+        self._function, self._args, self._kwargs = function, args, kwargs
+        self._parts = parts  # sent together with the rest, so that on each rank they are those that the function uses
+
+    @property
+    def parts(self) -> Parts:
+        """See `RunTask.parts`."""
+        return self._parts
+
+    def do(self, run: Run) -> Any:
+        """See `RunTask.do`."""
+        run.apply(self._parts)
+        return self.repeat(run)
+
+    def repeat(self, run: Run) -> Any:
+        """See `RunTask.repeat`."""
+        return self._function(*self._args, **self._kwargs)
+
+
+def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> Any:
+    if isinstance(function, _METHODS):  # @nano above @staticmethod
+        return type(function)(_decorated(function.__func__, options, settings))
+    check_loop(function, _name(function))
+    settings.prepare(function, [__name__])
+
+    printed = LastPrinted()
+
+    @functools.wraps(function)
+    def accelerated(*args: Any, **kwargs: Any) -> Any:
+        accelerated.report = None  # type: ignore[attr-defined]
+        task = _Call(Settings.read(options), function, args, kwargs)
+        names = [name for name, value in options.items() if value is not None]
+        task.settings = measure(requested(task.settings.options), task, names)
+        run = Run(task.settings, task, printed=printed)
+        try:
+            return run.complete()
+        finally:
+            accelerated.report = run.report  # type: ignore[attr-defined]
+
+    accelerated.report = None  # type: ignore[attr-defined]
+    return accelerated
+
+
+def _parts_and_names(
+    settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Parts, dict[str, Any]]:
+    """Return what a call sets up, and the user's objects in it by their names."""
+    arguments = arguments_of(function, args, kwargs)
+    parts = parts_in(arguments, owner_of(function, arguments))
+    around = {} if parts else variables_around(function)
+    parts = parts or parts_in(around)
+    got = f"{_name(function)}({', '.join(arguments)})"
+    if parts is None:
+        raise NanoConfigError(_without_model(got, function))
+    if around and _starts_workers(settings.options) and is_sent_by_name(inspect.unwrap(function)):
+        got = f"{got} uses the global variable{'s' * (len(around) > 1)} {', '.join(around)}"
+        expected = f"worker processes import {function.__module__} anew, and would train different objects"
+        advice = f"Pass them as arguments: def {function.__name__}({', '.join([*arguments, *around])})"
+        raise NanoConfigError(problem(got, expected, advice))
+    return parts, {**arguments, **around, _name(function): function}
+
+
+def _starts_workers(options: Options) -> bool:
+    request = requested(options)
+    is_search = request is not None and request.name == "tune"
+    return is_search or ((options.num_processes or 1) > 1 and found_launch(os.environ) is None)
+
+
+def _without_model(got: str, function: Callable[..., Any]) -> str:
+    expected = (
+        "nano accelerates the models among the arguments, including those in lists, tuples and dicts, those in "
+        "attributes of self, and those in variables around the function"
+    )
+    advice = (
+        f"Pass the model as an argument. If {_name(function)} builds it, write it as the train method of a TorchNano"
+    )
+    return problem(f"{got} was called without a model", expected, advice) + _AS_TORCH_NANO
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))

@@ -1,0 +1,66 @@
+"""The cache of images for code that has no run around it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from nano_loop.config.options import Options
+from nano_loop.images.lifetime import store_for
+from nano_loop.images.loaders import CachedImages, datasets_in, refusal
+from nano_loop.integrations.cuda_calls.patching import patch_cuda, unpatch_cuda
+from nano_loop.patching.objects.loaders import found
+
+_patches: ExitStack | None = None
+_lock = threading.RLock()
+
+
+def patch_torch(cuda_to_cpu: bool = False, *, image_cache: Any = None, exact_images: bool = True) -> None:
+    """Keep decoded and resized images of all loaders that this thread iterates, until `unpatch_torch`.
+
+    It does what the option ``fast_images`` does in a run, for loops without one. A second call replaces the first.
+
+    Parameters
+    ----------
+    cuda_to_cpu : bool
+        Whether to call `patch_cuda` too. BigDL-Nano's default was True.
+    image_cache, exact_images
+        The options of these names; see `nano_loop.nano`.
+
+    Raises
+    ------
+    NanoConfigError
+        If an argument has another value than the options allow.
+    """
+    global _patches
+    options = Options(image_cache=image_cache, exact_images=exact_images)
+    place: Any = options.image_cache
+
+    def find(loader: DataLoader[Any]) -> CachedImages | None:
+        if refusal(loader):
+            return None
+        try:
+            return CachedImages(store_for(datasets_in(loader.dataset), place), options.exact_images)
+        except OSError:  # there is no folder for the cache
+            return None
+
+    with _lock:
+        unpatch_torch()
+        with ExitStack() as stack:
+            stack.enter_context(found(find))
+            if cuda_to_cpu:
+                patch_cuda()
+                stack.callback(unpatch_cuda)
+            _patches = stack.pop_all()
+
+
+def unpatch_torch() -> None:
+    """Undo `patch_torch`, and what it has replaced of CUDA. Without such a call before, it has no effect."""
+    global _patches
+    with _lock:
+        if _patches is not None:
+            _patches.close()
+            _patches = None

@@ -1,0 +1,71 @@
+"""Finds the blocks that a model repeats, such as the layers of a transformer: each kind has to be compiled once."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator
+
+from torch import nn
+
+from nano_loop.runtime.objects.parts import class_name
+
+#: How many blocks there have to be for each that is compiled. With fewer, compiling the whole model takes as long.
+_REPEATS = 2
+
+
+def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the repeated blocks of a model, in groups of equal structure, or an empty list.
+
+    The blocks are the modules in the outermost lists and sequences that have two of equal structure. Others in such a
+    list are among them, in separate groups, since what surrounds a block is not compiled.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+
+    Returns
+    -------
+    list of list of torch.nn.Module
+    """
+    groups: dict[Hashable, list[nn.Module]] = defaultdict(list)
+    for block in _blocks_in(model):
+        alike = groups[_structure(block)]
+        if not any(each is block for each in alike):
+            alike.append(block)
+    blocks = sum(map(len, groups.values()))
+    return [] if blocks < _REPEATS * len(groups) else list(groups.values())
+
+
+def described(groups: list[list[nn.Module]]) -> str:
+    """Return how many blocks there are, and of which classes, for the report."""
+    counts = Counter(class_name(block) for group in groups for block in group)
+    return ", ".join(f"{count} blocks of {name}" for name, count in counts.items())
+
+
+def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks of the outermost lists."""
+    children = list(module.children())
+    if isinstance(module, nn.ModuleList | nn.Sequential) and _repeats(children):
+        yield from (child for child in children if _is_block(child))
+        return
+    for child in children:
+        yield from _blocks_in(child)
+
+
+def _repeats(modules: list[nn.Module]) -> bool:
+    structures = Counter(_structure(each) for each in modules if _is_block(each))
+    return max(structures.values(), default=0) > 1
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether there is something to fuse in a module: at least two others."""
+    return len(list(module.modules())) > 2 and any(True for _ in module.parameters())
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """Return what two modules have in common for which torch compiles the same code."""
+    modules = tuple((name, type(each)) for name, each in module.named_modules())
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    shapes = tuple((name, each.shape, each.stride(), each.dtype, each.requires_grad) for name, each in tensors)
+    return modules, shapes

@@ -1,0 +1,66 @@
+"""The arguments of `torch.compile` by which Inductor keeps our operators, draws as plain loops do, starts sooner."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from nano_loop.compile.graphs import keeping
+from nano_loop.patching.torch_private import mode_options
+
+#: What Inductor may pass to the C++ compiler on a CPU of x86-64, depending on the CPU.
+_FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx512vnni")
+_PATIENCE = 10.0  # timeout of the compiler, in seconds
+
+
+def is_inductor(given: Mapping[str, Any]) -> bool:
+    """Whether Inductor compiles with these arguments of `torch.compile`."""
+    return given.get("backend") in (None, "inductor")
+
+
+def with_operators(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return arguments of `torch.compile` with which Inductor keeps these operators whole.
+
+    It also draws random numbers as the plain loop does.
+
+    Parameters
+    ----------
+    given : mapping
+        The user's arguments, whose options prevail. Another backend than Inductor gets them as they are.
+    names : collection of str
+        Of the names in `nano_loop.compile.graphs`.
+    """
+    if not is_inductor(given):
+        return dict(given)
+    arguments = dict(given)
+    # torch takes a mode or options.
+    modes = mode_options(arguments.pop("mode", None), arguments.get("dynamic"))
+    ours: dict[str, Any] = {"pre_grad_custom_pass": keeping(names)} if names else {}
+    # Random numbers come from torch's generator, in order. Inductor's own would be seeded from it, which leaves it in
+    # another state than the plain loop does: the next shuffle of a loader would differ.
+    ours["fallback_random"] = True
+    if _compiler_has_vectors():
+        ours["cpp.vec_isa_ok"] = True
+    arguments["options"] = {**ours, **modes, **(arguments.get("options") or {})}
+    return arguments
+
+
+@functools.cache
+def _compiler_has_vectors() -> bool:
+    """Whether the C++ compiler knows the vector instructions of all CPUs of x86-64.
+
+    Otherwise Inductor has to find out which ones it knows, by libraries that take several seconds to compile.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    command = [*(shlex.split(os.environ.get("CXX", "")) or ["g++"]), *_FLAGS, "-E", "-x", "c++", os.devnull]
+    try:
+        run = subprocess.run(command, capture_output=True, timeout=_PATIENCE, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return not run.returncode

@@ -1,0 +1,1 @@
+"""Every option: its declaration, its checks, the environment, and tables of precisions and operators."""

@@ -1,0 +1,80 @@
+"""The options in the environment variables ``NANO_LOOP_<OPTION>``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from nano_loop.config.exports import EXPORTS
+from nano_loop.config.option_checks import Check, RefusedValueError
+from nano_loop.config.protocol import COMMAND
+
+#: Has the secret of a launch on several hosts, and is no option; see docs/security.md.
+SECRET = "NANO_LOOP_SECRET"
+
+_PREFIX = "NANO_LOOP_"
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None}
+
+
+def variable_of(option: str) -> str:
+    """Return the name of the environment variable of an option."""
+    return _PREFIX + option.upper()
+
+
+def option_of(variable: str) -> str:
+    """Return the name of the option that an environment variable sets."""
+    return variable.removeprefix(_PREFIX).lower()
+
+
+def read_options(
+    environ: Mapping[str, str], checks: Mapping[str, Check]
+) -> tuple[dict[str, tuple[str, Any]], dict[str, str]]:
+    """Return the options that are set in the environment, and the variables that match no option.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment.
+    checks : mapping
+        The check of each option, by name. It determines how the text is parsed.
+
+    Returns
+    -------
+    dict
+        By option name: the variable with its text, such as ``NANO_LOOP_PRECISION=bf16``, and the value.
+    dict
+        By name of an unknown variable: the variable with its text.
+    """
+    variables = {variable_of(option): option for option in checks}
+    known, unknown = {}, {}
+    ours = (name for name in environ if name.upper().startswith(_PREFIX))
+    for name in sorted(name for name in ours if name not in (SECRET, EXPORTS, COMMAND)):
+        # A mistyped secret is in no message.
+        text = f"{name}=..." if "SECRET" in name.upper() else f"{name}={environ[name]}"
+        if name in variables:
+            known[variables[name]] = (text, _read(environ[name].strip(), checks[variables[name]]))
+        else:
+            unknown[name] = text
+    return known, unknown
+
+
+def _read(text: str, check: Check) -> Any:
+    """Parse a value: a word such as ``on``, a Python literal, comma-separated names, or a plain string."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if text in ("0", "1") and _may_be(True, check):
+        return text == "1"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        names = [name.strip() for name in text.split(",")]
+        return names if _may_be(names, check) else text
+
+
+def _may_be(value: Any, check: Check) -> bool:
+    try:
+        check(value)
+    except RefusedValueError:
+        return False
+    return True

@@ -1,0 +1,331 @@
+"""Checks of option values: each returns the normalized value, or raises an error that names the allowed values."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal
+
+from nano_loop.config.op_names import PRESETS, operators_of, overloads_of, read_names, unknown
+from nano_loop.config.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
+from nano_loop.errors import problem, shown
+
+_PRECISIONS = {**SHORT_NAMES, **{name: name for name in (*PRECISIONS, "auto")}}
+
+#: Takes any value, and returns its normalized form or raises a `RefusedValueError`.
+Check = Callable[[Any], Any]
+#: More than the maximum number of CPUs in Linux.
+_TOO_MANY = 1 << 16
+_LONGEST_TIMEOUT = 1_000_000_000  # seconds: 31 years
+
+
+class RefusedValueError(Exception):
+    """The allowed values, and what to do. The caller adds the name and the value of the option."""
+
+
+def boolean(value: Any) -> bool:
+    """Accept True and False."""
+    if isinstance(value, bool):
+        return value
+    raise RefusedValueError("it must be True or False", "Pass one of the two")
+
+
+def auto_or_boolean(value: Any) -> bool | Literal["auto"]:
+    """Accept True, False and ``"auto"``."""
+    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
+        return value  # type: ignore[return-value]
+    raise RefusedValueError('it must be "auto", True or False', 'Leave it out for "auto", or pass one of the three')
+
+
+def num_processes(value: Any) -> int | None:
+    """Accept None and a number of processes."""
+    if value is None:
+        return None
+    if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
+        return int(value)
+    raise RefusedValueError(
+        f"it must be None or an int from 1 to {_TOO_MANY - 1}", "Pass the number of processes, or leave it out for one"
+    )
+
+
+def num_threads(value: Any) -> int | None:
+    """Accept None and a number of threads."""
+    if value is None:
+        return None
+    if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
+        return int(value)
+    raise RefusedValueError(
+        f"it must be None or an int from 1 to {_TOO_MANY - 1}", "Leave it out for one thread a physical core"
+    )
+
+
+def loader_workers(value: Any) -> int | None:
+    """Accept None and a number of worker processes of a loader."""
+    if value is None:
+        return None
+    if _is_number(value, Integral) and 0 <= value < _TOO_MANY:
+        return int(value)
+    raise RefusedValueError(
+        f"it must be None or an int from 0 to {_TOO_MANY - 1}", "Leave it out for as many as each loader has"
+    )
+
+
+def distributed_backend(value: Any) -> str:
+    """Accept the names of process launchers."""
+    if isinstance(value, str) and value in ("subprocess", "spawn", "k8s", "ray"):
+        return "subprocess" if value == "spawn" else value
+    allowed = 'it must be "subprocess" (also called "spawn"), "k8s" or "ray"'
+    raise RefusedValueError(allowed, 'Leave it out for "subprocess"')
+
+
+_LEAVE_OUT = "Leave it out: ranks of one host use shared memory, and ranks of several hosts gloo"
+_OURS = "nano_loop"  # registered with torch while there are runs; None asks for it
+
+
+def process_group_backend(value: Any) -> str | None:
+    """Accept None and the backends that this torch was built with."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value == "ccl":
+        raise RefusedValueError("oneCCL's binding for torch is retired", _LEAVE_OUT)
+    if isinstance(value, str) and _has_backend(value):
+        return value
+    raise RefusedValueError("it must be None or a backend that this torch was built with", _LEAVE_OUT)
+
+
+def _has_backend(name: str) -> bool:
+    import torch.distributed  # here, as everywhere below: most options are checked without torch
+
+    if not torch.distributed.is_available() or name in (torch.distributed.Backend.UNDEFINED, _OURS):
+        return False
+    return name in torch.distributed.Backend.backend_list and torch.distributed.is_backend_available(name)
+
+
+def precision(value: Any) -> str:
+    """Accept BigDL-Nano's and Fabric's names of precisions, and return Fabric's."""
+    if (isinstance(value, str) or _is_number(value, Integral)) and str(value) in _PRECISIONS:
+        return _PRECISIONS[str(value)]
+    if isinstance(value, str) and value in OF_GPUS:
+        raise RefusedValueError("it is Fabric's for GPUs", 'Pass "bf16" or "bf16-true"')
+    allowed = 'it must be 32, 64, 16, "bf16", "auto" or one of Fabric\'s names: ' + ", ".join(
+        dict.fromkeys(_PRECISIONS.values())
+    )
+    raise RefusedValueError(allowed, 'Pass "bf16" for speed, or leave it out for fp32')
+
+
+def cpu_for_each_process(value: Any) -> tuple[tuple[int, ...], ...] | int | None:
+    """Accept None, a number of CPUs, and lists of CPU ids, which are returned as tuples."""
+    if value is None:
+        return None
+    if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
+        return int(value)
+    if _is_list(value) and value and all(_is_list(ids) and ids and all(map(_is_cpu, ids)) for ids in value):
+        return tuple(tuple(int(cpu) for cpu in ids) for ids in value)
+    raise RefusedValueError(
+        "it must be the number of CPUs of each process, or a list with a list of CPU ids for each process",
+        "Pass 2, or a list such as [[0, 1], [2, 3]] for two processes",
+    )
+
+
+def compile_arguments(value: Any) -> bool | str | dict[str, Any]:
+    """Accept True, False, ``"whole"`` and a dict of arguments of `torch.compile`, which is copied."""
+    if isinstance(value, bool) or (isinstance(value, str) and value == "whole"):
+        return value
+    import torch
+
+    arguments = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    if isinstance(value, dict) and value and set(value) <= set(arguments):
+        return dict(value)
+    allowed = f'it must be True, False, "whole" or a dict of torch.compile\'s arguments: {", ".join(arguments)}'
+    raise RefusedValueError(allowed, 'Pass a dict such as {"mode": "max-autotune"}')
+
+
+def boolean_or_path(value: Any) -> bool | str:
+    """Accept True, False and the path of a file that can be made, and return the path as an absolute one."""
+    if isinstance(value, bool):
+        return value
+    allowed, advice = "it must be True, False or the path of a file", "Pass True for a table, or a path for JSON"
+    if not isinstance(value, (str, os.PathLike)) or not value:
+        raise RefusedValueError(allowed, advice)
+    path = Path(os.fsdecode(value)).absolute()
+    if not _may_be_written(path):
+        raise RefusedValueError("it must be the path of a file in a folder that exists", advice)
+    return str(path)
+
+
+def _may_be_written(path: Path) -> bool:
+    try:
+        return (
+            "\0" not in str(path) and not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+        )
+    except OSError:  # a name that is too long
+        return False
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", re.ASCII)
+_POWERS = "kMGT"
+
+
+def image_cache(value: Any) -> int | str | None:
+    """Accept None, ``"auto"``, a number of bytes, also as ``"8 GB"``, and a folder, and return an absolute path."""
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return None
+    if _is_number(value, Real) and 1 <= value < 1 << 62:
+        return int(value)
+    if isinstance(value, str) and (size := _SIZE.fullmatch(value.strip())):
+        return _bytes_of(*size.groups())
+    if isinstance(value, (str, os.PathLike)) and _may_be_a_folder(os.fsdecode(value)):
+        return str(Path(os.fsdecode(value)).expanduser().absolute())
+    allowed = 'it must be None, a number of bytes, a size such as "8 GB", or a folder in one that exists'
+    raise RefusedValueError(allowed, "Leave it out for a quarter of the memory")
+
+
+def _may_be_a_folder(text: str) -> bool:
+    if not text or "\0" in text or (text[0].isdigit() and os.sep not in text):  # a size with a typing error
+        return False
+    path = Path(text).expanduser().absolute()
+    try:
+        return path.is_dir() or (path.parent.is_dir() and not path.exists())
+    except OSError:  # a name that is too long
+        return False
+
+
+def _bytes_of(number: str, prefix: str, binary: str) -> int:
+    power = _POWERS.index(prefix.replace("K", "k")) + 1 if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+_OPERATORS = "it must be a list of names of operators, or the path of a file with one a line"
+
+
+def operators(value: Any) -> tuple[str, ...]:
+    """Accept names of operators, or the path of a file of them, and return the names."""
+    return _named_operators(value, _OPERATORS, 'Pass a list such as ["softmax", "layer_norm"]')
+
+
+def operators_or_safe(value: Any) -> tuple[str, ...]:
+    """Accept the same and ``"safe"``, and return the names."""
+    if isinstance(value, str) and value in PRESETS:
+        return PRESETS[value]
+    return _named_operators(value, f'{_OPERATORS}, or "safe"', 'Pass a list such as ["softmax"], or "safe"')
+
+
+def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
+    names: Any = value
+    if isinstance(value, str) and value in PRESETS:
+        raise RefusedValueError(f'the list "{value}" is for fp32_ops', advice)
+    if isinstance(value, Path) or (isinstance(value, str) and _is_path(value)):
+        names, allowed = _in_file(value), "the file must have a name of an operator on each line, or a comment after #"
+    elif isinstance(value, str):
+        names = [name.strip() for name in value.split(",")]
+    if not (_is_list(names) or isinstance(names, (set, frozenset))):
+        raise RefusedValueError(allowed, advice)
+    if not all(isinstance(name, str) and name for name in names):
+        raise RefusedValueError(allowed, advice)
+    wrong = unknown(names)
+    if wrong:
+        raise RefusedValueError(f"{allowed}. {wrong[0].rpartition('. ')[0]}", wrong[0].rpartition(". ")[2].rstrip("."))
+    return tuple(dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names))
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or os.sep in text or Path(text).suffix == ".txt"
+
+
+def _in_file(path: str | Path) -> tuple[str, ...]:
+    try:
+        return read_names(Path(path))
+    except (OSError, UnicodeDecodeError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        advice = "Pass names of operators, or the path of a file of them"
+        raise RefusedValueError(f"the file cannot be read: {reason}", advice) from None
+
+
+def gradient_compression(value: Any) -> str | None:
+    """Accept None and ``"bf16"``."""
+    if value is None or (isinstance(value, str) and value == "bf16"):
+        return value
+    raise RefusedValueError('it must be None or "bf16"', "Leave it out for exact averages")
+
+
+def seconds(value: Any) -> float:
+    """Accept a positive number of seconds that the clocks of threads and sockets can hold."""
+    if _is_number(value, Real) and math.isfinite(value) and 0 < value <= _LONGEST_TIMEOUT:
+        return float(value)
+    allowed = f"it must be a positive number of seconds, at most {_LONGEST_TIMEOUT:,}"
+    raise RefusedValueError(allowed, "Leave it out for ten minutes")
+
+
+def verbosity(value: Any) -> bool | Literal["all"]:
+    """Accept True, False and ``"all"``."""
+    if isinstance(value, bool) or (isinstance(value, str) and value == "all"):
+        return value  # type: ignore[return-value]
+    raise RefusedValueError('it must be True, False or "all"', "Pass False to silence the report")
+
+
+def worker_init(value: Any) -> Callable[[], object] | None:
+    """Accept None and what can be called without arguments."""
+    if value is None or (callable(value) and _takes_nothing(value)):
+        return value  # type: ignore[no-any-return]
+    allowed = "it must be None or a function that is called without arguments, and does its work when it is called"
+    raise RefusedValueError(allowed, "Pass a function such as one that imports your_patches")
+
+
+def _takes_nothing(value: Callable[..., Any]) -> bool:
+    if inspect.iscoroutinefunction(value) or inspect.isgeneratorfunction(value):
+        return False
+    try:
+        inspect.signature(value).bind()
+    except ValueError:  # some builtins have no signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def contradictions(values: Mapping[str, Any]) -> list[str]:
+    """Return a message for each contradiction between two options. `values` holds the valid options only."""
+    problems = []
+    shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
+    if isinstance(shares, tuple) and "num_processes" in values and len(shares) != count:
+        expected = f"it needs one for each process, and {shown('num_processes', values['num_processes'])}"
+        problems.append(problem(f"cpu_for_each_process has {len(shares)} lists", expected, "Make the two agree"))
+    return [*problems, *_contradicting_lists(values)]
+
+
+def _contradicting_lists(values: Mapping[str, Any]) -> Iterator[str]:
+    bf16, fp32 = (_overloads(values.get(name, ())) for name in ("bf16_ops", "fp32_ops"))
+    both = {bf16[overload] for overload in bf16.keys() & fp32.keys()}
+    if both:
+        named = f"{', '.join(sorted(both))} in both bf16_ops and fp32_ops"
+        yield problem(named, "an operator runs in one of the two", "Remove it from one of them")
+    for name in ("bf16_ops", "fp32_ops"):
+        if values.get(name) and values.get("compile"):
+            lists = "compiled models compute by torch's lists alone"
+            yield problem(f"{name} with compile", lists, "Leave one of the two out")
+    if values.get("bf16_ops") and values.get("precision") == "16-mixed":
+        yield problem("bf16_ops with precision=16", "its autocast is to fp16", 'Leave bf16_ops out, or pass "bf16"')
+
+
+def _overloads(names: Iterable[str]) -> dict[str, str]:
+    """Return the names by the overloads of ATen's operators that they stand for."""
+    return {
+        overload: name for name in names for operator in operators_of(name) for overload, _ in overloads_of(operator)
+    }
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple, range)) and len(value) < _TOO_MANY
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_cpu(value: Any) -> bool:
+    return _is_number(value, Integral) and bool(value >= 0)

@@ -1,0 +1,119 @@
+"""The options as parameters of a function: in its signature, in its docstring, and for type checkers.
+
+Type checkers read the parameters of `Options`, so editors complete the names of options.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+
+from nano_loop.config.options import LEFTOVERS, Options
+from nano_loop.errors import NanoWarning, problem, shown
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Self = TypeVar("_Self")
+_PLACE = re.compile(r"^( *)\{options\}$", re.MULTILINE)
+_WIDTH = 116
+# Resolved types, since annotations are strings that are valid only in the module of `Options`.
+_TYPES = get_type_hints(Options)
+_PARAMETERS = [
+    parameter.replace(annotation=_TYPES[parameter.name]) for parameter in inspect.signature(Options).parameters.values()
+]
+
+
+def with_options(function: _T) -> _T:
+    """Add the options to the signature of a function of ``(*args, **others)``, at run time.
+
+    The options are placed between the function's own parameters and ``**others``. After a ``*`` parameter with a name
+    other than ``args``, they are keyword-only. The function reads its arguments with `named`.
+    """
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    *own, others = signature.parameters.values()
+    if own and own[-1].kind is inspect.Parameter.VAR_POSITIONAL and own[-1].name != "args":
+        options = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in _PARAMETERS]
+    else:
+        own = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
+        options = _parameters_of(function.__name__)  # type: ignore[attr-defined]
+    parameters = [*own, *options, others]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return documented(function)
+
+
+def takes(options: Callable[_P, Options]) -> Callable[[Callable[..., _T]], Callable[_P, _T]]:
+    """Type `with_options` for a function."""
+    return with_options
+
+
+def method_takes(
+    options: Callable[_P, Options],
+) -> Callable[[Callable[Concatenate[_Self, ...], _T]], Callable[Concatenate[_Self, _P], _T]]:
+    """Type `with_options` for a method."""
+    return with_options
+
+
+def documented(owner: _T) -> _T:
+    """Replace ``{options}`` in the docstring of `owner` by the entries of the options."""
+    if owner.__doc__:  # python -OO removes docstrings
+        owner.__doc__ = _PLACE.sub(lambda place: textwrap.indent(_entries(), place[1]), owner.__doc__)
+    return owner
+
+
+def _parameters_of(function: str) -> list[inspect.Parameter]:
+    """Return the options as the parameters of a function: those that it takes by position first."""
+    by_name = {option.name for option in fields(Options) if option.metadata.get("by_name_in") == function}
+    positional = [
+        parameter
+        for parameter in _PARAMETERS
+        if parameter.kind is not parameter.KEYWORD_ONLY and parameter.name not in by_name
+    ]
+    rest = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in _PARAMETERS if parameter not in positional]
+    return [*positional, *rest]
+
+
+def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `function` by name. Leftovers of BigDL-Nano are removed, with a warning.
+
+    Call it from `function` itself, so that the warning points to the line that called `function`.
+
+    Raises
+    ------
+    TypeError
+        If there are too many positional arguments, or one of them is also passed by name.
+    """
+    positional = [
+        parameter.name for parameter in _parameters_of(function) if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(args) > len(positional):
+        most = len(positional)
+        raise TypeError(f"{function}() takes from 0 to {most} positional arguments but {len(args)} were given")
+    arguments = dict(zip(positional, args, strict=False))
+    for name in arguments.keys() & others.keys():
+        raise TypeError(f"{function}() got multiple values for argument {name!r}")
+    arguments |= others
+    for name, leftover in LEFTOVERS.items():
+        if name in arguments and leftover.tolerates(arguments[name]):
+            got = shown(name, arguments.pop(name))
+            warnings.warn(problem(got, leftover.expected, "Leave it out"), NanoWarning, stacklevel=3)
+    return arguments
+
+
+def _entries() -> str:
+    """Return the options as numpydoc entries."""
+    return "\n".join(
+        f"{option.name} : {_in_words(option.type)}\n"
+        + textwrap.fill(option.metadata["help"], _WIDTH, initial_indent="    ", subsequent_indent="    ")
+        for option in fields(Options)
+        if option.init
+    )
+
+
+def _in_words(annotation: Any) -> str:
+    """Return a type in numpydoc's notation: ``bool or "auto"`` for ``bool | Literal["auto"]``."""
+    return re.sub(r"Literal\[(.*?)\]", r"\1", annotation).replace(" | ", " or ").replace("'", '"')

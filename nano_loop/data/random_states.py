@@ -1,0 +1,109 @@
+"""The random states that samplers draw from: those of the process, and those of generator objects."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nano_loop.distributed.comm.ranks import Ranks
+
+
+class _Kind(NamedTuple):
+    """A random state of the process."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    same: Callable[[Any, Any], bool]
+
+
+def _same_in_numpy(one: Any, other: Any) -> bool:
+    return one[0] == other[0] and one[2:] == other[2:] and np.array_equal(one[1], other[1])
+
+
+_KINDS = (
+    _Kind(torch.get_rng_state, torch.set_rng_state, torch.equal),
+    _Kind(random.getstate, random.setstate, lambda one, other: one == other),
+    _Kind(np.random.get_state, np.random.set_state, _same_in_numpy),
+)
+
+
+def process_states() -> list[Any]:
+    """Return the states of `torch`, `random` and `numpy.random`."""
+    return [kind.get() for kind in _KINDS]
+
+
+def set_process_states(states: list[Any], which: list[bool]) -> None:
+    """Set those of the three for which `which` is true."""
+    for kind, state in itertools.compress(zip(_KINDS, states, strict=True), which):
+        kind.set(state)
+
+
+def part_ways(ranks: Ranks) -> None:
+    """Make this rank draw different random numbers than rank 0 from now on; only the first call in a run counts.
+
+    Ranks begin a run with the states of rank 0, so that a split or a weight that the loop draws is the same on all of
+    them, and part when the loop takes its first batch: dropout and noise are to differ. What they go on with follows
+    from the states that they have. A loop that has seeded torch itself keeps what it has chosen.
+    """
+    if ranks.context.common_seed is None:
+        return
+    seeded_by_loop = ranks.context.common_seed != torch.initial_seed()
+    ranks.context.common_seed = None
+    if ranks.rank == 0 or seeded_by_loop:
+        return
+    states = repr([process_states()[1:], process_states()[0].tolist(), ranks.rank])
+    seed = int.from_bytes(sha256(states.encode()).digest()[:8], "little")
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def differing(states: list[Any], others: list[Any]) -> list[bool]:
+    """Return which of the three differ."""
+    return [not kind.same(one, other) for kind, one, other in zip(_KINDS, states, others, strict=True)]
+
+
+_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+
+
+def generators_of(*holders: Any) -> list[Any]:
+    """Return the generator objects that samplers or loaders, and the samplers inside them, have as attributes."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    waiting = list(holders)
+    while waiting:
+        holder = waiting.pop(0)
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        attributes = getattr(holder, "__dict__", {})
+        found.update((id(each), each) for each in attributes.values() if _has_state(each))
+        waiting.extend(attributes[name] for name in ("batch_sampler", "sampler") if name in attributes)
+    return list(found.values())
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator object."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set the state of a generator object, to one of a generator of its kind."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _has_state(value: Any) -> bool:
+    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)

@@ -1,0 +1,182 @@
+"""Packs lists of tensors into batches of a limited size, to be averaged as one.
+
+How a list is packed follows from its shapes and dtypes alone, so it is the same on every rank, and computed once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nano_loop.errors import NanoError, problem
+from nano_loop.patching.torch_private import foreach_copy
+
+#: What can be averaged.
+AVERAGED = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+)
+_COMPRESSED = (torch.float32, torch.float64)
+
+#: The shape of each tensor of a list, and the dtype of each. Lists of thousands are looked up by it in each step.
+Signature = tuple[tuple[torch.Size, ...], tuple[torch.dtype, ...]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor, or a part of one: which of the list, which of its elements (None for all), and where in the batch."""
+
+    index: int
+    bounds: slice | None
+    shape: torch.Size
+    offset: int
+
+    def between(self, start: int, stop: int) -> Piece | None:
+        """Return what lies between two offsets of the batch: this piece, a part of it, or None."""
+        length = self.shape.numel()
+        first, after = max(start, self.offset), min(stop, self.offset + length)
+        if after - first == length:
+            return self
+        if after <= first:
+            return None
+        shift = (self.bounds.start if self.bounds else 0) - self.offset
+        return Piece(self.index, slice(first + shift, after + shift), torch.Size([after - first]), first)
+
+
+@dataclass
+class Batch:
+    """Pieces of one dtype that are averaged as one; `length` counts elements."""
+
+    dtype: torch.dtype
+    length: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+
+    def places(self, memory: torch.Tensor) -> Places:
+        """Return a view into `memory`, which is flat and of the batch's dtype, for each piece."""
+        return Places(self.pieces, memory)
+
+    def between(self, start: int, stop: int) -> list[Piece]:
+        """Return the pieces of the elements from `start` to before `stop`, cut where they reach beyond."""
+        cut = (piece.between(start, stop) for piece in self.pieces)
+        return [each for each in cut if each is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the batch takes."""
+        return self.length * self.dtype.itemsize
+
+    def add(self, index: int, shape: torch.Size, bounds: slice | None = None) -> None:
+        """Append a piece."""
+        self.pieces.append(Piece(index, bounds, shape, self.length))
+        self.length += shape.numel()
+
+
+class Places:
+    """Views into a batch, one for each of its pieces.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        The pieces.
+    memory : torch.Tensor
+        Flat, of the batch's dtype.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], memory: torch.Tensor) -> None:
+        self.views = [memory[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape) for piece in pieces]
+        self._pieces = [(piece.index, piece.bounds) for piece in pieces]
+
+    def fill(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
+        """Copy the tensors of a list to their places; `flat` is what `Packing.flat` has made of them."""
+        foreach_copy(self.views, self.theirs(tensors, flat))
+
+    def empty(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
+        """Copy what the batch holds back into the tensors of the list."""
+        foreach_copy(self.theirs(tensors, flat), self.views)
+
+    def theirs(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the elements of the list's tensors that the pieces are."""
+        return [tensors[index] if bounds is None else flat[index][bounds] for index, bounds in self._pieces]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The batches of one list; `split` are the tensors that more than one batch holds; `mark` identifies the list."""
+
+    batches: tuple[Batch, ...]
+    split: tuple[int, ...]
+    mark: int
+
+    def flat(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the elements of the split tensors in a row: views of contiguous tensors, copies of others."""
+        return {index: tensors[index].contiguous().view(-1) for index in self.split}
+
+    def put_back(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
+        """Write what `flat` had to copy back into the tensors."""
+        for index, elements in flat.items():
+            if not tensors[index].is_contiguous():
+                tensors[index].copy_(elements.view(tensors[index].shape))
+
+
+def signature(tensors: Sequence[torch.Tensor]) -> Signature:
+    """Return the shapes and dtypes of `tensors`."""
+    return tuple([tensor.shape for tensor in tensors]), tuple([tensor.dtype for tensor in tensors])
+
+
+def pack(signature: Signature, capacity: int, compression: torch.dtype | None = None) -> Packing:
+    """Pack a list of tensors into batches, those of one dtype together.
+
+    Parameters
+    ----------
+    signature : Signature
+        The shapes and dtypes of the list.
+    capacity : int
+        Bytes that a batch may take. A tensor that needs more is split.
+    compression : torch.dtype, optional
+        In which float32 and float64 travel.
+
+    Raises
+    ------
+    NanoError
+        If there is a dtype that cannot be averaged.
+    """
+    filling: dict[torch.dtype, list[Batch]] = {}
+    split = []
+    for index, (shape, dtype) in enumerate(zip(*signature, strict=True)):
+        _refuse_unknown(dtype)
+        travels_as = compression if compression and dtype in _COMPRESSED else dtype
+        batches = filling.setdefault(travels_as, [Batch(travels_as)])
+        if shape.numel() * travels_as.itemsize > capacity:
+            split.append(index)
+            _add_parts(batches, index, shape.numel(), capacity // travels_as.itemsize)
+        elif shape.numel():
+            if batches[-1].nbytes + shape.numel() * travels_as.itemsize > capacity:
+                batches.append(Batch(travels_as))
+            batches[-1].add(index, shape)
+    whole = tuple(batch for batches in filling.values() for batch in batches if batch.length)
+    return Packing(whole, tuple(split), zlib.crc32(repr(signature).encode()))
+
+
+def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None:
+    """Fill the last batch up, and then as many more as it takes; `room` is the elements of a batch."""
+    start = 0
+    while start < length:
+        if batches[-1].length == room:
+            batches.append(Batch(batches[-1].dtype))
+        part = min(room - batches[-1].length, length - start)
+        batches[-1].add(index, torch.Size([part]), slice(start, start + part))
+        start += part
+
+
+def _refuse_unknown(dtype: torch.dtype) -> None:
+    if dtype not in AVERAGED:
+        known = ", ".join(str(each).removeprefix("torch.") for each in AVERAGED)
+        hint = "Convert the parameter to one of these dtypes"
+        raise NanoError(problem(f"a gradient of {dtype}", f"nano_loop averages {known}", hint))

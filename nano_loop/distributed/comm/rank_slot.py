@@ -1,0 +1,58 @@
+"""What a process has in one run: its place among the ranks, and its part of the machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nano_loop.config.options import Options
+from nano_loop.cpu import Machine, Share, given_shares, partition
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.errors import NanoConfigError, problem
+
+
+@dataclass
+class RankSlot:
+    """The place of one process in one run.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks as this process sees them.
+    machine : Machine
+        The machine as this process may use it: its share of the CPUs, and its part of the quota.
+    host : Machine
+        The machine as all ranks of this host may use it together.
+    copied : int
+        Bytes of large arguments that were copied to shared memory for the other ranks; those of rank 0 alone.
+    """
+
+    ranks: Ranks
+    machine: Machine
+    host: Machine
+    copied: int = 0
+
+
+def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple[Share, ...]:
+    """Return a share of `machine` for each of the `ranks` that are on it.
+
+    Raises
+    ------
+    NanoConfigError
+        If there are fewer cores than ranks, or the system cannot bind processes to the CPUs that were asked for.
+    """
+    chosen = options.cpu_for_each_process
+    if chosen is None:
+        return partition(machine, len(ranks))
+    _refuse_where_nothing_can_be_bound(options)
+    if isinstance(chosen, int):
+        return partition(machine, len(ranks), chosen)
+    return given_shares(machine, [chosen[rank] for rank in ranks])
+
+
+def _refuse_where_nothing_can_be_bound(options: Options) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        expected = f"{sys.platform} has no way to bind a process to CPUs"
+        raise NanoConfigError(problem(options.as_written["cpu_for_each_process"], expected, "Leave it out"))

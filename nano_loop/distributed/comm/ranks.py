@@ -1,0 +1,299 @@
+"""One rank's view of the others: who it is, how many there are, and how values travel between them.
+
+Every wait is a Python loop with checks, so that a signal, or a rank that has failed, ends it at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+
+from nano_loop.distributed.comm.channel import Channel
+from nano_loop.distributed.comm.hosts import Hosts
+from nano_loop.distributed.comm.sharding_state import ShardingState
+from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, problem
+
+Value = TypeVar("Value")
+
+
+class RankLeftError(NanoError):
+    """Another rank has left the run: it has returned from the loop, or it has failed, which it reports itself.
+
+    Parameters
+    ----------
+    message : str
+        What happened, for a person.
+    rank : int
+        The rank that has left.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The user's function that the ranks of a run execute, as messages name it.
+
+    Parameters
+    ----------
+    name : str
+        Its name.
+    collectives : str
+        What the user writes before the name of a collective in it.
+    """
+
+    name: str = "train"
+    collectives: str = "self"
+
+    @property
+    def same_steps(self) -> tuple[str, str]:
+        """The last two parts of a message about ranks that have taken different numbers of steps."""
+        agree = f"{self.collectives}.broadcast(stop) or {self.collectives}.all_reduce(loss)"
+        advice = f"If a rank's own values decide when it stops, make all ranks decide the same first: {agree}"
+        return "all ranks have to run the same number of steps", advice
+
+
+class Waits(Protocol):
+    """Finds ranks that wait for each other; see `nano_loop.distributed.shared_memory.waits`."""
+
+    def begin(self, other: int, what: str) -> Any:
+        """Return the wait that this rank begins, for rank `other` in a collective."""
+
+
+@dataclass
+class RunContext:
+    """What the ranks of a run have in common besides their numbers and their channel, and what a rank knows of it.
+
+    Attributes
+    ----------
+    loop : Loop
+        What the ranks execute.
+    hosts : Hosts or None
+        Where the ranks of several hosts are; None on one host.
+    waits : Waits or None
+        Finds ranks that wait for each other; None between hosts.
+    after_averaging : list of callable
+        Are called on all ranks when gradients have been averaged, with the number of averagings until then.
+    common_seed : int or None
+        torch's seed when the run began; None once this rank's random numbers differ from the others'.
+    sharding : ShardingState
+        Whether the ranks divide the work.
+    """
+
+    loop: Loop = field(default_factory=Loop)
+    hosts: Hosts | None = None
+    waits: Waits | None = None
+    after_averaging: list[Callable[[int], None]] = field(default_factory=list)
+    common_seed: int | None = None
+    sharding: ShardingState = field(default_factory=ShardingState)
+
+
+class Ranks:
+    """The ranks of one run, as one of them sees it; by default the only rank there is.
+
+    Parameters
+    ----------
+    rank, size : int
+        This rank, and how many there are.
+    local_rank, local_size : int
+        The same among the ranks of this host.
+    check : callable
+        Raises where another rank has failed or left; it is called while this one waits.
+    timeout : float
+        Seconds that this rank waits for another.
+    shares : tuple of tuples of int
+        The logical CPUs of each rank of this host, by local rank; empty where nothing is bound.
+    loader_cpus : tuple of int
+        The logical CPUs for this rank's `DataLoader` workers; empty where nothing is bound.
+    folder : pathlib.Path or None
+        A private folder in shared memory, that the ranks of this host have in common.
+    context : RunContext, optional
+        The context of the run; by default, that of a run which begins.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        local_rank: int = 0,
+        local_size: int = 1,
+        check: Callable[[], None] = lambda: None,
+        timeout: float = 600.0,
+        shares: tuple[tuple[int, ...], ...] = (),
+        loader_cpus: tuple[int, ...] = (),
+        folder: Path | None = None,
+        context: RunContext | None = None,
+    ) -> None:
+        self.rank: Final = rank
+        self.size: Final = size
+        self.local_rank: Final = local_rank
+        self.local_size: Final = local_size
+        self.check = check
+        self.timeout: Final = timeout
+        self.shares: Final = shares
+        self.loader_cpus: Final = loader_cpus
+        self.folder: Final = folder
+        self.context = RunContext() if context is None else context
+        self._channel: Channel | None = None
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks share this host's memory."""
+        return self.local_size == self.size
+
+    @property
+    def channel(self) -> Channel:
+        """How values travel between the ranks; None until they have joined."""
+        if self._channel is None:
+            given = f"rank {self.rank} of {self.size} has no channel to the others"
+            raise NanoError(problem(given, "values travel between ranks that have joined a run", "Start a run first"))
+        return self._channel
+
+    @channel.setter
+    def channel(self, channel: Channel | None) -> None:
+        self._channel = channel
+
+    def broadcast(self, value: Value, source: int = 0, what: str = "") -> Value:
+        """Return the value that rank `source` has. Collective.
+
+        Between hosts, a named tuple arrives as a tuple, and values of other than the types of
+        `nano_loop.distributed.comm.plain` need a secret; see docs/security.md.
+
+        Parameters
+        ----------
+        value : Any
+            That of this rank.
+        source : int
+            The rank whose value all get.
+        what : str
+            See `Channel`.
+        """
+        if self.size == 1:
+            return value
+        channel = self.channel
+        channel.codec.begin()
+        data = self._dumped(value, lambda data: channel.broadcast(data, source, what)) if self.rank == source else b""
+        data = channel.broadcast(data, source, what)
+        received: Value = value if self.rank == source else channel.codec.loads(data, source)
+        return received
+
+    def gather(self, value: Value, what: str = "") -> list[Value]:
+        """Return the values of all ranks, by rank, on every rank; see `broadcast`. Collective."""
+        if self.size == 1:
+            return [value]
+        channel = self.channel
+        channel.codec.begin()
+        gathered = channel.gather(self._dumped(value, lambda data: channel.gather(data, what)), what)
+        return [channel.codec.loads(data, rank) for rank, data in enumerate(gathered)]
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Overwrite `tensors` in place with rank `source`'s. Collective; the same shapes and dtypes on every rank.
+
+        Parameters
+        ----------
+        tensors : sequence of torch.Tensor
+            Strided, on the CPU, and not quantized.
+        source : int
+            The rank whose values they get.
+        """
+        if self.size == 1:
+            return
+        for tensor in tensors:
+            whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            self.channel.broadcast_tensor(whole, source)
+            if self.rank != source:
+                tensor.detach().copy_(whole)
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor, the mean of all ranks' `tensor`. Collective."""
+        total = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
+        if self.size > 1:
+            self.channel.add_up(total)
+        return total / self.size
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective."""
+        if self.size > 1:
+            self.channel.barrier()
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Wait until `done` returns True.
+
+        Parameters
+        ----------
+        done : callable
+            Is called again and again.
+        what : str
+            Where this rank waits, and for whom, for the message.
+
+        Raises
+        ------
+        NanoError
+            If it takes longer than the timeout. Also what `check` raises.
+        """
+        deadline = time.monotonic() + self.timeout
+
+        def look_around() -> None:
+            self.check()
+            if time.monotonic() > deadline:
+                given = f"rank {self.rank} has waited {self.timeout:g} seconds {what}"
+                advice = "Check what the other ranks are doing, or pass a longer timeout if they are working"
+                message = problem(given, "every rank has to get there within the timeout", advice)
+                raise RankLateError(message, 1 - self.rank if self.size == 2 else None)
+
+        wait_until(done, look_around)
+
+    def finish(self, work: Any) -> None:
+        """Wait for a collective of torch that was started with ``async_op=True``.
+
+        Raises
+        ------
+        NanoError
+            If it is not finished within the timeout. Also what `check` raises.
+        """
+        self.wait(work.is_completed, "in a collective for the other ranks")
+        work.wait()  # raises what went wrong
+
+    def _dumped(self, value: Any, send: Callable[[bytes], object]) -> bytes:
+        """Return a value as bytes; if it may not travel, send the others the reason and raise."""
+        try:
+            return self.channel.codec.dumps(value)
+        except NanoError as error:
+            send(self.channel.codec.refusal(str(error)))
+            raise
+
+
+#: A run of one process.
+ALONE = Ranks()
+
+_SPINNING, _LONGEST_NAP = 0.0005, 0.002  # seconds
+
+
+def wait_until(done: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Wait for `done`, calling `check` on the way: first awake, then with ever longer naps of up to 2 ms."""
+    if done():
+        return
+    started = time.perf_counter()
+    while not done():
+        waited = time.perf_counter() - started
+        if waited > _SPINNING:
+            try:
+                check()
+            except NanoWorkerError:
+                # A rank that failed may have sent what is waited for since `done` was last asked. That may lead to a
+                # better error than that it failed, which the next wait raises anyway.
+                if not done():
+                    raise
+                return
+            time.sleep(min(waited / 20, _LONGEST_NAP))

@@ -1,0 +1,301 @@
+"""Averages gradients over the ranks in each backward, with no wrapper around the model.
+
+A hook on each parameter notes what arrived. The first one in a backward asks for a callback at its end, so the
+gradients are averaged when `backward()` returns, and what the loop does with them next, such as clipping, sees the
+mean. Before anything is averaged the ranks exchange what arrived and where they are: a parameter that any
+rank used counts on all of them, and ranks that have diverged raise.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nano_loop.data.random_states import part_ways
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.transport import Transport
+from nano_loop.distributed.data_parallel import checksums
+from nano_loop.distributed.data_parallel.duplicate_work import DuplicateWork
+from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
+from nano_loop.distributed.data_parallel.gradients import DenseGradients, average_sparse, kind_of
+from nano_loop.distributed.data_parallel.parameters import Parameters
+from nano_loop.distributed.data_parallel.replicas import make_equal
+from nano_loop.errors import problem
+from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
+from nano_loop.patching.calls.calls import Call
+from nano_loop.patching.objects.optimizers import closure_of, with_closure
+from nano_loop.patching.torch_private import graph_task, in_backward
+from nano_loop.patching.user_code import warn
+
+
+class Averaging:
+    """The gradients of some models and optimizers, averaged over the ranks.
+
+    The whole of ``p.grad`` is averaged, so an earlier mean in it, which is equal on all ranks, stays what it is when
+    gradients are accumulated.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The processes.
+    transport : Transport
+        Carries the gradients; it is not closed.
+    served_whole : callable
+        Returns whether the loop trains on batches that all ranks got because the models are in eval mode.
+    compare : bool
+        Whether the ranks compare their parameters from time to time; see `checksums`.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        transport: Transport,
+        served_whole: Callable[[], bool] = lambda: False,
+        *,
+        compare: bool = True,
+    ) -> None:
+        self._ranks = ranks
+        self._transport = transport
+        self._served_whole = served_whole
+        self._compare = compare
+        self._warned: set[str] = set()
+        self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
+        self._parameters = Parameters(self._note)
+        self._waiting: set[int] = set()  # ids of parameters whose gradients arrived and are not averaged yet
+        self._paused: list[nn.Module] = []
+        self._task = -1  # the backward whose end is waited for
+        self._noted = False  # whether anything arrived in it
+        self._duplicate_work = DuplicateWork(ranks)
+        self._averagings = 0
+        self._steps = 0
+        self._at_step: dict[int, int] = {}  # averagings before the last step, by the id of an optimizer
+        self._undoing = ExitStack()
+        self._undoing.callback(self._parameters.close)
+        self._undoing.callback(register_optimizer_step_pre_hook(self._before_any_step).remove)
+        self._undoing.enter_context(nested_backwards_noticed())
+
+    def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        """Average the gradients of these too, from now on; their tensors are equal on all ranks already."""
+        for optimizer in optimizers:
+            if id(optimizer) not in self._at_step:
+                self._at_step[id(optimizer)] = self._averagings
+                self._undoing.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+                self._undoing.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        self._parameters.add(models, optimizers)
+
+    def use(self, transport: Transport) -> None:
+        """Let another transport carry the gradients from now on. Collective, as what makes it is."""
+        self._transport = transport
+
+    @contextmanager
+    def paused(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Only note what arrives for the parameters of `models`; the first averaging afterwards takes it along."""
+        before = self._paused
+        self._paused = [*before, *models]
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def around_call(self, call: Call) -> Call:
+        """Make the layer around the calls into a model, in which what the loop has added becomes equal on all ranks."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or in_backward():
+                return call(*args, **kwargs)
+            # A rank may evaluate alone, so an evaluation must not be collective.
+            if torch.is_grad_enabled():
+                part_ways(self._ranks)
+                self._welcome()
+                self._duplicate_work.before_call(args[_INPUTS:], kwargs)
+            result = call(*args, **kwargs)
+            if torch.is_grad_enabled():
+                self._duplicate_work.after_call(result)
+            self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
+            return result
+
+        return called
+
+    def average(self) -> None:
+        """Average what waits on any rank. Collective.
+
+        Raises
+        ------
+        NanoError
+            On every rank, if the ranks have diverged.
+        """
+        self._warn_of_whole_batches()
+        self._parameters.refresh()
+        held = {id(parameter) for model in self._paused for parameter in model.parameters()}
+        fingerprints = self._agree("average", self._waiting - held)
+        arrived = [fingerprint.arrived for fingerprint in fingerprints]
+        with torch.no_grad():
+            self._average(arrived)
+        self._averagings += 1
+        self._waiting &= held
+        self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
+        for function in self._ranks.context.after_averaging:
+            function(self._averagings)
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        self._undoing.close()
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        """Take note that a gradient has arrived: the hook of every parameter."""
+        self._waiting.add(id(parameter))
+        self._noted = True
+        if self._task != graph_task():
+            self._task = graph_task()
+            at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        # Several may have been asked for in one backward, if others were run inside it.
+        if self._noted:
+            self._noted = False
+            if not self._all_paused():
+                self.average()
+
+    def _all_paused(self) -> bool:
+        paused = {id(model) for model in self._paused}
+        return bool(paused) and all(id(model) in paused for model in self._parameters.models)
+
+    def _agree(self, purpose: Purpose, waiting: set[int]) -> list[Fingerprint]:
+        """Compare this rank's state, of which `waiting` is a part, with the others'; return all. Collective."""
+        groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
+        in_order = self._parameters.in_order
+        compared = self._compare and purpose == "average" and checksums.is_due(self._averagings)
+        mine = Fingerprint(
+            purpose,
+            averagings=self._averagings,
+            steps=self._steps,
+            newcomers=len(self._parameters.newcomers),
+            rates=tuple(_as_number(group.get("lr")) for group in groups),
+            arrived=bytes([kind_of(each.grad) if id(each) in waiting else NOTHING for each in in_order]),
+            checksums=checksums.checksums(in_order) if compared else b"",
+            evidence=self._duplicate_work.evidence(in_order) if purpose == "average" else b"",
+        )
+        fingerprints = [Fingerprint.unpack(each) for each in self._transport.exchange(mine.pack())]
+        refuse_divergence(fingerprints)
+        if compared:
+            checksums.refuse_unequal([fingerprint.checksums for fingerprint in fingerprints], self._parameters.named)
+        if purpose == "average":
+            self._duplicate_work.compare([fingerprint.evidence for fingerprint in fingerprints])
+        return fingerprints
+
+    def _average(self, arrived: list[bytes]) -> None:
+        """Average the parameters of which something arrived on any rank, all ranks in the same order."""
+        dense, sparse = self._by_kind(arrived)
+        gradients = DenseGradients(dense)
+        if gradients.tensors:
+            self._transport.average(gradients.tensors)
+        gradients.put_back()
+        average_sparse(sparse, self._ranks)
+
+    def _by_kind(self, arrived: list[bytes]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the parameters with a dense gradient on any rank, and those with sparse ones alone."""
+        in_order = self._parameters.in_order
+        if self._is_usual(arrived):
+            return in_order, []
+        dense: list[torch.Tensor] = []
+        sparse: list[torch.Tensor] = []
+        for parameter, kinds in zip(in_order, zip(*arrived, strict=True), strict=True):
+            if any(kinds):
+                (dense if DENSE in kinds else sparse).append(parameter)
+        return dense, sparse
+
+    def _is_usual(self, arrived: list[bytes]) -> bool:
+        """Whether all parameters, which may be thousands, have a dense gradient on all ranks."""
+        return all(each.count(DENSE) == len(self._parameters.in_order) for each in arrived)
+
+    def _welcome(self) -> None:
+        """Give what the loop has added rank 0's values. Collective where there is something."""
+        self._parameters.refresh()
+        if self._parameters.newcomers:
+            self._agree("welcome", set())
+            make_equal(self._ranks, self._parameters.newcomers)
+            self._parameters.are_equal()
+
+    def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Average for an optimizer that the loop has made itself; warn if its parameters were not set up."""
+        if id(optimizer) in self._at_step:
+            return None
+        self._parameters.refresh()
+        held = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+        ]
+        averaged = set(map(id, self._parameters.in_order))
+        if not averaged.issuperset(map(id, held)) and threading.get_ident() == self._thread:
+            self._warn(f"{type(optimizer).__name__} steps parameters that were not set up", _OWN, _SET_UP)
+        return None if averaged.isdisjoint(map(id, held)) else self._before_step(optimizer, args, kwargs)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Make the closure return the mean over the ranks; without one, average what no backward has averaged."""
+        closure = closure_of(args, kwargs)
+        if closure is not None:
+            return with_closure(args, kwargs, lambda: _mean(closure(), self._ranks))
+        if not self._all_paused():
+            self._settle(optimizer)
+        return None
+
+    def _settle(self, optimizer: Optimizer) -> None:
+        """Average the gradients that a step would use and that were not averaged yet.
+
+        That is a gradient that the loop has set by hand, one that arrived while averaging was paused, or one whose hook
+        steps in the middle of the backward. A rank whose backward did not reach any parameter joins the others here.
+        """
+        self._parameters.refresh()
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ready = {id(parameter) for parameter in held if parameter.grad is not None}
+        if in_backward() or self._at_step.get(id(optimizer)) == self._averagings:
+            self._waiting |= ready
+            self.average()
+        elif self._waiting & ready:
+            self.average()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps += 1
+        self._at_step[id(optimizer)] = self._averagings
+
+    def _warn_of_whole_batches(self) -> None:
+        if self._served_whole():
+            given = "the models are trained in eval mode, in which every rank gets all batches"
+            self._warn(given, _WHOLE, _SHARD)
+            self._ranks.context.sharding.warned.add("undivided")  # which says the same
+
+    def _warn(self, given: str, needed: str, advice: str) -> None:
+        """Warn on rank 0, once a run."""
+        if needed not in self._warned:
+            self._warned.add(needed)
+            if self._ranks.rank == 0:
+                warn(problem(given, needed, advice))
+
+
+_INPUTS = 2  # behind the function that is called and the model, in the arguments of a layer
+
+_WHOLE = "all ranks compute the same, so several processes gain nothing"
+_OWN = "every rank trains its own copy, and only rank 0's is kept"
+_SET_UP = "Call self.setup(model, optimizer) in train, or make them before and pass them as arguments"
+_SHARD = "Set the loader up with setup_dataloaders(loader, shard=True)"
+
+
+def _as_number(rate: Any) -> float:
+    """Return a learning rate as a number; NaN where a group has none."""
+    return float(rate) if isinstance(rate, (int, float, torch.Tensor)) else math.nan
+
+
+def _mean(loss: Any, ranks: Ranks) -> Any:
+    """Return the mean of all ranks' losses, so that line searches decide the same on all ranks."""
+    if isinstance(loss, torch.Tensor):
+        return ranks.mean(loss)
+    if isinstance(loss, float):
+        return float(ranks.mean(torch.tensor(loss, dtype=torch.float64)))
+    return loss

@@ -1,0 +1,114 @@
+"""What a rank reports of its state before each averaging, so that diverged ranks are found at once."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from nano_loop.errors import NanoWorkerError, problem
+
+#: What arrived for a parameter since the last averaging.
+NOTHING, DENSE, SPARSE = range(3)
+
+#: To average gradients, or to make equal what the loop has added to a model.
+Purpose = Literal["average", "welcome"]
+
+#: The purpose, averagings, steps, newcomers, learning rates, bytes of checksums and of evidence.
+_COUNTS = struct.Struct("<7s6q")
+_PLACES = {"average": "ended a backward", "welcome": "called a model with added parameters"}
+_ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """One rank's state just before a collective operation.
+
+    Parameters
+    ----------
+    purpose : {"average", "welcome"}
+        The operation.
+    averagings : int
+        How many there have been.
+    steps : int
+        How many steps the optimizers have taken together.
+    newcomers : int
+        How many parameters and buffers were added that are not equal on all ranks yet.
+    rates : tuple of float
+        The learning rates of all groups of all optimizers; NaN for a group without one.
+    arrived : bytes
+        One of NOTHING, DENSE and SPARSE for each parameter.
+    checksums : bytes
+        Those of all parameters, from `nano_loop.distributed.data_parallel.checksums`; empty if not compared.
+    evidence : bytes
+        That of `nano_loop.distributed.data_parallel.duplicate_work`; empty where it is not compared.
+    """
+
+    purpose: Purpose
+    averagings: int
+    steps: int
+    newcomers: int
+    rates: tuple[float, ...]
+    arrived: bytes
+    checksums: bytes = b""
+    evidence: bytes = b""
+
+    def pack(self) -> torch.Tensor:
+        """Return it as a uint8 tensor."""
+        purpose = self.purpose.encode()
+        sizes = len(self.rates), len(self.checksums), len(self.evidence)
+        counts = _COUNTS.pack(purpose, self.averagings, self.steps, self.newcomers, *sizes)
+        rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
+        content = b"".join([counts, rates, self.checksums, self.evidence, self.arrived])
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor) -> Fingerprint:
+        """Make one from what `pack` returned."""
+        content = packed.numpy().tobytes()
+        purpose, averagings, steps, newcomers, count, *sizes = _COUNTS.unpack_from(content)
+        rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
+        first, second, third = itertools.accumulate(sizes, initial=_COUNTS.size + 8 * count)
+        checksums, evidence, arrived = content[first:second], content[second:third], content[third:]
+        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, checksums, evidence)
+
+
+def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
+    """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
+
+    What arrived may differ, and checksums and evidence are compared elsewhere. NaN equals NaN.
+    """
+    if all(_agree(fingerprint, fingerprints[0]) for fingerprint in fingerprints):
+        return
+    at = f"at step {fingerprints[0].steps}"
+    _refuse("the ranks have taken different numbers of steps", fingerprints, lambda each: f"{each.steps}")
+    _refuse(f"learning rates differ {at}", fingerprints, lambda each: f"{list(each.rates)}")
+    _refuse(f"numbers of parameters differ {at}", fingerprints, lambda each: f"{len(each.arrived)}")
+    _refuse(f"numbers of added parameters and buffers differ {at}", fingerprints, lambda each: f"{each.newcomers}")
+    _refuse(f"ranks are not at the same place {at}", fingerprints, lambda each: _PLACES[each.purpose])
+    _refuse(f"numbers of backwards differ {at}", fingerprints, lambda each: f"{each.averagings}")
+
+
+def _agree(one: Fingerprint, other: Fingerprint) -> bool:
+    """Whether two are the same where they must be; never of those with NaN, which `_refuse` compares as text."""
+    counts = [replace(each, arrived=b"", checksums=b"", evidence=b"") for each in (one, other)]
+    return counts[0] == counts[1] and len(one.arrived) == len(other.arrived)
+
+
+def _refuse(what: str, fingerprints: list[Fingerprint], value_of: Callable[[Fingerprint], Any]) -> None:
+    """Raise if `value_of` differs between the fingerprints."""
+    ranks: dict[str, list[int]] = {}
+    for rank, fingerprint in enumerate(fingerprints):
+        ranks.setdefault(value_of(fingerprint), []).append(rank)
+    if len(ranks) > 1:
+        values = ", ".join(f"{_those(some)} {value}" for value, some in ranks.items())
+        other = list(ranks.values())[1][0]  # the first that is not like rank 0
+        raise NanoWorkerError(problem(f"{what}: {values}", "all ranks must take the same steps", _ADVICE), rank=other)
+
+
+def _those(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

@@ -1,0 +1,137 @@
+"""Gradients on their way to the other ranks, in the order of their parameters' memory, and on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, SPARSE
+from nano_loop.patching.objects.optimizers import is_dense, laid_out_as
+
+
+def kind_of(gradient: torch.Tensor | None) -> int:
+    """Say what `gradient` is to the other ranks: NOTHING, DENSE or SPARSE."""
+    if gradient is None:
+        return NOTHING
+    return DENSE if gradient.layout is torch.strided else SPARSE
+
+
+class DenseGradients:
+    """The gradients of some parameters as they are averaged, and where the means are put.
+
+    Parameters
+    ----------
+    parameters : sequence of torch.Tensor
+        One without a gradient counts as one whose gradient is zero, and gets one.
+
+    Attributes
+    ----------
+    tensors : list of torch.Tensor
+        One for each parameter that has elements, in its dtype. Those of contiguous parameters have their shape. Others
+        are one-dimensional, in the order of the parameter's memory, so that they fit the other ranks'.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or not is_plain(gradient, parameter):
+                gradient = _copy(gradient, parameter)
+                self._copies.append((parameter, gradient))
+            self.tensors.append(in_memory_order(parameter, gradient))
+        if not all(tensor.numel() for tensor in self.tensors):
+            self.tensors = [tensor for tensor in self.tensors if tensor.numel()]
+
+    def put_back(self) -> None:
+        """Make the means of copies the parameters' gradients; all others have been averaged where they lie."""
+        for parameter, mean in self._copies:
+            _put_back(parameter, mean)
+
+
+def _put_back(parameter: torch.Tensor, mean: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided or _overlaps(gradient):
+        parameter.grad = mean
+    elif gradient.requires_grad:
+        with torch.enable_grad():
+            parameter.grad = _Mean.apply(gradient, mean)  # type: ignore[no-untyped-call]
+    else:
+        gradient.copy_(mean)
+
+
+class _Mean(torch.autograd.Function):
+    """The mean in value, this rank's own gradient in what it is made of.
+
+    A loss made of averaged gradients (``backward(create_graph=True)``) gives each rank its own part of the second
+    derivative in this way, and the mean of the parts, which the next averaging makes, is the derivative of the mean.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a gradient may be averaged where it lies: in the parameter's dtype and in the order of its memory."""
+    if gradient.layout is not torch.strided or gradient.requires_grad or gradient.dtype is not parameter.dtype:
+        return False
+    if gradient.is_neg() or gradient.is_conj():
+        return False
+    if gradient.is_contiguous() and parameter.is_contiguous():
+        return True
+    return gradient.stride() == parameter.stride() and is_dense(parameter)
+
+
+def in_memory_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a plain gradient as it travels: of a parameter that is not contiguous, the elements as they lie."""
+    return gradient if parameter.is_contiguous() else gradient.as_strided((gradient.numel(),), (1,))
+
+
+def _copy(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    if gradient is None or gradient.layout is not torch.strided:
+        zeros = torch.zeros_like(parameter, requires_grad=False)
+        return zeros if gradient is None else zeros.add_(gradient.detach())
+    return laid_out_as(parameter, gradient.detach()).to(parameter.dtype)
+
+
+def _overlaps(gradient: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
+
+
+def average_sparse(parameters: list[torch.Tensor], ranks: Ranks) -> None:
+    """Give every parameter the mean of all ranks' sparse gradients, coalesced. Collective.
+
+    Parameters
+    ----------
+    parameters : list of torch.Tensor
+        The same ones on every rank. Each has a sparse gradient or none, and on some rank it has one.
+    ranks : Ranks
+        The processes.
+    """
+    if not parameters:
+        return
+    gathered = ranks.gather([_parts(parameter.grad) for parameter in parameters])
+    for place, parameter in enumerate(parameters):
+        found = [parts for parts in (each[place] for each in gathered) if parts is not None]
+        indices = torch.cat([indices for indices, _ in found], dim=1)
+        values = torch.cat([values for _, values in found]) / ranks.size
+        # Every rank adds the same numbers up in the same order.
+        shape = parameter.shape
+        # Those of another host are checked: an index outside the shape would write to other memory.
+        checked = not ranks.on_one_host
+        parameter.grad = torch.sparse_coo_tensor(indices, values, shape, check_invariants=checked).coalesce()
+
+
+def _parts(gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if gradient is None:
+        return None
+    whole = gradient.detach().coalesce()
+    return whole.indices(), whole.values()

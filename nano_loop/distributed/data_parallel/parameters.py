@@ -1,0 +1,145 @@
+"""Which parameters are averaged: those of the models and optimizers that were set up, as they are at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from nano_loop.distributed.data_parallel.replicas import Named, named_buffers, named_parameters
+from nano_loop.patching.torch_private import forget_empty_hooks
+
+
+class Parameters:
+    """The parameters of some models and optimizers, in an order that is the same on every rank.
+
+    Each has a hook that is called when its gradient arrives; frozen ones too, since they may be thawed. What the loop
+    adds to a model or an optimizer is found at the next `refresh`.
+
+    Parameters
+    ----------
+    arrived : callable
+        Is given a parameter each time its gradient has been accumulated, inside the backward.
+
+    Attributes
+    ----------
+    models, optimizers : list
+        What was added.
+    in_order : list of torch.Tensor
+        The parameters that may get gradients.
+    newcomers : list of (str, torch.Tensor)
+        What the loop has added and ranks may differ in: parameters, and the buffers of modules.
+    """
+
+    def __init__(self, arrived: Callable[[torch.Tensor], None]) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.in_order: list[torch.Tensor] = []
+        self._arrived = arrived
+        self.newcomers: list[Named] = []
+        self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # by the id of a parameter
+        self._equal: dict[int, object] = {}  # parameters and modules whose values are equal on all ranks; by id
+        self._stale = False
+        self._held = 0
+        self._undoing = ExitStack()
+        for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
+            self._undoing.callback(register(self._something_registered).remove)
+
+    @property
+    def named(self) -> list[Named]:
+        """`in_order` with the names of the parameters."""
+        return [
+            named_parameter
+            for named_parameter in named_parameters(self.models, self.optimizers)
+            if _can_have_gradient(named_parameter[1])
+        ]
+
+    def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        """Take in models and optimizers whose tensors are equal on all ranks."""
+        self.models += [model for model in models if all(model is not each for each in self.models)]
+        self.optimizers += [one for one in optimizers if all(one is not optimizer for optimizer in self.optimizers)]
+        self._equal |= _by_id(models, optimizers)
+        self._look()
+
+    def refresh(self) -> None:
+        """Find what the loop has added and removed since the last time."""
+        if self._stale or self._held != self._count():
+            self._look()
+
+    def are_equal(self) -> None:
+        """Take it that all ranks have the same values now."""
+        self._equal = _by_id(self.models, self.optimizers)
+        self.newcomers = []
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        for key in [*self._watched]:
+            self._unwatch(key)
+        self._undoing.close()
+
+    def _something_registered(self, *_: object) -> None:
+        self._stale = True
+
+    def _count(self) -> int:
+        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def _look(self) -> None:
+        self._stale, self._held = False, self._count()
+        self.in_order = [each for _, each in self.named]
+        self.newcomers = self._find_newcomers()
+        current = {id(parameter): parameter for parameter in self.in_order}
+        for key in self._watched.keys() - current.keys():
+            self._unwatch(key)
+        for key in current.keys() - self._watched.keys():
+            self._watched[key] = current[key], _watch(current[key], self._arrived)
+
+    def _find_newcomers(self) -> list[Named]:
+        parameters = [
+            named_parameter
+            for named_parameter in named_parameters(self.models, self.optimizers)
+            if id(named_parameter[1]) not in self._equal
+        ]
+        added = [module for model in self.models for module in model.modules() if id(module) not in self._equal]
+        theirs = {id(buffer) for module in added for buffer in module.buffers(recurse=False)}
+        return parameters + [
+            named_buffer for named_buffer in named_buffers(self.models) if id(named_buffer[1]) in theirs
+        ]
+
+    def _unwatch(self, key: int) -> None:
+        parameter, handle = self._watched.pop(key)
+        handle.remove()
+        forget_empty_hooks(parameter)
+
+
+def _by_id(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[int, object]:
+    """Return the parameters and modules by their ids, which stay theirs while the dict holds them."""
+    modules = [module for model in models for module in model.modules()]
+    return {
+        id(module): module
+        for module in (*modules, *(parameter for _, parameter in named_parameters(models, optimizers)))
+    }
+
+
+def _can_have_gradient(parameter: torch.Tensor) -> bool:
+    if isinstance(parameter, UninitializedParameter) or parameter.is_inference() or not parameter.is_leaf:
+        return False
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _watch(parameter: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register the hook; torch takes it for what requires a gradient alone, and keeps it when that changes."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+    if frozen:
+        parameter.requires_grad_(False)
+    return handle

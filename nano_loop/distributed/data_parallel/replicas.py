@@ -1,0 +1,125 @@
+"""Gives all ranks rank 0's values, after checking that all hold the same tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim import Optimizer
+
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.errors import NanoError, problem
+
+#: A tensor, and its name for a message.
+Named = tuple[str, torch.Tensor]
+
+
+def named_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Named]:
+    """Yield the parameters of models, then what optimizers hold besides, each once.
+
+    The order follows from how the models and optimizers are built, so it is the same on every rank.
+    """
+    of_models = ((_name(model, name), parameter) for model in models for name, parameter in model.named_parameters())
+    yield from _each_once(itertools.chain(of_models, _of_optimizers(optimizers)))
+
+
+def named_buffers(models: Sequence[nn.Module]) -> Iterator[Named]:
+    """Yield the buffers of models, each once."""
+    yield from _each_once((_name(model, name), buffer) for model in models for name, buffer in model.named_buffers())
+
+
+def _name(model: nn.Module, name: str) -> str:
+    # A traced model has the name of what was traced, until it has travelled.
+    kind = GraphModule if isinstance(model, GraphModule) else type(model)
+    return f"{kind.__name__}.{name}"
+
+
+def _of_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[Named]:
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, tensor in enumerate(group["params"]):
+                yield f"{type(optimizer).__name__}.param_groups[{number}]['params'][{place}]", tensor
+
+
+def _each_once(named: Iterable[Named]) -> Iterator[Named]:
+    seen: set[int] = set()
+    for name, tensor in named:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def make_equal(ranks: Ranks, named: Sequence[Named], more: Sequence[str] = ()) -> None:
+    """Overwrite the tensors in place with rank 0's. Collective.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The processes.
+    named : sequence of (str, torch.Tensor)
+        Of any dtypes and strides; they stay the same objects.
+    more : sequence of str
+        What else has to be the same on every rank, in words.
+
+    Raises
+    ------
+    NanoError
+        On every rank, if names, shapes, dtypes or strides of the tensors, or `more`, differ between ranks; the
+        message names the first difference. Also if a tensor has no shape or no memory yet.
+    """
+    _refuse_lazy(named)
+    _refuse_without_memory(named)
+    _refuse_difference(ranks.gather([*(_signature(name, tensor) for name, tensor in named), *more]))
+    strided = [tensor for _, tensor in named if _is_raw(tensor)]
+    others = [tensor for _, tensor in named if not _is_raw(tensor)]
+    with torch.no_grad():
+        ranks.broadcast_tensors([_without_overlap(tensor) for tensor in strided])
+        for tensor, value in zip(others, ranks.broadcast([tensor.detach() for tensor in others]), strict=True):
+            tensor.copy_(value)
+
+
+def _refuse_lazy(named: Sequence[Named]) -> None:
+    lazy = [name for name, tensor in named if isinstance(tensor, (UninitializedParameter, UninitializedBuffer))]
+    if lazy:
+        expected = "rank 0's values cannot be copied to the other ranks yet"
+        raise NanoError(problem(f"{lazy[0]} has no shape yet", expected, "Call the model once before setup"))
+
+
+def _refuse_without_memory(named: Sequence[Named]) -> None:
+    elsewhere = [(name, tensor.device) for name, tensor in named if tensor.device.type != "cpu"]
+    if elsewhere:
+        name, device = elsewhere[0]
+        way = "to_empty" if device.type == "meta" else "to"
+        hint = f"Call model.{way}(device='cpu') and set its values before setup"
+        expected = "rank 0's values are copied to the other ranks from the memory of the CPU"
+        raise NanoError(problem(f"{name} is on the device {str(device)!r}", expected, hint))
+
+
+def _is_raw(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what its bytes are; a quantized one has scales besides."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _signature(name: str, tensor: torch.Tensor) -> str:
+    # Strides count: gradients are averaged in the order of the parameters' memory.
+    strides = f", strides {tensor.stride()}" if tensor.layout is torch.strided else f", {tensor.layout}"
+    return f"{name}, {tensor.dtype} of shape {tuple(tensor.shape)}{strides}"
+
+
+def _refuse_difference(signatures: list[list[str]]) -> None:
+    for rank, signature in enumerate(signatures):
+        for first, other in itertools.zip_longest(signatures[0], signature, fillvalue="nothing"):
+            if first != other:
+                got = f"rank {rank} has {other} where rank 0 has {first}"
+                expected = "all ranks must set up the same models and optimizers"
+                raise NanoError(problem(got, expected, "Build them the same way on every rank"))
+
+
+def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of an expanded tensor that lies in memory once; it cannot be written to as a whole."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.detach()[tuple(slice(0, 1) if stride == 0 and size else slice(None) for size, stride in sizes)]

@@ -1,0 +1,221 @@
+"""A run whose processes torchrun, srun or MPI has started: they find each other, and divide each host among them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import distributed
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from nano_loop.config.environment import SECRET
+from nano_loop.config.options import Options
+from nano_loop.cpu import Machine, Share, bound, restricted
+from nano_loop.distributed.comm.hosts import Hosts, by_host
+from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.signed import SignedCodec, secret_of
+from nano_loop.distributed.launch.group import leaders_group, local_group, process_group, shared_channel
+from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch_external.environment import Launch, local_size
+from nano_loop.distributed.launch_external.liveness import watching_each_other
+from nano_loop.distributed.launch_external.rendezvous import (
+    Presence,
+    common_folder,
+    gather_at,
+    gather_in_group,
+    this_host,
+)
+from nano_loop.distributed.launch_external.store import external_store
+from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
+from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
+from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.integrations.fabric.rank_zero import note_rank
+
+_Mask = tuple[int, ...]  # the CPUs that a rank may use
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a launcher gives a process besides its place.
+
+    Attributes
+    ----------
+    check : callable
+        See `Ranks`.
+    address : str or None
+        See `process_group`.
+    secret : bytes or None
+        By which values are signed between hosts. None: that in the environment.
+    threads : int or None
+        Compute threads of this process, which is not bound then. None: the ranks of a host divide it.
+    watched : bool
+        Whether rank 0 sees how the other processes end. By default, the ranks of a host watch each other.
+    parent : Path or None
+        See `common_folder`.
+    """
+
+    check: Callable[[], None] = lambda: None
+    address: str | None = None
+    secret: bytes | None = None
+    threads: int | None = None
+    watched: bool = False
+    parent: Path | None = None
+
+
+class External(Launcher):
+    """The ranks of a launch, of which this process is one: nothing is started, sent or watched.
+
+    The external launcher ends all of its processes when one of them fails. A process group that the user has made
+    already is used, and left as it is.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the run.
+    launch : Launch
+        The place that the external launcher has given to this process.
+    """
+
+    def __init__(self, options: Options, launch: Launch) -> None:
+        super().__init__(options)
+        self.launch = launch
+
+    def expected_ranks(self) -> Ranks:
+        """See `Launcher.expected_ranks`."""
+        options, launch = self.options, self.launch
+        if options.num_processes not in (None, launch.size):
+            expected = f"{launch.launcher} has started {launch.size} processes"
+            raise NanoConfigError(problem(options.as_written["num_processes"], expected, "Leave it out"))
+        size = local_size(launch, os.environ)
+        return Ranks(launch.rank, launch.size, local_rank=launch.rank % size, local_size=size)
+
+    @contextmanager
+    def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
+        """See `Launcher.joined`."""
+        launch, store = self.launch, None
+        if not distributed.is_initialized():
+            store = external_store(launch, os.environ, self.options.timeout)
+        elif distributed.get_world_size() != launch.size:
+            got = f"this process is in a process group of {distributed.get_world_size()}"
+            expected = f"{launch.launcher} has started {launch.size} processes"
+            raise NanoError(problem(got, expected, "Call torch.distributed.destroy_process_group() before"))
+        with join_run(store, self.options, machine, launch) as slot:
+            yield slot
+
+
+@contextmanager
+def join_run(
+    store: Store | None,
+    options: Options,
+    machine: Machine,
+    launch: Launch,
+    terms: Terms = Terms(),
+) -> Iterator[RankSlot]:
+    """Join the other processes of a launch, whoever has started them, and divide this host among its ranks. Collective.
+
+    Parameters
+    ----------
+    store : torch.Store or None
+        Where all of them meet, used by no other run. None: in the process group that the user has made, which is used
+        and left as it is.
+    options : Options
+        The options of the run.
+    machine : Machine
+        What this process may use, which the launcher may have restricted already.
+    launch : Launch
+        The place of this process.
+    terms : Terms
+        What the launcher gives besides.
+    """
+    everyone = Ranks(launch.rank, launch.size, timeout=options.timeout, check=terms.check)
+    gather = gather_in_group(everyone) if store is None else gather_at(store, everyone)
+    secret = terms.secret or secret_of(os.environ)
+    own = Presence.here(this_host(), machine.allowed, signs=secret is not None)
+    presences = [Presence.from_text(text, rank) for rank, text in enumerate(gather(own.as_text()))]
+    members = by_host([presence.host for presence in presences])
+    here = next(ranks for ranks in members if launch.rank in ranks)
+    masks = [presences[rank].cpus for rank in here]
+    shares = _shares(options, machine, here, masks) if terms.threads is None else ()
+    share = shares[here.index(launch.rank)] if shares else None
+    with ExitStack() as stack:
+        folder = None
+        if any(len(ranks) > 1 for ranks in members):
+            folder = stack.enter_context(common_folder(launch.rank, gather, here, terms.parent))
+        ranks = Ranks(
+            launch.rank,
+            launch.size,
+            local_rank=here.index(launch.rank),
+            local_size=len(here),
+            check=terms.check,
+            timeout=options.timeout,
+            shares=tuple(share.cpus for share in shares),
+            loader_cpus=share.loader_cpus if share else (),
+            folder=folder if len(members) == 1 else None,
+        )
+        backend = options.process_group_backend
+        if ranks.folder is not None:
+            local = shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend)
+            stack.enter_context(local if terms.watched else _watched_by_each_other(local, ranks, ranks.folder))
+        else:
+            if store is not None:
+                group = PrefixStore("group", store)
+                stack.enter_context(process_group(group, ranks, backend, address=terms.address))
+            leaders = stack.enter_context(leaders_group(ranks, members, address=terms.address))
+            _refuse_different_secrets(presences)
+            if leaders is not None:
+                ranks.context.hosts = Hosts(members, members.index(here), folder if len(here) > 1 else None, leaders)
+            ranks.channel = ProcessGroupChannel(ranks, SignedCodec(ranks.rank, _run_of(presences), secret))
+        if share is not None:
+            stack.enter_context(bound(share.cpus))
+        part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, terms.threads)
+        stack.callback(note_rank, note_rank(launch.rank))
+        yield RankSlot(ranks, part, machine)
+
+
+@contextmanager
+def _watched_by_each_other(connected: AbstractContextManager[object], ranks: Ranks, folder: Path) -> Iterator[None]:
+    """Connect ranks of one host that see each other's ends by themselves: no launcher of ours watches them."""
+    with watching_each_other(ranks, folder) as liveness, connected:
+        if isinstance(ranks.channel, SharedChannel):
+            liveness.has_left = ranks.channel.segment.has_left
+        yield
+
+
+def _refuse_different_secrets(presences: list[Presence]) -> None:
+    """Raise on every rank if some have a secret and others have none."""
+    without = [rank for rank, presence in enumerate(presences) if not presence.signs]
+    if without and len(without) < len(presences):
+        got = f"{SECRET} is not set for rank {', '.join(map(str, without))}"
+        raise NanoError(problem(got, "all ranks have the same secret, or none has one", "Set it for every rank"))
+
+
+def _run_of(presences: list[Presence]) -> bytes:
+    """Return what only this run has, as each rank's own nonce is in it."""
+    return hashlib.sha256(json.dumps([presence.nonce for presence in presences]).encode()).digest()
+
+
+def _shares(options: Options, machine: Machine, here: list[int], masks: list[_Mask]) -> tuple[Share, ...]:
+    """Divide the host among its ranks; nothing if the launcher has done so, or has started too many of them."""
+    if options.cpu_for_each_process is None:
+        divided = any(mask != machine.allowed for mask in masks)
+        if divided or len(here) > machine.num_threads or not hasattr(os, "sched_setaffinity"):
+            return ()
+    return shares_of(options, machine, here)
+
+
+def _undivided(machine: Machine, masks: list[_Mask], threads: int | None) -> Machine:
+    """Return the machine as one of the ranks with these masks may use it, if nano_loop binds none of them.
+
+    A quota is common to all of them, and so are the cores where their masks are the same.
+    """
+    if threads is not None:
+        return replace(machine, quota=float(min(threads, machine.num_threads)))
+    shared = machine.num_threads if all(mask == machine.allowed for mask in masks) else machine.quota
+    return machine if shared is None else replace(machine, quota=shared / len(masks))

@@ -1,0 +1,135 @@
+"""Starts a process for each rank but the first, which is the caller's own, and ends them with the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from nano_loop.cpu import Machine, Share, bound, restricted
+from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
+from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.files.folder import place_of, workers_files
+from nano_loop.distributed.files.private_files import folders_made_together
+from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment, State, write_payload
+from nano_loop.distributed.launch.ending import running_together
+from nano_loop.distributed.launch.group import local_group, refuse_existing_group
+from nano_loop.distributed.launch.interrupts import Interrupts
+from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.workers import Workers
+from nano_loop.distributed.launch_local.kept_server import keep, server_for, start_early
+from nano_loop.distributed.launch_local.process import forked
+from nano_loop.distributed.launch_local.server import Server
+from nano_loop.distributed.launch_local.worker_warnings import noted
+
+
+class Local(Launcher):
+    """``num_processes`` ranks on this host: this process, and workers that are started for the run."""
+
+    def expected_ranks(self) -> Ranks:
+        """See `Launcher.expected_ranks`."""
+        count = self.options.num_processes or 1
+        return Ranks(size=count, local_size=count)
+
+    def prepare(self, machine: Machine, modules: Sequence[str]) -> None:
+        """See `Launcher.prepare`: the process that workers are forked from imports torch while the caller goes on."""
+        shares = shares_of(self.options, machine, range(self.options.num_processes or 1))
+        start_early(slots_of(machine, shares, Path(), self.options.timeout)[1], modules)
+
+    @contextmanager
+    def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
+        """See `Launcher.joined`."""
+        options = self.options
+        assert task is not None  # what has none is a run of one process
+        shares = shares_of(options, machine, range(options.num_processes or 1))
+        refuse_existing_group()
+        with Interrupts() as interrupts, ExitStack() as stack:
+            with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
+                folder = stack.enter_context(private_folder())
+                stack.enter_context(workers_files(folder))
+                stack.enter_context(folders_made_together(folder))
+                slots = slots_of(machine, shares, folder, options.timeout)
+                server = stack.enter_context(serving(slots[1], task.modules, Path(place_of(folder))))
+                with interrupts.heard():
+                    state = State.of_this_process(machine.num_threads)
+                    # While the other process imports torch.
+                    assignment = Assignment(task, slots, state, options.process_group_backend)
+                    slots[0].copied = write_payload(assignment, folder, task.names, options.worker_init)
+                workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"))
+                stack.callback(workers.end)
+                stack.enter_context(noted())
+                stack.enter_context(bound(shares[0].cpus))
+                with interrupts.heard():
+                    workers.wait_until_ready(options.timeout)
+                for name in (PAYLOAD, WORKER_INIT):  # all have mapped it: whatever happens now, its memory is freed
+                    shutil.rmtree(folder / name, ignore_errors=name == WORKER_INIT)
+                stack.enter_context(interrupts.noticed(workers.interrupt))
+                stack.callback(interrupts.hold)
+            connected = _joined_first(slots[0].ranks, workers, interrupts, options.process_group_backend)
+            with running_together(workers, connected, options.timeout, interrupts.heard, task.loop):
+                yield slots[0]
+
+
+@contextmanager
+def _joined_first(ranks: Ranks, workers: Workers, interrupts: Interrupts, backend: str | None) -> Iterator[None]:
+    """Connect rank 0 with the others; Ctrl-C ends its waits for them, and comes between no two lines besides."""
+
+    def check() -> None:
+        interrupts.hear()
+        workers.check()
+
+    ranks.check = check
+    with local_group(ranks, backend), interrupts.heard():
+        ranks.check = workers.check
+        yield
+
+
+@contextmanager
+def serving(slot: RankSlot, modules: Sequence[str], *folders: Path) -> Iterator[Server]:
+    """Give the process that forks a slot's worker and its like, and deletes folders if this process is killed.
+
+    Parameters
+    ----------
+    slot : RankSlot
+        The place of one of the workers.
+    modules : sequence of str
+        The modules that the process imports for them.
+    *folders : pathlib.Path
+        The folders of the run, besides that of the slot.
+    """
+    server = server_for(slot, modules)
+    try:
+        for folder in folders:
+            server.begin(str(folder))
+        yield server
+    finally:
+        for name in map(str, (slot.ranks.folder, *folders)):
+            server.finish(name)
+        keep(server)
+
+
+def slots_of(machine: Machine, shares: tuple[Share, ...], folder: Path, timeout: float) -> list[RankSlot]:
+    """Return the slots of the ranks of this host that have these shares, and meet in this folder."""
+    binds = hasattr(os, "sched_setaffinity")
+    return [
+        RankSlot(
+            Ranks(
+                rank,
+                len(shares),
+                local_rank=rank,
+                local_size=len(shares),
+                timeout=timeout,
+                shares=tuple(share.cpus for share in shares) if binds else (),
+                loader_cpus=share.loader_cpus if binds else (),
+                folder=folder,
+            ),
+            restricted(machine, share, len(shares)),
+            machine,
+        )
+        for rank, share in enumerate(shares)
+    ]

@@ -1,0 +1,110 @@
+"""What processes write to their standard streams, shown on the caller's, line by line with the rank in front."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from typing import Any
+
+from nano_loop.distributed.launch_local.frames import read_available
+
+_LAST_WORDS = 4000  # characters that are kept for a message
+_LONGEST_WORDS = 400  # of one line there: faulthandler ends with the names of all extension modules, 10,000 characters
+_LONGEST_LINE = 1 << 16  # bytes; a longer one is shown in pieces
+_STANDARD = 3  # descriptors below are the standard streams, which C libraries write to by number
+
+
+class Output:
+    """One stream of another process.
+
+    Parameters
+    ----------
+    descriptor : int
+        The pipe, non-blocking; its owner closes it.
+    stream : file or None
+        Where it is shown; None for nowhere.
+    prefix : str
+        What each line begins with.
+    """
+
+    def __init__(self, descriptor: int, stream: Any, prefix: str) -> None:
+        self.descriptor = descriptor
+        self.is_open = True
+        self.last_words = ""
+        self._stream = stream
+        self._prefix = prefix
+        self._line: list[bytes] = []  # pieces of the line that has not ended
+        self._length = 0
+
+    def relay(self) -> None:
+        """Show the lines that have come since."""
+        if not self.is_open:
+            return
+        data, ended = read_available(self.descriptor)
+        self.is_open = not ended
+        if data:
+            self._take(data)
+        if ended:
+            self.finish()
+
+    def say(self, text: str) -> None:
+        """Show text that has come in another way, line by line like the rest."""
+        self._show("".join(f"{self._prefix}{line}\n" for line in text.splitlines()))
+
+    def finish(self) -> None:
+        """Show what has no end of line."""
+        if self._line:
+            self._take(b"\n")
+
+    def _take(self, data: bytes) -> None:
+        self._line.append(data)
+        self._length += len(data)
+        if b"\n" not in data and self._length < _LONGEST_LINE:
+            return
+        *lines, rest = b"".join(self._line).split(b"\n")
+        if len(rest) >= _LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
+        self._line, self._length = ([rest] if rest else []), len(rest)
+        self._show("".join(f"{self._prefix}{line.decode(errors='replace')}\n" for line in lines))
+
+    def _keep(self, text: str) -> None:
+        """Keep the end of it, in which a long line does not take the place of the lines before it."""
+        lines = text[-_LONGEST_LINE:].splitlines(keepends=True)
+        self.last_words = (self.last_words + "".join(map(_shortened, lines)))[-_LAST_WORDS:]
+
+    def _show(self, text: str) -> None:
+        self._keep(text)
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except Exception:  # the caller's stream may be closed or be an object of the user's: training goes on
+            self._stream = None
+
+
+def _shortened(line: str) -> str:
+    """Leave the middle out of a long line."""
+    half = _LONGEST_WORDS // 2
+    return line if len(line) <= 2 * half else f"{line[:half]}[...]{line[-half:]}"
+
+
+def above_stdio(*descriptors: int) -> list[int]:
+    """Return copies that are clear of the standard streams, which a caller may have closed; close the originals."""
+    with contextlib.ExitStack() as closing, contextlib.ExitStack() as undoing:
+        for descriptor in descriptors:
+            closing.callback(os.close, descriptor)
+        copies = []
+        for descriptor in descriptors:
+            copies.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _STANDARD))
+            undoing.callback(os.close, copies[-1])
+        undoing.pop_all()
+    return copies
+
+
+def pipe() -> tuple[int, int]:
+    """Return a pipe, its first end non-blocking, clear of the standard streams."""
+    reading, writing = above_stdio(*os.pipe())
+    os.set_blocking(reading, False)
+    return reading, writing

@@ -1,0 +1,227 @@
+"""A worker process as rank 0 has it: the pipes from it, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+from nano_loop.distributed.comm.limits import limit_in_words
+from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.launch.failure import Failure, Kind, died
+from nano_loop.distributed.launch_local import stack_dump
+from nano_loop.distributed.launch_local.frames import DUMP, KILL, Frames, read_available
+from nano_loop.distributed.launch_local.output import Output, pipe
+from nano_loop.distributed.launch_local.server import HELLO, NO_SIGNAL, Server
+from nano_loop.distributed.launch_local.start import write_start
+from nano_loop.distributed.launch_local.worker_warnings import Awaiting
+from nano_loop.errors import NanoWorkerError, problem
+
+_EXCEPTION = 1.0  # seconds that a failure waits for the exception itself, which has to be pickled first
+_TAKES = "each worker process takes three pipes, a socket, and a file in the run's private folder"
+_SILENCE = 1.0  # seconds from a worker's last word to the news of its end
+_ENDING = 10.0  # seconds that a killed process may take to end
+_STOPPED = ("T", "t")  # states of a process, as in /proc
+
+
+class WorkerProcess:
+    """A `Worker` that is a process of this host, with the pipes from it.
+
+    Parameters
+    ----------
+    server : Server
+        Forks it.
+    slot : RankSlot
+        Its place.
+    verbose : bool
+        Whether what it prints is shown.
+    quiet : bool
+        Whether what it writes to standard error is shown to nobody, and kept for messages alone.
+    """
+
+    def __init__(self, server: Server, slot: RankSlot, verbose: bool = False, quiet: bool = False) -> None:
+        self.rank = slot.ranks.rank
+        self._folder = str(slot.ranks.folder)
+        self.ready = self.finished = False
+        self._server = server
+        self._failure: Failure | None = None
+        self._failed_at = 0.0
+        self._silent_since: float | None = None
+        self._frames = Frames()
+        self._replies: dict[str, Any] = {}  # what the server tells of it
+        self._reply_frames = Frames()
+        self._channel_is_open = True
+        self._reports: int | None = None
+        self._outputs: list[Output] = []
+        self._warnings = Awaiting()
+        self._closing = contextlib.ExitStack()
+        try:
+            start = write_start(slot, verbose)
+            self._channel = self._forked(start, sys.stdout if verbose else None, None if quiet else sys.stderr)
+        except BaseException:
+            self._closing.close()
+            raise
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """See `Worker.sources`."""
+        outputs = [output.descriptor for output in self._outputs if output.is_open]
+        reports = [] if self._reports is None else [self._reports]
+        return [*self._server_sources, *outputs, *reports]
+
+    def poll(self) -> Failure | None:
+        """See `Worker.poll`."""
+        self._read_replies()
+        ended = self._has_ended  # asked first: what is in the pipes then is all that there will be
+        self._read_what_is_there()
+        if self._failure is not None:
+            waiting = self._reports is not None and not ended
+            return None if waiting and time.monotonic() < self._failed_at + _EXCEPTION else self._failure
+        if self.finished:
+            return None
+        return self._death() if ended else self._silence()
+
+    def stack_dump(self) -> str:
+        """See `Worker.stack_dump`."""
+        self._replies.pop("state", None)
+        self._ask(DUMP)
+        deadline = time.monotonic() + HELLO
+        while "state" not in self._replies and not self._has_ended and time.monotonic() < deadline:
+            wait(self._server_sources, 0.02)
+            self._read_replies()
+        if self._replies.get("state") in _STOPPED:
+            return "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
+        return stack_dump.read(self._folder, self.rank, deadline)
+
+    def kill(self) -> None:
+        """See `Worker.kill`."""
+        if not self._server.ready:
+            self._server.end()  # it imports, and would fork the worker first
+        else:
+            self._ask(KILL)
+
+    def close(self) -> None:
+        """See `Worker.close`."""
+        self.kill()
+        began = time.monotonic()
+        while not self._has_ended:
+            waited = time.monotonic() - began
+            if waited > _ENDING or (waited > HELLO and not self._server.answers()):
+                self._server.end()
+                break
+            wait(self._server_sources, 0.1)
+            self._read_replies()
+        self._channel_is_open = False
+        self._channel.close()
+        self._read_what_is_there()
+        for output in self._outputs:
+            output.finish()
+        self._warnings.show(self._outputs[-1].say)
+        self._outputs = []
+        self._reports = None
+        self._closing.close()
+
+    @property
+    def _server_sources(self) -> Sequence[Any]:
+        """What is readable when the server has told something."""
+        return [*self._server.sources, *([self._channel] if self._channel_is_open else [])]
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether it has ended, or will never begin."""
+        return self._server.gone or "exited" in self._replies or "refused" in self._replies
+
+    def _read_replies(self) -> None:
+        """Take in what the server has told, without waiting."""
+        with self._server.reading:
+            self._server.read_replies()
+            if self._channel_is_open:
+                data, closed = read_available(self._channel)
+                self._channel_is_open = not closed
+                for header, _ in self._reply_frames.feed(data):
+                    self._replies.update(header)
+
+    def _ask(self, request: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send(request, NO_SIGNAL)
+
+    def _forked(self, start: str, *shown: Any) -> socket.socket:
+        """Have it forked with three pipes: its reports, its standard output and its standard error."""
+        with contextlib.ExitStack() as stack:  # of the other ends, which only the worker keeps
+            pipes = []
+            for _ in range(3):
+                pipes.append(pipe())
+                self._closing.callback(os.close, pipes[-1][0])
+                stack.callback(os.close, pipes[-1][1])
+            (self._reports, *outputs), writing = zip(*pipes, strict=True)
+            self._outputs = [Output(*output, f"[rank {self.rank}] ") for output in zip(outputs, shown, strict=True)]
+            return self._server.fork(start, writing)
+
+    def _silence(self) -> Failure | None:
+        """Return the failure of a worker that can report no more, and of which nobody says that it has ended."""
+        if self._reports is not None:
+            return None
+        self._silent_since = self._silent_since or time.monotonic()
+        if time.monotonic() < self._silent_since + _SILENCE:
+            return None
+        what = "has closed its connection to rank 0, or ended"
+        advice = "Close only descriptors that the loop has opened itself (see os.closerange, subprocess.Popen)"
+        return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
+
+    def _death(self) -> Failure:
+        refusal = self._server.refusal or self._replies.get("refused")
+        words = self._outputs[-1].last_words or self._server.last_words if self._outputs else ""
+        if refusal is not None:
+            advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
+            return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
+        return died(self.rank, self._replies.get("exited", self._server.exitcode), words)
+
+    def _read_what_is_there(self) -> None:
+        for output in self._outputs:
+            output.relay()
+        if self._reports is None:
+            return
+        data, ended = read_available(self._reports)
+        for header, content in self._frames.feed(data):
+            self._take(header, content)
+        if ended:
+            self._reports = None
+
+    def _take(self, header: dict[str, Any], content: bytes) -> None:
+        kind = header["kind"]
+        self.ready = self.ready or kind == "ready"
+        self.finished = self.finished or kind == "finished"
+        if kind == "failed":
+            self._failure = Failure.of_words(header["failure"])
+            self._failed_at = time.monotonic()
+        elif kind == "warning":
+            self._warnings.take(header)
+        elif kind == "exception":
+            assert self._failure is not None
+            self._failure.pickled = content
+            self._failed_at = 0.0  # complete
+
+
+def forked(
+    server: Server, slots: Sequence[RankSlot], verbose: bool = False, quiet: bool = False
+) -> list[WorkerProcess]:
+    """Return a new worker for each; if one cannot be started, end the others and raise a `NanoWorkerError`."""
+    workers: list[WorkerProcess] = []
+    with contextlib.ExitStack() as stack:
+        for slot in slots:
+            try:
+                workers.append(WorkerProcess(server, slot, verbose, quiet))
+            except OSError as error:
+                rank, folder = slot.ranks.rank, slot.ranks.folder
+                words = limit_in_words(error, folder) if folder is not None else None
+                reason = f"rank {rank} could not be started ({error})"
+                message = problem(reason, *(words or (_TAKES, "Check that folder")))
+                raise NanoWorkerError(message, rank=rank) from error
+            stack.callback(workers[-1].close)
+        stack.pop_all()
+    return workers

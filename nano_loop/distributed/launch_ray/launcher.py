@@ -1,0 +1,115 @@
+"""Starts a process for each rank but the first on the nodes of a Ray cluster; rank 0 is the caller's own process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from nano_loop.config.options import Options
+from nano_loop.cpu import Machine
+from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
+from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.signed import secret_of
+from nano_loop.distributed.files.private_files import folders_made_together
+from nano_loop.distributed.launch.assignment import State, write_payload
+from nano_loop.distributed.launch.ending import running_together
+from nano_loop.distributed.launch.group import refuse_existing_group
+from nano_loop.distributed.launch.interrupts import Interrupts
+from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.shared_folder import private_folder
+from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.workers import Workers
+from nano_loop.distributed.launch_external.environment import Launch
+from nano_loop.distributed.launch_external.launcher import Terms, join_run
+from nano_loop.distributed.launch_local.worker_warnings import noted
+from nano_loop.distributed.launch_ray.caller import changes_undone_by
+from nano_loop.distributed.launch_ray.worker import Call, threads_for
+from nano_loop.errors import problem
+
+_OLDEST = (2, 51)  # it places by the labels of nodes
+
+
+class RayLauncher(Launcher):
+    """``num_processes`` ranks on the nodes of a Ray cluster: this process, and actors that are started for the run."""
+
+    def expected_ranks(self) -> Ranks:
+        """See `Launcher.expected_ranks`."""
+        _refuse_missing_ray(self.options)
+        count = self.options.num_processes or 1
+        return Ranks(size=count, local_size=count)
+
+    @contextmanager
+    def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:
+        """See `Launcher.joined`."""
+        options = self.options
+        assert task is not None  # what has none is a run of one process
+        refuse_existing_group()
+        with Interrupts() as interrupts, ExitStack() as stack:
+            with changes_undone_by(stack):
+                from nano_loop.distributed.launch_ray import cluster, starting  # which import Ray
+            with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
+                folder = stack.enter_context(private_folder())
+                stack.enter_context(folders_made_together(folder))
+                with interrupts.heard():
+                    call = Call(task, _placed(options), State.of_this_process(machine.num_threads))
+                    copied = write_payload(call, folder, task.names, options.worker_init)
+            with interrupts.heard():
+                stack.enter_context(cluster.connected())
+            secret = secret_of(os.environ) or secrets.token_hex(32).encode()
+            actors, placement = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
+            workers = Workers(actors)
+            stack.callback(workers.end)
+            stack.enter_context(noted())
+            stack.enter_context(interrupts.noticed(workers.interrupt))
+            stack.callback(interrupts.hold)
+            address, threads = placement.nodes[0].address, threads_for(machine, placement.share(0))
+            terms = Terms(workers.check, address, secret, threads, watched=True)
+            waiting = timedelta(seconds=options.timeout)
+            store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
+            for actor in actors:
+                actor.run(address, store.port, placement.nodes[actor.rank].address, placement.share(actor.rank))
+            connected = _joined_first(store, options, machine, terms, interrupts)
+            with running_together(workers, connected, options.timeout, interrupts.heard, task.loop) as slot:
+                slot.copied = copied
+                yield slot
+
+
+@contextmanager
+def _joined_first(
+    store: TCPStore, options: Options, machine: Machine, terms: Terms, interrupts: Interrupts
+) -> Iterator[RankSlot]:
+    """Connect rank 0 with the others; Ctrl-C ends its waits for them, and comes between no two lines besides."""
+    joined = False
+
+    def check() -> None:
+        if not joined:
+            interrupts.hear()
+        terms.check()
+
+    launch = Launch("ray", 0, options.num_processes or 1)
+    with join_run(store, _placed(options), machine, launch, replace(terms, check=check)) as slot, interrupts.heard():
+        joined = True
+        yield slot
+
+
+def _placed(options: Options) -> Options:
+    """Return the options as a rank joins with: how many CPUs it has was decided when it was placed."""
+    return options.without_cpus() if isinstance(options.cpu_for_each_process, int) else options
+
+
+def _refuse_missing_ray(options: Options) -> None:
+    got, advice = options.as_written["distributed_backend"], 'pip install "nano-loop[ray]"'
+    if importlib.util.find_spec("ray") is None:
+        raise ImportError(problem(got, "Ray is not installed", f"Install it: {advice}"))
+    version = importlib.metadata.version("ray")
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ImportError(problem(f"{got} with Ray {version}", "it takes Ray 2.51 or later", f"Upgrade: {advice}"))

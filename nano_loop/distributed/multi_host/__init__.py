@@ -1,0 +1,1 @@
+"""Transports between several hosts."""

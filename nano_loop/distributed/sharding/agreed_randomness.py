@@ -1,0 +1,110 @@
+"""Lets samplers draw the same numbers on every rank, while each rank's own random states stay as they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from nano_loop.data.random_states import (
+    differing,
+    generator_state,
+    process_states,
+    set_generator_state,
+    set_process_states,
+)
+from nano_loop.distributed.comm.channel import ITERATION
+from nano_loop.distributed.comm.ranks import Ranks
+
+Value = TypeVar("Value")
+
+
+class AgreedState:
+    """The random states of `torch`, `random` and `numpy.random` that rank 0 has at one moment, to go on from.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        Who agrees.
+    generators : list
+        Generator objects that are to be in rank 0's state too: of torch, of numpy, or of `random`.
+    """
+
+    def __init__(self, ranks: Ranks, generators: list[Any]) -> None:
+        self._ranks = ranks
+        self._generators = generators
+        self._states: list[Any] = []
+
+    def agree(self) -> None:
+        """Take over rank 0's present states. Collective."""
+        mine = ([], []) if self._ranks.rank else (process_states(), [*map(generator_state, self._generators)])
+        self._states, of_generators = self._ranks.broadcast(mine, what=ITERATION)
+        if self._ranks.rank:
+            for generator, state in zip(self._generators, of_generators, strict=False):
+                set_generator_state(generator, state)
+
+    def call(self, function: Callable[..., Value], *args: Any) -> Value:
+        """Call `function` with the agreed states in force, which it advances.
+
+        The rank's own states are back afterwards. One that was the agreed one advances with it, so rank 0 goes on from
+        where a plain loop would be, as long as its loop draws nothing in between that the others do not know of.
+        """
+        own = process_states()
+        apart = differing(own, self._states)
+        set_process_states(self._states, apart)
+        try:
+            return function(*args)
+        finally:
+            self._states = process_states()
+            set_process_states(own, apart)
+
+
+class AgreedItems:
+    """What a sampler yields, the same on every rank.
+
+    Parameters
+    ----------
+    sampler : iterable
+        A sampler or a batch sampler.
+    ranks : Ranks
+        Who draws.
+    generators : list
+        Generator objects that are brought into line.
+    """
+
+    def __init__(self, sampler: Any, ranks: Ranks, generators: list[Any]) -> None:
+        self._state = AgreedState(ranks, generators)
+        self._order = _order(sampler)
+        self._begun = False
+        if self._order == "any":
+            self._state.agree()
+            self._items = self._state.call(iter, sampler)
+        else:
+            self._items = iter(sampler)
+
+    def take(self, count: int) -> list[Any]:
+        """Return the next `count` items, or fewer at the end; what they are drawn from is read no further."""
+        if not self._begun and self._order != "fixed":
+            self._state.agree()  # also after `iter`, since torch draws a seed for its workers in between
+        agreed = self._order == "any" or (self._order == "drawn at first" and not self._begun)
+        self._begun = True
+        return self._state.call(self._take, count) if agreed else self._take(count)
+
+    def _take(self, count: int) -> list[Any]:
+        # A sampler may fill the list that it has yielded anew.
+        return [item.copy() if type(item) is list else item for item in itertools.islice(self._items, count)]
+
+
+# They draw from the process's generator at their first item alone.
+_DRAWN_AT_FIRST = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_FIXED = (SequentialSampler, list, tuple, range)
+
+
+def _order(sampler: Any) -> str:
+    """Say when a sampler may draw from the process's generators; a subclass may do so at any item."""
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    if type(inner) in _FIXED:
+        return "fixed"
+    return "drawn at first" if type(inner) in _DRAWN_AT_FIRST else "any"

@@ -1,0 +1,230 @@
+"""Shards the batches of a loader: rank r gets batches r, r+N, … of the loader's own order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
+
+from nano_loop.data.bound_worker import BoundWorker
+from nano_loop.data.random_states import generators_of, part_ways
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.sharding.agreed_randomness import AgreedItems, AgreedState
+from nano_loop.distributed.sharding.length_advice import LengthAdvice
+from nano_loop.patching.objects.loaders import LoaderChange, Start
+from nano_loop.patching.thread_depth import ThreadDepth
+
+Loader = DataLoader[Any]
+
+
+class _LastServed:
+    """How the most recent batch came to the loop."""
+
+    whole_by_mode = False
+
+
+def served_whole_by_mode() -> bool:
+    """Whether the most recent batch is of a loader that is served whole only because every model is in eval mode.
+
+    Gradients were on when its iteration began. Training on such batches, each rank on all of them, is what
+    ``setup_dataloaders(loader, shard=True)`` is for.
+    """
+    return _LastServed.whole_by_mode
+
+
+#: Entered while a loader fetches a batch: loaders that a dataset iterates meanwhile are not the loop's.
+serving = ThreadDepth()
+
+
+def forget_last_served() -> None:
+    """Let no batch have been served, as before a run."""
+    _LastServed.whole_by_mode = False
+
+
+class BatchSharding(LoaderChange):
+    """Shards one loader's batches, or serves all of them on every rank; chosen anew whenever an iteration starts.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks among which the batches are divided.
+    models : list of torch.nn.Module
+        The models of the run, of which more may come; a loader is served whole while all are in eval mode.
+    shard : bool or None
+        True to shard always, False never; None leaves it to the models' mode, and to whether gradients are on.
+    """
+
+    def __init__(self, ranks: Ranks, models: list[nn.Module], shard: bool | None = None) -> None:
+        self.ranks = ranks
+        self.models = models
+        self.shard = shard
+        self.apart = False  # whether the loop has divided the data itself
+        self.last_was_whole: bool | None = None  # how the most recent batch was served
+        self._lengths = LengthAdvice(ranks)
+
+    def choose(self, shard: bool) -> None:
+        """Shard always, or never, from the next iteration on."""
+        self.shard = shard
+        self.last_was_whole = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether an iteration that starts now is served whole."""
+        if self.shard is not None:
+            return not self.shard
+        return self.apart or not torch.is_grad_enabled() or self._evaluating
+
+    @property
+    def whole_by_mode(self) -> bool:
+        """Whether it is served whole for no other reason than the models' mode."""
+        return self.shard is None and torch.is_grad_enabled() and self._evaluating
+
+    def attributes(self, loader: Loader) -> dict[str, Any]:
+        """See `LoaderChange.attributes`."""
+        found: dict[str, Any] = {}
+        if self.ranks.loader_cpus and loader.num_workers:
+            found["worker_init_fn"] = BoundWorker(self.ranks.loader_cpus, loader.worker_init_fn)
+        if sharded_by_user(loader, self.ranks.size):
+            return found
+        if isinstance(loader.dataset, IterableDataset):
+            return {**found, "in_order": True}  # every rank has to read the same order
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler = getattr(loader, name)
+        return {**found, name: _ShardedSampler(self, sampler, generators_of(sampler, loader))}
+
+    def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
+        """See `LoaderChange.iterate`."""
+        if sharded_by_user(loader, self.ranks.size):
+            return _Served(start(), self, whole=False, by_mode=False)
+        whole, by_mode = self.whole, self.whole_by_mode
+        self._lengths.begin(whole)
+        reads = isinstance(loader.dataset, IterableDataset) and not whole
+        iterator = self._read(loader, start) if reads else start()
+        return _Served(iterator, self, whole, by_mode)
+
+    def length(self, loader: Loader, length: int) -> int:
+        """Return the batches of the last iteration, or before the first one, of one that starts now.
+
+        What a loop has summed up is often divided by the length when the models are in the other mode again.
+        """
+        if self._counted_whole(loader):
+            return length
+        share = self.share_of(length)
+        self._lengths.of_loader(share, length, evaluating=self.whole)
+        return share
+
+    def share_of(self, length: int) -> int:
+        """Return how many of so many batches this rank takes."""
+        return -(-length // self.ranks.size)
+
+    def divide(self, take: Callable[[int], list[Any]]) -> Iterator[Any]:
+        """Yield this rank's items of those that `take` returns; see `sharded`."""
+        return sharded(take, self.ranks.rank, self.ranks.size)
+
+    def served(self, whole: bool, by_mode: bool) -> None:
+        """Take note that a batch has come to the loop, and how."""
+        self.last_was_whole = whole
+        _LastServed.whole_by_mode = by_mode
+        self.ranks.context.sharding.chosen = self.shard is False
+        if not (whole or self.apart):
+            self.ranks.context.sharding.delivered = True
+            self._lengths.training = True
+
+    def _counted_whole(self, loader: Loader) -> bool:
+        """Whether what the loop has summed up, or is to sum up next, is of all batches."""
+        whole = self.whole if self.last_was_whole is None else self.last_was_whole
+        return self.apart or whole or sharded_by_user(loader, self.ranks.size)
+
+    @property
+    def _evaluating(self) -> bool:
+        return bool(self.models) and not any(model.training for model in self.models)
+
+    def _read(self, loader: Loader, start: Start) -> Iterator[Any]:
+        """Let every rank read the batches of an `IterableDataset` from the same random state, and keep its own."""
+        part_ways(self.ranks)
+        state = AgreedState(self.ranks, generators_of(loader, loader.dataset))
+        state.agree()
+        batches = state.call(start)
+
+        def take(count: int) -> list[Any]:
+            several = itertools.islice(batches, count)
+            return list(several) if loader.num_workers else state.call(list, several)
+
+        return self.divide(take)
+
+
+class _ShardedSampler(Sampler[Any]):
+    """Replaces a loader's sampler or batch sampler."""
+
+    def __init__(self, sharding: BatchSharding, sampler: Any, generators: list[Any]) -> None:
+        self._sharding = sharding
+        self._sampler = sampler
+        self._generators = generators  # and not the loader, which would live as long as its copy
+        self._whole = False
+
+    def __iter__(self) -> Iterator[Any]:
+        ranks = self._sharding.ranks
+        self._whole = self._sharding.whole
+        if self._whole:
+            return iter(self._sampler)  # with no other rank: one alone may evaluate
+        part_ways(ranks)
+        return self._sharding.divide(AgreedItems(self._sampler, ranks, self._generators).take)
+
+    def __len__(self) -> int:  # of torch's own iterator
+        return len(self._sampler) if self._whole else self._sharding.share_of(len(self._sampler))
+
+
+class _Served(Iterator[Any]):
+    """Iterates over a loader's iterator, and notes how its batches are served."""
+
+    def __init__(self, iterator: Iterator[Any], sharding: BatchSharding, whole: bool, by_mode: bool) -> None:
+        self._iterator = iterator
+        self._sharding = sharding
+        self._whole = whole
+        self._by_mode = by_mode
+
+    def __next__(self) -> Any:
+        with serving:
+            batch = next(self._iterator)
+        self._sharding.served(self._whole, self._by_mode)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._iterator)  # type: ignore[arg-type]
+
+
+def sharded_by_user(loader: Loader, size: int) -> bool:
+    """Whether a loader shards its batches among `size` ranks by itself, as with a `DistributedSampler`."""
+    if isinstance(loader.dataset, IterDataPipe):
+        return True  # torch shards data pipes by itself
+    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    return any(getattr(sampler, "num_replicas", None) == size and hasattr(sampler, "rank") for sampler in samplers)
+
+
+def sharded(take: Callable[[int], list[Any]], rank: int, size: int) -> Iterator[Any]:
+    """Yield every `size`-th item, from the `rank`-th on, and as many of them on every rank.
+
+    The last group is filled up from the first items. A group is taken whole before its item is yielded, so what the
+    loop changes in a sampler in between counts for the same items on every rank.
+
+    Parameters
+    ----------
+    take : callable
+        Is given a number, and returns so many of the next items, or fewer at the end.
+    rank, size : int
+        This rank, and how many there are.
+    """
+    first: list[Any] | None = None
+    while group := take(size):
+        if first is None:
+            first = group[:rank]  # the most that this rank can lack
+        item = group[rank] if rank < len(group) else first[(rank - len(group)) % len(first)]
+        last = len(group) < size
+        del group  # the items may be batches, of which no more are kept than needed
+        yield item
+        if last:
+            return

@@ -1,0 +1,97 @@
+"""Reductions of tensors of several ranks, one rank after the other, so that each rank computes the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from nano_loop.distributed.comm.means import divide
+from nano_loop.errors import NanoError, problem
+
+#: Is given what the ranks before have made, and the next rank's; changes the former.
+Combine = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def _minimum(total: torch.Tensor, other: torch.Tensor) -> object:
+    return torch.minimum(total, other, out=total)
+
+
+def _maximum(total: torch.Tensor, other: torch.Tensor) -> object:
+    return torch.maximum(total, other, out=total)
+
+
+def _add(total: torch.Tensor, other: torch.Tensor) -> object:
+    return total.add_(other)
+
+
+_COMBINE: tuple[tuple[Any, str, Combine], ...] = (
+    (ReduceOp.SUM, "SUM", _add),
+    (ReduceOp.AVG, "AVG", _add),
+    (ReduceOp.PRODUCT, "PRODUCT", torch.Tensor.mul_),
+    (ReduceOp.MIN, "MIN", _minimum),
+    (ReduceOp.MAX, "MAX", _maximum),
+    (ReduceOp.BAND, "BAND", torch.Tensor.bitwise_and_),
+    (ReduceOp.BOR, "BOR", torch.Tensor.bitwise_or_),
+    (ReduceOp.BXOR, "BXOR", torch.Tensor.bitwise_xor_),
+)
+
+
+class Reduction:
+    """One of torch's reductions, for tensors of one dtype.
+
+    Parameters
+    ----------
+    operation : torch.distributed.ReduceOp
+        Which.
+    dtype : torch.dtype
+        Of the tensors.
+
+    Raises
+    ------
+    NanoError
+        If there is no such reduction for this dtype.
+    """
+
+    def __init__(self, operation: Any, dtype: torch.dtype) -> None:
+        self.name, self.combine = _named(operation)
+        if not _computes(self.name, dtype):
+            got = f"ReduceOp.{self.name} of {dtype}"
+            hint = "Convert the tensor to another dtype, such as float32 or int64, and reduce that"
+            raise NanoError(problem(got, "torch cannot compute it on the CPU", hint))
+
+    def finish(self, total: torch.Tensor, count: int) -> None:
+        """Do what is left to do when the tensors of all `count` ranks have been combined."""
+        if self.name == "AVG":
+            _divide(total, count)
+
+
+def _divide(total: torch.Tensor, count: int) -> None:
+    if total.is_floating_point() or total.is_complex():
+        divide(total, count)
+    else:
+        total.div_(count, rounding_mode="trunc")
+
+
+def _named(operation: Any) -> tuple[str, Combine]:
+    for known, name, combine in _COMBINE:
+        if operation == known:
+            return name, combine
+    names = ", ".join(name for _, name, _ in _COMBINE)
+    raise NanoError(problem(f"{operation}", f"processes of one host can compute {names}", "Use one of these"))
+
+
+@lru_cache(maxsize=256)
+def _computes(name: str, dtype: torch.dtype) -> bool:
+    combine = next(combine for _, known, combine in _COMBINE if known == name)
+    try:
+        total = torch.ones(2, dtype=torch.uint8, device="cpu").to(dtype)
+        combine(total, total.clone())
+        if name == "AVG":
+            _divide(total, 2)
+    except (RuntimeError, TypeError):  # torch has both for dtypes that a function does not know
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The cache of decoded images, and loaders that fetch through it."""

@@ -1,0 +1,163 @@
+"""The place of the cache, its size, and its lifetime.
+
+A cache in memory belongs to the process that has made it, and lives as long as one of the datasets that it was made
+for: a function that is called once an epoch finds it again. A folder that the user has named stays.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nano_loop.cpu.cgroup import read_memory_limit
+from nano_loop.cpu.tree import Tree
+from nano_loop.distributed.comm.limits import SHARED_MEMORY
+from nano_loop.distributed.comm.ranks import ALONE, Ranks
+from nano_loop.distributed.launch.abandoned import delete_abandoned, held
+from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
+from nano_loop.errors import NanoError
+from nano_loop.images.store import Store
+
+_PREFIX = "nano_loop-images-"
+#: The part of the memory that a cache may take by default.
+_SHARE = 4
+#: Of a folder in memory, the part that is left to others.
+_ROOM_LEFT = 0.9
+
+
+class _Memory:
+    """The cache in memory of this process, with the datasets that keep it."""
+
+    def __init__(self, limit: int) -> None:
+        self.process = os.getpid()
+        self.users: set[int] = set()
+        self._stack = ExitStack()
+        parent = _parent(limit)
+        delete_abandoned(parent, _PREFIX)
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.chmod(0o700)
+        self._stack.enter_context(held(folder))
+        self.store = Store(folder, 0, sums=False)
+        self.allow(limit)
+
+    def allow(self, limit: int) -> None:
+        """Set the bytes that the entries may take, within the room that there is."""
+        room = self.store.usage().size + int(_ROOM_LEFT * shutil.disk_usage(self.store.folder).free)
+        self.store.allow(min(limit, room))
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+_memory: _Memory | None = None
+_lock = threading.RLock()  # a finalizer may run in the thread that holds it
+
+
+def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = ALONE) -> Store:
+    """Return the cache for datasets. Collective.
+
+    Parameters
+    ----------
+    datasets : sequence of Dataset
+        Any of these keeps a cache in memory alive.
+    choice : int, str or None
+        Bytes of memory, the path of a folder, or None for a quarter of the memory.
+    ranks : Ranks
+        The ranks that share the cache.
+
+    Raises
+    ------
+    OSError
+        If there is no folder for it.
+    """
+    if isinstance(choice, str):
+        return _in_folder(Path(choice))
+    if ranks.size == 1:
+        return _in_memory(datasets, choice)
+    own = None
+    if ranks.local_rank == 0:
+        with suppress(OSError):  # the others wait for an answer
+            own = _in_memory(datasets, choice)
+    for path in ranks.gather(str(own.folder) if own else "", what="image_cache"):
+        if path and _is_ours(Path(path)):
+            return own if own and str(own.folder) == path else Store(Path(path), choice or default_limit(), sums=False)
+    return own or _in_memory(datasets, choice)
+
+
+def default_limit() -> int:
+    """Return the bytes that a cache in memory takes by default, by what is free and what the cgroups allow."""
+    available = psutil.virtual_memory().available
+    allowed = read_memory_limit(Tree("/"))
+    return min(available, allowed or available) // _SHARE
+
+
+def _in_folder(folder: Path) -> Store:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = Store(folder, None, sums=True)
+    store.tidy()
+    return store
+
+
+def _in_memory(datasets: Sequence[Any], limit: int | None) -> Store:
+    global _memory
+    with _lock:
+        if _memory is not None and _memory.process != os.getpid():
+            _memory = None  # this process was forked; the folder is its parent's
+        if _memory is None:
+            _memory = _Memory(limit or default_limit())
+        elif limit is not None:
+            _memory.allow(limit)
+        for dataset in datasets:
+            if id(dataset) not in _memory.users:
+                _memory.users.add(id(dataset))
+                _when_gone(dataset, _forgetting(id(dataset), os.getpid()))
+        return _memory.store
+
+
+def _when_gone(dataset: Any, forget: Callable[[], None]) -> None:
+    """Call a function when an object is deleted, and at the latest when Python ends."""
+    try:
+        weakref.finalize(dataset, forget)
+    except TypeError:  # it cannot be referenced weakly
+        weakref.finalize(_Memory, forget)
+
+
+def _forgetting(user: int, process: int) -> Callable[[], None]:
+    def forget() -> None:
+        global _memory
+        with _lock:
+            if _memory is None or _memory.process != process or os.getpid() != process:
+                return
+            _memory.users.discard(user)
+            if not _memory.users:
+                _memory.close()
+                _memory = None
+
+    return forget
+
+
+def _parent(limit: int) -> Path:
+    """Return the file system in memory, or the folder for temporary files where that is too small."""
+    temporary = Path(tempfile.gettempdir())
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return temporary
+    shared, other = (shutil.disk_usage(folder).free for folder in (SHARED_MEMORY, temporary))
+    return SHARED_MEMORY if _ROOM_LEFT * shared >= limit or other <= shared else temporary
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        refuse_foreign_folder(folder)
+    except NanoError:
+        return False
+    return folder.name.startswith(_PREFIX)

@@ -1,0 +1,1 @@
+"""Foreign libraries, one folder each."""

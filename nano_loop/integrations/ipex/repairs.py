@@ -1,0 +1,39 @@
+"""Restores torch's kernels where those of IPEX 2.8 silently return wrong results."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from nano_loop.patching.operators.operators import overridden, plainly
+
+_repairs = ExitStack()  # never closed, since IPEX's kernels stay until the process ends
+_in_force = False
+
+
+def repair() -> None:
+    """Replace four of IPEX's kernels in the whole process, until it ends. Call it after the import of IPEX.
+
+    - The kernels of ``layer_norm`` and ``group_norm`` have no derivative that is registered with torch. In eager mode
+      they differentiate themselves. Where torch decomposes operators, gradients are silently None (under AOTAutograd)
+      or 0 (under `torch.func` and in forward mode).
+    - Under autocast, ``group_norm`` of IPEX returns bf16 for an fp32 input, and torch's returns fp32.
+    - ``mean`` of IPEX returns the sum for ``dim=None``.
+    """
+    global _in_force
+    if _in_force:
+        return
+    for name in ("layer_norm", "group_norm"):
+        torch_s_own = getattr(torch.ops.aten, name).default.decompose
+        _repairs.enter_context(overridden(name, plainly(torch_s_own), "AutogradCPU"))
+    _repairs.enter_context(overridden("group_norm", lambda _: torch.library.fallthrough_kernel, "AutocastCPU"))
+    _repairs.enter_context(overridden("mean.dim", plainly(_mean), "CPU"))
+    _in_force = True
+
+
+def _mean(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute the mean by torch's kernel for ``out=``, which IPEX does not replace."""
+    out = x.new_empty(0, dtype=dtype or x.dtype)
+    return torch.mean(x, dim, keepdim, dtype=dtype, out=out)

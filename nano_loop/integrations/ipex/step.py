@@ -1,0 +1,184 @@
+"""Intel Extension for PyTorch (IPEX): its kernels, with the checks that it does not make itself.
+
+This is the only module that imports IPEX. IPEX was archived in March 2026; 2.8.0 is its last version.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sized
+from importlib import import_module, metadata
+
+import torch
+from typing_extensions import override
+
+from nano_loop.config.options import Options
+from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.integrations.ipex.quiet_import import leaving_no_trace
+from nano_loop.integrations.ipex.repairs import repair
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import StepResult
+from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.stopwatch import Stopwatch
+
+#: Median time per step in milliseconds, by kind of run and by whether IPEX's kernels ran, for the runs of this process.
+_measured: dict[str, dict[str, float]] = {}
+_MODULE = "intel_extension_for_pytorch"
+_DISTRIBUTION = "intel-extension-for-pytorch"
+# Attributes of torch that the import of IPEX replaces, for its own use or as workarounds for older versions of torch.
+_REPLACED = (
+    (torch.Tensor, "numpy"),
+    (torch.Tensor, "__format__"),
+    (torch, "embedding_bag"),
+    (torch.cpu.amp, "GradScaler"),
+    (torch.jit, "trace"),
+    (torch.fx.Tracer, "is_leaf_module"),
+)
+
+
+class Ipex(Step):
+    """Imports IPEX, whose kernels then replace torch's in the whole process.
+
+    `ipex.optimize` is not called. It packs weights into bf16 blocks, so inside the loop ``parameters()`` would differ
+    from the parameters that the optimizer and the user hold. Weight averaging, weight surgery, clipping and freezing
+    would fail, in most cases silently. Without packing, weights, gradients and optimizers stay the user's fp32 objects,
+    and there is nothing to undo. The kernels stay registered until the process ends. docs/choices.md has the times:
+    packing was slower than these kernels on every workload of the benchmarks.
+    """
+
+    name = "ipex"
+    needs = None
+    once = True  # the kernels are registered for the whole process
+    required = False  # skip_reason raises its own errors, which name the option and what to do
+
+    @override
+    def begin(self) -> None:
+        self._watch: Stopwatch | None = None
+
+    @property
+    @override
+    def enabled(self) -> bool:
+        return self.options.use_ipex
+
+    @override
+    def observe(self, parts: Parts) -> None:
+        """Time the steps of the run, with or without IPEX, if a fitting IPEX is installed."""
+        if self._watch is None and parts.optimizers and parts.loaders and _fits_torch(_installed_version()):
+            self._watch = Stopwatch(parts.optimizers[0])
+            self.undoing.callback(self._watch.close)
+            self._kind = _kind_of_run(self.options, parts)
+
+    @override
+    def final_result(self) -> StepResult | None:
+        """Return which is faster, with or without IPEX, once this process has run both."""
+        if not self.enabled and _MODULE in sys.modules:
+            detail = "not asked for, but already imported in this process: its kernels run until the process ends"
+            return StepResult(self.name, "applied", detail)
+        median_ms = None if self._watch is None else self._watch.median_ms()
+        if median_ms is None:
+            return None
+        times = _measured.setdefault(self._kind, {})
+        times["IPEX" if self.enabled else "nano_loop without IPEX"] = median_ms
+        if not self.enabled or len(times) < 2:
+            return None
+        (fast, fast_ms), (slow, slow_ms) = sorted(times.items(), key=lambda time: time[1])
+        detail = f"{fast} is faster: {fast_ms:.3g} ms a step, {slow} {slow_ms:.3g} ({slow_ms / fast_ms:.2f}×)"
+        return StepResult("ipex_speed", "measured", detail)
+
+    @override
+    def skip_reason(self, parts: Parts) -> SkipReason | None:
+        """Return None: a request for IPEX is either honoured or an error.
+
+        Raises
+        ------
+        ImportError
+            If IPEX is not installed.
+        NanoConfigError
+            If IPEX does not support this version of torch or this CPU.
+        """
+        self._check_instructions()
+        version = _installed_version()
+        if version is None:
+            expected = f"IPEX is not installed, and works with torch 2.8 only (this is torch {_torch_version()})"
+            raise ImportError(problem(self._given, expected, self._install()))
+        self._check_version(version)
+        if any(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
+            expected = "IPEX's passes over TorchScript make the backward of scripted models fail under autocast"
+            raise NanoConfigError(problem(self._given, expected, "Leave it out, or pass the model unscripted"))
+        return None
+
+    @override
+    def apply(self, parts: Parts) -> str:
+        self._import_quietly()
+        repair()
+        return f"kernels of IPEX {_installed_version()}, until the process ends; weights stay plain fp32, not packed"
+
+    @property
+    def _given(self) -> str:
+        """The argument or the environment variable that requested IPEX."""
+        return self.options.as_written["use_ipex"]
+
+    def _install(self) -> str:
+        here = _torch_version()
+        replaced = "" if _minor(here) == "2.8" else f", which replaces torch {here} by 2.8.0"
+        return f'Leave it out, or run pip install "nano-loop[ipex]"{replaced}'
+
+    def _check_version(self, version: str) -> None:
+        """Raise if IPEX was built for another torch: its import would print a message and end the process."""
+        if _fits_torch(version):
+            return
+        torch_version = _torch_version()
+        expected = f"IPEX {_minor(version)} works with torch {_minor(version)} only, and this is torch {torch_version}"
+        raise NanoConfigError(problem(self._given, expected, self._install()))
+
+    def _check_instructions(self) -> None:
+        if self.machine.architecture in ("x86_64", "AMD64") and "avx2" in self.machine.instruction_sets:
+            return
+        expected = f"IPEX needs an x86-64 CPU with AVX2, and this is {self.machine.name} ({self.machine.architecture})"
+        raise NanoConfigError(problem(self._given, expected, "Leave it out"))
+
+    def _import_quietly(self) -> None:
+        if _MODULE in sys.modules:  # the user imported it, so its effects are already there
+            return
+        try:
+            with leaving_no_trace(*_REPLACED):
+                import_module(_MODULE)
+        except (Exception, SystemExit) as error:  # the import loads libraries, and may end the process
+            got = f"{self._given}: importing IPEX raised {type(error).__name__}"
+            raise NanoError(problem(got, str(error), "Leave it out, or reinstall IPEX")) from error
+
+
+def _installed_version() -> str | None:
+    try:
+        return metadata.version(_DISTRIBUTION)
+    except (metadata.PackageNotFoundError, TypeError):  # which it raises where sys.path holds bytes
+        return None
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:  # built in place
+        return str(torch.__version__)
+
+
+def _fits_torch(version: str | None) -> bool:
+    return version is not None and _minor(version) == _minor(_torch_version())
+
+
+def _minor(version: str) -> str:
+    """Return the first two numbers of a version. IPEX compares no more than these."""
+    return ".".join(re.findall(r"\d+", version)[:2])
+
+
+def _kind_of_run(config: Options, parts: Parts) -> str:
+    """Return a key that is equal for two runs that differ only in IPEX."""
+    options = {
+        name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose", "step_time")
+    }
+    shapes = [tuple(parameter.shape) for model in parts.models for parameter in model.parameters()]
+    batches = [
+        (loader.batch_size, len(loader.dataset)) for loader in parts.loaders if isinstance(loader.dataset, Sized)
+    ]
+    return repr((options, shapes, [type(optimizer).__name__ for optimizer in parts.optimizers], batches))

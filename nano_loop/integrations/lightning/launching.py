@@ -1,0 +1,101 @@
+"""The launch of Lightning's Trainer in a `Run`: ``fit`` in all processes, other entry points in the caller's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from nano_loop.distributed.comm.ranks import Loop
+from nano_loop.distributed.launch.alone import Alone
+from nano_loop.distributed.launch_external.environment import found_launch
+from nano_loop.patching.torch_private import put_back_signal_handlers
+from nano_loop.runtime.objects.report import LastPrinted
+from nano_loop.runtime.run import Run, RunTask
+from nano_loop.runtime.settings import Settings
+from nano_loop.steps import STEPS, ParameterDtype, Precision, Rounding, Verify
+
+#: `TrainerFn.FITTING` of Lightning, a string.
+FITTING = "fit"
+#: Lightning's precision plugin enters autocast and converts parameters itself.
+_STEPS = tuple(step for step in STEPS if step not in (ParameterDtype, Precision, Rounding, Verify))
+_STATE = ("callbacks", "loggers", "datamodule")
+
+
+class LaunchedStrategy(Protocol):
+    """The strategy of a Trainer, as far as its launcher needs it."""
+
+    nano_printed: LastPrinted
+
+    def settings(self, *, alone: bool = False) -> Settings:
+        """Return the settings of a run, in this process alone or in all."""
+
+    def in_run(self, run: Run) -> AbstractContextManager[None]:
+        """Return a context in which the Trainer trains in a run."""
+
+
+class RunLauncher:
+    """What Lightning calls a launcher; it needs no base class.
+
+    Parameters
+    ----------
+    strategy : LaunchedStrategy
+        The strategy of the Trainer.
+    """
+
+    #: Lightning asks in a notebook.
+    is_interactive_compatible = True
+
+    def __init__(self, strategy: LaunchedStrategy) -> None:
+        self._strategy = strategy
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Run an entry point of the Trainer, and return what it returns in this process.
+
+        ``fit`` runs in all processes. The others run in this one, with all cores, unless torchrun or its like has
+        started the processes: then they run in all.
+        """
+        fits = trainer is None or trainer.state.fn == FITTING
+        alone = not fits and found_launch(os.environ) is None
+        settings = self._strategy.settings(alone=alone)
+        names = {} if trainer is None else _names(trainer, args, kwargs)
+        task = _EntryPoint(settings, names, self._strategy, (function, args, kwargs))
+        launcher = Alone(settings.options) if alone else None
+        run = Run(settings, task, launcher=launcher, printed=self._strategy.nano_printed)
+        return run.complete()
+
+    def kill(self, signum: int) -> None:
+        """See Lightning, which calls it at Ctrl-C: the run has ended its processes by then."""
+
+
+class _EntryPoint(RunTask):
+    """``function(*args, **kwargs)``, where the function is a method of a Trainer with `strategy`."""
+
+    steps = _STEPS
+
+    def __init__(self, settings: Any, names: dict[str, Any], strategy: LaunchedStrategy, call: Any) -> None:
+        super().__init__(settings, names, Loop("fit", "self"))
+        self._strategy, self._call = strategy, call
+
+    def do(self, run: Run) -> Any:
+        """See `RunTask.do`."""
+        function, args, kwargs = self._call
+        with self._strategy.in_run(run):
+            try:
+                return function(*args, **kwargs)
+            except BaseException:
+                # Lightning does it when the run has ended, and would set the run's own handler of Ctrl-C for good.
+                put_back_signal_handlers(getattr(function, "__self__", None))
+                raise
+
+
+def _names(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the user's objects that are sent to workers, by their names."""
+    named: dict[str, Any] = {"model": trainer.lightning_module}
+    for name in _STATE:
+        value = getattr(trainer, name, None)
+        items = value if isinstance(value, (list, tuple)) else [value]
+        named |= {f"{name} ({type(one).__name__})": one for one in items if one is not None}
+    named |= {f"argument {place} of fit": value for place, value in enumerate(args[1:], 2) if value is not None}
+    return {**named, **{name: value for name, value in kwargs.items() if value is not None}}

@@ -1,0 +1,222 @@
+"""The strategy by which Lightning's Trainer trains in a `Run`, without Lightning's base class.
+
+The module is never wrapped: Lightning calls its ``training_step``, and the layers of the run are around that call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from nano_loop.config.options import Options
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.tensor_collectives import gathered, reduced
+from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.integrations.fabric.strategy import RanksEnvironment
+from nano_loop.integrations.lightning.launching import FITTING, RunLauncher
+from nano_loop.runtime.objects.checks import check_kinds
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import LastPrinted, SetupReport
+from nano_loop.runtime.run import Run
+from nano_loop.runtime.settings import Settings
+
+#: Options that Lightning's Trainer has itself, with what to write instead.
+LIGHTNINGS = {"num_processes": "devices=", "precision": "precision="}
+_REDUCED = "bf16-mixed"
+
+
+def _read(options: dict[str, Any]) -> Settings:
+    settings = Settings.read(options)
+    if settings.options.verify:
+        got = settings.options.as_written["verify"]
+        expected = "training_step needs its Trainer, of which there is no copy"
+        raise NanoConfigError(problem(got, expected, "Call nano_loop.verify(module, loss_fn, batch)"))
+    return settings
+
+
+class NanoStrategyMixin:
+    """The strategy ``"nano"``: ``Trainer(accelerator="cpu", devices=4, strategy="nano", precision="bf16-mixed")``.
+
+    Lightning's base class is `ParallelStrategy`.
+
+    Parameters
+    ----------
+    checkpoint_io : CheckpointIO, optional
+        See Lightning.
+    **options
+        Those of `nano_loop.nano`, but for the number of processes and the precision, which are the Trainer's.
+
+    Attributes
+    ----------
+    report : SetupReport or None
+        The steps that the last run applied and skipped. None before the first.
+
+    Raises
+    ------
+    NanoConfigError
+        If options are invalid.
+    """
+
+    def __init__(self, *, checkpoint_io: Any = None, **options: Any) -> None:
+        for name, instead in LIGHTNINGS.items():
+            if name in options:
+                got = f"NanoStrategy({name}={options[name]!r})"
+                raise NanoConfigError(problem(got, "Lightning's Trainer has it", f"Pass {instead} to the Trainer"))
+        super().__init__(checkpoint_io=checkpoint_io, cluster_environment=RanksEnvironment(Ranks()))  # type: ignore[call-arg]
+        self._nano_options = options
+        self._nano_run: Run | None = None
+        self.nano_printed = LastPrinted()
+        self._nano_ranks = Ranks()
+        self.report: SetupReport | None = None
+        _read(options)  # raises for an invalid option here
+
+    # --- what Lightning asks before a run ---
+
+    @property
+    def root_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def launcher(self) -> RunLauncher:
+        """What Lightning has each of its entry points run by."""
+        return RunLauncher(self)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several ranks, for which Lightning divides the batches of map-style datasets."""
+        return self.nano_ranks.size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What Lightning gives the samplers that it makes."""
+        return {"num_replicas": self.nano_ranks.size, "rank": self.nano_ranks.rank}
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes the Trainer trains in on this host."""
+        return len(self.parallel_devices or [0])  # type: ignore[attr-defined]
+
+    @property
+    def nano_ranks(self) -> Ranks:
+        """The ranks of the run that is under way, or of the one to come."""
+        ranks: Ranks = self.cluster_environment.ranks  # type: ignore[attr-defined]
+        return ranks
+
+    def settings(self, *, alone: bool = False) -> Settings:
+        """Return what a run is started with; `alone` in this process alone."""
+        reduced = self.precision_plugin.precision == _REDUCED  # type: ignore[attr-defined]
+        options = {**self._nano_options, "precision": "bf16" if reduced else 32}
+        if alone:
+            options.pop("cpu_for_each_process", None)  # lists for several processes
+        elif self.num_processes > 1:
+            options["num_processes"] = self.num_processes
+        return _read(options)
+
+    def _configure_launcher(self) -> None:
+        """Check the options, as the last of what the Trainer sets up."""
+        devices = [device.type for device in self.parallel_devices or []]  # type: ignore[attr-defined]
+        if set(devices) - {"cpu"}:
+            got = f"strategy='nano' with devices of type {', '.join(sorted(set(devices)))}"
+            raise NanoConfigError(problem(got, "it trains on CPUs", 'Pass accelerator="cpu" to the Trainer'))
+        settings = self.settings()
+        self._refuse_another(settings.options)
+        self._nano_ranks = self.cluster_environment.ranks = settings.expected_ranks()  # type: ignore[attr-defined]
+
+    def _refuse_another(self, options: Options) -> None:
+        """Raise if the environment has another precision or number of processes than the Trainer."""
+        precision = self.precision_plugin.precision  # type: ignore[attr-defined]
+        for name, differs, own in (
+            ("precision", options.precision != precision, f"precision={precision!r}"),
+            ("num_processes", options.num_processes != self.num_processes, f"devices={self.num_processes}"),
+        ):
+            if differs and options.as_written[name] in options.from_environment:
+                hint = f"Unset it, pass {LIGHTNINGS[name]} to the Trainer, or use nano_loop's Trainer, which obeys it"
+                raise NanoConfigError(problem(options.as_written[name], f"this Trainer has {own}", hint))
+
+    # --- a run ---
+
+    @contextmanager
+    def in_run(self, run: Run) -> Iterator[None]:
+        """Let Lightning's hooks set up what they are given in `run`, among its ranks."""
+        self._nano_run, self.report = run, None
+        self.cluster_environment.ranks = run.ranks  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self._nano_run = None
+            self.cluster_environment.ranks = self._nano_ranks  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        """See Lightning: the process group is there already."""
+        self.accelerator.setup_device(self.root_device)  # type: ignore[attr-defined]
+
+    def setup(self, trainer: Any) -> None:
+        """See Lightning: set up the module, and its optimizers where it is trained."""
+        super().setup(trainer)  # type: ignore[misc]
+        fitting = trainer.state.fn == FITTING
+        optimizers = list(self.optimizers) if fitting else []  # type: ignore[attr-defined]
+        self._apply(Parts(models=[self.lightning_module], optimizers=optimizers))  # type: ignore[attr-defined]
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """See Lightning: accelerate a loader. What is divided by its sampler is not divided again."""
+        if isinstance(dataloader, DataLoader) and self._nano_run is not None:
+            trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+            iterable = isinstance(dataloader.dataset, IterableDataset)
+            training = trainer.training and not (trainer.sanity_checking or trainer.validating)
+            self._apply(Parts(loaders=[dataloader], shard=iterable and training))
+        return dataloader
+
+    def model_to_device(self) -> None:
+        """See Lightning: models are on the CPU."""
+        self.model.to(self.root_device)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """See Lightning: gradients are averaged by the first backward after the body."""
+        if self._nano_run is None or self.nano_ranks.size == 1:
+            yield
+            return
+        with self._nano_run.without_averaging(self.lightning_module):  # type: ignore[attr-defined]
+            yield
+
+    # --- collectives ---
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """See Lightning."""
+        return reduced(self.nano_ranks, tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """See Lightning: the tensors of all ranks, stacked; with one rank, the tensor."""
+        return tensor if self.nano_ranks.size == 1 else gathered(self.nano_ranks, tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """See Lightning."""
+        return obj if self._nano_run is None else self.nano_ranks.broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """See Lightning."""
+        if self._nano_run is not None:
+            self.nano_ranks.barrier()
+
+    # --- what travels, and how ---
+
+    def _apply(self, parts: Parts) -> None:
+        run = self._nano_run
+        if run is None:
+            got = "NanoStrategy was set up outside of the Trainer's fit, validate, test and predict"
+            raise NanoError(problem(got, "these start a run", "Call trainer.fit(module)"))
+        check_kinds(("models", nn.Module, parts.models))
+        try:
+            run.apply(parts)
+        finally:
+            self.report = run.report
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what travels to another process: all but the run, which begins there."""
+        return {**super().__getstate__(), "_nano_run": None}  # type: ignore[misc]

@@ -1,0 +1,178 @@
+"""A Trainer with BigDL-Nano's arguments and nano_loop's options, without Lightning's base class."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, ClassVar
+
+from torch import nn
+
+from nano_loop.config.environment import read_options
+from nano_loop.config.options import CHECKS, Options
+from nano_loop.distributed.launch_external.environment import found_launch, local_size
+from nano_loop.errors import NanoConfigError, NanoWarning, problem, shown
+from nano_loop.integrations.lightning.compiled import refuse_compiled_twice
+from nano_loop.runtime.objects.report import SetupReport
+from nano_loop.runtime.settings import Settings
+
+_OPTIONS = {field.name for field in fields(Options) if field.init} - {"num_processes", "precision"}
+_PRECISIONS = {"32": "32-true", "32-true": "32-true", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed"}
+#: Arguments that it refuses, with the reason and what to do.
+_REFUSED = {
+    "strategy": ("this Trainer has one, NanoStrategy", "Leave it out, or use Lightning's Trainer(strategy='nano')"),
+    "use_hpo": ("nano_loop searches no hyperparameters", "Leave it out, and call a search library around the Trainer"),
+}
+
+
+class NanoTrainerMixin:
+    """Lightning's Trainer with the strategy ``"nano"``, and the arguments of BigDL-Nano's.
+
+    Parameters
+    ----------
+    num_processes : int, optional
+        Number of data-parallel processes; Lightning's ``devices``. None: one, or as many as torchrun has started.
+    use_ipex : bool
+        See `nano_loop.nano`, like all options below.
+    distributed_backend, process_group_backend : str
+        The options.
+    precision : int or str
+        Lightning's names, ``"bf16"`` for ``"bf16-mixed"``, or ``"auto"``: that where the CPU has bf16 instructions.
+    **others
+        The other options of `nano_loop.nano`, and all arguments of Lightning's Trainer but ``strategy``.
+
+    Attributes
+    ----------
+    report : SetupReport or None
+        The steps that the last run applied and skipped. None before the first.
+
+    Raises
+    ------
+    NanoConfigError
+        If arguments are invalid.
+    """
+
+    #: The strategy, and the LightningModule of `compile`, over the classes of the same package.
+    _nano_strategy: ClassVar[Any]
+    _nano_compiled: ClassVar[Any]
+    _nano_lightning_module: ClassVar[type]
+
+    def __init__(
+        self,
+        num_processes: int | None = None,
+        use_ipex: bool = False,
+        distributed_backend: str = "subprocess",
+        process_group_backend: str | None = None,
+        *,
+        precision: Any = 32,
+        **others: Any,
+    ) -> None:
+        _refuse(others)
+        options = {name: others.pop(name) for name in [*others] if name in _OPTIONS}
+        options |= {"use_ipex": use_ipex, "distributed_backend": distributed_backend}
+        options |= {"process_group_backend": process_group_backend}
+        options["auto_lr"] = _auto_lr(options.get("auto_lr", True))
+        accelerator, devices = others.pop("accelerator", "cpu"), others.pop("devices", None)
+        overriding = _of_environment()
+        precision = overriding.get("precision", precision)
+        if "num_processes" in overriding:
+            num_processes, devices = overriding["num_processes"], None
+        devices = _devices(accelerator, num_processes, devices)
+        super().__init__(  # type: ignore[call-arg]
+            **others,
+            accelerator="cpu",
+            devices=devices,
+            precision=_lightnings(precision),
+            strategy=self._nano_strategy(**options),
+        )
+
+    @property
+    def report(self) -> SetupReport | None:
+        """The steps that the last run applied and skipped. None before the first."""
+        report: SetupReport | None = self.strategy.report  # type: ignore[attr-defined]
+        return report
+
+    @classmethod
+    def compile(
+        cls, model: Any, loss: Any = None, optimizer: Any = None, scheduler: Any = None, metrics: Any = None
+    ) -> Any:
+        """Return a `LightningModule` that trains a model by a loss, an optimizer and a scheduler.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            The model. It is called with all elements of a batch but the last one, which is the target. A
+            `LightningModule` is returned itself.
+        loss : callable, optional
+            Called as ``loss(output, target)``. Needed for ``fit``.
+        optimizer : torch.optim.Optimizer, optional
+            Of the parameters of `model`. Needed for ``fit``.
+        scheduler : torch.optim.lr_scheduler.LRScheduler, optional
+            Of `optimizer`, stepped once an epoch.
+        metrics : list of torchmetrics.Metric or callables, optional
+            Each logged in validation and test, as ``val/Accuracy_0`` and ``test/Accuracy_0``.
+
+        Returns
+        -------
+        LightningModule
+            Logs ``train/loss``, ``val/loss`` and ``test/loss``. Its ``load_state_dict`` also takes the state of the
+            model alone.
+
+        Raises
+        ------
+        NanoConfigError
+            If an argument has another type, or is given for a `LightningModule`.
+        """
+        if not isinstance(model, nn.Module):
+            got = f"compile({type(model).__name__})"
+            raise NanoConfigError(problem(got, "it takes a torch.nn.Module", "Pass the model"))
+        if isinstance(model, cls._nano_lightning_module):
+            refuse_compiled_twice(model, loss=loss, optimizer=optimizer, scheduler=scheduler, metrics=metrics)
+            return model
+        return cls._nano_compiled(model, loss, optimizer, scheduler, metrics)
+
+
+def _refuse(others: Mapping[str, Any]) -> None:
+    for name, (expected, hint) in _REFUSED.items():
+        if name in others and not (name == "use_hpo" and not others[name]):
+            raise NanoConfigError(problem(f"Trainer({shown(name, others[name])})", expected, hint))
+
+
+def _of_environment() -> dict[str, Any]:
+    """Return the options that are set in the environment, which override the arguments."""
+    values, _ = read_options(os.environ, CHECKS)
+    return {name: value for name, (_, value) in values.items()}
+
+
+def _auto_lr(value: Any) -> Any:
+    """Return the option for BigDL-Nano's ``{"warmup_epochs": 2}``, too."""
+    if isinstance(value, Mapping):
+        got, expected = f"auto_lr={dict(value)!r}", "the ramp of nano_loop takes 1,000 steps, whatever the epochs"
+        warnings.warn(problem(got, expected, "Pass auto_lr=True"), NanoWarning, stacklevel=4)
+        return True
+    return value
+
+
+def _devices(accelerator: Any, num_processes: Any, devices: Any) -> Any:
+    """Return how many processes there are on this host."""
+    if accelerator not in ("cpu", "auto"):
+        got = f"Trainer(accelerator={accelerator!r})"
+        raise NanoConfigError(problem(got, "nano_loop trains on CPUs", 'Leave it out, or pass "cpu"'))
+    if devices not in (None, "auto") and num_processes not in (None, devices):
+        got = f"Trainer(num_processes={num_processes!r}, devices={devices!r})"
+        raise NanoConfigError(problem(got, "both are the number of processes", "Pass one of them"))
+    launch = found_launch(os.environ)
+    here = 1 if launch is None else local_size(launch, os.environ)
+    if num_processes is None:
+        return here if devices in (None, "auto") else devices
+    Settings.read({"num_processes": num_processes})  # raises for what is no number of processes
+    return num_processes
+
+
+def _lightnings(precision: Any) -> Any:
+    """Return Lightning's name of a precision."""
+    if str(precision) == "auto":
+        return "bf16-mixed" if Settings.read({"precision": "auto"}).machine.has_fast_bf16 else "32-true"
+    return _PRECISIONS.get(str(precision), precision)

@@ -1,0 +1,178 @@
+"""Attention for bf16 on the CPU, computed in other ways than torch's.
+
+torch's CPU kernel ("flash") works in blocks, but its small bf16 products run at a fifth of the speed of oneDNN's large
+ones, and with a dropout it is not used. There are two faster ways: blocks in C (`blocked_attention`), for CPUs with the
+bf16 instructions of AVX-512, and plain products (`plain_attention`). The error against fp64 is not larger than that of
+torch's kernel (docs/performance.md has errors and times).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nano_loop.kernels.attention import blocked_attention, plain_attention
+from nano_loop.kernels.replacement import Replacement
+from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.patching.torch_private import in_functorch
+
+#: Under this name, a call into a set-up model may have a rule that chooses the way (see `Choose`).
+WAY = "the way of an attention"
+#: The ways: blocks in C, plain products, and torch's kernel.
+BLOCKS, PRODUCTS, TORCH = "blocks", "products", "torch"
+#: Takes the arguments of a way, the ways that fit, and a guess, and returns one of the ways.
+Choose = Callable[["Arguments", "list[str]", str], str]
+#: Minimum number of scores. Below it, the Python overhead exceeds the gain.
+WORTH_IT = 1 << 14
+#: Minimum head size. With smaller heads there is no gain, and torch's kernel is more accurate.
+_WIDTH_WORTH_IT = 16
+
+
+def for_set_up_models(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """Return the replacement of the autocast kernel of ``aten::scaled_dot_product_attention``.
+
+    Calls that do not belong to a set-up model return torch's own result, bitwise identical.
+
+    Parameters
+    ----------
+    original : callable or None
+        The original kernel. None if torch does not return it; `attention` then calls torch's function.
+    """
+
+    def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor:
+        ours = belongs_to_set_up_model()
+        if ours or original is None:
+            return attention(*args, **kwargs, ours=ours)
+        return original(keys, *args, **kwargs)
+
+    return dispatched
+
+
+REPLACEMENTS = (Replacement("scaled_dot_product_attention", for_set_up_models, "AutocastCPU"),)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    ours: bool = True,
+    traced_as: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Compute what `torch.nn.functional.scaled_dot_product_attention` does under bf16 autocast.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        Of shape (..., heads, L, E) and any floating dtype.
+    key, value : torch.Tensor
+        Of shapes (..., heads, S, E) and (..., heads, S, Ev).
+    attn_mask, dropout_p, is_causal, scale, enable_gqa
+        As in torch.
+    ours : bool
+        If False, torch's kernel computes the result.
+    traced_as : callable, optional
+        What torch traces in place of the kernel, with its arguments. Without it, traced code has torch's kernel.
+
+    Returns
+    -------
+    torch.Tensor
+        Of shape (..., heads, L, Ev), in autocast's dtype. It can be differentiated once, like torch's kernel.
+    """
+    dtype = torch.get_autocast_dtype("cpu")
+    query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
+    mask = None if attn_mask is None else _cast(attn_mask, dtype)
+    given = Arguments(query, key, value, mask, dropout_p, is_causal, _scale(query, scale))
+    # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
+    with torch.autocast("cpu", enabled=False):
+        supported = ours and (traced_as is not None or not _is_traced(query, key, value))
+        if supported and _fits(query, key, value, mask, is_causal, enable_gqa):
+            return traced_as(*given) if traced_as is not None else WAYS[_way(given)](*given)
+        return scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+class Arguments(NamedTuple):
+    """The arguments of a way; see `nano_loop.kernels.attention.blocked_attention.blocked_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float
+
+
+def by_torch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> Tensor:
+    """Compute by torch's kernel what the other ways do."""
+    grouped = query.shape[:-2] != key.shape[:-2]
+    return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+
+
+#: The functions of the ways.
+WAYS: dict[str, Callable[..., Tensor]] = {
+    BLOCKS: blocked_attention.blocked_attention,
+    PRODUCTS: plain_attention.plain_attention,
+    TORCH: by_torch,
+}
+
+
+def _way(given: Arguments) -> str:
+    """Return how a call is computed that at least one of the ways fits."""
+    possible = []
+    if blocked_attention.fits(given.query, given.key, given.value):
+        possible.append(BLOCKS)
+    if plain_attention.fits(given.query, given.key):
+        possible.append(PRODUCTS)
+    possible.append(TORCH)
+    rule: Choose | None = rule_for(WAY)
+    return possible[0] if rule is None else rule(given, possible, possible[0])
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
+
+
+def _is_traced(*tensors: Tensor) -> bool:
+    return torch.compiler.is_compiling() or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast like autocast, which does not change bool and float64 masks."""
+    return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
+    """Whether the other ways support the call, and it is large enough. torch computes the rest, and raises errors."""
+    tensors = (query, key, value)
+    # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
+    if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    if any(
+        tensor.dtype is not torch.bfloat16 or tensor.dim() < 3 or tensor.layout is not torch.strided
+        for tensor in tensors
+    ):
+        return False
+    if mask is not None and (is_causal or mask.requires_grad or mask.dtype not in (torch.bool, torch.bfloat16)):
+        return False
+    heads = -3 if enable_gqa else -2
+    if not query.shape[:heads] == key.shape[:heads] == value.shape[:heads] or key.shape[-3:-1] != value.shape[-3:-1]:
+        return False
+    if query.size(-1) != key.size(-1) or (enable_gqa and query.size(-3) % key.size(-3)):
+        return False
+    wide = min(query.size(-1), value.size(-1)) >= _WIDTH_WORTH_IT
+    return wide and math.prod(query.shape[:-1]) * key.size(-2) >= WORTH_IT

@@ -1,0 +1,231 @@
+"""Attention in blocks of rows by a C function (``attention.c``), which stores nothing of the size of the scores.
+
+It takes the heads where they lie, also as views of one projection, and writes output and gradients in the same order.
+For the backward it keeps query, key and value, a number for each row, and a byte for each score if there is a dropout.
+It needs a CPU with AVX-512's bf16 instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
+
+KERNEL = CompiledKernel("attention", needs_avx512_bf16=True)
+#: Head sizes are computed in pairs of columns.
+_PAIR = 2
+_DIMENSIONS = 4  # batch, heads, rows, columns
+
+_INT = ctypes.c_int64
+_NAMES = ("query", "key", "value", "out", "of_query", "of_key", "of_value", "of_out")
+
+
+class _Call(ctypes.Structure):
+    """`Call` of the C file."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("batch", "heads", "group", "length", "keys", "width", "value_width")),
+        *((name, _INT * 3) for name in _NAMES),
+        *(("mask", _INT * 4), ("mask_kind", _INT), ("causal", _INT)),
+        *(("scale", ctypes.c_double), ("kept", ctypes.c_double)),
+    )
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel supports these tensors, which fit `nano_loop.kernels.attention.attention.attention`."""
+    if query.size(-1) % _PAIR or value.size(-1) % _PAIR or KERNEL.unavailable:
+        return False
+    call = _sizes(*(_as_heads(tensor) for tensor in (query, key, value)))
+    return _bytes(call, backward=True) * torch.get_num_threads() <= SCRATCH_BOUND
+
+
+def blocked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> Tensor:
+    """Compute softmax(query keyᵀ · scale + mask) value, with dropout on the softmax.
+
+    Parameters
+    ----------
+    query, key, value : torch.Tensor
+        bfloat16, of shapes (..., heads, L, E), (..., key heads, S, E) and (..., key heads, S, Ev), of which `fits` is
+        True.
+    mask : torch.Tensor or None
+        bool or bfloat16, broadcastable to (..., heads, L, S).
+    dropout_p : float
+        From 0 to 1. The mask is drawn as for a tensor of shape (..., heads, L, S).
+    is_causal : bool
+        Whether row i uses the keys 0 to i only.
+    scale : float
+        Factor of the scores.
+
+    Returns
+    -------
+    torch.Tensor
+        bfloat16, of shape (..., heads, L, Ev). With four dimensions, it is a view of (batch, L, heads, Ev), as torch's
+        kernel returns it. It can be differentiated once.
+    """
+    kept = drawn(query, key, dropout_p)
+    mask = None if mask is None else as_mask(mask, query, key)
+    heads = [_as_heads(tensor) for tensor in (query, key, value)]
+    out: Tensor = _Attention.apply(*heads, mask, kept, dropout_p, is_causal, scale)  # type: ignore[no-untyped-call]
+    return out if query.dim() == _DIMENSIONS else out.reshape(*query.shape[:-1], value.size(-1))
+
+
+class _Attention(torch.autograd.Function):
+    """As `blocked_attention`, of four dimensions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        kept: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float,
+    ) -> Tensor:
+        out, log_sums = forward(query, key, value, mask, kept, dropout_p, is_causal, scale)
+        ctx.save_for_backward(query, key, value, mask, kept, log_sums)
+        ctx.numbers = dropout_p, is_causal, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, kept, log_sums = ctx.saved_tensors
+        dropout_p, is_causal, scale = ctx.numbers
+        found = [_laid_out_as(tensor) for tensor in (query, key, value)]
+        gradient = with_columns(gradient)
+        backward(gradient, log_sums, query, key, value, mask, kept, dropout_p, is_causal, scale, found)
+        return *found, *[None] * 5
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kept: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the output of attention, and the logarithm of the sum of the exponentials of each row.
+
+    Parameters
+    ----------
+    query, key, value : torch.Tensor
+        bfloat16, of four dimensions: (batch, heads, rows, columns), with columns side by side.
+    mask : torch.Tensor or None
+        bool or bfloat16, of shape (batch, heads, L, S).
+    kept : torch.Tensor or None
+        uint8, of the same shape: 0 where the dropout has dropped a probability.
+    dropout_p, is_causal, scale
+        As in `blocked_attention`.
+    """
+    out = by_rows(query.size(0), query.size(1), query.size(2), value.size(3))
+    log_sums = torch.empty(query.shape[:3], dtype=torch.float32)
+    call = _call(query, key, value, mask, dropout_p, is_causal, scale)
+    _note(call, "out", out)
+    _run("forward", call, query, key, value, mask, kept, out, log_sums)
+    return out, log_sums
+
+
+def backward(
+    gradient: Tensor,
+    log_sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kept: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    found: Sequence[Tensor],
+) -> None:
+    """Write the gradients of query, key and value, from that of the output, into the three tensors of `found`."""
+    call = _call(query, key, value, mask, dropout_p, is_causal, scale)
+    for name, each in zip(("of_query", "of_key", "of_value", "of_out"), (*found, gradient), strict=True):
+        _note(call, name, each)
+    _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *found)
+
+
+def drawn(query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:
+    """Return the `kept` of `forward` for a dropout, or None without one."""
+    shape = *query.shape[:-1], key.size(-2)
+    return query.new_empty(shape, dtype=torch.uint8).bernoulli_(1 - dropout_p) if dropout_p else None
+
+
+def as_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return a mask as `forward` takes it."""
+    mask = _as_four_dimensions(mask.expand(*query.shape[:-1], key.size(-2)))
+    return mask if mask.stride(-1) in (0, 1) else mask.contiguous()
+
+
+def _as_heads(tensor: Tensor) -> Tensor:
+    """Return a tensor as (batch, heads, rows, columns), with columns side by side."""
+    return with_columns(_as_four_dimensions(tensor))
+
+
+def _as_four_dimensions(tensor: Tensor) -> Tensor:
+    if tensor.dim() < _DIMENSIONS:
+        return tensor.unsqueeze(0)
+    return tensor if tensor.dim() == _DIMENSIONS else tensor.flatten(0, -_DIMENSIONS)
+
+
+def with_columns(tensor: Tensor) -> Tensor:
+    """Return a tensor with the elements of its last dimension side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def by_rows(batch: int, heads: int, rows: int, columns: int) -> Tensor:
+    """Return an empty tensor in which the heads of a row lie side by side, as in the projection that follows."""
+    return torch.empty(batch, rows, heads, columns, dtype=torch.bfloat16).transpose(1, 2)
+
+
+def _laid_out_as(tensor: Tensor) -> Tensor:
+    """Return an empty tensor with heads and rows in the order of another tensor."""
+    if tensor.stride(1) < tensor.stride(2):
+        return by_rows(*tensor.shape)
+    return torch.empty(tensor.shape, dtype=torch.bfloat16)
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor) -> _Call:
+    batch, heads, length, width = query.shape
+    call = _Call(batch, key.size(1), heads // key.size(1), length, key.size(2), width, value.size(3))
+    for name, each in (("query", query), ("key", key), ("value", value)):
+        _note(call, name, each)
+    return call
+
+
+def _call(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> _Call:
+    call = _sizes(query, key, value)
+    call.causal, call.scale, call.kept = is_causal, scale, 1 - dropout_p
+    if mask is not None:
+        call.mask, call.mask_kind = (_INT * 4)(*mask.stride()), 1 if mask.dtype is torch.bool else 2
+    return call
+
+
+def _note(call: _Call, name: str, tensor: Tensor) -> None:
+    setattr(call, name, (_INT * 3)(*tensor.stride()[:3]))
+
+
+def _run(direction: str, call: _Call, *tensors: Tensor | None) -> None:
+    memory = scratch(torch.get_num_threads() * _bytes(call, direction == "backward"))
+    KERNEL(f"attention_{direction}", call, *tensors, memory)
+
+
+def _bytes(call: _Call, backward: bool) -> int:
+    """Return the memory that a thread takes, which grows with the number of keys."""
+    return KERNEL.bytes_of(call, int(backward))

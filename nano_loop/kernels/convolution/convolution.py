@@ -1,0 +1,318 @@
+"""Gradients of bf16 convolutions by a C function, by matrix products and sums, or in fp32, where oneDNN's are slow.
+
+oneDNN computes a weight's gradient image by image. The C function of `nano_loop.kernels.convolution.weight_gradient` is
+faster on CPUs with AVX-512's bf16 instructions. On others, for images with few pixels, and for 1×1 kernels, a single
+product over the pixels of all images is. For the bias of a transposed convolution, oneDNN's sum takes several times as
+long as the rest of the backward. Depthwise convolutions with a stride or a large kernel, and convolutions in many
+groups, are up to ten times as fast in fp32, casts included. docs/performance.md has the times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nano_loop.kernels.convolution import weight_gradient
+from nano_loop.kernels.replacement import Replacement
+from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+
+#: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
+WORTH_IT = 1 << 25
+#: Maximum number of output pixels, over all images, for which a product was faster with 1×1 kernels.
+_PIXELS_OF_1X1 = 1 << 14
+#: The same for larger kernels.
+_PIXELS = 1 << 11
+#: Minimum odd number of images for blocks, which pair images: the last one counts twice.
+_ODD_IMAGES = 7
+_DIMENSIONS = 4  # images, channels, rows, columns
+#: Maximum number of elements of the unfolded input, with one copy per kernel position, for larger kernels: 32 MiB.
+_COLUMNS = 1 << 24
+
+#: Minimum number of kernel positions for which a depthwise weight's gradient was faster in fp32, in NHWC and in NCHW.
+_POSITIONS, _POSITIONS_IN_NCHW = 25, 49
+#: Minimum number of output elements for gradients in fp32. Below it, the Python overhead exceeds the gain.
+ELEMENTS_WORTH_IT = 1 << 12
+#: Maximum channels of a group, and minimum output elements, for which a weight's gradient was faster in fp32.
+_CHANNELS_OF_A_GROUP, _ELEMENTS_OF_GROUPS = 8, 1 << 20
+#: Maximum output channels for which the inputs' gradient of a transposed convolution in NCHW was faster in fp32.
+_CHANNELS_OF_AN_IMAGE = 3
+#: Maximum channels of input or output for which fp32 may be faster where there are no groups.
+_FEW_CHANNELS = 4
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+#: The operator, without its overload.
+OPERATOR = "convolution_backward"
+
+
+class Plan(NamedTuple):
+    """How the gradients of one convolution are computed.
+
+    Attributes
+    ----------
+    inputs : {"torch", "fp32"}
+        The inputs' gradient.
+    weight : {"torch", "fp32", "product", "blocks"}
+        The weight's: by torch's kernel in bf16 or in fp32, by one product, or in blocks by the C function.
+    """
+
+    inputs: str = "torch"
+    weight: str = "torch"
+
+
+class Arguments(NamedTuple):
+    """The arguments of ``aten::convolution_backward``."""
+
+    gradient: Tensor
+    inputs: Tensor
+    weight: Tensor
+    bias_sizes: Sequence[int] | None
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+    output_mask: Sequence[bool]
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """All arguments between the tensors and the output mask."""
+        return self[3:-1]
+
+
+#: Computes the gradients by a plan, those of a mask, or those that are asked for.
+ByPlan = Callable[..., _Gradients]
+
+
+def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gradients]:
+    """Return the replacement of the CPU kernel of ``aten::convolution_backward``.
+
+    Backwards that do not belong to a set-up model return torch's own result, bitwise identical. A rule of the set-up
+    model for the operator chooses the plan: it is called as ``rule(by_plan, arguments, guess)``.
+
+    Parameters
+    ----------
+    original : callable
+        The original kernel. None is not supported.
+    """
+    assert original is not None
+
+    def dispatched(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
+        if belongs_to_set_up_model():
+            return faster_backward(original, rule_for(OPERATOR))(keys, *args)
+        found: _Gradients = original(keys, *args)
+        return found
+
+    return dispatched
+
+
+REPLACEMENTS = (Replacement(OPERATOR, for_set_up_models),)
+
+
+def faster_backward(
+    kernel: Callable[..., _Gradients], choose: Callable[[ByPlan, Arguments, Plan], Plan] | None = None
+) -> Callable[..., _Gradients]:
+    """Return a function that computes some gradients of convolutions faster than the CPU's kernel.
+
+    Parameters
+    ----------
+    kernel : callable
+        The original kernel, which computes the remaining gradients.
+    choose : callable, optional
+        Chooses the plan, one of `plans`. By default it is that of `first_guess`.
+
+    Returns
+    -------
+    callable
+        Takes the dispatch key set, followed by the arguments of the operator. Returns the gradients of input, weight
+        and bias, in their dtypes, and None for each that is not requested. Products and sums are accumulated in fp32,
+        as in oneDNN, in a different order.
+    """
+
+    def backward(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
+        given = Arguments(*args)
+        if not _is_plain_bf16(given.gradient, given.inputs, given.weight):
+            return kernel(keys, *args)
+
+        def by_plan(plan: Plan, mask: Sequence[bool] = given.output_mask) -> _Gradients:
+            return _by_plan(plan, kernel, keys, given._replace(output_mask=mask))
+
+        plan = first_guess(given)
+        return by_plan(plan if choose is None else choose(by_plan, given, plan))
+
+    return backward
+
+
+def first_guess(given: Arguments) -> Plan:
+    """Return the plan that was the fastest on the machines of docs/performance.md."""
+    gradient, _, weight = given[:3]
+    of_inputs, of_weight, _ = given.output_mask
+    in_fp32 = of_inputs and _of_input_is_faster_in_fp32(gradient, weight, given.stride, given.transposed, given.groups)
+    how = "torch"
+    if of_weight and _blocks_are_faster(given):
+        how = "blocks"
+    elif of_weight and not given.transposed:
+        if _product_is_faster(given):
+            how = "product"
+        elif _of_weight_is_faster_in_fp32(gradient, weight, given.groups):
+            how = "fp32"
+    return Plan("fp32" if in_fp32 else "torch", how)
+
+
+def plans(given: Arguments) -> list[Plan]:
+    """Return the plans that may be the fastest on some machine.
+
+    fp32 is among them for convolutions in groups and for those with few channels: on a CPU with AMX, others take up to
+    16 times as long, which is long even to measure.
+    """
+    of_inputs, of_weight, _ = given.output_mask
+    fp32 = ["fp32"] if given.groups > 1 or min(given.weight.shape[:2]) <= _FEW_CHANNELS else []
+    product = ["product"] if not given.transposed and _fits_product(given) else []
+    blocks = ["blocks"] if _fits_blocks(given) else []
+    inputs = ["torch", *fp32] if of_inputs else ["torch"]
+    weights = ["torch", *blocks, *product, *([] if given.transposed else fp32)] if of_weight else ["torch"]
+    return [Plan(*each) for each in itertools.product(inputs, weights)]
+
+
+def in_fp32(kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given: Arguments) -> _Gradients:
+    """Return all gradients, computed and returned in fp32."""
+    tensors = [each.float() for each in given[:3]]
+    return kernel(keys, *tensors, *given[3:])
+
+
+def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given: Arguments) -> _Gradients:
+    gradient, mask = given.gradient, given.output_mask
+    ours: list[Tensor | None] = [None, None, None]
+    fp32 = plan.inputs == "fp32", plan.weight == "fp32"
+    if plan.weight == "product":
+        ours[1] = _of_weight(*given[:3], given.stride, given.padding, given.dilation)
+    elif plan.weight == "blocks":
+        ours[1] = weight_gradient.weight_gradient(*_for_blocks(given), in_nchw=given.weight.is_contiguous())
+    # oneDNN computes the weight's gradient again where the bias's is asked for.
+    if mask[2] and (plan.weight != "torch" or given.transposed):
+        ours[2] = gradient.sum([0, *range(2, gradient.dim())])
+    if any(fp32):
+        found = _partly_in_fp32(kernel, keys, given, fp32)
+        ours = [own if other is None else other for own, other in zip(ours, found, strict=True)]
+    left = [asked and found is None for asked, found in zip(mask, ours, strict=True)]
+    if any(left):
+        theirs = kernel(keys, *given[:-1], left)
+        ours = [b if asked else a for a, b, asked in zip(ours, theirs, left, strict=True)]
+    return ours[0], ours[1], ours[2]
+
+
+def _is_plain_bf16(*tensors: Tensor) -> bool:
+    if any(
+        tensor.dtype is not torch.bfloat16 or type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors
+    ):
+        return False
+    # Inside a user's autocast to another dtype, the products would have that dtype.
+    return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
+def _of_input_is_faster_in_fp32(
+    gradient: Tensor, weight: Tensor, stride: Sequence[int], transposed: bool, groups: int
+) -> bool:
+    """Whether the inputs' gradient is: of depthwise convolutions with a stride or in NDHWC, and into images."""
+    if gradient.numel() < ELEMENTS_WORTH_IT:
+        return False
+    if transposed:
+        return groups == 1 and weight.size(1) <= _CHANNELS_OF_AN_IMAGE and gradient.is_contiguous()
+    depthwise = groups == weight.size(0) > 1 and weight.size(1) == 1
+    return depthwise and (max(stride) > 1 or (weight.dim() == 5 and not gradient.is_contiguous()))
+
+
+def _of_weight_is_faster_in_fp32(gradient: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether the weight's gradient is: of large depthwise kernels, and of many groups over large images."""
+    if groups == 1 or gradient.numel() < ELEMENTS_WORTH_IT:
+        return False
+    if weight.size(1) > 1:
+        return weight.size(1) <= _CHANNELS_OF_A_GROUP and gradient.numel() >= _ELEMENTS_OF_GROUPS
+    return math.prod(weight.shape[2:]) >= (_POSITIONS_IN_NCHW if gradient.is_contiguous() else _POSITIONS)
+
+
+def _partly_in_fp32(
+    kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given: Arguments, asked: tuple[bool, bool]
+) -> _Gradients:
+    """Return the gradients of inputs and weight that are asked for, computed in fp32."""
+    gradient, inputs, weight = given[:3]
+    # The inputs' gradient does not depend on the inputs, only on their shape and strides.
+    inputs = inputs.float() if asked[1] else torch.empty_like(inputs, dtype=torch.float32)
+    found = kernel(keys, gradient.float(), inputs, weight.float(), *given.geometry, [*asked, False])
+    of_inputs, of_weight, _ = (None if each is None else each.bfloat16() for each in found)
+    return of_inputs, of_weight, None
+
+
+def _blocks_are_faster(given: Arguments) -> bool:
+    """Whether the weight's gradient is faster in blocks."""
+    images, pixels = given.inputs.size(0), _pixels(given._replace(gradient=_for_blocks(given)[0]))
+    if pixels * given.weight.numel() < WORTH_IT or (images % 2 and images < _ODD_IMAGES):
+        return False
+    return weight_gradient.KERNEL.is_first_guess and _fits_blocks(given)
+
+
+def _fits_blocks(given: Arguments) -> bool:
+    return given.groups == 1 and given.weight.dim() == _DIMENSIONS and weight_gradient.fits(*_for_blocks(given))
+
+
+def _for_blocks(given: Arguments) -> tuple[Tensor, Tensor, weight_gradient.Geometry]:
+    """Return the arguments of `weight_gradient`, for which a transposed convolution exchanges input and gradient."""
+    gradient, inputs, weight = given[:3]
+    if given.transposed:
+        gradient, inputs = inputs, gradient
+    return gradient, inputs, weight_gradient.Geometry(weight.shape[2:], given.stride, given.padding, given.dilation)
+
+
+def _product_is_faster(given: Arguments) -> bool:
+    """Whether the weight's gradient is faster as one product."""
+    if not _fits_product(given):
+        return False
+    pixels, weight = _pixels(given), given.weight
+    if pixels * weight.numel() < WORTH_IT:
+        return False
+    return pixels <= (_PIXELS_OF_1X1 if weight.size(2) == weight.size(3) == 1 else _PIXELS)
+
+
+def _fits_product(given: Arguments) -> bool:
+    """Whether the weight's gradient can be one product. Only for NHWC images, which are rows of pixels."""
+    weight, sizes = given.weight, (given.stride, given.padding, given.dilation)
+    if given.groups > 1 or weight.dim() != 4 or any(len(size) != 2 for size in sizes):
+        return False
+    if not all(each.is_contiguous(memory_format=torch.channels_last) for each in given[:2]):
+        return False
+    return weight.size(2) == weight.size(3) == 1 or _pixels(given) * weight[0].numel() <= _COLUMNS
+
+
+def _pixels(given: Arguments) -> int:
+    return given.gradient.numel() // max(given.gradient.size(1), 1)
+
+
+def _of_weight(
+    gradient: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """Return the weight's gradient: the output's gradient times the unfolded input."""
+    outputs, channels, height, width = weight.shape
+    images = inputs.permute(0, 2, 3, 1)
+    if any(padding):
+        images = F.pad(images, (0, 0, padding[1], padding[1], padding[0], padding[0]))
+    image, row, column, channel = images.stride()
+    of_pixels = (row * stride[0], column * stride[1])
+    of_kernel = (row * dilation[0], column * dilation[1])
+    windows = images.as_strided(
+        (gradient.size(0), *gradient.shape[2:], height, width, channels), (image, *of_pixels, *of_kernel, channel)
+    )
+    columns = windows.reshape(-1, height * width * channels)
+    product = gradient.permute(0, 2, 3, 1).reshape(-1, outputs).t() @ columns
+    return product.view(outputs, height, width, channels).permute(0, 3, 1, 2)

@@ -1,0 +1,125 @@
+"""Linear layers of bf16 and their gradients: ``aten::mm`` and ``aten::addmm`` by `nano_loop.kernels.linear.product`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.linear import product
+from nano_loop.kernels.replacement import Replacement
+from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+
+#: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
+WORTH_IT = 1 << 24
+_DIMENSIONS = 2
+
+#: The name of the rule that chooses a way, which is no operator's, and the ways.
+WAY = "way of products"
+TORCH, BLOCKS = "torch", "blocks"
+
+_Kernel = Callable[..., Any]
+
+
+class Arguments(NamedTuple):
+    """What is multiplied, and what is added: a vector for each row, or None."""
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None = None
+
+
+#: Computes some arguments by a way.
+ByWay = Callable[[str, Arguments], Tensor]
+#: Chooses the way of a call. Takes a function that computes by any way, the call, and the way to take by default.
+Choose = Callable[[ByWay, Arguments, str], str]
+
+
+def mm(original: _Kernel | None) -> _Kernel:
+    """Return the replacement of the CPU kernel of ``aten::mm``. Calls outside of set-up models are torch's."""
+    assert original is not None
+
+    def dispatched(keys: torch.DispatchKeySet, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
+        def by_torch(given: Arguments, **kwargs: Any) -> Any:
+            return original(keys, given.a, given.b, **kwargs)
+
+        return _computed(Arguments(a, b), by_torch, kwargs)
+
+    return dispatched
+
+
+def addmm(original: _Kernel | None) -> _Kernel:
+    """Return the replacement of the CPU kernel of ``aten::addmm``, likewise."""
+    assert original is not None
+
+    def dispatched(keys: torch.DispatchKeySet, bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
+        def by_torch(given: Arguments, **kwargs: Any) -> Any:
+            return original(keys, given.bias, given.a, given.b, **kwargs)
+
+        return _computed(Arguments(a, b, bias), by_torch, kwargs)
+
+    return dispatched
+
+
+#: Inductor calls those with ``out``.
+REPLACEMENTS = tuple(
+    Replacement(f"{make.__name__}{overload}", make) for make in (mm, addmm) for overload in ("", ".out")
+)
+
+
+def fits(given: Arguments) -> bool:
+    """Whether `nano_loop.kernels.linear.product` computes a call: plain bf16 matrices, and a bias for each column."""
+    a, b, bias = given
+    tensors = (a, b) if bias is None else (a, b, bias)
+    if any(tensor.dtype is not torch.bfloat16 for tensor in tensors) or a.dim() != _DIMENSIONS:
+        return False
+    if any(
+        type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided for tensor in tensors
+    ):
+        return False
+    if a.size(1) != b.size(0) or (bias is not None and bias.shape != b.shape[1:]):
+        return False
+    return product.fits(a, b, bias)
+
+
+def _computed(given: Arguments, by_torch: _Kernel, kwargs: dict[str, Any]) -> Any:
+    if _is_ours(given, **kwargs) and _way(given, by_torch, "out" in kwargs) == BLOCKS:
+        return product.product(*given, kwargs.get("out"))
+    return by_torch(given, **kwargs)
+
+
+def _is_ours(given: Arguments, out: Tensor | None = None, beta: float = 1, alpha: float = 1) -> bool:
+    """Whether a call may be computed in blocks. What is asked first costs the least: many calls are small."""
+    a, b, _ = given
+    if a.dtype is not torch.bfloat16 or b.dim() != _DIMENSIONS or a.numel() * b.size(1) < WORTH_IT:
+        return False
+    if not belongs_to_set_up_model():
+        return False
+    return beta == alpha == 1 and (out is None or _can_be_filled(given, out)) and fits(given)
+
+
+def _can_be_filled(given: Arguments, out: Tensor) -> bool:
+    """Whether a tensor can be overwritten by the result. torch resizes others, copies what overlaps, or raises."""
+    plain = type(out) is Tensor and out.dtype is torch.bfloat16 and out.shape == (given.a.size(0), given.b.size(1))
+    if not plain or out.stride(1) != 1 or out.stride(0) < out.size(1):
+        return False
+    storage = out.untyped_storage().data_ptr()
+    return storage != 0 and all(each is None or each.untyped_storage().data_ptr() != storage for each in given)
+
+
+def _way(given: Arguments, by_torch: _Kernel, needs_out: bool) -> str:
+    guess = BLOCKS if product.KERNEL.is_first_guess else TORCH
+    rule: Choose | None = rule_for(WAY)
+    if rule is None:
+        return guess
+
+    def by_way(way: str, given: Arguments) -> Tensor:
+        if way == BLOCKS:
+            return product.product(*given)
+        out = {"out": given.a.new_empty(given.a.size(0), given.b.size(1))} if needs_out else {}
+        found: Tensor = by_torch(given, **out)
+        return found
+
+    return rule(by_way, given, guess)

@@ -1,0 +1,239 @@
+"""Cross-entropy over many classes, such as the words of a language model, from logits in bf16 or fp32.
+
+torch casts the logits to fp32, stores their logarithmic softmax, fills a tensor with zeros for its gradient, computes
+the gradient of the logits from both, and casts that back: tensors of 200 MB for 1,024 words of a vocabulary of 50,257,
+five of them. Here, a C function (``cross_entropy.c``) reads the logits once for the loss, and once for the gradient,
+which it writes in the dtype of the logits. Only the logits are kept in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.replacement import Replacement
+from nano_loop.patching.operators.upcasts import Upcast, upcast_of
+from nano_loop.patching.ownership import belongs_to_set_up_model, was_made_inside
+from nano_loop.patching.torch_private import below_autocast, in_functorch, in_mode_of_others, node_number
+
+KERNEL = CompiledKernel("cross_entropy")
+
+#: Minimum number of logits. Below it, the Python overhead exceeds the gain.
+WORTH_IT = 1 << 16
+#: How many autograd nodes outside of the model, such as views, may lie between its output and the loss.
+_FAR = 4
+_MEAN, _SUM = 1, 2  # torch's numbers of the reductions; 0 is none
+_KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
+
+
+def outside_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """Return the replacement of the autograd kernel of ``aten::cross_entropy_loss``, for fp32 logits.
+
+    Parameters
+    ----------
+    original : callable or None
+        The original kernel. None if torch does not return it.
+    """
+
+    def dispatched(keys: torch.DispatchKeySet, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if logits.numel() >= WORTH_IT and logits.dtype is torch.float32 and _belongs(logits):
+            found = cross_entropy(logits, target, *args, **kwargs)
+            if found is not None:
+                return found
+        if original is None:
+            composed: Tensor = _OPERATOR.decompose(logits, target, *args, **kwargs)
+            return composed
+        return original(keys, logits, target, *args, **kwargs)
+
+    return dispatched
+
+
+def under_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """Return the replacement of the autocast kernel of ``aten::cross_entropy_loss``, which casts to fp32.
+
+    Parameters
+    ----------
+    original : callable or None
+        The original kernel. None if torch does not return it.
+    """
+
+    def dispatched(keys: torch.DispatchKeySet, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if logits.numel() >= WORTH_IT and logits.dtype in _KINDS and belongs_to_set_up_model():
+            with below_autocast():
+                found = cross_entropy(logits, target, *args, **kwargs)
+            if found is not None:
+                return found
+        if original is None:
+            with below_autocast():
+                weight = args[0] if args else kwargs.pop("weight", None)
+                weight = None if weight is None else weight.float()
+                return torch.ops.aten.cross_entropy_loss(logits.float(), target, weight, *args[1:], **kwargs)  # type: ignore[no-any-return]
+        return original(keys, logits, target, *args, **kwargs)
+
+    return dispatched
+
+
+_OPERATOR = torch.ops.aten.cross_entropy_loss.default
+REPLACEMENTS = (
+    Replacement("cross_entropy_loss", under_autocast, "AutocastCPU"),
+    Replacement("cross_entropy_loss", outside_autocast, "AutogradCPU"),
+)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Compute `torch.nn.functional.cross_entropy` of classes, or return None where torch has to.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        Of shape (N, C) or (N, C, ...), float32 or bfloat16. The classes of each target lie side by side in memory, as
+        in ``model(x).transpose(1, 2)``.
+    target : torch.Tensor
+        Of shape (N,) or (N, ...), int64.
+    weight : torch.Tensor or None
+        Any weight is torch's to compute.
+    reduction : int
+        torch's number: 0 for none, 1 for the mean, 2 for the sum.
+    ignore_index, label_smoothing
+        As in torch.
+
+    Returns
+    -------
+    torch.Tensor or None
+        float32, of the target's shape or (). It can be differentiated twice.
+    """
+    if weight is not None or not 0 <= label_smoothing <= 1 or not _is_plain(logits, target) or not fits(logits, target):
+        return None
+    rows = logits if logits.dim() == 2 else logits.movedim(1, -1).flatten(0, -2)
+    upcast = upcast_of(rows, logits) if logits.dtype is torch.float32 else None
+    source = None if upcast is None else upcast.source()
+    low = None if source is None else source.view(rows.shape)
+    losses: Tensor | None = _Losses.apply(rows, low, upcast, target.reshape(-1), ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
+    if losses is None:
+        return None
+    if reduction not in (_MEAN, _SUM):
+        return losses.view(target.shape)
+    return losses.sum() if reduction == _SUM else losses.sum() / target.ne(ignore_index).sum()
+
+
+def _belongs(logits: Tensor) -> bool:
+    """Whether logits were computed by a set-up model, in a call that this thread is in, or that it has made."""
+    if belongs_to_set_up_model():
+        return True
+    node: Any = logits.grad_fn
+    for _ in range(_FAR):
+        if node is None:
+            return False
+        if was_made_inside(node_number(node)):
+            return True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False
+
+
+def fits(logits: Tensor, target: Tensor) -> bool:
+    """Whether the kernel supports the dtypes and shapes of a call. torch handles all other calls, and all errors."""
+    return (
+        logits.dim() >= 2
+        and (*logits.shape[:1], *logits.shape[2:]) == target.shape
+        and logits.dtype in _KINDS
+        and target.dtype is torch.int64
+        and logits.layout is target.layout is torch.strided
+        and (logits if logits.dim() == 2 else logits.movedim(1, -1)).is_contiguous()
+        and logits.device.type == target.device.type == "cpu"
+    )
+
+
+def _is_plain(logits: Tensor, target: Tensor) -> bool:
+    """Whether a call computes now, with numbers, and nobody traces or transforms it."""
+    return (
+        type(logits) is Tensor
+        and type(target) is Tensor
+        and not torch.compiler.is_compiling()
+        and not in_functorch()
+        and not in_mode_of_others()
+    )
+
+
+class _Losses(torch.autograd.Function):
+    """The loss of each row, in fp32; nothing for a target that is not a class."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        source: Tensor | None,
+        upcast: Upcast | None,
+        target: Tensor,
+        ignored: int,
+        smoothing: float,
+    ) -> Tensor | None:
+        values = logits if source is None else source
+        computed = forward(values, target, ignored, smoothing)
+        if computed is None:
+            return None
+        losses, maxima, log_sums = computed
+        ctx.save_for_backward(values, target, maxima, log_sums)
+        ctx.upcast, ctx.dtype = None if source is None else upcast, logits.dtype
+        ctx.ignored, ctx.smoothing = ignored, smoothing
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
+        values, target, maxima, log_sums = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative
+            found = _differentiable(values, target, factors, ctx.ignored, ctx.smoothing).to(ctx.dtype)
+            return found, *[None] * 5
+        unseen = ctx.upcast is not None and ctx.upcast.gradient_is_unobserved
+        dtype = values.dtype if unseen else ctx.dtype
+        gradient = backward(factors, maxima, log_sums, values, target, ctx.ignored, ctx.smoothing, dtype)
+        return ctx.upcast.hand_over(gradient) if unseen else gradient, *[None] * 5
+
+
+def forward(logits: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the loss of each row of (N, C), its maximum, and its logarithm of the sum of exponentials.
+
+    None for a target that is not a class.
+    """
+    maxima, log_sums, losses = (torch.empty(len(logits)) for _ in range(3))
+    call = (logits, target, *logits.shape, ignored, float(smoothing))
+    computed = KERNEL(f"cross_entropy_{_KINDS[logits.dtype]}", *call, maxima, log_sums, losses)
+    return (losses, maxima, log_sums) if computed else None
+
+
+def backward(
+    factors: Tensor,
+    maxima: Tensor,
+    log_sums: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    ignored: int,
+    smoothing: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient of the logits, in a dtype, from that of each row's loss and the results of `forward`."""
+    logits, target, maxima, log_sums = (tensor.contiguous() for tensor in (logits, target, maxima, log_sums))
+    gradient = torch.empty_like(logits, dtype=dtype)
+    call = (logits, target, *logits.shape, ignored, float(smoothing))
+    name = f"gradient_{_KINDS[logits.dtype]}_to_{_KINDS[dtype]}"
+    KERNEL(name, *call, maxima, log_sums, factors.contiguous(), gradient)
+    return gradient
+
+
+def _differentiable(values: Tensor, target: Tensor, factors: Tensor, ignored: int, smoothing: float) -> Tensor:
+    """Return the gradient by operators of torch, which have derivatives."""
+    kept = target != ignored
+    expected = torch.full_like(values, smoothing / values.size(1), dtype=torch.float32)
+    classes = target.where(kept, 0).unsqueeze(1)
+    expected.scatter_add_(1, classes, torch.full_like(classes, 1 - smoothing, dtype=torch.float32))
+    return (values.float().softmax(1) - expected) * factors.where(kept, 0).unsqueeze(1)

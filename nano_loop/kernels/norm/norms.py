@@ -1,0 +1,192 @@
+"""Batch norm, group norm and layer norm at the rate of the memory, forward and backward, of tensors in fp32 or bf16.
+
+torch's kernels convert bf16 element by element, or compute in one thread for each group, and reach a tenth to a half of
+the memory's rate. A C function (``norms.c``) reads a tensor for its statistics and again for the result, and the two
+tensors of a backward likewise. Weights and statistics are in fp32, as under autocast.
+
+The kernels for the CPU are replaced, below autograd and the transforms of torch.func. So derivatives of derivatives,
+hooks, checkpoints and vmap are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.norm.norm_arguments import NHWC, are_fp32, fits_rows, is_fp32, layout_of, rows_of, shape_of
+from nano_loop.kernels.replacement import Replacement, unless_none
+from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.ownership import belongs_to_set_up_model
+from nano_loop.patching.patch_table import users
+
+KERNEL = CompiledKernel("norms")
+#: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
+WORTH_IT = 1 << 18
+
+_Results = tuple[Tensor | None, Tensor | None, Tensor | None]
+#: Takes the arguments of an operator. Returns its results, or None where torch has to compute them.
+_Compute = Callable[..., _Results | None]
+
+
+def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[..., Any]]:
+    def ours(x: Tensor, *args: Any) -> _Results | None:
+        return compute(x, *args) if x.numel() >= WORTH_IT and belongs_to_set_up_model() else None
+
+    return unless_none(ours)
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> _Results | None:
+    """Compute ``aten::native_batch_norm`` by the statistics of the batch, or return None where torch has to."""
+    layout = layout_of(x)
+    # The dtype of the statistics follows from all of these.
+    parameters = (weight, bias, running_mean, running_var)
+    if layout is None or not training or not layout.is_worth_a_forward or not are_fp32(x, *parameters):
+        return None
+    out, means, inverses = torch.empty_like(x), *(torch.empty(layout.channels) for _ in range(2))
+    results, numbers = (out, means, inverses), (float(momentum), float(eps))
+    is_done = KERNEL("batch_norm", shape_of(x, layout, together=True), x, *parameters, *numbers, *results)
+    return results if is_done else None
+
+
+def batch_norm_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    means: Tensor | None,
+    inverses: Tensor | None,
+    training: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> _Results | None:
+    """Compute ``aten::native_batch_norm_backward``, likewise."""
+    layout = layout_of(x)
+    if layout is None or not training or means is None or not are_fp32(x, weight, means, inverses):
+        return None
+    return _gradients("batch_norm", (shape_of(x, layout, together=True),), gradient, x, weight, means, inverses, mask)
+
+
+def group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    images: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    eps: float,
+) -> _Results | None:
+    """Compute ``aten::native_group_norm``, or return None where torch has to."""
+    layout = layout_of(x)
+    if layout is None or not layout.is_worth_a_forward or not are_fp32(x, weight, bias):
+        return None
+    results = (torch.empty_like(x), torch.empty(images, groups), torch.empty(images, groups))
+    is_done = KERNEL("group_norm", shape_of(x, layout), groups, x, weight, bias, float(eps), *results)
+    return results if is_done else None
+
+
+def group_norm_backward(
+    gradient: Tensor,
+    x: Tensor,
+    means: Tensor,
+    inverses: Tensor,
+    weight: Tensor | None,
+    images: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    mask: Sequence[bool],
+) -> _Results | None:
+    """Compute ``aten::native_group_norm_backward``, likewise."""
+    layout = layout_of(x)
+    if layout is None or not are_fp32(x, weight, means, inverses):
+        return None
+    sizes = shape_of(x, layout), groups
+    return _gradients("group_norm", sizes, gradient, x, weight, means, inverses, mask)
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> _Results | None:
+    """Compute ``aten::native_layer_norm``, or return None where torch has to."""
+    if not fits_rows(x, shape) or not all(tensor is None or is_fp32(tensor) for tensor in (weight, bias)):
+        return None
+    x, rows = x.contiguous(), x.shape[: x.dim() - len(shape)]
+    out, means, inverses = torch.empty_like(x), *(torch.empty(*rows, *[1] * len(shape)) for _ in range(2))
+    KERNEL("layer_norm", x, *rows_of(x, shape), weight, bias, float(eps), out, means, inverses)
+    if weight is None and bias is None:  # torch's statistics have the dtype of the input then
+        return out, means.to(x.dtype), inverses.to(x.dtype)
+    return out, means, inverses
+
+
+def layer_norm_backward(
+    gradient: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    means: Tensor,
+    inverses: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Sequence[bool],
+) -> _Results | None:
+    """Compute ``aten::native_layer_norm_backward``, likewise."""
+    if not fits_rows(x, shape) or not all(tensor is None or is_fp32(tensor) for tensor in (weight, bias)):
+        return None
+    x, means, inverses = x.contiguous(), means.float(), inverses.float()
+    return _gradients("layer_norm", rows_of(x, shape), gradient, x, weight, means, inverses, mask)
+
+
+REPLACEMENTS = tuple(
+    Replacement(f"native_{compute.__name__}", _for_set_up_models(compute))
+    for compute in (
+        *(batch_norm, batch_norm_backward, group_norm, group_norm_backward),
+        *(layer_norm, layer_norm_backward),
+    )
+)
+
+
+def computes_group_norm(x: Tensor) -> bool:
+    """Return whether a group norm of this input, with weights in fp32, is computed here in a set-up model."""
+    layout = layout_of(x) if users(("native_group_norm", "CPU")) and x.numel() >= WORTH_IT else None
+    return layout is not None and layout.is_worth_a_forward
+
+
+def _gradients(
+    norm: str,
+    sizes: tuple[Any, ...],
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    means: Tensor,
+    inverses: Tensor | None,
+    mask: Sequence[bool],
+) -> _Results | None:
+    """Call a backward of ``norms.c`` for the gradients of input, weight and bias that `mask` asks for."""
+    if gradient.dtype is not x.dtype or gradient.layout is not torch.strided or inverses is None:
+        return None
+    form = torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()]
+    gradient, means, inverses = gradient.contiguous(memory_format=form), means.contiguous(), inverses.contiguous()
+    weights = weight.shape if weight is not None else _sizes_of_weights(norm, x, sizes)
+    of_weight, of_bias = (torch.empty(weights) if each else None for each in mask[1:])
+    found = torch.empty_like(x) if mask[0] else None, of_weight, of_bias
+    first = (gradient, x, *sizes) if norm == "layer_norm" else (*sizes, gradient, x)
+    return found if KERNEL(f"{norm}_backward", *first, weight, means, inverses, *found) else None
+
+
+def _sizes_of_weights(norm: str, x: Tensor, sizes: tuple[Any, ...]) -> Sequence[int]:
+    """Return the sizes of the gradients of a weight that there is not."""
+    return (sizes[1] if norm == "layer_norm" else x.size(1),)

@@ -1,0 +1,108 @@
+"""Layers of LSTMs in bf16: ``aten::mkldnn_rnn_layer`` by `nano_loop.kernels.rnn.lstm_layer`, where that is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.rnn import lstm_layer
+from nano_loop.kernels.rnn.lstm_layer import GATES, Arguments, Found
+from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.patching.torch_private import in_functorch
+
+#: Under this name, a call into a set-up model may have a rule that chooses the way (see `Choose`), and the ways.
+WAY = "the way of an LSTM"
+TORCH, BLOCKS = "torch", "blocks"
+
+#: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
+WORTH_IT = 1 << 22
+#: Minimum number of steps: the weights are packed once for all of them.
+_FEWEST_STEPS = 4
+#: Minimum number of units: those of a quarter of a tile.
+_FEWEST_UNITS = 16
+_DIMENSIONS = 3  # steps, batch, inputs
+_LSTM = 2  # torch's mode
+
+_Kernel = Callable[..., Any]
+
+
+#: Computes by torch, in any dtype, from the tensors in the order of torch's operator.
+ByTorch = Callable[[Sequence[Tensor]], Found]
+#: Chooses the way of a call. Takes a function that computes by torch, the call, and the way to take by default.
+Choose = Callable[[ByTorch, Arguments, str], str]
+
+
+def for_set_up_models(original: _Kernel | None) -> _Kernel:
+    """Return the replacement of the kernel of autograd on the CPU of ``aten::mkldnn_rnn_layer``.
+
+    Calls that do not belong to a set-up model return torch's own result, bitwise identical. What a call of ours has
+    kept for the backward is for no kernel of torch, also if the backward comes after the run.
+
+    Parameters
+    ----------
+    original : callable
+        The original kernel. None is not supported.
+    """
+    assert original is not None
+
+    def dispatched(keys: torch.DispatchKeySet, *args: Any) -> Any:
+        def by_torch(tensors: Sequence[Tensor]) -> Found:
+            outputs, output, cells, _ = original(keys, *tensors, *args[len(tensors) :])
+            return outputs, output, cells
+
+        given = _ours(args)
+        if given is None or _way(given, by_torch) == TORCH:
+            return original(keys, *args)
+        return *lstm_layer.lstm(given), None  # torch ignores the workspace, which is for its own kernel
+
+    return dispatched
+
+
+REPLACEMENTS = (Replacement("mkldnn_rnn_layer", for_set_up_models, "AutogradCPU"),)
+
+
+def _ours(args: Sequence[Any]) -> Arguments | None:
+    """Return the arguments of torch's operator, if this kernel supports them and the call is large enough."""
+    tensors, (is_reversed, batch_sizes, mode, hidden, _, has_biases) = args[:7], args[7:13]
+    inputs, of_inputs, of_outputs, *biases, output, cells = tensors
+    if mode != _LSTM or batch_sizes or any(tensor.dtype is not torch.bfloat16 for tensor in tensors):
+        return None
+    if inputs.dim() != _DIMENSIONS:
+        return None
+    steps, batch, size = inputs.shape
+    if steps < _FEWEST_STEPS or hidden < _FEWEST_UNITS or hidden % 2:
+        return None
+    if steps * batch * GATES * hidden * (size + hidden) < WORTH_IT or not belongs_to_set_up_model():
+        return None
+    # torch.func calls first with its own tensors, and then with those inside of them, which need no gradients.
+    if in_functorch() or (torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors)):
+        return None
+    given = Arguments(inputs, of_inputs, of_outputs, tuple(biases) if has_biases else (), output, cells, is_reversed)
+    return given if all(map(_is_plain, tensors)) and _is_one_layer(given) else None
+
+
+def _is_one_layer(given: Arguments) -> bool:
+    """Whether the shapes are those that torch calls its operator with, and not those of its decomposition."""
+    (_, batch, size), hidden = given.inputs.shape, given.output.size(-1)
+    gates = GATES * hidden
+    return (
+        given.output.shape == given.cells.shape == (batch, hidden)
+        and given.of_inputs.shape == (gates, size)
+        and given.of_outputs.shape == (gates, hidden)
+        and all(bias.shape == (gates,) for bias in given.biases)
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no subclass, and its storage is not released."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.data_ptr() != 0
+
+
+def _way(given: Arguments, by_torch: ByTorch) -> str:
+    guess = BLOCKS if lstm_layer.KERNEL.is_first_guess else TORCH
+    rule: Choose | None = rule_for(WAY)
+    return guess if rule is None else rule(by_torch, given, guess)

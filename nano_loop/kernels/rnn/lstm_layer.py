@@ -1,0 +1,227 @@
+"""A layer of an LSTM in bf16: large products around all steps, and the recurrence by a C function (``lstm.c``).
+
+oneDNN's backward takes up to four times as long, as if it added the weights' gradients up step by step. The function
+needs a CPU with AVX-512's bf16 instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nano_loop.kernels.build import CompiledKernel, scratch
+from nano_loop.kernels.linear import product
+from nano_loop.patching.torch_private import in_mode
+
+KERNEL = CompiledKernel("lstm", needs_avx512_bf16=True)
+
+#: Number of inputs below which their product is computed in the steps, and number of weights up to which it is: 1 MiB.
+_FEW_INPUTS, _CACHED = 32, 1 << 19
+#: Of each unit: input, forget, cell and output.
+GATES = 4
+
+
+class _Call(ctypes.Structure):
+    """`Call` of the C file."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("steps", "batch", "inputs", "hidden", "is_reversed"))
+
+
+class Arguments(NamedTuple):
+    """The arguments of a layer. All tensors are bfloat16.
+
+    Attributes
+    ----------
+    inputs : torch.Tensor
+        Of shape (steps, batch, input size).
+    of_inputs, of_outputs : torch.Tensor
+        The weights, of shapes (4 · hidden, input size) and (4 · hidden, hidden).
+    biases : tuple of torch.Tensor
+        Two, of shape (4 · hidden,), or none.
+    output, cells : torch.Tensor
+        The state before the first step, of shape (batch, hidden).
+    is_reversed : bool
+        Whether the last step is computed first.
+    """
+
+    inputs: Tensor
+    of_inputs: Tensor
+    of_outputs: Tensor
+    biases: tuple[Tensor, ...]
+    output: Tensor
+    cells: Tensor
+    is_reversed: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in the order of torch's operator."""
+        biases = self.biases or (self.of_inputs, self.of_outputs)
+        return [self.inputs, self.of_inputs, self.of_outputs, *biases, self.output, self.cells]
+
+
+#: Outputs of all steps, and the output and the cells after the last one.
+Found = tuple[Tensor, Tensor, Tensor]
+
+
+def lstm(given: Arguments) -> Found:
+    """Compute a layer of an LSTM.
+
+    Parameters
+    ----------
+    given : Arguments
+        With an even number of hidden units, of 16 or more.
+
+    Returns
+    -------
+    outputs : torch.Tensor
+        bfloat16, of shape (steps, batch, hidden).
+    output, cells : torch.Tensor
+        The state after the last step: bfloat16, of shape (batch, hidden).
+    """
+    biases = given.biases or (None, None)
+    found: Found = _LstmLayer.apply(*given[:3], *biases, *given[4:])  # type: ignore[no-untyped-call]
+    return found
+
+
+class _LstmLayer(torch.autograd.Function):
+    """As `lstm`."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Found:
+        # What counts products in the first call of a model sees operators only.
+        outputs, output, cells, states, first_cells = AS_OPERATOR(*args) if in_mode() else _forward(*args)
+        *tensors, ctx.is_reversed = args
+        ctx.save_for_backward(*tensors, first_cells, states, outputs)
+        ctx.set_materialize_grads(False)
+        return outputs, output, cells
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, first_cells, states, outputs = ctx.saved_tensors
+        if all(gradient is None for gradient in gradients):
+            return (None,) * 8
+        if torch.is_grad_enabled():  # for a second derivative
+            return *_differentiable(tensors, ctx.is_reversed, gradients, ctx.needs_input_grad), None
+        inputs, of_inputs, of_outputs, _, _, output, _ = tensors
+        call = _Call(*outputs.shape[:2], 0, outputs.size(2), ctx.is_reversed)
+        gates, bias, of_output, of_cells = _differentiated(call, of_outputs, first_cells, states, *gradients)
+        needed, rows = ctx.needs_input_grad, gates.size(0)
+        before = [outputs[1:], output.unsqueeze(0)] if ctx.is_reversed else [output.unsqueeze(0), outputs[:-1]]
+        return (
+            _product(gates, of_inputs).view_as(inputs) if needed[0] else None,
+            _product(gates.t(), inputs.reshape(rows, -1)) if needed[1] else None,
+            _product(gates.t(), torch.cat(before).view(rows, -1)) if needed[2] else None,
+            bias if needed[3] else None,
+            bias if needed[4] else None,
+            of_output if needed[5] else None,
+            of_cells if needed[6] else None,
+            None,
+        )
+
+
+def _forward(
+    inputs: Tensor,
+    of_inputs: Tensor,
+    of_outputs: Tensor,
+    input_bias: Tensor | None,
+    output_bias: Tensor | None,
+    output: Tensor,
+    cells: Tensor,
+    is_reversed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what `lstm` does, gates and cells of all steps, and the cells before the first step, both in fp32."""
+    steps, batch, size = inputs.shape
+    hidden = output.size(1)
+    call = _Call(steps, batch, 0, hidden, is_reversed)
+    inputs, of_inputs, of_outputs = inputs.contiguous(), of_inputs.contiguous(), of_outputs.contiguous()
+    output, first_cells = output.contiguous(), cells.float().contiguous()
+    states = _empty(steps * batch, (GATES + 1) * hidden, dtype=torch.float32)
+    rows = inputs.view(-1, size)
+    in_steps: tuple[Tensor | None, ...] = (None, None)
+    if _is_computed_in_steps(size, hidden) or not product.fits(rows, of_inputs.t()):
+        call.inputs = size + size % 2
+        in_steps = tuple(F.pad(each, (0, 1)) if size % 2 else each for each in (inputs, of_inputs))
+    else:
+        product.product(rows, of_inputs.t(), out=states[:, : GATES * hidden])
+    bias = _empty(GATES * hidden, dtype=torch.float32).zero_()
+    for each in (input_bias, output_bias):
+        bias += 0 if each is None else each
+    outputs = _empty(steps, batch, hidden)
+    _run("forward", call, *in_steps, of_outputs, bias, output, first_cells, states, outputs)
+    last = 0 if is_reversed else steps - 1
+    last_cells = states[last * batch : (last + 1) * batch, GATES * hidden :]
+    return outputs, outputs[last].clone(), last_cells.to(torch.bfloat16), states, first_cells
+
+
+torch.library.define(
+    "nano_loop::lstm",
+    "(Tensor inputs, Tensor of_inputs, Tensor of_outputs, Tensor? input_bias, Tensor? output_bias, Tensor output, "
+    "Tensor cells, bool is_reversed) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.impl("nano_loop::lstm", "CPU", _forward)
+#: The forward as an operator, of which the first arguments are those of torch's.
+AS_OPERATOR = torch.ops.nano_loop.lstm
+
+
+def _differentiable(
+    tensors: Sequence[Any], is_reversed: bool, gradients: Sequence[Tensor | None], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of all tensors, computed in fp32 from operators that can be differentiated again."""
+    in_fp32: list[Any] = [None if tensor is None else tensor.float() for tensor in tensors]
+    inputs, *weights, output, cells = in_fp32
+    state, outputs = (output, cells), []
+    for step in reversed(inputs) if is_reversed else inputs:
+        state = torch.lstm_cell(step, state, *weights)
+        outputs.append(state[0])
+    found = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
+    used = [(a, b.float()) for a, b in zip(found, gradients, strict=True) if b is not None]
+    outs, of_outs = zip(*used, strict=True)
+    wanted = [tensor for tensor, is_needed in zip(tensors, needed, strict=False) if is_needed]
+    computed = iter(torch.autograd.grad(outs, wanted, of_outs, create_graph=True))
+    return [next(computed) if is_needed else None for is_needed in needed[: len(tensors)]]
+
+
+def _differentiated(
+    call: _Call,
+    of_outputs: Tensor,
+    cells: Tensor,
+    states: Tensor,
+    of_all: Tensor | None,
+    of_last: Tensor | None,
+    of_last_cells: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the gates before their activations, of the bias, and of the state before the first step.
+
+    The gates have a row for each step and sequence.
+    """
+    of_cells = torch.zeros_like(cells) if of_last_cells is None else of_last_cells.float().contiguous()
+    gates = _empty(call.steps * call.batch, GATES * call.hidden)
+    bias = _empty(GATES * call.hidden, dtype=torch.float32)
+    of_output = _empty(call.batch, call.hidden)
+    given = [None if each is None else each.contiguous() for each in (of_all, of_last)]
+    _run("backward", call, of_outputs.contiguous(), cells, states, *given, of_cells, gates, bias, of_output)
+    return gates, bias, of_output, of_cells
+
+
+def _empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return an empty tensor, where the user may have set another default device."""
+    return torch.empty(sizes, dtype=dtype, device="cpu")
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return product.product(a, b) if product.fits(a, b) else a @ b
+
+
+def _is_computed_in_steps(size: int, hidden: int) -> bool:
+    """Whether inputs are multiplied in the steps: where they are few, or the weights of both stay in the cache."""
+    return size < _FEW_INPUTS or GATES * hidden * (size + hidden) <= _CACHED
+
+
+def _run(direction: str, call: _Call, *tensors: Tensor | None) -> None:
+    memory = scratch(KERNEL.bytes_of(call, int(direction == "backward")))
+    KERNEL(f"lstm_{direction}", call, *tensors, memory)

@@ -1,0 +1,1 @@
+"""Optimizers' fused steps, and their guards."""

@@ -1,0 +1,83 @@
+"""Replaces attributes of classes and modules during a run, and restores them exactly.
+
+The user's objects are unchanged (`type(layer) is nn.Linear`, `copy.deepcopy`, `pickle`) only if nothing is attached to
+the objects themselves. So the replacement is attached to the class, once, and looks the object up in a table.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+from nano_loop.patching.patch_table import shared_change
+
+_ABSENT = object()
+
+
+class _Replacement(NamedTuple):
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+    def put(self) -> None:
+        setattr(self.owner, self.name, self.replacement)
+
+    def restore(self) -> bool:
+        """Restore the original, unless other code has wrapped the replacement in the meantime."""
+        if vars(self.owner).get(self.name) is not self.replacement:
+            return False
+        if self.original is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+        return True
+
+
+_in_force: dict[tuple[Any, str], _Replacement] = {}
+_suspension = threading.RLock()
+
+
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """Replace ``owner.name`` until the last user of the replacement has exited.
+
+    Parameters
+    ----------
+    owner : type or module
+        Subclasses of a class inherit the replacement.
+    name : str
+        The name of the attribute. If a class inherits it, the replacement is set on the class itself.
+    make : callable
+        Takes the attribute, as returned by ``getattr(owner, name)``, or None if there is none, and returns the
+        replacement. It is called for the first user only, so use the same `make` for all replacements of an attribute.
+    """
+    return shared_change((owner, name), lambda: _replaced(owner, name, make))
+
+
+@contextmanager
+def suspended(base: type) -> Iterator[None]:
+    """Restore the attributes of `base` and its subclasses for the body, in all threads, for code that reads them."""
+    with _suspension:
+        owners = [each for each in _in_force.values() if isinstance(each.owner, type) and issubclass(each.owner, base)]
+        restored = [owner for owner in owners if owner.restore()]
+        try:
+            yield
+        finally:
+            for each in restored:
+                if _in_force.get((each.owner, each.name)) is each:  # else its last user exited in the meantime
+                    each.put()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    original = vars(owner).get(name, _ABSENT)
+    made = _Replacement(owner, name, original, make(getattr(owner, name, None)))
+    made.put()
+    _in_force[owner, name] = made
+    try:
+        yield
+    finally:
+        del _in_force[owner, name]
+        made.restore()

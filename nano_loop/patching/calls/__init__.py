@@ -1,0 +1,1 @@
+"""Interceptors of calls: into models, into exports, and into backwards."""

@@ -1,0 +1,90 @@
+"""Puts work off to the end of the outermost backward, also from inside a backward that another one runs.
+
+An activation checkpoint (``use_reentrant=True``) computes a segment again in the middle of a backward, and runs a
+backward of that segment alone. torch's own end-of-backward callback, queued there, would run when the segment is
+through. Nobody but the caller of the inner backward can tell that there is an outer one, so `torch.autograd.backward`
+is replaced for as long as it matters.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.torch_private import in_backward, queue_callback
+
+
+class _NestedBackwards(threading.local):
+    """What the outermost backward of this thread is to do at its end, while an inner one runs; None outside of that."""
+
+    waiting: list[Callable[[], None]] | None = None
+    #: Runs each `torch.autograd.backward` of this thread, which it takes with its arguments.
+    runner: Callable[..., None] | None = None
+
+
+_nested = _NestedBackwards()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Run `function` when the outermost backward of this thread ends, before it returns; never if it raises.
+
+    To be called inside a backward, and within `nested_backwards_noticed`, without which an inner backward is taken
+    for the outermost.
+    """
+    if _nested.waiting is None:
+        queue_callback(function)
+    else:
+        _nested.waiting.append(function)
+
+
+def nested_backwards_noticed() -> AbstractContextManager[None]:
+    """Return a context in which an inner `torch.autograd.backward` is known from the outer one that runs it."""
+    return replaced(cast(Any, torch.autograd), "backward", _noticing)
+
+
+@contextmanager
+def backwards_run_by(runner: Callable[..., None]) -> Iterator[None]:
+    """Let `runner` run each `torch.autograd.backward` of this thread, within `nested_backwards_noticed`.
+
+    Parameters
+    ----------
+    runner : callable
+        Takes the function that runs a backward, and its arguments.
+    """
+    before, _nested.runner = _nested.runner, runner
+    try:
+        yield
+    finally:
+        _nested.runner = before
+
+
+def _noticing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if _nested.runner is not None:
+            return _nested.runner(noticed, *args, **kwargs)
+        return noticed(*args, **kwargs)
+
+    def noticed(*args: Any, **kwargs: Any) -> None:
+        if _nested.waiting is not None or not in_backward():
+            return original(*args, **kwargs)
+        waiting: list[Callable[[], None]] = []
+        _nested.waiting = waiting
+        queue_callback(lambda: _run(waiting))  # here the outer backward is still the one that is running
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _nested.waiting = None
+
+    return backward
+
+
+def _run(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

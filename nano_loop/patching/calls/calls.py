@@ -1,0 +1,317 @@
+"""Layers around every outermost call into a model, such as autocast.
+
+A call is outermost if no other call into a set-up model is running in its thread. Examples are `model(x)`,
+`model.encoder(x)`, `model[0](x)`, `model.forward(x)` and `model.my_loss(x)`.
+
+Nothing is attached to the model. While at least one model has layers, `torch.nn.Module.__call__` and the public methods
+of the model's classes are replaced by functions that look the module up in a table, and pass through if it is not
+there. So `type(layer) is nn.Linear` holds inside the loop, and copies and pickles are plain objects.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
+
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.calls.exports import is_exporting, plain_models_exported
+from nano_loop.patching.ownership import NO_RULES, NONE, Rule, call_state, forget_graphs, note_graph
+from nano_loop.patching.patch_table import shared_change
+from nano_loop.patching.torch_private import constant_when_traced, in_backward, next_node_number
+
+#: Takes a function and its arguments, and returns its outputs.
+Call = Callable[..., Any]
+#: Takes the next inner call and returns a call around it, which may change the arguments and the outputs.
+CallWrapper = Callable[[Call], Call]
+#: The name of functions around modules that decide in which dtypes these compute.
+DTYPES = "dtypes"
+
+
+# Modules of torch's classes are called through __call__. Replacing their methods too would affect every model.
+_NOT_THE_USERS = frozenset({"torch", "builtins", "typing", "abc", "collections"})
+# Classes of trainers: what overrides one of their methods is a hook, which the trainer calls, not a computation.
+_TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"})
+_STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
+
+# By the id of a module; several if runs of several threads, or nested runs, have set it up.
+_interceptors: dict[int, tuple[CallInterceptor, ...]] = {}
+_lock = threading.Lock()
+_traced: set[int] = set()  # the ids of interceptors with a call that `torch.compile` has traced
+_FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
+
+
+@constant_when_traced
+def _note_trace(interceptor: int) -> bool:
+    """Note that a call was traced. torch runs this function once, while it traces the call."""
+    _traced.add(interceptor)
+    return True
+
+
+class CallInterceptor:
+    """The layers of one run around the outermost calls into one model, from the outside in."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self._modules: dict[int, nn.Module] = {}  # kept alive, so that their ids are not reused
+        self._called: set[int] = set()
+        self._by_name: dict[str, CallWrapper] = {}
+        #: Calls a function inside all layers.
+        self.layers: Call = _innermost
+        self._arounds: dict[str, Callable[[nn.Module], Call | None]] = {}
+        #: What is around the calls of modules, by the id of a module.
+        self.inner: dict[int, Call] = {}
+        #: What computes an operator in these calls, by the operator's name. Not changed, once there are calls.
+        self.rules: Mapping[str, Rule] = NO_RULES
+        #: Whether the calls compute by torch's own kernels, as the plain loop does, whatever other runs replace.
+        self.is_plain = False
+
+    def add(self, name: str, layer: CallWrapper) -> None:
+        """Add `layer` as the innermost layer, or replace the layer with the same name."""
+        self._by_name[name] = layer
+        call: Call = _innermost
+        for each in reversed(self._by_name.values()):
+            call = each(call)
+        self.layers = call
+
+    def around_modules(self, around: Callable[[nn.Module], Call | None], name: str) -> None:
+        """Put a function around each call of the model's modules, outermost or not.
+
+        Parameters
+        ----------
+        around : callable
+            Takes a module and returns such a function, called as ``function(call, module, *args, **kwargs)``, or None.
+        name : str
+            What it is for. A second one with this name replaces the first. Of several names, the first is the
+            outermost.
+        """
+        with _lock:
+            self._arounds[name] = around
+            self.inner.clear()
+            for module in self._modules.values():
+                self._note_inner(module)
+
+    def _note_inner(self, module: nn.Module) -> None:
+        found = [around(module) for around in self._arounds.values()]
+        functions = [each for each in found if each is not None]
+        if functions:
+            self.inner[id(module)] = functools.reduce(_nested, functions)
+
+    def cover(self, modules: Iterable[nn.Module]) -> None:
+        """Route calls into these modules to this interceptor."""
+        with _lock:
+            for module in modules:
+                if id(module) not in self._modules:
+                    self._modules[id(module)] = module
+                    self._note_inner(module)
+                    _interceptors[id(module)] = (*_interceptors.get(id(module), ()), self)
+
+    def uncover(self) -> None:
+        """Stop routing calls to this interceptor."""
+        with _lock:
+            for key in self._modules:
+                others = tuple(interceptor for interceptor in _interceptors[key] if interceptor is not self)
+                if others:
+                    _interceptors[key] = others
+                else:
+                    del _interceptors[key]
+            self._modules.clear()
+            self.inner.clear()
+            _traced.discard(id(self))
+
+    @property
+    def was_called(self) -> bool:
+        """Whether any call reached this interceptor, or was traced by `torch.compile`."""
+        return bool(self._called) or id(self) in _traced
+
+    def is_outermost_call(self, module: nn.Module) -> bool:
+        """Whether this call into `module` comes from the loop.
+
+        An activation checkpoint inside a model calls modules again during the backward, and restores the context of the
+        forward, including the layers' effects. Only modules that the loop called directly need the layers again.
+        """
+        if in_backward():
+            return id(module) in self._called
+        self._called.add(id(module))
+        return True
+
+    def traced(self, function: Call, /, *args: Any, **kwargs: Any) -> Any:
+        """Call `function` inside the layers while torch traces the call. The compiled graph is one node, made later."""
+        _note_trace(id(self))
+        call_state.in_call = call_state.accelerated = True
+        try:
+            return self.layers(function, *args, **kwargs)
+        finally:
+            call_state.in_call = call_state.accelerated = False
+
+
+class CallInterceptors:
+    """The interceptors of one run."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[int, CallInterceptor] = {}
+        self._undoing = ExitStack()
+
+    def add(self, model: nn.Module, name: str, layer: CallWrapper) -> CallInterceptor:
+        """Add a layer around every outermost call into `model` and its submodules, until `close`.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            The model. It is not changed.
+        name : str
+            The name of the layer. A second layer with the same name replaces the first.
+        layer : callable
+            Takes the next inner call and returns a call around it.
+
+        Returns
+        -------
+        CallInterceptor
+            All layers of this run around calls into the model.
+        """
+        interceptor = self.for_model(model)
+        interceptor.add(name, layer)
+        return interceptor
+
+    def for_model(self, model: nn.Module) -> CallInterceptor:
+        """Intercept the calls into `model`, also without layers, so that their operators belong to a set-up model."""
+        if id(model) not in self._by_model:
+            self._by_model[id(model)] = self._open(model)
+        return self._by_model[id(model)]
+
+    def close(self) -> None:
+        """Remove all layers of this run, and keep those of an enclosing run."""
+        self._by_model.clear()
+        self._undoing.close()
+        if not _interceptors:
+            forget_graphs()
+
+    def _open(self, model: nn.Module) -> CallInterceptor:
+        modules = list(_called_by_loops(model))
+        for owner, name in _ways_in(modules):
+            self._undoing.enter_context(replaced(owner, name, _through_interceptor))
+        self._undoing.enter_context(shared_change(_cover_newcomer, _newcomers_covered))
+        self._undoing.enter_context(plain_models_exported())
+        interceptor = CallInterceptor()
+        self._undoing.callback(interceptor.uncover)
+        interceptor.cover(modules)
+        return interceptor
+
+
+def _nested(outer: Call, inner: Call) -> Call:
+    """Return a function around calls of a module that consists of two."""
+
+    def around(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return outer(functools.partial(inner, function), module, *args, **kwargs)
+
+    return around
+
+
+def is_forward(function: Call) -> bool:
+    """Whether `function`, as passed to a layer, is a module's ``__call__`` or ``forward`` and not another method."""
+    return getattr(function, "__name__", None) in _FORWARD
+
+
+@contextmanager
+def _newcomers_covered() -> Iterator[None]:
+    handle = register_module_module_registration_hook(_cover_newcomer)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Intercept calls into a module that is registered in a set-up model during the run."""
+    if module is not None:
+        for interceptor in _interceptors.get(id(parent), ()):
+            interceptor.cover(_called_by_loops(module))
+
+
+def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of `model`, except parametrizations, which an access to `layer.weight` calls."""
+    lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
+    parametrizations = {part for each in lists for part in each.modules()}
+    yield from (module for module in model.modules() if module not in parametrizations)
+
+
+def _innermost(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `function` of a module, by what the interceptor of the call under way has put around the module's calls."""
+    inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(module))
+    if inner is None:
+        return function(module, *args, **kwargs)
+    return inner(function, module, *args, **kwargs)
+
+
+def _inside(interceptor: CallInterceptor, call: Call, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `call`, and mark the operators in it and in its backward as belonging to a set-up model."""
+    start = next_node_number()
+    rules = interceptor.rules
+    call_state.in_call, call_state.accelerated = True, not interceptor.is_plain
+    call_state.modules, call_state.rules = interceptor.inner, rules
+    try:
+        return call(*args, **kwargs)
+    finally:
+        call_state.in_call, call_state.accelerated, call_state.modules, call_state.rules = False, False, NONE, NO_RULES
+        if not interceptor.is_plain:
+            note_graph(start, next_node_number(), rules)
+
+
+def _ways_in(modules: list[nn.Module]) -> Iterator[tuple[type, str]]:
+    """Yield the class attributes through which the loop can call one of `modules`."""
+    found: set[tuple[type, str]] = {(nn.Module, "__call__")}
+    for kind in {type(module) for module in modules}:
+        hooks = [nn.Module, *(base for base in kind.__mro__ if _library(base) in _TRAINERS)]
+        for owner in kind.__mro__:
+            if _library(owner) not in _NOT_THE_USERS | _TRAINERS:
+                found |= {(owner, name) for name, value in vars(owner).items() if _computes(name, value, hooks)}
+    yield from found
+
+
+def _library(owner: type) -> str:
+    return owner.__module__.partition(".")[0]
+
+
+def _computes(name: str, value: object, hooks: list[type]) -> bool:
+    """Whether a class attribute is a method that the loop may call for a computation."""
+    lazy = inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value)
+    if lazy or not inspect.isfunction(value):
+        return False
+    if name in _STEPS or name in ("forward", "__call__"):
+        return True
+    return not (name.startswith("_") or any(hasattr(base, name) for base in hooks))
+
+
+def _through_interceptor(original: Call) -> Call:
+    """Return the replacement of `original`."""
+
+    @functools.wraps(original)
+    def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if call_state.in_call:  # as `_innermost`, without a call for each module of a model
+            inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(self))
+            return original(self, *args, **kwargs) if inner is None else inner(original, self, *args, **kwargs)
+        interceptors = _interceptors.get(id(self))
+        if interceptors is None or is_exporting():
+            return original(self, *args, **kwargs)
+        interceptor = interceptors[0] if len(interceptors) == 1 else _of_this_thread(interceptors)
+        if torch.compiler.is_compiling():
+            return interceptor.traced(original, self, *args, **kwargs)
+        layers = interceptor.layers if interceptor.is_outermost_call(self) else _innermost
+        return _inside(interceptor, layers, original, self, *args, **kwargs)
+
+    return call
+
+
+def _of_this_thread(interceptors: tuple[CallInterceptor, ...]) -> CallInterceptor:
+    """Return the interceptor of the innermost run of this thread, or else of the run that started last."""
+    thread = threading.get_ident()
+    own = (interceptor for interceptor in reversed(interceptors) if interceptor.thread == thread)
+    return next(own, interceptors[-1])

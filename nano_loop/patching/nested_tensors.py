@@ -1,0 +1,165 @@
+"""Traverses nested tuples, lists, dicts and dataclasses of tensors and other objects."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+from nano_loop.patching.torch_private import version
+
+_LEAVES = (str, bytes, int, float, type(None))
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply `function` to every tensor in `value`.
+
+    Parameters
+    ----------
+    function : callable
+        Takes a tensor and returns a tensor, or the same object for no change.
+    value : object
+        A tensor, or arbitrarily nested tuples (including named tuples), lists, mappings and dataclasses of tensors.
+        Other objects are returned unchanged.
+
+    Returns
+    -------
+    object
+        `value` itself if no tensor changed. Otherwise, the containers of changed tensors are copied, with their class.
+        `value` is never changed.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, _LEAVES):
+        return value
+    if isinstance(value, tuple):
+        return _map_tuple(function, value)
+    if isinstance(value, list):
+        return _map_items(function, value, enumerate(value))
+    if isinstance(value, MutableMapping):
+        return _map_items(function, value, value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_fields(function, value)
+    return value
+
+
+def _map_tuple(function: Callable[[torch.Tensor], torch.Tensor], value: tuple[Any, ...]) -> Any:
+    items = [map_tensors(function, item) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return _tuple_like(value, items)
+
+
+def _map_items(function: Callable[[torch.Tensor], torch.Tensor], value: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    mapped = ((key, old, map_tensors(function, old)) for key, old in items)
+    changed = [(key, new) for key, old, new in mapped if new is not old]
+    if not changed:
+        return value
+    result = copy.copy(value)
+    for key, new in changed:
+        result[key] = new
+    return result
+
+
+def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    mapped = ((name, getattr(value, name), map_tensors(function, getattr(value, name))) for name in names)
+    changed = [(name, new) for name, old, new in mapped if new is not old]
+    if not changed:
+        return value
+    result = copy.copy(value)
+    for name, new in changed:
+        object.__setattr__(result, name, new)  # also works if the dataclass is frozen
+    return result
+
+
+class Substitution:
+    """Substitutes tensors in the arguments of a call, and restores the originals with the writes of the call.
+
+    Lists and mappings are changed in place, since the called function may write to them. Tuples are copied.
+
+    Parameters
+    ----------
+    function : callable
+        Takes a tensor and returns its substitute, or the same object for no change.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._function = function
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # the original, its substitute, its version
+        self._items: list[tuple[Any, Any, Any, Any]] = []  # a container, a key, the original item, its substitute
+
+    def __call__(self, value: Any) -> Any:
+        """Return `value` with its tensors substituted."""
+        if isinstance(value, torch.Tensor):
+            return self._substitute(value)
+        if isinstance(value, tuple):
+            items = [self(item) for item in value]
+            return value if all(map(operator.is_, items, value)) else _tuple_like(value, items)
+        if isinstance(value, list):
+            self._replace_items(value, list(enumerate(value)))
+        elif isinstance(value, MutableMapping):
+            self._replace_items(value, list(value.items()))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return _map_fields(self._substitute, value)
+        return value
+
+    def restore(self) -> None:
+        """Replace the remaining substitutes by the originals, and copy what was written to a substitute."""
+        for container, key, original, substitute in reversed(self._items):
+            if _holds(container, key, substitute):
+                container[key] = original
+        for tensor, substitute, before in self._tensors:
+            changed = version(substitute) != before or substitute.is_inference()  # these have no version counter
+            if changed and not shares_memory(tensor, substitute):
+                with torch.no_grad():
+                    tensor.copy_(substitute)
+
+    def _substitute(self, tensor: torch.Tensor) -> torch.Tensor:
+        substitute = self._function(tensor)
+        if substitute is not tensor:
+            self._tensors.append((tensor, substitute, version(substitute)))
+        return substitute
+
+    def _replace_items(self, container: Any, items: list[tuple[Any, Any]]) -> None:
+        for key, item in items:
+            substitute = self(item)
+            if substitute is not item:
+                container[key] = substitute
+                self._items.append((container, key, item, substitute))
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share a storage."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _holds(container: Any, key: Any, item: Any) -> bool:
+    if isinstance(container, list):
+        return key < len(container) and container[key] is item
+    return key in container and container[key] is item
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def find(kind: type | tuple[type, ...], value: Any) -> Iterator[Any]:
+    """Yield every instance of `kind` in `value`: itself, or in lists, tuples, sets and dicts, without duplicates."""
+    yield from _find(kind, value, set())
+
+
+def _find(kind: type | tuple[type, ...], value: Any, seen: set[int]) -> Iterator[Any]:
+    if id(value) in seen:
+        return
+    if isinstance(value, kind):
+        seen.add(id(value))
+        yield value
+    elif isinstance(value, (list, tuple, set, frozenset, dict)):
+        seen.add(id(value))  # a list may contain itself
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _find(kind, item, seen)

@@ -1,0 +1,1 @@
+"""The user's objects: optimizers, loaders, and nested collections of tensors."""

@@ -1,0 +1,214 @@
+"""Changes to loaders: the iteration runs on a private copy, so that the loader itself is never changed.
+
+`DataLoader.__iter__` and `DataLoader.__len__` are replaced while a run has changes to any loader. The replacements look
+the loader up in a table, and pass through if it is not there. Several changes to one loader compose: each defines the
+attributes that it overrides on the copy. Loaders that nobody has passed are found when the thread of a run uses them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.torch_private import own_iterator, stop_kept_workers, without_kept_iterator
+
+Loader = DataLoader[Any]
+#: Starts the iteration of a loader.
+Start = Callable[[], Iterator[Any]]
+
+
+class LoaderChange:
+    """Base class of changes to a loader. Subclasses override the methods that they need.
+
+    A loader that is set up twice, or in nested runs, can have several changes of one class. The latest one applies.
+    """
+
+    def attributes(self, loader: Loader) -> dict[str, Any]:
+        """Return the attributes that the copy overrides. Called at the start of each iteration."""
+        return {}
+
+    def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
+        """Return the iterator for the loop. `start` returns the iterator of the copy."""
+        return start()
+
+    def length(self, loader: Loader, length: int) -> int:
+        """Return the number of batches. `length` is the number without this change."""
+        return length
+
+
+@contextmanager
+def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
+    """Apply a change to the iteration of a loader. The loader itself is kept alive and is not changed.
+
+    Worker processes that the copy keeps between epochs (``persistent_workers``) are stopped when the loader's last
+    change ends. Worker processes that the loader started earlier are not affected.
+    """
+    with _loaders_intercepted():
+        _, stand_in = _stand_ins.get(id(loader)) or (loader, _StandIn(loader))
+        _stand_ins[id(loader)] = loader, stand_in
+        stand_in.add(change)
+        try:
+            yield
+        finally:
+            stand_in.remove(change)
+            if not stand_in.changes:
+                del _stand_ins[id(loader)]
+                stop_kept_workers(stand_in.copy)
+
+
+@contextmanager
+def found(find: Callable[[Loader], LoaderChange | None]) -> Iterator[None]:
+    """Change the loaders that this thread uses in the body, and that have no change yet.
+
+    They are not kept alive. The processes that this one forks are not concerned.
+
+    Parameters
+    ----------
+    find : callable
+        Takes a loader and returns the change to it, or None. It is called when a loader is iterated or its length is
+        taken, until it has returned a change.
+    """
+    finding = _Finding(find)
+    with _loaders_intercepted():
+        _findings.append(finding)
+        try:
+            yield
+        finally:
+            _findings.remove(finding)
+            finding.close()
+
+
+@contextmanager
+def _loaders_intercepted() -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, make in (("__iter__", _through_copy), ("__len__", _changed_length)):
+            stack.enter_context(replaced(DataLoader, name, make))
+        yield
+
+
+class _StandIn:
+    """A copy of a loader, with the changes to it."""
+
+    def __init__(self, loader: Loader) -> None:
+        # Not `copy.copy`, which leaves a cache on the class and calls its pickling methods, and not __init__.
+        self.copy: Loader = object.__new__(type(loader))
+        vars(self.copy).update(without_kept_iterator(vars(loader)))
+        self.changes: list[LoaderChange] = []
+        self._in_force: list[LoaderChange] = []
+
+    def add(self, change: LoaderChange) -> None:
+        self.changes.append(change)
+        self._choose()
+
+    def remove(self, change: LoaderChange) -> None:
+        self.changes.remove(change)
+        self._choose()
+
+    def iterate(self, loader: Loader, original: Callable[[Loader], Iterator[Any]]) -> Iterator[Any]:
+        self._refresh(loader)
+        start: Start = functools.partial(original, self.copy)
+        for change in self._in_force:
+            start = functools.partial(change.iterate, loader, start)
+        return start()
+
+    def length(self, loader: Loader, length: int) -> int:
+        for change in self._in_force:
+            length = change.length(loader, length)
+        return length
+
+    def _choose(self) -> None:
+        """Select the latest change of each class."""
+        latest = list({type(change): change for change in self.changes}.values())
+        if latest != self._in_force and self.changes:
+            vars(self.copy).update(without_kept_iterator({}))  # its workers were started with other changes
+        self._in_force = latest
+
+    def _refresh(self, loader: Loader) -> None:
+        """Update the copy with the loader's current attributes, which the loop may have set, and with the changes."""
+        attributes = {**vars(loader), **own_iterator(self.copy)}
+        for change in self._in_force:
+            attributes.update(change.attributes(loader))
+        # Not by assignment, since a DataLoader rejects the assignment of a sampler or a dataset.
+        vars(self.copy).update(attributes)
+
+
+class _Finding:
+    """The loaders that a thread has used, with the changes to them."""
+
+    def __init__(self, find: Callable[[Loader], LoaderChange | None]) -> None:
+        self.owner = _this_thread()
+        self._find = find
+        self._stand_ins: dict[int, tuple[weakref.ref[Loader], _StandIn]] = {}  # by the id of a loader
+
+    def stand_in(self, loader: Loader) -> _StandIn | None:
+        """Return the copy of a loader, which is found now if it was not."""
+        reference, stand_in = self._stand_ins.get(id(loader), (None, None))
+        if reference is not None and reference() is loader:
+            return stand_in
+        change = self._find(loader)
+        if change is None:
+            return None
+        stand_in = _StandIn(loader)
+        stand_in.add(change)
+        # The iteration outlives a loader that only the loop's header names, so its workers are not stopped.
+        forget = functools.partial(self._forget, id(loader))
+        self._stand_ins[id(loader)] = weakref.ref(loader, forget), stand_in
+        return stand_in
+
+    def close(self) -> None:
+        for _, stand_in in [*self._stand_ins.values()]:
+            stop_kept_workers(stand_in.copy)
+        self._stand_ins.clear()
+
+    def _forget(self, key: int, reference: weakref.ref[Loader]) -> None:
+        if self._stand_ins.get(key, (None,))[0] is reference:
+            del self._stand_ins[key]
+
+
+_stand_ins: dict[int, tuple[Loader, _StandIn]] = {}  # by the id of a loader, which is kept alive so that the id is its
+_findings: list[_Finding] = []
+
+
+def _this_thread() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()  # a forked process has the thread's number, too
+
+
+def _finding() -> _Finding | None:
+    """Return the finding of the innermost run of this thread."""
+    if not _findings:
+        return None
+    owner = _this_thread()
+    return next((finding for finding in reversed(_findings) if finding.owner == owner), None)
+
+
+def _stand_in(loader: Loader) -> _StandIn | None:
+    if id(loader) in _stand_ins:
+        return _stand_ins[id(loader)][1]
+    finding = _finding()
+    return None if finding is None else finding.stand_in(loader)
+
+
+def _through_copy(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Loader], Iterator[Any]]:
+    @functools.wraps(original)
+    def iterate(self: Loader) -> Iterator[Any]:
+        stand_in = _stand_in(self)
+        return original(self) if stand_in is None else stand_in.iterate(self, original)
+
+    return iterate
+
+
+def _changed_length(original: Callable[[Loader], int]) -> Callable[[Loader], int]:
+    @functools.wraps(original)
+    def length(self: Loader) -> int:
+        stand_in = _stand_in(self)
+        return original(self) if stand_in is None else stand_in.length(self, original(self))
+
+    return length

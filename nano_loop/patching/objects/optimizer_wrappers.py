@@ -1,0 +1,65 @@
+"""Finds the optimizers inside optimizer wrappers, such as Lookahead and Accelerate's ``AcceleratedOptimizer``.
+
+A wrapper is an `Optimizer` that keeps another one in an attribute and calls its ``step``. Many do not call
+``Optimizer.__init__``, so they have no hooks. The inner optimizer has the kernels, the learning rate and the hooks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+
+from nano_loop.errors import NanoWarning, problem
+from nano_loop.patching.nested_tensors import find
+from nano_loop.patching.torch_private import has_hooks
+
+
+def innermost(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Replace each wrapper by the optimizers inside it, without duplicates.
+
+    An optimizer without hooks and without an optimizer inside is left out, with a `NanoWarning`.
+    """
+    found: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for each in _inside(optimizer, set()):
+            if has_hooks(each):
+                found[id(each)] = each
+            else:
+                _warn(each)
+    return list(found.values())
+
+
+def _inside(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
+    """Yield `optimizer` itself, or what it wraps."""
+    if id(optimizer) in seen:
+        return
+    seen.add(id(optimizer))
+    wrapped = _wrapped(optimizer)
+    if not wrapped:
+        yield optimizer
+    for each in wrapped:
+        yield from _inside(each, seen)
+
+
+def _wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers among the attributes that hold parameters of `optimizer`, together all of them."""
+    if type(optimizer).step.__module__.partition(".")[0] == "torch":
+        return []
+    held = _parameters(optimizer)
+    inner = [each for each in find(Optimizer, vars(optimizer)) if _parameters(each) <= held]
+    covered: set[int] = set().union(*map(_parameters, inner))
+    return inner if covered == held or not has_hooks(optimizer) else []
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    groups: Any = getattr(optimizer, "param_groups", ())  # a class without `Optimizer.__init__` may lack it
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _warn(optimizer: Optimizer) -> None:
+    got = f"{type(optimizer).__name__} is not accelerated"
+    expected = "it has no hooks, because its __init__ does not call Optimizer.__init__"
+    warnings.warn(problem(got, expected, "Call super().__init__(params, defaults) in it"), NanoWarning, stacklevel=2)

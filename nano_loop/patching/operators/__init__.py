@@ -1,0 +1,1 @@
+"""Replacements of torch's kernels for operators of set-up models."""

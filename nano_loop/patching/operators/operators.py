@@ -1,0 +1,178 @@
+"""Replaces torch's kernels by Python functions during a run. A function can call the kernel that it replaces.
+
+Under autocast, a call into a set-up model may have a rule for an operator, which then decides about the function. One
+operator can have several functions, of several runs: the last one is called, and all of them call torch's own kernel.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from nano_loop.patching.ownership import rule_for
+from nano_loop.patching.patch_table import shared_change
+from nano_loop.patching.torch_private import destroy_library, has_kernel, never_compiled
+
+#: torch's own kernel. It takes the dispatch key set, followed by the arguments of the operator.
+Kernel = Callable[..., Any]
+
+
+def gives_kernels() -> bool:
+    """Whether this torch can return the kernel of an operator (2.9 and later)."""
+    return hasattr(torch.library, "get_kernel")
+
+
+def kernel(operator: str, dispatch_key: str) -> Kernel:
+    """Return torch's kernel of an operator, where torch `gives_kernels`."""
+    site = _sites.get(operator) if dispatch_key == AUTOCAST else None
+    if site is not None and site.functions:  # the dispatcher has ours
+        assert site.original is not None
+        return site.original
+    found: Kernel = torch.library.get_kernel(f"aten::{operator}", dispatch_key).call_boxed
+    return found
+
+
+AUTOCAST = "AutocastCPU"
+
+
+class _Site:
+    """What the dispatcher has for an operator under autocast as long as there are functions for it."""
+
+    def __init__(self, operator: str) -> None:
+        self.operator = operator
+        #: torch's kernel, where torch gives it.
+        self.original: Kernel | None = None
+        #: The last one is called. What only makes place for rules stands first.
+        self.functions: list[Callable[..., Any]] = []
+        # What a call in another thread still finds that torch has sent here before the last function was removed.
+        self._latest: Callable[..., Any] | None = None
+
+    def __call__(self, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        rule, functions = rule_for(self.operator), self.functions
+        function: Any = functions[-1] if functions else self._latest
+        if rule is None:
+            return function(keys, *args, **kwargs)
+        return rule(function, keys, *args, **kwargs)
+
+    def add(self, function: Callable[..., Any]) -> None:
+        """Call this function from now on, unless it is a `_Place` and there are others."""
+        if not self.functions and gives_kernels() and has_kernel(self.operator, AUTOCAST):
+            self.original = kernel(self.operator, AUTOCAST)
+        self.functions = [function, *self.functions] if isinstance(function, _Place) else [*self.functions, function]
+        self._latest = function
+
+    def remove(self, function: Callable[..., Any]) -> None:
+        """Call this function no more. The list is replaced, since another thread may be reading it."""
+        self.functions = [each for each in self.functions if each is not function]
+
+
+_sites: dict[str, _Site] = {}
+
+
+class _Place:
+    """Computes an operator as torch does. It makes place for rules."""
+
+    def __init__(self, operator: str, otherwise: Callable[..., Any]) -> None:
+        self._operator, self._otherwise = operator, otherwise
+
+    def __call__(self, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        original = _sites[self._operator].original
+        if original is None:
+            return self._otherwise(self._operator, keys, *args, **kwargs)
+        return original(keys, *args, **kwargs)
+
+
+def ruled(operators: frozenset[str], otherwise: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Let the rules of calls decide about operators under autocast, also those that have no function.
+
+    Parameters
+    ----------
+    operators : frozenset of str
+        ATen operators with their overloads, such as ``softmax.int``.
+    otherwise : callable
+        Computes an operator as torch does where torch has no kernel for autocast, or does not give it. It takes the
+        operator, the dispatch key set, and the operator's arguments.
+    """
+    return overridden_together(
+        operators, lambda: {operator: _Place(operator, otherwise) for operator in operators}, AUTOCAST
+    )
+
+
+def overridden(
+    operator: str, make: Callable[[Kernel | None], Callable[..., Any]], dispatch_key: str
+) -> AbstractContextManager[None]:
+    """Replace a kernel in torch's dispatcher by a function, in the whole process.
+
+    Parameters
+    ----------
+    operator : str
+        The ATen operator with its overload, such as ``bernoulli_.float``.
+    make : callable
+        Takes torch's kernel, or None if torch does not return it (see `gives_kernels`), and returns the function. Both
+        take the dispatch key set, followed by the arguments of the operator. `make` is called for the first user only,
+        so use the same `make` for all replacements of a kernel.
+    dispatch_key : str
+        The dispatch key of the kernel, such as ``CPU``.
+    """
+    return shared_change((operator, dispatch_key), lambda: _overridden(operator, make, dispatch_key))
+
+
+def overridden_together(
+    name: Hashable, make: Callable[[], Mapping[str, Callable[..., Any]]], dispatch_key: str
+) -> AbstractContextManager[None]:
+    """Replace the kernels of several operators by functions, which is faster than one by one.
+
+    Parameters
+    ----------
+    name : hashable
+        Identifies the replacements.
+    make : callable
+        Returns the functions by operator, such as ``bernoulli_.float``. They take the dispatch key set, followed by the
+        arguments of the operator. `make` is called for the first user only.
+    dispatch_key : str
+        The dispatch key of the kernels, such as ``CPU``.
+    """
+    return shared_change((name, dispatch_key), lambda: _registered(make(), dispatch_key))
+
+
+def plainly(function: Callable[..., Any]) -> Callable[[Kernel | None], Callable[..., Any]]:
+    """Return the argument `make` of `overridden` for a function without the kernel and the dispatch key set."""
+
+    def make(original: Kernel | None) -> Callable[..., Any]:
+        return lambda keys, *args, **kwargs: function(*args, **kwargs)
+
+    return make
+
+
+def _overridden(
+    operator: str, make: Callable[[Kernel | None], Callable[..., Any]], dispatch_key: str
+) -> AbstractContextManager[None]:
+    return _registered({operator: make(kernel(operator, dispatch_key) if gives_kernels() else None)}, dispatch_key)
+
+
+@contextmanager
+def _registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with_sites = functions if dispatch_key == AUTOCAST else {}
+    sites = {
+        name: function for name, function in with_sites.items() if function is not torch.library.fallthrough_kernel
+    }
+    for operator, function in sites.items():
+        _sites.setdefault(operator, _Site(operator)).add(function)
+    try:
+        with warnings.catch_warnings():  # torch warns once per process about an overridden kernel; here it is intended
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            for operator, function in functions.items():
+                keys = function is not torch.library.fallthrough_kernel
+                called = _sites[operator] if operator in sites else function
+                never_compiled(called)  # Dynamo would, where it breaks its graph, as at an LSTM
+                library.impl(operator, called, dispatch_key, with_keyset=keys, allow_override=True)  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        destroy_library(library)
+        for operator, function in sites.items():
+            _sites[operator].remove(function)

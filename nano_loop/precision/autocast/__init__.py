@@ -1,0 +1,1 @@
+"""Autocast and its surroundings: op lists, loss scales, conversions and rounding."""

@@ -1,0 +1,80 @@
+"""Autocast on the CPU, and a context that disables it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nano_loop.patching.nested_tensors import map_tensors
+
+#: The dtypes that autocast casts to.
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def cpu_autocast(dtype: torch.dtype, keep_casts: bool = True) -> AbstractContextManager[Any]:
+    """Return a context in which torch runs matrix products and convolutions in another dtype on the CPU.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        `torch.bfloat16` or `torch.float16`.
+    keep_casts : bool
+        Whether autocast caches the cast of each weight. Correct only if no weight changes inside the context.
+    """
+    return torch.autocast("cpu", dtype, cache_enabled=keep_casts)
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """Run the body in fp32, including operations on bf16 and fp16 tensors that were created outside.
+
+    Use it inside a model around operations that need the range or the precision of fp32, or around a whole call of a
+    model. It is a decorator, too: ``@disable_casts()``.
+
+    Examples
+    --------
+    >>> import torch, nano_loop
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     hidden = torch.nn.Linear(4, 4)(torch.ones(2, 4))
+    ...     with nano_loop.disable_casts():
+    ...         variance = hidden.var()
+    >>> hidden.dtype, variance.dtype
+    (torch.bfloat16, torch.float32)
+    """
+    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    # Autocast to fp32 casts mixed inputs of an operator. With autocast disabled, bf16 mixed with fp32 would raise.
+    torch.set_autocast_dtype("cpu", torch.float32)
+    torch.set_autocast_enabled("cpu", True)
+    try:
+        with _Upcast():
+            yield
+    finally:
+        torch.set_autocast_enabled("cpu", enabled)
+        torch.set_autocast_dtype("cpu", dtype)
+
+
+class _Upcast(TorchFunctionMode):
+    """Passes fp32 copies of bf16 and fp16 arguments to every torch function."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _writes_or_reads(func) or "out" in kwargs:
+            return func(*args, **kwargs)
+        args, kwargs = map_tensors(to_fp32, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _writes_or_reads(func: Callable[..., Any]) -> bool:
+    """Whether a function writes to its argument or only reads an attribute: `add_`, `__setitem__`, `__get__`."""
+    return getattr(func, "__name__", "").endswith("_")
+
+
+def to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a bf16 or fp16 tensor cast to fp32, as part of the autograd graph, and any other one unchanged."""
+    return tensor.float() if tensor.dtype in LOW_DTYPES else tensor

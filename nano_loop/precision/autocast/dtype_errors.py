@@ -1,0 +1,65 @@
+"""Says what to do when torch refuses bf16 together with fp32 in a model that runs under autocast."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+
+from nano_loop.errors import NanoError, problem
+from nano_loop.patching.user_code import users_frame
+
+# torch has no class for these errors, and words each in its own way.
+_ABOUT_DTYPES = re.compile(
+    r"bfloat16|expected scalar type|same (dtype|type|scalar type)|equal to src\.dtype|dtypes match|expected dtype",
+    re.IGNORECASE,
+)
+_ADVICE = "Put it under `with nano_loop.disable_casts():`, where it computes in fp32, or name it in fp32_ops"
+_UNDER_AUTOCAST = 'under precision="bf16", torch\'s autocast gives it tensors that it refuses, such as bf16 with fp32'
+
+
+def explain(error: BaseException, needed: str = _UNDER_AUTOCAST, advice: str = _ADVICE) -> None:
+    """Add the operation, the user's line and what to do to an error about dtypes, which is being raised.
+
+    Parameters
+    ----------
+    error : BaseException
+        The error; one of another kind is left as it is.
+    needed, advice : str
+        The last two parts of the text.
+
+    Raises
+    ------
+    NanoError
+        Instead of it in Python 3.10, which has no notes.
+    """
+    # torch's error for a missing kernel, which says "not implemented", is a RuntimeError, too.
+    text = _explanation(error, needed, advice) if isinstance(error, RuntimeError) else None
+    if text is None:
+        return
+    if not hasattr(error, "add_note"):
+        raise NanoError(f"{error}\n{text}") from error
+    error.add_note(text)
+
+
+def is_about_dtypes(error: BaseException) -> bool:
+    """Whether torch raised an error because it refuses the dtypes of some tensors."""
+    return isinstance(error, RuntimeError) and _ABOUT_DTYPES.search(str(error)) is not None
+
+
+def _explanation(error: RuntimeError, needed: str, advice: str) -> str | None:
+    if not is_about_dtypes(error) or any(advice in note for note in getattr(error, "__notes__", ())):
+        return None
+    frame = users_frame(traceback.extract_tb(error.__traceback__))
+    got = "An operation of the model"
+    if frame is not None:
+        got = f"{_operation(frame)} ({frame.filename}, line {frame.lineno})"
+    return problem(got, needed, advice)
+
+
+def _operation(frame: traceback.FrameSummary) -> str:
+    """Return the source of the call that raised: since Python 3.11 the expression, before that its line."""
+    start, end = getattr(frame, "colno", None), getattr(frame, "end_colno", None)
+    whole = linecache.getline(frame.filename, frame.lineno or 0)
+    expression = whole[start:end] if start is not None and frame.lineno == getattr(frame, "end_lineno", None) else ""
+    return expression.strip() or (frame.line or "An operation").strip()

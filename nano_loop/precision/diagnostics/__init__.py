@@ -1,0 +1,1 @@
+"""Logs of what reduced precision does."""

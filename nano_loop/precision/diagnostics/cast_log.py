@@ -1,0 +1,218 @@
+"""A log of the casts of one step: where they were, between which dtypes, and the bytes that they moved."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from nano_loop.patching.operators.operators import Kernel, overridden
+from nano_loop.patching.torch_private import copy_as_torch, current_node_number, in_backward, next_node_number, version
+from nano_loop.patching.user_code import users_place
+
+#: How many lines the text has.
+_MOST_LINES = 20
+_MEGA = 1e6
+_NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_TITLES = ("cast MB", "casts", "again", "cast", "part", "module", "line")
+_NUMBERS = 3  # columns that are aligned to the right
+
+
+@dataclass
+class Logged:
+    """The casts between two dtypes by one line of code in one module and one part of the loop.
+
+    Attributes
+    ----------
+    source, target : str
+        The dtypes, such as ``"fp32"`` and ``"bf16"``.
+    part : {"forward", "backward", "optimizer"}
+        The part of the loop. What is in no backward and in no optimizer's step is "forward".
+    module : str
+        The innermost module in whose call, or in the backward of whose call, they were. Empty outside of modules.
+    line : str
+        The line of the code that called torch, such as ``"train.py:12"``. In a backward, that of ``backward()``.
+    casts : int
+        The number of tensors that were cast.
+    again : int
+        How many of these had been cast to the same dtype before, in the same step, and not changed since.
+    cast_bytes : int
+        The bytes that the casts have read and written.
+    """
+
+    source: str
+    target: str
+    part: str
+    module: str
+    line: str
+    casts: int = 0
+    again: int = 0
+    cast_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CastLog:
+    """The casts of one step.
+
+    Attributes
+    ----------
+    rows : tuple of Logged
+        Sorted by the bytes that their casts have moved.
+    """
+
+    rows: tuple[Logged, ...]
+
+    def summary(self) -> str:
+        """Return one line."""
+        casts, again, cast_bytes = (sum(getattr(row, name) for row in self.rows) for name in _TOTALS)
+        return f"{casts:,} casts in a step, {again:,} of them again, moved {cast_bytes / _MEGA:,.1f} MB"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain lists, dicts, strings and numbers, for JSON."""
+        return {"summary": self.summary(), "rows": [vars(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        lines = [_TITLES, *map(_cells, self.rows[:_MOST_LINES])]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_TITLES))]
+        text = ["  ".join(_padded(line, widths)).rstrip() for line in lines]
+        left = len(self.rows) - _MOST_LINES
+        return "\n".join([self.summary(), *text, *([f"and {left} rows that move less"] if left > 0 else [])])
+
+
+_TOTALS = ("casts", "again", "cast_bytes")
+
+
+class CastRecorder:
+    """Records the casts of this thread, from its creation until `finish` or `close`.
+
+    Every cast ends in ``aten::copy_``, below autocast and autograd. It is replaced there, so that composite operators
+    and scripted modules compute as they do without a log.
+
+    Parameters
+    ----------
+    names : mapping of int to str
+        The modules to note, by their ids.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._rows: dict[tuple[str, ...], Logged] = {}
+        self._known: dict[tuple[Any, ...], StorageWeakRef] = {}
+        self._modules: list[tuple[str, int]] = []  # the calls that are running, with the number of their first node
+        self._nodes: list[tuple[int, int, str]] = []  # the nodes of the calls that have ended, innermost first
+        self._in_optimizer = False
+        self._ending = ExitStack()
+        self._ending.enter_context(overridden("copy_", _recording, "CPU"))
+        self._ending.enter_context(self._calls_noted())
+        _recorders[threading.get_ident()] = self
+        self._ending.callback(_recorders.pop, threading.get_ident(), None)
+
+    @contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """Take what is cast in the body for the optimizer's."""
+        self._in_optimizer = True
+        try:
+            yield
+        finally:
+            self._in_optimizer = False
+
+    def finish(self) -> CastLog:
+        """Stop, and return the log."""
+        self.close()
+        return CastLog(tuple(sorted(self._rows.values(), key=lambda row: (-row.cast_bytes, row.line, row.module))))
+
+    def close(self) -> None:
+        """Stop without a result. Has no effect after `finish`."""
+        self._ending.close()
+
+    def record(self, target: Tensor, source: Tensor) -> None:
+        """Note a copy, if it is a cast between floating-point dtypes."""
+        if source.dtype is target.dtype or not (source.is_floating_point() and target.is_floating_point()):
+            return
+        part, module = self._place()
+        line = users_place()
+        where = "" if line is None else f"{os.path.basename(line.filename)}:{line.number}"
+        key = (_name(source.dtype), _name(target.dtype), part, module, where)
+        row = self._rows.setdefault(key, Logged(*key))
+        row.casts += 1
+        row.again += self._is_again(source, target.dtype)
+        row.cast_bytes += source.numel() * source.itemsize + target.numel() * target.itemsize
+
+    def _place(self) -> tuple[str, str]:
+        """Return the part of the loop and the module."""
+        if self._in_optimizer:
+            return "optimizer", ""
+        if not in_backward():
+            return "forward", self._modules[-1][0] if self._modules else ""
+        number = current_node_number()
+        if number is None:
+            return "backward", ""
+        return "backward", next((name for start, end, name in self._nodes if start <= number < end), "")
+
+    def _is_again(self, source: Tensor, dtype: torch.dtype) -> bool:
+        """Whether a tensor with these contents was cast to this dtype before."""
+        storage = StorageWeakRef(source.untyped_storage())  # type: ignore[no-untyped-call]
+        view = (source.storage_offset(), source.shape, source.stride())
+        key = (storage.cdata, version(source), view, source.dtype, dtype)
+        is_known = key in self._known
+        self._known[key] = storage  # keeps the address from being given to another storage
+        return is_known
+
+    @contextmanager
+    def _calls_noted(self) -> Iterator[None]:
+        """Note which modules this thread calls, and which autograd nodes the calls make."""
+        thread = threading.get_ident()
+
+        def is_noted(module: nn.Module) -> bool:
+            return id(module) in self._names and threading.get_ident() == thread and not torch.compiler.is_compiling()
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if is_noted(module):
+                self._modules.append((self._names[id(module)], next_node_number()))
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if is_noted(module) and self._modules:
+                name, start = self._modules.pop()
+                self._nodes.append((start, next_node_number(), name))
+
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(begin).remove)
+            stack.callback(register_module_forward_hook(end, always_call=True).remove)
+            yield
+
+
+_recorders: dict[int, CastRecorder] = {}  # by threads
+
+
+def _recording(original: Kernel | None) -> Kernel:
+    """Return the replacement of ``copy_``."""
+
+    def copy(keys: torch.DispatchKeySet, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+        recorder = _recorders.get(threading.get_ident())
+        if recorder is not None and isinstance(source, Tensor):  # it may be a number
+            recorder.record(target, source)
+        return copy_as_torch(target, source, non_blocking)
+
+    return copy
+
+
+def _name(dtype: torch.dtype) -> str:
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def _cells(row: Logged) -> tuple[str, ...]:
+    numbers = (f"{row.cast_bytes / _MEGA:,.2f}", f"{row.casts:,}", f"{row.again:,}")
+    return (*numbers, f"{row.source} → {row.target}", row.part, row.module or "-", row.line or "-")
+
+
+def _padded(line: Sequence[str], widths: Sequence[int]) -> list[str]:
+    pairs = list(zip(line, widths, strict=True))
+    return [*(f"{cell:>{width}}" for cell, width in pairs[:_NUMBERS]), *(f"{c:<{w}}" for c, w in pairs[_NUMBERS:])]

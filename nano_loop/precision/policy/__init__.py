@@ -1,0 +1,1 @@
+"""The decision between bf16 and fp32 for each call."""

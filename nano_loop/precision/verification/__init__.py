@@ -1,0 +1,1 @@
+"""Comparisons of accelerated models with plain ones."""

@@ -1,0 +1,214 @@
+"""Notes the calls of a loop into a model, and repeats them on copies with the gradients that reached their outputs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nano_loop.errors import NanoWarning, problem
+from nano_loop.patching.calls.calls import Call, is_forward
+from nano_loop.patching.nested_tensors import find, map_tensors
+from nano_loop.patching.torch_private import in_backward, in_functorch
+from nano_loop.precision.verification.traces import copied
+from nano_loop.runtime.objects.parts import class_name
+
+#: Why a model is not compared that no gradient has reached.
+NO_GRADIENT = "no step of an optimizer has followed a backward from an output of a model"
+
+#: How many calls into a model are kept: the last ones before a step of the optimizer.
+_MOST_CALLS = 8
+#: After how many steps without a gradient of a model it is given up.
+_MOST_STEPS = 10
+
+_T = TypeVar("_T")
+
+
+class RecordedCalls:
+    """The calls into a model until they have led to gradients, and a copy of the model as it was before the first.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model. It is not changed.
+    is_converted : bool
+        Whether its parameters have another dtype for the run. Those of the copy are fp32.
+    """
+
+    def __init__(self, model: nn.Module, is_converted: bool) -> None:
+        self.model = model
+        #: Why the model is not compared, or an empty string.
+        self.reason = ""
+        self._is_converted = is_converted
+        self._copy: nn.Module | None = None
+        self._calls: deque[_NotedCall] = deque(maxlen=_MOST_CALLS)
+        self._is_over = False
+        self._missed = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a gradient has reached the outputs of a call."""
+        return not self._is_over and any(call.gradients for call in self._calls)
+
+    def layer(self, call: Call) -> Call:
+        """Note the calls that may lead to gradients."""
+
+        def noting(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if self._is_over or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return call(function, module, *args, **kwargs)
+            if in_backward() or in_functorch():  # recomputed by a checkpoint, or of a function transform
+                return call(function, module, *args, **kwargs)
+            recorded = self.guarded(self._begin, function, module, args, kwargs)
+            outputs = call(function, module, *args, **kwargs)
+            if recorded is not None:
+                self.guarded(recorded.watch, outputs)
+            return outputs
+
+        return noting
+
+    def guarded(self, function: Callable[..., _T], *args: Any) -> _T | None:
+        """Call a function, and end with a warning if it raises: the training goes on."""
+        try:
+            return function(*args)
+        except Exception as error:  # copies run the model's own code, which may not run in fp64, or not be copied
+            self.reason = f"verify of {class_name(self.model)} raised {type(error).__name__}: {error}"
+            self.end()
+            expected = "copies of the model and of its inputs have to run in fp32 and in fp64"
+            warnings.warn(problem(self.reason, expected, "Leave verify out for this model"), NanoWarning, stacklevel=3)
+            return None
+
+    def take(self) -> tuple[nn.Module, list[tuple[Any, ...]]]:
+        """Return the copy of the model and the calls with gradients, and note no more.
+
+        The gradients are scaled to about 1: a loop that scales its losses has large ones, which fp16 does not hold.
+        """
+        ready = [call for call in self._calls if call.gradients]
+        largest = max(gradient.abs().max().item() for call in ready for gradient in call.gradients.values())
+        scale = 2.0 ** -math.frexp(largest)[1] if math.isfinite(largest) else 1.0
+        model, calls = self._copy, [call.as_tuple(scale) for call in ready]
+        assert model is not None
+        self.end()
+        return model, calls
+
+    def miss(self) -> None:
+        """Note a step of an optimizer before which no gradient has reached an output."""
+        self._missed += bool(self._calls)
+        if self._missed > _MOST_STEPS and not self._is_over:
+            self.reason = NO_GRADIENT
+            self.end()
+
+    def end(self) -> None:
+        """Note no more, and keep nothing."""
+        self._is_over, self._copy = True, None
+        for call in self._calls:
+            call.close()
+        self._calls.clear()
+
+    def _begin(self, function: Call, module: nn.Module, args: Any, kwargs: Any) -> _NotedCall | None:
+        path = next((name for name, each in self.model.named_modules() if each is module), None)
+        if path is None:  # a module that has been replaced in the model
+            return None
+        unknown = next(_not_copied((args, kwargs)), None)
+        if unknown is not None:
+            raise TypeError(
+                f"a call takes a {type(unknown).__name__}, and verify copies tensors, lists and dicts alone"
+            )
+        if self._copy is None:
+            self._copy = copied(self.model)
+            if self._is_converted:
+                self._copy.float()
+        method = "__call__" if is_forward(function) else function.__name__
+        if len(self._calls) == _MOST_CALLS:
+            self._calls[0].close()
+        self._calls.append(_NotedCall(path, method, *_copy_of((args, kwargs))))
+        return self._calls[-1]
+
+
+class _NotedCall:
+    """A call into a model, with copies of its arguments, and the gradients that have reached its outputs."""
+
+    def __init__(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call = path, method, args, kwargs
+        self._hooks: list[Any] = []
+        self.gradients: dict[int, Tensor] = {}  # by the place of an output
+
+    def watch(self, outputs: Any) -> None:
+        """Note the gradients of the outputs."""
+        for place, output in enumerate(_differentiable(outputs)):
+            self._hooks.append(output.register_hook(partial(self._add, place)))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Note no more gradients."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _add(self, place: int, gradient: Tensor) -> None:
+        before = self.gradients.get(place)
+        self.gradients[place] = gradient.detach().clone() if before is None else before + gradient.detach()
+
+    def as_tuple(self, scale: float) -> tuple[Any, ...]:
+        """Return the call, and the gradients times `scale`, as `loss_of` takes them."""
+        return (*self._call, {place: gradient * scale for place, gradient in self.gradients.items()})
+
+
+def loss_of(model: nn.Module, calls: Any) -> Tensor:
+    """Return the outputs' mean square, with the gradients of the loop at the outputs.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A copy of the model.
+    calls : list of tuple
+        What `RecordedCalls.take` returns.
+    """
+    total, squares = torch.zeros(()), torch.zeros(())
+    for path, method, args, kwargs, gradients in calls:
+        args, kwargs = _copy_of((args, kwargs))  # a model may write into a list, or into a tensor
+        outputs = _differentiable(getattr(model.get_submodule(path), method)(*args, **kwargs))
+        for place, gradient in gradients.items():
+            total = total + (outputs[place] * gradient).sum()
+            squares = squares + outputs[place].detach().square().mean()
+    return total + (squares - total).detach()
+
+
+def _differentiable(outputs: Any) -> list[Tensor]:
+    """Return the tensors that a model has computed. A parameter that it returns is none of them."""
+    return [each for each in find(Tensor, outputs) if each.requires_grad and not each.is_leaf]
+
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, slice, type(...))
+
+
+def _not_copied(value: Any) -> Iterator[Any]:
+    """Yield the objects in nested arguments that `_copy_of` does not copy."""
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _not_copied(each)
+    elif isinstance(value, Mapping):
+        yield from _not_copied(list(value.values()))
+    elif not isinstance(value, (Tensor, *_PLAIN)):
+        yield value
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a copy of nested arguments: of their tensors, lists and dicts."""
+    copied_tensors = map_tensors(_kept, value)
+
+    def fresh(each: Any) -> Any:
+        if type(each) is tuple:
+            return tuple(map(fresh, each))
+        if type(each) is list:
+            return [fresh(item) for item in each]
+        return {key: fresh(item) for key, item in each.items()} if type(each) is dict else each
+
+    return fresh(copied_tensors)
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,170 @@
+"""What a model computes in one step, tensor by tensor: accelerated, by hand in a precision, or in fp64."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from nano_loop.config.precisions import PrecisionKind
+from nano_loop.errors import NanoConfigError, problem
+from nano_loop.patching.calls.calls import Call, CallInterceptors
+from nano_loop.patching.nested_tensors import find, map_tensors
+from nano_loop.precision.autocast.autocast import cpu_autocast, disable_casts
+from nano_loop.precision.policy.lstms import can_train_lstms
+
+#: How often the scale of fp16 gradients is halved until they are finite.
+_TRIES = 17
+
+_DROPOUTS = ("dropout", "dropout_p", "dropout_prob", "drop_prob")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The outputs of the modules in the order of their calls, the gradients from the last layer on, and the loss."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    loss: dict[str, Tensor]
+
+
+def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
+    """Return what `call`, which computes a loss and its backward, computes with a model, in fp64."""
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    outputs: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [each for each in find(Tensor, output) if each.is_floating_point()]
+        if id(module) in names and tensors:
+            name, calls = names[id(module)], 1
+            while name in outputs:
+                calls += 1
+                name = f"{names[id(module)]} (call {calls})"
+            outputs[name] = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+    # One hook for all modules: layers with hooks of their own would run without some accelerations.
+    handle = register_module_forward_hook(note)
+    try:
+        loss = call(model)
+    finally:
+        handle.remove()
+    held = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {name: gradient.detach().to_dense().double() for name, gradient in reversed(held.items())}
+    return Trace(outputs, gradients, {"loss": loss.detach().double()})
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without gradients and without dropout.
+
+    Raises
+    ------
+    NanoConfigError
+        If it cannot be copied.
+    """
+    try:
+        found = copy.deepcopy(model)
+    except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError) as error:
+        got = f"{type(model).__name__} cannot be copied: {error}"
+        raise NanoConfigError(problem(got, "verify computes on copies", "Make it work with copy.deepcopy")) from error
+    found.zero_grad()
+    for module in found.modules():
+        is_dropout = "dropout" in type(module).__name__.lower()
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, float) and (name.endswith(_DROPOUTS) or (is_dropout and name == "p")):
+                setattr(module, name, 0.0)
+    return found
+
+
+@contextmanager
+def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
+    """Run the calls into a model as a person would write it in a precision, with outputs in fp32.
+
+    The model is changed: it should be a copy.
+    """
+    dtype = kind.parameters or torch.float32
+
+    def inward(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def outward(tensor: Tensor) -> Tensor:
+        return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+
+    def layer(call: Call) -> Call:
+        def in_precision(function: Call, /, *args: Any, **kwargs: Any) -> Any:
+            if kind.parameters is not None:
+                args, kwargs = map_tensors(inward, (args, kwargs))
+            with nullcontext() if kind.autocast is None else cpu_autocast(kind.autocast):
+                return map_tensors(outward, call(function, *args, **kwargs))
+
+        return in_precision
+
+    interceptors = CallInterceptors()
+    interceptors.add(model.to(dtype), "by hand", layer).is_plain = True
+    for module in model.modules() if kind.autocast is not None and not can_train_lstms(kind.autocast) else ():
+        if isinstance(module, nn.LSTM):
+            module.forward = disable_casts()(module.forward)  # type: ignore[method-assign]
+    try:
+        yield model
+    finally:
+        interceptors.close()
+
+
+@contextmanager
+def in_fp64(model: nn.Module) -> Iterator[nn.Module]:
+    """Run a model in fp64, with what it makes by itself."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield model.double()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def run_backward(loss: Tensor, model: nn.Module, kind: PrecisionKind, scaled_by_hand: bool = False) -> None:
+    """Compute the gradients of a loss, in fp16 with the largest scale by which they are finite.
+
+    Parameters
+    ----------
+    scaled_by_hand : bool
+        Whether the scale is applied here. Otherwise the run has one, which halves it at each overflow.
+    """
+    for attempt in range(_TRIES if kind.scaled else 1):
+        scale = 2.0 ** (_TRIES - 1 - attempt) if scaled_by_hand and kind.scaled else 1.0
+        (loss * scale).backward(retain_graph=kind.scaled)  # type: ignore[no-untyped-call]
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        for gradient in gradients if scale != 1 else ():
+            gradient /= scale
+        if not kind.scaled or all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return
+        if attempt < _TRIES - 1:
+            model.zero_grad()
+
+
+class RandomStates:
+    """The states of Python's, numpy's and torch's random generators."""
+
+    def __init__(self) -> None:
+        self._states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Let the generators draw again what they have drawn since."""
+        python, of_numpy, of_torch = self._states
+        random.setstate(python)
+        numpy.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore them afterwards."""
+        try:
+            yield
+        finally:
+            self.restore()

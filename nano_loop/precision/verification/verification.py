@@ -1,0 +1,182 @@
+"""What a comparison of an accelerated model with the plain one has found, and how it is computed, on copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nano_loop.config.precisions import PRECISIONS, PrecisionKind
+from nano_loop.errors import NanoConfigError, problem
+from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.precision.verification.comparison import Compared, compare
+from nano_loop.precision.verification.traces import RandomStates, Trace, by_hand, copied, in_fp64, run_backward, traced
+from nano_loop.runtime.objects.report import SetupReport
+
+#: How many lines the text has of each table.
+_MOST_LINES = 8
+
+#: Takes a model and a batch, and returns the loss.
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+class AcceleratedRun(Protocol):
+    """A run that accelerates a model."""
+
+    @property
+    def report(self) -> SetupReport | None:
+        """The steps that it has applied."""
+
+
+#: Takes a model, and accelerates it inside a context.
+Acceleration = Callable[[nn.Module], AbstractContextManager[AcceleratedRun]]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` has found.
+
+    Attributes
+    ----------
+    outputs : tuple of Compared
+        The outputs of the modules, in the order of their calls.
+    gradients : tuple of Compared
+        The gradients of the parameters, in the order of the backward: the last layer first.
+    loss : Compared
+        The loss; of ``verify=True``, the mean square of the outputs.
+    remark : str
+        What the comparison leaves out, or an empty string.
+    setup : SetupReport or None
+        The report of the accelerated run.
+    """
+
+    outputs: tuple[Compared, ...]
+    gradients: tuple[Compared, ...]
+    loss: Compared
+    remark: str
+    setup: SetupReport | None
+
+    @property
+    def fault(self) -> str | None:
+        """Where the models part first: ``"the output of encoder.0"`` or ``"the gradient of head.weight"``, or None."""
+        for kind, rows in (("the output of", self.outputs), ("the gradient of", self.gradients)):
+            for row in rows:
+                if row.is_fault:
+                    return f"{kind} {row.name}"
+        return "the loss" if self.loss.is_fault else None
+
+    @property
+    def ok(self) -> bool:
+        """Whether all errors are of rounding."""
+        return self.fault is None
+
+    def summary(self) -> str:
+        """Return one line."""
+        if self.fault is not None:
+            return f"{self.fault} is off by more than rounding"
+        rows = [*self.outputs, *self.gradients, self.loss]
+        worst = max(rows, key=lambda row: row.error)
+        return f"errors up to {worst.error:.1e} ({worst.name}), by hand up to {max(r.error_by_hand for r in rows):.1e}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain lists, dicts, strings and numbers, for JSON."""
+        return {
+            "ok": self.ok,
+            "fault": self.fault,
+            "remark": self.remark,
+            "loss": self.loss.as_dict(),
+            "outputs": [row.as_dict() for row in self.outputs],
+            "gradients": [row.as_dict() for row in self.gradients],
+        }
+
+    def __str__(self) -> str:
+        lines = [self.summary(), *([self.remark] if self.remark else [])]
+        for title, rows in (("outputs", self.outputs), ("gradients", self.gradients)):
+            shown = sorted(rows, key=lambda row: (not row.is_fault, -row.error))[:_MOST_LINES]
+            lines.append(f"{title}: the {len(shown)} largest errors of {len(rows)}")
+            lines.append(f"  {'error':>8}  {'by hand':>8}  {'cosine':>8}  ")
+            lines += [f"  {r.error:8.1e}  {r.error_by_hand:8.1e}  {r.cosine:8.6f}  {_marked(r)}" for r in shown]
+        return "\n".join(lines)
+
+
+def verified(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, kind: PrecisionKind, acceleration: Acceleration
+) -> Verification:
+    """Compute loss, outputs and gradients of a model accelerated, by hand, in fp32 and in fp64, and compare them.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model. It is not changed, and neither are the states of random generators.
+    loss_fn, batch
+        See `nano_loop.verify`.
+    kind : PrecisionKind
+        The precision of the accelerated model.
+    acceleration : callable
+        Takes a copy of the model, and accelerates it inside a context, which yields the run.
+
+    Raises
+    ------
+    NanoConfigError
+        If the model cannot be copied, or `loss_fn` does not compute a loss of the model it gets.
+    """
+    states = RandomStates()
+
+    def step(made: nn.Module, given: Any = batch, kind: PrecisionKind = _FP32, scaled_by_hand: bool = False) -> Tensor:
+        loss = _loss(made, loss_fn, given)
+        run_backward(loss, made, kind, scaled_by_hand)
+        return loss
+
+    def trace(made: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
+        states.restore()
+        return traced(made, call)
+
+    # An optimizer may step, and a test may verify, without gradients or under autocast.
+    with states.kept(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        single = trace(copied(model), step)
+        if not single.gradients:
+            got = "loss_fn computed no gradient of the model's parameters"
+            hint = "Call the model that loss_fn gets: it is a copy"
+            raise NanoConfigError(problem(got, "verify compares them", hint))
+        made = copied(model)
+        with acceleration(made) as run:
+            found = trace(made, lambda each: step(each, kind=kind))
+        with by_hand(copied(model), kind) as made:
+            hand = trace(made, lambda each: step(each, kind=kind, scaled_by_hand=True))
+        with in_fp64(copied(model)) as made:
+            exact = trace(made, lambda each: step(each, map_tensors(_in_fp64, batch)))
+        torch.manual_seed(1)
+        other = traced(copied(model), step)
+    last_place = max(torch.finfo(kind.compute).eps, torch.finfo(torch.float32).eps)
+    traces = found, hand, single, exact
+    outputs, gradients, loss = (
+        compare([getattr(trace, name) for trace in traces], last_place) for name in ("outputs", "gradients", "loss")
+    )
+    differs = not torch.equal(other.loss["loss"], single.loss["loss"])
+    return Verification(tuple(outputs), tuple(gradients), loss[0], _RANDOM if differs else "", run.report)
+
+
+_FP32 = PRECISIONS["32-true"]
+_RANDOM = "The model draws random numbers besides dropout modules, so other precisions may compute with others."
+
+
+def _in_fp64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
+    given = map_tensors(lambda each: each.detach().clone().requires_grad_(each.requires_grad), batch)
+    loss: Any = loss_fn(model, given)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        told = f"loss_fn returned {type(loss).__name__}"
+        expected = "it returns the loss of the model, a tensor of one element with a gradient"
+        raise NanoConfigError(problem(told, expected, "Write loss_fn(model, batch), which calls the model"))
+    return loss
+
+
+def _marked(row: Compared) -> str:
+    return f"{row.name}  <- not of rounding" if row.is_fault else row.name

@@ -1,0 +1,1 @@
+"""One run: its life cycle, its task and its settings."""

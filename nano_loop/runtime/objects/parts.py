@@ -1,0 +1,103 @@
+"""The user's objects that one ``setup`` call passes to the steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from nano_loop.patching.objects.optimizer_wrappers import innermost
+from nano_loop.runtime.objects.checks import check_kinds
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class. For a scripted module, return the name of the original class."""
+    return str(module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__)
+
+
+def has_modules(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether a model has modules of these classes, or scripted ones."""
+    names = {kind.__name__ for kind in kinds}
+    return any(isinstance(module, kinds) or class_name(module) in names for module in model.modules())
+
+
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """Return the global names and attributes in the code of a module's `forward`, also if it is wrapped."""
+    forward = inspect.getattr_static(module, "forward", None)  # not a function in a scripted class
+    original = inspect.unwrap(forward) if inspect.isfunction(forward) else None
+    return original.__code__.co_names if inspect.isfunction(original) else ()
+
+
+@dataclass
+class Parts:
+    """The user's models, optimizers and loaders.
+
+    Parameters
+    ----------
+    models : list of torch.nn.Module
+        The models, which the steps change in place.
+    optimizers : list of torch.optim.Optimizer
+        The optimizers, changed in place. A wrapper of optimizers is replaced by those inside it.
+    loaders : list of torch.utils.data.DataLoader
+        The loaders, which keep their class and attributes.
+    shard : bool or None
+        Whether the batches are always (True) or never (False) sharded among the ranks. None: depends on the models'
+        mode.
+    """
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    loaders: list[DataLoader[Any]] = field(default_factory=list)
+    shard: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Look through wrappers of optimizers."""
+        self.optimizers = innermost(self.optimizers)
+
+    @classmethod
+    def of(cls, model: Any, optimizer: Any, dataloaders: Sequence[Any]) -> Parts:
+        """Return the parts of a call ``setup(model, optimizer, *dataloaders)``.
+
+        Parameters
+        ----------
+        model : torch.nn.Module, or a list or tuple of them
+            The models.
+        optimizer : torch.optim.Optimizer, or a list or tuple of them
+            The optimizers.
+        dataloaders : sequence of torch.utils.data.DataLoader
+            The loaders.
+
+        Raises
+        ------
+        NanoConfigError
+            If arguments have the wrong type. The message lists all of them.
+        """
+        models, optimizers, loaders = _as_list(model), _as_list(optimizer), list(dataloaders)
+        check_kinds(
+            ("model", nn.Module, models), ("optimizer", Optimizer, optimizers), ("dataloaders", DataLoader, loaders)
+        )
+        return cls(models, optimizers, loaders)
+
+    @property
+    def trained(self) -> list[nn.Module | Optimizer]:
+        """The models and optimizers."""
+        return [*self.models, *self.optimizers]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield every parameter of every model, without duplicates."""
+        seen: set[int] = set()
+        for model in self.models:
+            for parameter in model.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter

@@ -1,0 +1,54 @@
+"""The report of a run before its first step: the title, the machine and the options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nano_loop.config.options import Options
+from nano_loop.cpu import Machine, format_cpu_list
+from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.runtime.objects.report import SetupReport
+from nano_loop.version import __version__
+
+_MUCH = 100 << 20  # bytes that a copy of the arguments takes, from which on the report says so
+
+
+def empty_report(slot: RankSlot, options: Options) -> SetupReport:
+    """Return a report without entries of the run in which this process has `slot`."""
+    return SetupReport(
+        title=_title(slot),
+        machine=slot.machine.as_dict(),
+        options=_plain(options.as_dict()),
+        from_environment=options.from_environment,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Convert option values to types that JSON supports."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, int, float, type(None))) else repr(value)
+
+
+def _title(slot: RankSlot) -> str:
+    machine, ranks = slot.host, slot.ranks
+    quota = "" if machine.quota is None else f" (quota {machine.quota:g})"
+    used = ", ".join(format_cpu_list(cpus) for cpus in ranks.shares or [machine.allowed])
+    threads = torch.get_num_threads()
+    hosts = "" if ranks.on_one_host else f", {ranks.local_size} on this host"
+    parts = [
+        f"nano_loop {__version__}",
+        f"{ranks.size} process{'es' if ranks.size > 1 else ''}{hosts} × {threads} thread{'s' if threads > 1 else ''}",
+        f"CPUs {used} of {len(machine.logical_cpus)}{quota}",
+        ", ".join([machine.name, *_bf16_instructions(machine)]),
+        *([f"{slot.copied / (1 << 30):.1f} GiB of arguments copied"] if slot.copied >= _MUCH else []),
+    ]
+    return " · ".join(parts)
+
+
+def _bf16_instructions(machine: Machine) -> list[str]:
+    return [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in machine.instruction_sets]

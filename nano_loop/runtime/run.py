@@ -1,0 +1,270 @@
+"""The life cycle of a run: it joins the ranks, applies the steps at each setup, undoes them, and fills the report.
+
+Every public entry point (`nano_loop.TorchNano`, `nano_loop.nano`, `nano_loop.accelerated`) is a thin layer over `Run`.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.distributed.comm.ranks import Loop, Ranks
+from nano_loop.distributed.launch.alone import Alone
+from nano_loop.distributed.launch.forked_children import forked_children_ending
+from nano_loop.distributed.launch.join_run import joined
+from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.task import Task
+from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, problem
+from nano_loop.patching.calls.calls import CallInterceptors
+from nano_loop.patching.user_code import leads_to_user
+from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
+from nano_loop.runtime.report_start import empty_report
+from nano_loop.runtime.settings import Settings
+from nano_loop.steps import STEPS, Step, StepContext
+
+
+class RunTask(Task):
+    """A task that is executed in a `Run`.
+
+    Parameters
+    ----------
+    settings : Settings
+        The settings of the run.
+    names, loop
+        See `Task`.
+    """
+
+    #: The steps of its run, in order.
+    steps: tuple[type[Step], ...] = STEPS
+    #: How the user writes the options, around them.
+    written: tuple[str, str] = ("@nano(", ")")
+
+    def __init__(self, settings: Settings, names: Mapping[str, Any], loop: Loop) -> None:
+        super().__init__(names, loop)
+        self.settings = settings
+
+    @property
+    def parts(self) -> Parts | None:
+        """What it trains, as far as that is known before it begins."""
+        return None
+
+    @abstractmethod
+    def do(self, run: Run) -> Any:
+        """Execute the task in a started run."""
+
+    def repeat(self, run: Run) -> Any:
+        """Execute the task once more in the same run."""
+        return self.do(run)
+
+    @override
+    def run_in(self, slot: RankSlot) -> Any:
+        return Run(self.settings, self, slot=slot).complete()
+
+
+class Run:
+    """One run, as a context manager: it joins the ranks on entry and undoes all steps, in reverse order, on exit.
+
+    Parameters
+    ----------
+    settings : Settings
+        The options and the machine.
+    task : RunTask, optional
+        The work of ranks in other processes. None for a run of one process.
+    slot : RankSlot, optional
+        This process's place in a run whose ranks have already been joined.
+    launcher : Launcher, optional
+        Joins the ranks. By default, the options and the environment select it.
+    printed : LastPrinted, optional
+        What the run before has printed of its report. The same is not printed again.
+
+    Attributes
+    ----------
+    report : SetupReport or None
+        The steps that were applied and skipped. None before the first `setup`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        task: RunTask | None = None,
+        *,
+        slot: RankSlot | None = None,
+        launcher: Launcher | None = None,
+        printed: LastPrinted | None = None,
+    ) -> None:
+        if settings.options.tune:
+            expected = "a search repeats a function, and this run has none that it could call"
+            advice = "Call nano_loop.tune, or put @nano(tune=True) above the training function"
+            raise NanoConfigError(problem("tune=True", expected, advice))
+        self.report: SetupReport | None = None
+        self._options = settings.options
+        self._task = task
+        self._printer = ReportPrinter(printed or LastPrinted())
+        self._joined = nullcontext(slot) if slot else joined(settings.options, settings.machine, task, launcher)
+        self._slot: RankSlot | None = None
+        self._interceptors = CallInterceptors()
+        self._kinds = STEPS if task is None else task.steps
+        self._steps: list[Step] = []
+        self._ending = ExitStack()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the run, from the view of this process."""
+        return self._place.ranks
+
+    def __enter__(self) -> Run:
+        try:
+            self._enter(self._ending)
+        except BaseException:
+            if not self._ending.__exit__(*sys.exc_info()):
+                raise
+        return self
+
+    def _enter(self, ending: ExitStack) -> None:
+        slot = self._slot = ending.enter_context(self._joined)
+        ending.callback(self._leave)
+        accelerated = partial(accelerated_copy, Settings(self._options, slot.machine))
+        context = StepContext(self._options, slot.machine, self._interceptors, slot.ranks, accelerated)
+        self._steps = [step(context) for step in self._kinds]
+        ending.callback(self._interceptors.close)
+        for step in self._steps:
+            ending.callback(step.undo)
+        ending.push(self._close_report)
+        if slot.ranks.size > 1:
+            ending.enter_context(forked_children_ending())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._ending.__exit__(kind, error, traceback)
+
+    def complete(self) -> Any:
+        """Start the run, execute its task, end the run, and return the result of the task."""
+        if self._task is None:
+            raise NanoError(problem("complete() of a run without a task", "the task is what it executes", "Pass one"))
+        try:
+            with self:
+                return self._task.do(self)
+        except NanoWorkerError as error:
+            if leads_to_user(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__  # dozens of lines that say nothing about the loop
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Undo what is not undone. Has an effect only where Ctrl-C came on the first line of `__exit__`."""
+        self._ending.__exit__(*sys.exc_info())
+
+    def setup(self, model: Any, optimizer: Any = (), *dataloaders: DataLoader[Any]) -> Any:
+        """Accelerate models, optimizers and loaders in place, until the run ends.
+
+        Parameters
+        ----------
+        model : torch.nn.Module, or a list or tuple of them
+            The models. They run in the layout and the precision that the options select. Their parameters stay the
+            same objects.
+        optimizer : torch.optim.Optimizer, or a list or tuple of them
+            The optimizers. Those that support fused kernels are switched to them.
+        *dataloaders : torch.utils.data.DataLoader
+            The loaders. They keep their class and their attributes.
+
+        Returns
+        -------
+        tuple
+            ``(model, optimizer)``, ``(model, optimizer, loader)``, or with several loaders
+            ``(model, optimizer, [loader, ...])``. These are the same objects that were passed.
+
+        Raises
+        ------
+        NanoConfigError
+            If an argument has the wrong type, or an explicitly requested option cannot be applied.
+        NanoError
+            If the run has not started or has ended.
+        """
+        self.apply(Parts.of(model, optimizer, dataloaders))
+        if not dataloaders:
+            return model, optimizer
+        return model, optimizer, dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
+
+    def apply(self, parts: Parts) -> None:
+        """Apply the steps to the parts of one ``setup`` call, and print the new entries of the report.
+
+        Raises
+        ------
+        NanoConfigError
+            If an explicitly requested step does not apply.
+        """
+        slot = self._place
+        for step in self._steps:
+            step.observe(parts)
+        results = [self._apply(step, parts) for step in self._steps if self._is_relevant(step, parts)]
+        if self.report is None:
+            self.report = empty_report(slot, self._options)
+            self.report.add(results)
+            self._print([self.report])
+        else:
+            self._print(self.report.add(results))
+
+    @contextmanager
+    def without_averaging(self, model: nn.Module) -> Iterator[None]:
+        """Return a context in which the gradients of `model` are not averaged over the ranks."""
+        with ExitStack() as stack:
+            for step in self._steps:
+                stack.enter_context(step.without_averaging([model]))
+            yield
+
+    @property
+    def _place(self) -> RankSlot:
+        if self._slot is None:
+            got = "setup was called outside a run"
+            expected = "its changes are undone when the run ends"
+            raise NanoError(problem(got, expected, "Call it while the run is active"))
+        return self._slot
+
+    def _leave(self) -> None:
+        self._slot = None
+
+    def _close_report(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Add the final results of the steps to the report, unless the run raised."""
+        if kind is None and self.report is not None:
+            self._print(self.report.add([result for step in self._steps if (result := step.final_result())]))
+
+    def _print(self, lines: Sequence[SetupReport | StepResult]) -> None:
+        if lines and self._options.verbose and self.ranks.rank == 0:
+            self._printer.print(lines)
+
+    def _is_relevant(self, step: Step, parts: Parts) -> bool:
+        if not step.enabled or (step.once and self.report is not None):
+            return False
+        return step.is_relevant(parts)
+
+    def _apply(self, step: Step, parts: Parts) -> StepResult:
+        reason = step.skip_reason(parts)
+        if reason is None:
+            return StepResult(step.name, "applied", step.apply(parts))
+        if step.required:
+            raise NanoConfigError(
+                problem(f"{step.name}=True", reason.detail, f'Leave it out, which means "auto": {step.name}')
+            )
+        return StepResult(step.name, "skipped", reason.detail, code=reason.code)
+
+
+@contextmanager
+def accelerated_copy(settings: Settings, model: nn.Module) -> Iterator[Run]:
+    """Accelerate a copy of a model, to compare it: in one process, and without a report on standard error."""
+    options = settings.options.for_nested_run()
+    with Run(Settings(options, settings.machine), launcher=Alone(options)) as run:
+        run.setup(model)
+        yield run

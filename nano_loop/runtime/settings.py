@@ -1,0 +1,65 @@
+"""The settings of a run, read once from the arguments of a call, the environment and the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nano_loop.config.options import Options
+from nano_loop.cpu import Machine, read_machine
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.launch.join_run import expected_ranks, prepare
+from nano_loop.distributed.launch_external.environment import found_launch
+from nano_loop.errors import NanoError, problem
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run: the options, and the machine for which they were resolved."""
+
+    options: Options
+    machine: Machine
+
+    @classmethod
+    def read(cls, arguments: Mapping[str, Any]) -> Settings:
+        """Read the options from the arguments of a call and from the environment, and inspect the machine.
+
+        Raises
+        ------
+        NanoConfigError
+            If options are invalid. The message lists all of them.
+        NanoError
+            If the options ask for processes that were not started.
+        """
+        options, machine = Options.from_call(arguments), read_machine()
+        _refuse_missing_launch(options)
+        return cls(options.resolved(machine), machine)
+
+    def expected_ranks(self) -> Ranks:
+        """Return this process's place in its next run, as far as it is known before the run starts."""
+        return expected_ranks(self.options)
+
+    def prepare(self, caller: object, modules: Sequence[str]) -> None:
+        """Start what the next run will need and what takes long, if `caller` is a function or a class of the script.
+
+        In a module that is imported, it is not known whether there will be a run.
+
+        Parameters
+        ----------
+        caller : object
+            The function or the class.
+        modules : sequence of str
+            The modules of nano_loop that the run takes.
+        """
+        if getattr(caller, "__module__", None) == "__main__":
+            prepare(self.options, self.machine, modules)
+
+
+def _refuse_missing_launch(options: Options) -> None:
+    """Raise a `NanoError` if the processes of ``"k8s"`` were not started."""
+    if options.distributed_backend == "k8s" and (options.num_processes or 1) > 1 and found_launch(os.environ) is None:
+        got = f"{options.as_written['distributed_backend']}, {options.as_written['num_processes']}"
+        expected = "the processes must have been started from outside, with RANK and WORLD_SIZE in their environments"
+        raise NanoError(problem(got, expected, 'Start them with a PyTorchJob or torchrun, or pass "subprocess"'))

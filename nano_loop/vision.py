@@ -1,0 +1,19 @@
+"""A data pipeline for images that keeps up with the loop: what was decoded and resized once is not done again.
+
+`patch_torch` and `unpatch_torch` are imported when they are first used: steps import other modules of this package.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nano_loop.api.image_cache import patch_torch, unpatch_torch
+
+__all__ = ["patch_torch", "unpatch_torch"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("nano_loop.api.image_cache"), name)
