@@ -176,7 +176,9 @@ def test_option_takes_one_declaration(tmp_path, flags, variable):
     copied = shutil.copytree(Path(nano_loop.__file__).parent, tmp_path / "nano_loop")
     source = (copied / "config/options.py").read_text(encoding="utf-8")
     assert source.count("    _: KW_ONLY\n") == 1
-    (copied / "config/options.py").write_text(source.replace("    _: KW_ONLY\n", "    _: KW_ONLY" + ADDED), encoding="utf-8")
+    (copied / "config/options.py").write_text(
+        source.replace("    _: KW_ONLY\n", "    _: KW_ONLY" + ADDED), encoding="utf-8"
+    )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), **({"NANO_LOOP_DUMMY": variable} if variable else {})}
     command = [sys.executable, *flags, "-c", PROGRAM]
     ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)

@@ -16,7 +16,7 @@ from nano_loop.patching.operators.operators import overridden
 LARGE = 100_003
 RATES = [0.1, 0.5, 0.9, 1 / 3, 5e-6, 2**-17, 2**-53, 1e-300, 1 - 2**-53, 0.0, 1.0]
 DTYPES = [*bernoulli._ONES]
-SOURCE = Path(bernoulli.__file__).parent / "csrc/bernoulli.c"
+SOURCE = Path(compiled.__file__).parent / "csrc/bernoulli.c"
 
 same_draws = pytest.mark.skipif(KERNEL.unavailable is not None, reason=f"fast masks: {KERNEL.unavailable}")
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nano_loop.kernels import build
 from nano_loop.kernels.convolution import convolution, weight_gradient
 from nano_loop.kernels.convolution.convolution import Arguments, Plan, faster_backward, first_guess, plans
 
@@ -234,6 +235,6 @@ def test_without_a_compiler_the_gradient_is_torchs(monkeypatch):
 
 
 def test_bounds_and_calls_are_those_of_the_c_file():
-    source = (Path(weight_gradient.__file__).parent / "csrc/weight_gradient.c").read_text()
+    source = (Path(build.__file__).parent / "csrc/weight_gradient.c").read_text()
     assert f"#define MOST_POSITIONS {weight_gradient._MOST_POSITIONS} " in source
     assert ctypes.sizeof(weight_gradient._Call) == 8 * (7 + 4 * 2 + 2 * 3 + 4)

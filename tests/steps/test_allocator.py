@@ -92,7 +92,7 @@ def test_a_repeated_large_allocation_stops_faulting():
     """In a process of its own: glibc adjusts itself to what this one has allocated before."""
     script = """
         import resource, torch
-        from nano_loop import glibc
+        from nano_loop.cpu import glibc
         from nano_loop.steps import allocator
 
         def faults():
@@ -118,7 +118,7 @@ def test_a_forked_process_returns_freed_memory_that_it_shares(applied):
     """In a process of its own: else its pages are copied one by one when the training process writes to them."""
     script = """
         import contextlib, multiprocessing, torch
-        from nano_loop import glibc
+        from nano_loop.cpu import glibc
         from nano_loop.steps import allocator
 
         context = multiprocessing.get_context("fork")
