@@ -76,19 +76,19 @@ class NanoWarning(UserWarning):
     """The request is carried out, but has a consequence that the user should know about."""
 
 
-def problem(given: str, allowed: str, advice: str) -> str:
+def error_message(got: str, expected: str, hint: str) -> str:
     """Join the three parts of a message: what was given, what is allowed, and what to do.
 
     Parameters
     ----------
-    given : str
+    got : str
         The input, as the user wrote it, such as ``precision='fp8'``.
-    allowed : str
+    expected : str
         What is allowed or required, as a sentence without a full stop.
-    advice : str
+    hint : str
         What to do next, as a sentence without a full stop.
     """
-    return f"{given}: {allowed}. {advice}."
+    return f"{got}: {expected}. {hint}."
 
 
 def shown(name: str, value: Any) -> str:

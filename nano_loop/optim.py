@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
-from nano_loop.errors import NanoConfigError, problem, shown
+from nano_loop.errors import NanoConfigError, error_message, shown
 
 
 class SparseAdam(Optimizer):
@@ -135,10 +135,12 @@ def _check(lr: float | Tensor, betas: tuple[float, float], eps: float) -> None:
     """Raise a `NanoConfigError` that lists all invalid arguments."""
     wrong = []
     if not lr > 0:
-        wrong.append(problem(shown("lr", lr), "it must be positive", "Leave it out for 0.001"))
+        wrong.append(error_message(shown("lr", lr), "it must be positive", "Leave it out for 0.001"))
     if not eps > 0:
-        wrong.append(problem(shown("eps", eps), "it must be positive", "Leave it out for 1e-8"))
+        wrong.append(error_message(shown("eps", eps), "it must be positive", "Leave it out for 1e-8"))
     if not all(0 <= beta < 1 for beta in betas):
-        wrong.append(problem(shown("betas", betas), "both must be from 0 to below 1", "Leave it out for (0.9, 0.999)"))
+        wrong.append(
+            error_message(shown("betas", betas), "both must be from 0 to below 1", "Leave it out for (0.9, 0.999)")
+        )
     if wrong:
         raise NanoConfigError("\n".join(wrong))

@@ -477,7 +477,7 @@ PLANTED = {
     "cycle, for types": (
         {
             "steps/a.py": "from . import b",
-            "steps/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import Parts",
+            "steps/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import TrainingObjects",
         },
         "steps.a is in a cycle: steps.a → steps.b → steps.a",
     ),

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from nano_loop.patching.nested_tensors import find
 from nano_loop.patching.torch_private import is_loss
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 _KINDS = (nn.Module, Optimizer, DataLoader)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -45,7 +45,7 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return dict(call.arguments)
 
 
-def parts_in(values: Mapping[str, Any], owner: Any = None) -> Parts | None:
+def parts_in(values: Mapping[str, Any], owner: Any = None) -> TrainingObjects | None:
     """Return the parts among the values, and in the attributes of `owner`; None if there is no model."""
     objects = [*find(_KINDS, values), *_held(owner, _DEEPEST, set(), _packages(owner))]
     objects = list({id(item): item for item in objects}.values())
@@ -55,7 +55,7 @@ def parts_in(values: Mapping[str, Any], owner: Any = None) -> Parts | None:
     if not models:
         return None
     optimizers = [item for item in objects if isinstance(item, Optimizer)]
-    return Parts(models, optimizers, [item for item in objects if isinstance(item, DataLoader)])
+    return TrainingObjects(models, optimizers, [item for item in objects if isinstance(item, DataLoader)])
 
 
 def owner_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

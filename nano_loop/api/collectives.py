@@ -17,7 +17,7 @@ from torch import distributed
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.tensor_collectives import gathered, reduced
 from nano_loop.distributed.launch.join_run import current_ranks
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 
 def all_reduce(data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -145,7 +145,7 @@ def _joined(name: str) -> Ranks:
     if ranks.size > 1 and not distributed.is_initialized():
         given = f"nano_loop.{name} outside a run, in one of {ranks.size} processes"
         needed = "the processes are connected from the start of a run to its end"
-        raise NanoError(problem(given, needed, "Call it in the function that nano decorates"))
+        raise NanoError(error_message(given, needed, "Call it in the function that nano decorates"))
     return ranks
 
 

@@ -13,7 +13,7 @@ from nano_loop.config.signatures import with_options
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch_external.environment import found_launch, local_size
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.runtime.objects.report import LastPrinted
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
@@ -67,7 +67,7 @@ def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader
     if (settings.options.num_processes or 1) > 1:
         got, expected = settings.options.as_written["num_processes"], "accelerated runs in one process"
         advice = "Move the loop into a function and decorate it: @nano_loop.nano(num_processes=...)"
-        raise NanoConfigError(problem(got, expected, advice))
+        raise NanoConfigError(error_message(got, expected, advice))
     return running(settings, Alone(settings.options, _processes_here()), model, optimizer, *dataloaders)
 
 

@@ -14,10 +14,10 @@ from nano_loop.config.signatures import named, takes, with_options
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.distributed.payload.code_reductions import is_sent_by_name
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.runtime.objects.checks import check_loop
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import LastPrinted
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.requested import measure, requested
@@ -102,7 +102,7 @@ class _Call(RunTask):
         self._parts = parts  # sent together with the rest, so that on each rank they are those that the function uses
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> TrainingObjects:
         """See `RunTask.parts`."""
         return self._parts
 
@@ -142,7 +142,7 @@ def _decorated(function: Any, options: dict[str, Any], settings: Settings) -> An
 
 def _parts_and_names(
     settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Parts, dict[str, Any]]:
+) -> tuple[TrainingObjects, dict[str, Any]]:
     """Return what a call sets up, and the user's objects in it by their names."""
     arguments = arguments_of(function, args, kwargs)
     parts = parts_in(arguments, owner_of(function, arguments))
@@ -155,7 +155,7 @@ def _parts_and_names(
         got = f"{got} uses the global variable{'s' * (len(around) > 1)} {', '.join(around)}"
         expected = f"worker processes import {function.__module__} anew, and would train different objects"
         advice = f"Pass them as arguments: def {function.__name__}({', '.join([*arguments, *around])})"
-        raise NanoConfigError(problem(got, expected, advice))
+        raise NanoConfigError(error_message(got, expected, advice))
     return parts, {**arguments, **around, _name(function): function}
 
 
@@ -173,7 +173,7 @@ def _without_model(got: str, function: Callable[..., Any]) -> str:
     advice = (
         f"Pass the model as an argument. If {_name(function)} builds it, write it as the train method of a TorchNano"
     )
-    return problem(f"{got} was called without a model", expected, advice) + _AS_TORCH_NANO
+    return error_message(f"{got} was called without a model", expected, advice) + _AS_TORCH_NANO
 
 
 def _name(function: Any) -> str:

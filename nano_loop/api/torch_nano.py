@@ -18,11 +18,11 @@ from nano_loop.api.call_parts import parts_in
 from nano_loop.config.options import Options
 from nano_loop.config.signatures import documented, method_takes, named
 from nano_loop.distributed.comm.ranks import Loop
-from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.strategy import RanksFabric
 from nano_loop.runtime.objects.checks import check_kinds, check_loop
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.requested import measure, requested
@@ -119,7 +119,7 @@ class TorchNano(RanksFabric):
         A call starts a run and returns the return value of the loop.
         """
         got = f"{type(self).__name__} has no train method"
-        raise NanoError(problem(got, "TorchNano runs the one that a subclass defines", "Define train(self, ...)"))
+        raise NanoError(error_message(got, "TorchNano runs the one that a subclass defines", "Define train(self, ...)"))
 
     @property
     def report(self) -> SetupReport | None:
@@ -206,7 +206,7 @@ class TorchNano(RanksFabric):
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Accelerate optimizers only; see `setup`. Returns a single optimizer itself, and several as a tuple."""
         check_kinds(("optimizers", Optimizer, optimizers))
-        self._accelerate(Parts(optimizers=list(optimizers)))
+        self._accelerate(TrainingObjects(optimizers=list(optimizers)))
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def setup_dataloaders(
@@ -237,10 +237,10 @@ class TorchNano(RanksFabric):
         """
         check_kinds(("dataloaders", DataLoader, dataloaders))
         shard = shard if use_distributed_sampler and replace_sampler else False
-        self._accelerate(Parts(loaders=list(dataloaders), shard=shard))
+        self._accelerate(TrainingObjects(loaders=list(dataloaders), shard=shard))
         return dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
 
-    def _accelerate(self, parts: Parts) -> None:
+    def _accelerate(self, parts: TrainingObjects) -> None:
         run = self._active_run
         try:
             run.apply(parts)
@@ -252,7 +252,7 @@ class TorchNano(RanksFabric):
         if self._nano_run is None:
             got = "setup was called outside train"
             expected = "its changes are undone when train ends"
-            raise NanoError(problem(got, expected, "Call it in train, and call train from outside"))
+            raise NanoError(error_message(got, expected, "Call it in train, and call train from outside"))
         return self._nano_run
 
     def save(
@@ -282,7 +282,9 @@ class TorchNano(RanksFabric):
         contents = [value for value in values if isinstance(value, dict)]
         if (len(paths), len(contents), len(values)) != (1, 1, 2):
             kinds = ", ".join(type(value).__name__ for value in values)
-            raise NanoConfigError(problem(f"save({kinds})", "it takes a path and a dict", "Call save(path, state)"))
+            raise NanoConfigError(
+                error_message(f"save({kinds})", "it takes a path and a dict", "Call save(path, state)")
+            )
         super().save(paths[0], contents[0], filter)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
@@ -341,7 +343,7 @@ class _Training(RunTask):
         self.written = f"{type(loop).__name__}(", ")"
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> TrainingObjects | None:
         """See `RunTask.parts`: what `train` gets, and what the object holds. The loop may make more."""
         return parts_in(self.names)
 
@@ -361,7 +363,7 @@ def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: TorchNano, *args: Any, **kwargs: Any) -> Any:
         if "_nano_settings" not in vars(self):
             got = f"{type(self).__name__}.__init__ did not call TorchNano's"
-            raise NanoError(problem(got, "the options are read there", "Call super().__init__(...) in it"))
+            raise NanoError(error_message(got, "the options are read there", "Call super().__init__(...) in it"))
         return self._start(train, args, kwargs)
 
     run.starts_run = True  # type: ignore[attr-defined]

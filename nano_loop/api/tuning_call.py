@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from nano_loop.distributed.comm.ranks import Loop
-from nano_loop.errors import NanoConfigError, problem, shown
+from nano_loop.errors import NanoConfigError, error_message, shown
 from nano_loop.precision.verification.verification import LossFunction
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.requested import options_of_environment
@@ -86,11 +86,11 @@ class _OnBatch(RunTask):
     def __init__(self, settings: Settings, model: Any, optimizer: Any, batch: Any, loss_fn: LossFunction) -> None:
         names = {"model": model, "optimizer": optimizer, "batch": batch, "loss_fn": loss_fn}
         super().__init__(settings, names, Loop("tune", "nano_loop"))
-        self._parts = Parts.of(model, optimizer, ())
+        self._parts = TrainingObjects.of(model, optimizer, ())
         self._batch, self._loss_fn = batch, loss_fn
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> TrainingObjects:
         """See `RunTask.parts`."""
         return self._parts
 
@@ -113,12 +113,12 @@ def _check(model: Any, seconds: Any, loss_fn: Any) -> None:
     problems = []
     if not isinstance(model, nn.Module):
         expected = "it measures a torch.nn.Module"
-        problems.append(problem(f"tune of a {type(model).__name__}", expected, "Pass the model first"))
+        problems.append(error_message(f"tune of a {type(model).__name__}", expected, "Pass the model first"))
     if not callable(loss_fn):
         got = f"loss_fn is a {type(loss_fn).__name__}"
-        problems.append(problem(got, "it takes a model and a batch, and returns the loss", "Pass a function"))
+        problems.append(error_message(got, "it takes a model and a batch, and returns the loss", "Pass a function"))
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
-        problems.append(problem(shown("seconds", seconds), "it must be a positive number", "Leave it out for 90"))
+        problems.append(error_message(shown("seconds", seconds), "it must be a positive number", "Leave it out for 90"))
     if problems:
         raise NanoConfigError("\n".join(problems))
 

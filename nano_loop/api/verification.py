@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.precision.verification.verification import LossFunction, Verification, verified
 from nano_loop.runtime.run import accelerated_copy
 from nano_loop.runtime.settings import Settings
@@ -51,7 +51,7 @@ def verify(model: Any, loss_fn: LossFunction, batch: Any, **options: Any) -> Ver
     """
     if not isinstance(model, nn.Module):
         got = f"verify of a {type(model).__name__}"
-        raise NanoConfigError(problem(got, "it compares a torch.nn.Module", "Pass the model first"))
+        raise NanoConfigError(error_message(got, "it compares a torch.nn.Module", "Pass the model first"))
     settings = Settings.read({**options, "num_processes": 1})
     return verified(model, loss_fn, batch, settings.options.kind, partial(accelerated_copy, settings))
 

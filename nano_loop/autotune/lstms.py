@@ -41,7 +41,7 @@ def chooser(tuner: Tuner) -> Choose:
 
 
 def _some_steps(given: Arguments) -> Arguments:
-    of_a_step = given.inputs.size(1) * (given.of_inputs.numel() + given.of_outputs.numel())
+    of_a_step = given.inputs.size(1) * (given.input_weight.numel() + given.hidden_weight.numel())
     return given._replace(inputs=given.inputs[: max(_SOME_STEPS, _ENOUGH // of_a_step)])
 
 
@@ -61,9 +61,9 @@ def _ways(by_torch: ByTorch, some: Arguments) -> Ways:
         return way
 
     def ours(leaves: Sequence[Tensor]) -> Found:
-        inputs, of_inputs, of_outputs, *biases, output, cells = leaves
+        inputs, input_weight, hidden_weight, *biases, output, cells = leaves
         given = tuple(biases) if some.biases else ()
-        return lstm(Arguments(inputs, of_inputs, of_outputs, given, output, cells, some.is_reversed))
+        return lstm(Arguments(inputs, input_weight, hidden_weight, given, output, cells, some.is_reversed))
 
     ways = {TORCH: of(by_torch, torch.bfloat16), BLOCKS: of(ours, torch.bfloat16)}
     return Ways(ways, TORCH, of(by_torch, torch.float32))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from nano_loop.cli.refusal import refused
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if importlib.util.find_spec("click") is None:
         expected = "nano-loop's command line needs click"
-        return refused(problem("click is not installed", expected, 'Run: pip install "nano-loop[cli]"'))
+        return refused(error_message("click is not installed", expected, 'Run: pip install "nano-loop[cli]"'))
     from nano_loop.cli.app import run_app
 
     try:

@@ -9,7 +9,7 @@ import click
 from nano_loop.cli.output import print_json
 from nano_loop.cli.run import run_options
 from nano_loop.cli.script import result_of
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.profiling.kinds import lines_of
 
 _EXAMPLES = """\b
@@ -40,7 +40,9 @@ def profile(
     the code.
     """
     if trace is not None and not os.path.isdir(os.path.dirname(os.path.abspath(trace))):
-        raise NanoConfigError(problem(f"--trace {trace}", "its folder does not exist", "Name a file in one that does"))
+        raise NanoConfigError(
+            error_message(f"--trace {trace}", "its folder does not exist", "Name a file in one that does")
+        )
     own = {"trace": None if trace is None else os.path.abspath(trace)}
     content = result_of("profile", own, script, arguments, options, is_module=is_module, to_stderr=as_json)
     if as_json:

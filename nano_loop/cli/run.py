@@ -19,7 +19,7 @@ from nano_loop.config import option_checks as checks
 from nano_loop.config.environment import read_options, variable_of
 from nano_loop.config.options import CHECKS, Options
 from nano_loop.cpu import read_machine
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 
 _T = TypeVar("_T")
 _SWITCHES = (checks.boolean, checks.auto_or_boolean)
@@ -97,7 +97,7 @@ def variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:
         try:
             CHECKS[name](value)
         except checks.RefusedValueError as refused:
-            problems.append(problem(f"{flag_of(name)} {texts[name]}", *refused.args))
+            problems.append(error_message(f"{flag_of(name)} {texts[name]}", *refused.args))
     if problems:
         raise NanoConfigError("\n".join(problems))
     return {variable_of(name): text for name, text in texts.items()}
@@ -107,9 +107,9 @@ def refuse_missing(script: str, is_module: bool) -> None:
     """Raise a `NanoConfigError` if there is no such script or module."""
     if is_module and not _is_module(script.partition(".")[0]):
         expected, hint = "there is no such module", "Check its name and the working folder"
-        raise NanoConfigError(problem(f"-m {script}", expected, hint))
+        raise NanoConfigError(error_message(f"-m {script}", expected, hint))
     if not is_module and script != "-" and not os.path.exists(script):
-        raise NanoConfigError(problem(script, "there is no such file", "Check the path of the script"))
+        raise NanoConfigError(error_message(script, "there is no such file", "Check the path of the script"))
 
 
 def _is_module(name: str) -> bool:

@@ -19,7 +19,7 @@ import click
 from nano_loop.cli.run import refuse_missing, variables_of
 from nano_loop.config.protocol import COMMAND, Command
 from nano_loop.cpu.parent_process import end_with
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.profiling import STEPS
 
 
@@ -83,7 +83,7 @@ def result_of(
         if command == "profile":
             got += ", or never takes enough steps"
             hint += f", and let it take {STEPS} steps"
-        raise NanoConfigError(problem(got, expected, hint))
+        raise NanoConfigError(error_message(got, expected, hint))
     content: dict[str, Any] = result["result"]
     return content
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _SECONDS = 300
 # A separate process, since the import takes seconds, may abort, and loads libraries that stay. torch may print. Of the
@@ -50,4 +50,6 @@ def inspect_torch() -> dict[str, Any]:
 
 
 def _failed(why: str) -> NanoError:
-    return NanoError(problem("--torch", f"torch cannot be imported ({why})", "Leave --torch out, or repair torch"))
+    return NanoError(
+        error_message("--torch", f"torch cannot be imported ({why})", "Leave --torch out, or repair torch")
+    )

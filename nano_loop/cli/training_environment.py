@@ -11,7 +11,7 @@ from nano_loop.cli.libraries import allocators_of, find_library, preloaded
 from nano_loop.config.exports import EXPORTS, Exports, read_exports
 from nano_loop.cpu import Machine
 from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, USERS_OWN, is_glibc
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 
 #: What to preload, by its name as an option: the library, and the package that has it.
 PRELOADS = {
@@ -130,12 +130,12 @@ def _set_glibc(made: TrainingEnvironment, environ: Mapping[str, str]) -> None:
 def _library(name: str, environ: Mapping[str, str], root: Path | str) -> str:
     stem, package = PRELOADS[name]
     if not sys.platform.startswith("linux"):
-        raise NanoConfigError(problem(f"--{name}", "libraries are preloaded on Linux alone", "Leave it out"))
+        raise NanoConfigError(error_message(f"--{name}", "libraries are preloaded on Linux alone", "Leave it out"))
     for other_stem in _OTHER_STEMS.get(stem, (stem,)):
         if path := find_library(other_stem, environ, sys.prefix, root):
             return path
     raise NanoConfigError(
-        problem(f"--{name}", f"{stem}.so was not found", f"Install it ({package}), or leave --{name} out")
+        error_message(f"--{name}", f"{stem}.so was not found", f"Install it ({package}), or leave --{name} out")
     )
 
 
@@ -143,4 +143,4 @@ def _refuse_two_allocators(libraries: list[str], environ: Mapping[str, str]) -> 
     allocators = allocators_of(libraries)
     if len(allocators) > 1:
         got = f"{' and '.join(allocators)} (LD_PRELOAD={environ.get('LD_PRELOAD', '')})"
-        raise NanoConfigError(problem(got, "a process has one allocator", "Leave one of them out"))
+        raise NanoConfigError(error_message(got, "a process has one allocator", "Leave one of them out"))

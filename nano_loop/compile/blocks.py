@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 
 from torch import nn
 
-from nano_loop.runtime.objects.parts import class_name
+from nano_loop.runtime.objects.training_objects import class_name
 
 #: How many blocks there have to be for each that is compiled. With fewer, compiling the whole model takes as long.
 _REPEATS = 2

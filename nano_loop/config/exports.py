@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 
 #: The variable. It is no option.
 EXPORTS = "NANO_LOOP_ENV_BEFORE"
@@ -49,7 +49,7 @@ def read_exports(environ: Mapping[str, str]) -> Exports:
         exports = Exports({"": ""}, {})
     if not _is_mapping(exports.before, (str, type(None))) or not _is_mapping(exports.after, str):
         expected = "it holds what `nano-loop env` has written"
-        raise NanoConfigError(problem(f"{EXPORTS} is damaged", expected, f"Unset {EXPORTS}, or open a new shell"))
+        raise NanoConfigError(error_message(f"{EXPORTS} is damaged", expected, f"Unset {EXPORTS}, or open a new shell"))
     return exports
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from nano_loop.errors import problem
+from nano_loop.errors import error_message
 
 #: What CUDA's autocast runs in fp32 and the CPU's does not.
 SAFE = (
@@ -92,7 +92,7 @@ def unknown(names: Collection[str]) -> list[str]:
         if not operators_of(name):
             close = difflib.get_close_matches(name.rpartition(".")[2], _written(), n=1)
             advice = f"Write {close[0]}" if close else 'Write a name such as "softmax", "Tensor.mul" or "aten::addmm"'
-            messages.append(problem(repr(name), "torch has no such operator", advice))
+            messages.append(error_message(repr(name), "torch has no such operator", advice))
     return messages
 
 

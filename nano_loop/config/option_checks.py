@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from nano_loop.config.op_names import PRESETS, operators_of, overloads_of, read_names, unknown
 from nano_loop.config.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
-from nano_loop.errors import problem, shown
+from nano_loop.errors import error_message, shown
 
 _PRECISIONS = {**SHORT_NAMES, **{name: name for name in (*PRECISIONS, "auto")}}
 
@@ -294,7 +294,7 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
     if isinstance(shares, tuple) and "num_processes" in values and len(shares) != count:
         expected = f"it needs one for each process, and {shown('num_processes', values['num_processes'])}"
-        problems.append(problem(f"cpu_for_each_process has {len(shares)} lists", expected, "Make the two agree"))
+        problems.append(error_message(f"cpu_for_each_process has {len(shares)} lists", expected, "Make the two agree"))
     return [*problems, *_contradicting_lists(values)]
 
 
@@ -303,13 +303,15 @@ def _contradicting_lists(values: Mapping[str, Any]) -> Iterator[str]:
     both = {bf16[overload] for overload in bf16.keys() & fp32.keys()}
     if both:
         named = f"{', '.join(sorted(both))} in both bf16_ops and fp32_ops"
-        yield problem(named, "an operator runs in one of the two", "Remove it from one of them")
+        yield error_message(named, "an operator runs in one of the two", "Remove it from one of them")
     for name in ("bf16_ops", "fp32_ops"):
         if values.get(name) and values.get("compile"):
             lists = "compiled models compute by torch's lists alone"
-            yield problem(f"{name} with compile", lists, "Leave one of the two out")
+            yield error_message(f"{name} with compile", lists, "Leave one of the two out")
     if values.get("bf16_ops") and values.get("precision") == "16-mixed":
-        yield problem("bf16_ops with precision=16", "its autocast is to fp16", 'Leave bf16_ops out, or pass "bf16"')
+        yield error_message(
+            "bf16_ops with precision=16", "its autocast is to fp16", 'Leave bf16_ops out, or pass "bf16"'
+        )
 
 
 def _overloads(names: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from nano_loop.config import option_checks as checks
 from nano_loop.config.environment import read_options, variable_of
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
 from nano_loop.cpu import Machine
-from nano_loop.errors import NanoConfigError, problem, shown
+from nano_loop.errors import NanoConfigError, error_message, shown
 
 
 def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = "") -> Any:
@@ -386,20 +386,20 @@ def _checked(values: Mapping[str, Any], as_written: Mapping[str, str]) -> tuple[
         try:
             good[name] = CHECKS[name](value)
         except checks.RefusedValueError as refused:
-            problems.append(problem(as_written[name], *refused.args))
+            problems.append(error_message(as_written[name], *refused.args))
         except Exception as error:  # reading a user's object may raise any exception
             raised = f"reading its value raised {type(error).__name__}"
-            problems.append(problem(as_written[name], raised, "Pass a plain Python value"))
+            problems.append(error_message(as_written[name], raised, "Pass a plain Python value"))
     return good, problems + checks.contradictions(good)
 
 
 def _unknown(name: str, got: str, known: Sequence[str]) -> str:
     if name in LEFTOVERS:
-        return problem(got, LEFTOVERS[name].expected, LEFTOVERS[name].hint)
+        return error_message(got, LEFTOVERS[name].expected, LEFTOVERS[name].hint)
     close = difflib.get_close_matches(name, known, n=1)
     if close:
-        return problem(got, "there is no such option", f"Write {close[0]}")
-    return problem(got, f"there is no such option, only {', '.join(known)}", "Leave it out")
+        return error_message(got, "there is no such option", f"Write {close[0]}")
+    return error_message(got, f"there is no such option, only {', '.join(known)}", "Leave it out")
 
 
 def _raise_all(problems: list[str]) -> None:

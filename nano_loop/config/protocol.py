@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 
 #: The variable. It is no option.
 COMMAND = "NANO_LOOP_COMMAND"
@@ -57,5 +57,5 @@ def take_command(environ: MutableMapping[str, str] = os.environ) -> Command | No
             _taken.append(Command(**json.loads(text)))
         except (ValueError, TypeError) as error:
             expected = "it holds what nano-loop tells a script that it starts"
-            raise NanoConfigError(problem(f"{COMMAND} is damaged", expected, f"Unset {COMMAND}")) from error
+            raise NanoConfigError(error_message(f"{COMMAND} is damaged", expected, f"Unset {COMMAND}")) from error
     return _taken[-1] if _taken else None

@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 from nano_loop.config.options import LEFTOVERS, Options
-from nano_loop.errors import NanoWarning, problem, shown
+from nano_loop.errors import NanoWarning, error_message, shown
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -100,7 +100,7 @@ def named(function: str, args: Sequence[Any], others: Mapping[str, Any]) -> dict
     for name, leftover in LEFTOVERS.items():
         if name in arguments and leftover.tolerates(arguments[name]):
             got = shown(name, arguments.pop(name))
-            warnings.warn(problem(got, leftover.expected, "Leave it out"), NanoWarning, stacklevel=3)
+            warnings.warn(error_message(got, leftover.expected, "Leave it out"), NanoWarning, stacklevel=3)
     return arguments
 
 

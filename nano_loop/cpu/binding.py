@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nano_loop.cpu.cpu_list import format_cpu_list
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _TASKS = Path("/proc/self/task")
 
@@ -73,7 +73,7 @@ def _bind(cpus: Collection[int], own: Collection[int]) -> None:
     except OSError as error:
         refused = f"the kernel refused it ({error.strerror}); this thread had CPUs {format_cpu_list(own)}"
         hint = "Check whether the cpuset or the affinity of this process has changed, and restart the run"
-        raise NanoError(problem(f"binding to CPUs {format_cpu_list(cpus)}", refused, hint)) from error
+        raise NanoError(error_message(f"binding to CPUs {format_cpu_list(cpus)}", refused, hint)) from error
 
 
 def _put_back(masks: dict[int, set[int]], own: Collection[int]) -> None:

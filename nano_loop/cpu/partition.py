@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from nano_loop.cpu.cpu_list import format_cpu_list
 from nano_loop.cpu.machine import Machine
-from nano_loop.errors import NanoConfigError, NanoWarning, problem
+from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 
 # Variables by which libgomp or libiomp binds the thread that loads it.
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -109,7 +109,9 @@ def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]
     if problems := [*_without_cpus(machine, unusable), *_in_several_lists(claimed)]:
         raise NanoConfigError("\n".join(problems))
     if left_out := {cpu for cpus in cpu_for_each_process for cpu in cpus} - allowed:
-        text = problem("cpu_for_each_process", f"left out {_why_not(machine, left_out)}", "Take them out of the lists")
+        text = error_message(
+            "cpu_for_each_process", f"left out {_why_not(machine, left_out)}", "Take them out of the lists"
+        )
         warnings.warn(text, NanoWarning, stacklevel=2)
     return tuple(_given_share(machine, cpus, claimed) for cpus in lists)
 
@@ -199,13 +201,13 @@ def _why_not(machine: Machine, cpus: Collection[int]) -> str:
 def _without_cpus(machine: Machine, lists: Iterable[tuple[int, Sequence[int]]]) -> Iterator[str]:
     for index, cpus in lists:
         why = f"no CPU is left without {_why_not(machine, cpus)}"
-        yield problem(f"cpu_for_each_process[{index}]={[*cpus]}", why, "Name some of those")
+        yield error_message(f"cpu_for_each_process[{index}]={[*cpus]}", why, "Name some of those")
 
 
 def _in_several_lists(claimed: Counter[int]) -> Iterator[str]:
     if shared := [cpu for cpu, lists in claimed.items() if lists > 1]:
         got = f"cpu_for_each_process has CPU {format_cpu_list(shared)} in more than one list"
-        yield problem(got, "a CPU computes for one process", "Take it out of the others")
+        yield error_message(got, "a CPU computes for one process", "Take it out of the others")
 
 
 def _too_many(machine: Machine, num_processes: int, cores_each: int | None) -> str:
@@ -221,7 +223,7 @@ def _too_many(machine: Machine, num_processes: int, cores_each: int | None) -> s
     if cores_each:
         got += f" with cpu_for_each_process={cores_each}"
         hint = f"Lower cpu_for_each_process, or {hint[0].lower()}{hint[1:]}"
-    return problem(got, f"it needs {num_cores} physical cores, and {limit}", hint)
+    return error_message(got, f"it needs {num_cores} physical cores, and {limit}", hint)
 
 
 def _extent(machine: Machine) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from nano_loop.errors import problem
+from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import shared_change
 from nano_loop.patching.torch_private import (
@@ -117,7 +117,9 @@ def _of_hook(changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that a hook before the step has changed. torch raises the same kind of error."""
     if not isinstance(changed, tuple) or len(changed) != 2:
         got = f"A hook before optimizer.step() returned {changed!r}"
-        raise RuntimeError(problem(got, "None, or the new arguments and keyword arguments", "Return one of these"))
+        raise RuntimeError(
+            error_message(got, "None, or the new arguments and keyword arguments", "Return one of these")
+        )
     return changed
 
 

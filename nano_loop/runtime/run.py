@@ -24,11 +24,11 @@ from nano_loop.distributed.launch.forked_children import forked_children_ending
 from nano_loop.distributed.launch.join_run import joined
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.task import Task
-from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, problem
+from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, error_message
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.patching.user_code import leads_to_user
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.report_start import empty_report
 from nano_loop.runtime.settings import Settings
 from nano_loop.steps import STEPS, Step, StepContext
@@ -55,7 +55,7 @@ class RunTask(Task):
         self.settings = settings
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> TrainingObjects | None:
         """What it trains, as far as that is known before it begins."""
         return None
 
@@ -106,7 +106,7 @@ class Run:
         if settings.options.tune:
             expected = "a search repeats a function, and this run has none that it could call"
             advice = "Call nano_loop.tune, or put @nano(tune=True) above the training function"
-            raise NanoConfigError(problem("tune=True", expected, advice))
+            raise NanoConfigError(error_message("tune=True", expected, advice))
         self.report: SetupReport | None = None
         self._options = settings.options
         self._task = task
@@ -152,7 +152,9 @@ class Run:
     def complete(self) -> Any:
         """Start the run, execute its task, end the run, and return the result of the task."""
         if self._task is None:
-            raise NanoError(problem("complete() of a run without a task", "the task is what it executes", "Pass one"))
+            raise NanoError(
+                error_message("complete() of a run without a task", "the task is what it executes", "Pass one")
+            )
         try:
             with self:
                 return self._task.do(self)
@@ -193,12 +195,12 @@ class Run:
         NanoError
             If the run has not started or has ended.
         """
-        self.apply(Parts.of(model, optimizer, dataloaders))
+        self.apply(TrainingObjects.of(model, optimizer, dataloaders))
         if not dataloaders:
             return model, optimizer
         return model, optimizer, dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
 
-    def apply(self, parts: Parts) -> None:
+    def apply(self, parts: TrainingObjects) -> None:
         """Apply the steps to the parts of one ``setup`` call, and print the new entries of the report.
 
         Raises
@@ -230,7 +232,7 @@ class Run:
         if self._slot is None:
             got = "setup was called outside a run"
             expected = "its changes are undone when the run ends"
-            raise NanoError(problem(got, expected, "Call it while the run is active"))
+            raise NanoError(error_message(got, expected, "Call it while the run is active"))
         return self._slot
 
     def _leave(self) -> None:
@@ -245,18 +247,18 @@ class Run:
         if lines and self._options.verbose and self.ranks.rank == 0:
             self._printer.print(lines)
 
-    def _is_relevant(self, step: Step, parts: Parts) -> bool:
+    def _is_relevant(self, step: Step, parts: TrainingObjects) -> bool:
         if not step.enabled or (step.once and self.report is not None):
             return False
         return step.is_relevant(parts)
 
-    def _apply(self, step: Step, parts: Parts) -> StepResult:
+    def _apply(self, step: Step, parts: TrainingObjects) -> StepResult:
         reason = step.skip_reason(parts)
         if reason is None:
             return StepResult(step.name, "applied", step.apply(parts))
         if step.required:
             raise NanoConfigError(
-                problem(f"{step.name}=True", reason.detail, f'Leave it out, which means "auto": {step.name}')
+                error_message(f"{step.name}=True", reason.detail, f'Leave it out, which means "auto": {step.name}')
             )
         return StepResult(step.name, "skipped", reason.detail, code=reason.code)
 

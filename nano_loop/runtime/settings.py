@@ -12,7 +12,7 @@ from nano_loop.cpu import Machine, read_machine
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.join_run import expected_ranks, prepare
 from nano_loop.distributed.launch_external.environment import found_launch
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 
 @dataclass(frozen=True)
@@ -62,4 +62,4 @@ def _refuse_missing_launch(options: Options) -> None:
     if options.distributed_backend == "k8s" and (options.num_processes or 1) > 1 and found_launch(os.environ) is None:
         got = f"{options.as_written['distributed_backend']}, {options.as_written['num_processes']}"
         expected = "the processes must have been started from outside, with RANK and WORLD_SIZE in their environments"
-        raise NanoError(problem(got, expected, 'Start them with a PyTorchJob or torchrun, or pass "subprocess"'))
+        raise NanoError(error_message(got, expected, 'Start them with a PyTorchJob or torchrun, or pass "subprocess"'))

@@ -11,7 +11,7 @@ from torch import nn
 
 from nano_loop.config.option_checks import auto_or_boolean
 from nano_loop.config.options import CHECKS, Options
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.settings import Settings
 
 Changes = dict[str, Any]
@@ -25,7 +25,7 @@ _FEW = 4  # cores: with more, one thread is never the fastest for a step that is
 
 
 def candidates(
-    settings: Settings, fixed: Collection[str], answer: Mapping[str, Any], parts: Parts | None
+    settings: Settings, fixed: Collection[str], answer: Mapping[str, Any], parts: TrainingObjects | None
 ) -> list[Changes]:
     """Return what the candidates change of the user's options. What takes long to start comes last.
 
@@ -38,7 +38,7 @@ def candidates(
     answer : mapping
         What the trial of the user's options has answered: the status and the detail of each of its ``"steps"``, and
         whether its optimizer has weights of ``"convolutions"``.
-    parts : Parts or None
+    parts : TrainingObjects or None
         What is trained, as far as it is known.
     """
     options, machine = settings.options, settings.machine
@@ -80,7 +80,7 @@ def _ipex(options: Options) -> Iterator[Changes]:
         yield {"use_ipex": not options.use_ipex}
 
 
-def _has_convolutions(parts: Parts) -> bool:
+def _has_convolutions(parts: TrainingObjects) -> bool:
     return any(isinstance(module, _CONVOLUTIONS) for model in parts.models for module in model.modules())
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 
 _CHOSEN, _OTHER = "#1f6f4a", "#9aa5b1"
 _MISSING = 'a picture needs matplotlib: pip install "nano-loop[plot]"'
@@ -58,4 +58,6 @@ def draw(bars: Sequence[Bar], path: str | os.PathLike[str]) -> None:
     except (OSError, ValueError) as error:
         got = f"the picture {os.fspath(path)!r} cannot be written ({error})"
         hint = "Name a file such as tune.png in a folder that exists"
-        raise NanoConfigError(problem(got, "its name says the format, which matplotlib must know", hint)) from error
+        raise NanoConfigError(
+            error_message(got, "its name says the format, which matplotlib must know", hint)
+        ) from error

@@ -13,7 +13,7 @@ from nano_loop.config.options import Options
 from nano_loop.config.protocol import Command, take_command
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch_external.environment import found_launch
-from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.runtime.run import RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import changed
@@ -112,4 +112,4 @@ def _refuse_launch() -> None:
     launch = found_launch(os.environ)
     if launch is not None:
         got = f"tune under {launch.launcher}"
-        raise NanoConfigError(problem(got, "trials start processes of their own", "Tune in one process first"))
+        raise NanoConfigError(error_message(got, "trials start processes of their own", "Tune in one process first"))

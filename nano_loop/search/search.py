@@ -12,7 +12,7 @@ from typing import Any
 from nano_loop.cache_folder import JsonFile, cache_folder
 from nano_loop.config.options import Options
 from nano_loop.distributed.payload.payload import dump
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 from nano_loop.runtime.run import RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import OF_NUMBERS, Changes, candidates, changed
@@ -244,7 +244,7 @@ class Search:
         except TrialFailedError as error:
             got = f"the loop fails in a trial: it {_first_line(error)}"
             expected = "a trial calls it on copies, in another process, and repeats it"
-            raise NanoError(problem(got, expected, "Run it without tune to see the error")) from error
+            raise NanoError(error_message(got, expected, "Run it without tune to see the error")) from error
 
     # --- numbers ---
 

@@ -18,7 +18,7 @@ from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.files.private_files import guard_files
 from nano_loop.distributed.payload.payload import load
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.trial_processes import Line
@@ -73,7 +73,7 @@ class Trial(RunTask):
         finally:
             gate.close()
         got = "the loop has returned without a step of an optimizer"
-        raise NanoError(problem(got, "a trial times steps", "Call optimizer.step() in the loop"))
+        raise NanoError(error_message(got, "a trial times steps", "Call optimizer.step() in the loop"))
 
 
 class _Gate:

@@ -24,7 +24,7 @@ from nano_loop.cpu.glibc import (
     keeps_freed_memory,
 )
 from nano_loop.patching.patch_table import shared_change
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 # The settings after a run. By default, glibc raises its thresholds dynamically as large blocks are freed. The first
@@ -46,7 +46,7 @@ class Allocator(Step):
     once = True
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if not is_glibc():
             return SkipReason("not_glibc", "the C library is not glibc")
         other = allocator_of_this_process()
@@ -60,7 +60,7 @@ class Allocator(Step):
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         self.undoing.enter_context(shared_change(_trimmed_children, _trimmed_children))
         if keeps_freed_memory(os.environ):
             return "glibc keeps freed memory, by its environment variables"

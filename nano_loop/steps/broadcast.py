@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.distributed.data_parallel.replicas import make_equal, named_buffers, named_parameters
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.distributed.data_parallel.initial_sync import make_equal, named_buffers, named_parameters
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
 
 
@@ -25,7 +25,7 @@ class Broadcast(RanksStep):
         self._done: dict[int, object] = {}  # tensors and optimizers by their ids, kept alive
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         named = [*named_parameters(parts.models, parts.optimizers), *named_buffers(parts.models)]
         new = [(name, tensor) for name, tensor in named if id(tensor) not in self._done]
         optimizers = [optimizer for optimizer in parts.optimizers if id(optimizer) not in self._done]

@@ -17,7 +17,7 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.nested_tensors import Substitution, map_tensors
 from nano_loop.patching.ownership import call_state
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -41,7 +41,7 @@ class ChannelsLast(Step):
     required = False  # the option applies to all models of a run, and one of them may have no convolution
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         models = _unscripted(parts)
         if parts.models and not models:
             return SkipReason("scripted", "the model is scripted, so its convolutions and views cannot be changed")
@@ -50,7 +50,7 @@ class ChannelsLast(Step):
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters")
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         self.undoing.enter_context(replaced(Tensor, "view", _view_or_reshape))
         self.undoing.enter_context(replaced(torch, "group_norm", _in_nchw_without_gradient))
         for convolution in _CONVOLUTIONS:
@@ -73,7 +73,7 @@ class ChannelsLast(Step):
         return isinstance(module, _CONVOLUTIONS)
 
 
-def _unscripted(parts: Parts) -> list[nn.Module]:
+def _unscripted(parts: TrainingObjects) -> list[nn.Module]:
     return [model for model in parts.models if not isinstance(model, torch.jit.ScriptModule)]
 
 

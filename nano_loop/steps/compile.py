@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from nano_loop.compile.blocks import described, repeated_blocks
 from nano_loop.patching.torch_private import call_compiled, forget_compiled, is_compiled, plain_call
-from nano_loop.runtime.objects.parts import Parts, class_name
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step
 
 _numbers = itertools.count()
@@ -41,13 +41,13 @@ class Compile(Step):
         self._arguments: dict[str, Any] | None = None
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if parts.models and all(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
             return SkipReason("scripted", "the model is scripted")
         return None if self._uncompiled(parts) else SkipReason("compiled", "the model is compiled already")
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         if not self._compiled:
             self._hide_what_torch_hides()
         models = self._uncompiled(parts)
@@ -65,7 +65,7 @@ class Compile(Step):
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning, _TRACING)
         self.undoing.callback(_remove_filter, warnings.filters[0])
 
-    def _uncompiled(self, parts: Parts) -> list[nn.Module]:
+    def _uncompiled(self, parts: TrainingObjects) -> list[nn.Module]:
         """Return the models that the user has not compiled."""
         fitting = [model for model in parts.models if not isinstance(model, torch.jit.ScriptModule)]
         return [model for model in fitting if id(model) in self._compiled or not is_compiled(model)]

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDa
 from typing_extensions import override
 
 from nano_loop.patching.objects.loaders import LoaderChange, changed
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -30,11 +30,11 @@ class FastFetch(Step):
     needs = "loaders"
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         return SkipReason.of_all([_refusal(loader) for loader in parts.loaders])
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         fitting = [loader for loader in parts.loaders if not _refusal(loader)]
         for loader in fitting:
             self.undoing.enter_context(changed(loader, _FETCHING))

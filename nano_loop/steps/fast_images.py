@@ -12,8 +12,8 @@ from nano_loop.images.lifetime import store_for
 from nano_loop.images.loaders import CachedImages, datasets_in, has_images, plans_in, refusal
 from nano_loop.images.store import Store
 from nano_loop.patching.objects.loaders import changed
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -40,21 +40,21 @@ class FastImages(Step):
         return super().enabled and (self.required or "torchvision.transforms" in sys.modules)
 
     @override
-    def is_relevant(self, parts: Parts) -> bool:
+    def is_relevant(self, parts: TrainingObjects) -> bool:
         # Most loaders have no images, also where torchvision is imported.
         return super().is_relevant(parts) and (
             self.required or any(has_images(loader.dataset) for loader in parts.loaders)
         )
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         reasons = [refusal(loader) for loader in parts.loaders]
         return SkipReason.of_all([None if reason is None else SkipReason("no_images", reason) for reason in reasons])
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         fitting = [loader for loader in parts.loaders if not refusal(loader)]
-        problems = [problem for loader in fitting if (problem := self._cache(loader))]
+        problems = [error_message for loader in fitting if (error_message := self._cache(loader))]
         if problems:
             return f"left alone: {problems[0]}"
         limits = {store.limit for store in self._stores.values()}

@@ -12,7 +12,7 @@ from typing_extensions import override
 from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.patching.objects.optimizers import guard_layout, is_dense, once_gradients_exist
 from nano_loop.patching.torch_private import forget_fused_check, fused_check_pending
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 _HAVE_KERNELS = (AdamW, Adam, SGD, Adagrad)
@@ -35,11 +35,11 @@ class FusedOptimizer(Step):
         self._switches: dict[int, _Switch] = {}  # by the optimizer's id; each keeps its optimizer alive
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         return SkipReason.of_all(self._refusals(parts))
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         fused, refused = [], []
         for optimizer, refusal in zip(parts.optimizers, self._refusals(parts), strict=True):
             if refusal:
@@ -51,7 +51,7 @@ class FusedOptimizer(Step):
                 self._switch(self._switches[id(optimizer)])
         return "; ".join([", ".join(dict.fromkeys(fused)), *dict.fromkeys(refused)])
 
-    def _refusals(self, parts: Parts) -> list[SkipReason | None]:
+    def _refusals(self, parts: TrainingObjects) -> list[SkipReason | None]:
         sparse = _sparse_parameters(parts.models)
         return [
             None if id(optimizer) in self._switches else _refusal(optimizer, sparse) for optimizer in parts.optimizers

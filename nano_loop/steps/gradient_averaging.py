@@ -11,13 +11,13 @@ from typing_extensions import override
 
 from nano_loop.distributed.comm.transport import Transport
 from nano_loop.distributed.data_parallel.averaging import Averaging
-from nano_loop.distributed.data_parallel.replicas import named_parameters
+from nano_loop.distributed.data_parallel.initial_sync import named_parameters
 from nano_loop.distributed.multi_host.hosts import HostsTransport
 from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
 from nano_loop.distributed.sharding.sharding import served_whole_by_mode
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
 from nano_loop.errors import NanoError
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
 
 _AT_END = "at the end of each backward"
@@ -37,7 +37,7 @@ class GradientAveraging(RanksStep):
         self._way = ""
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         self._nbytes += sum(
             parameter.numel() * parameter.itemsize for _, parameter in named_parameters(parts.models, parts.optimizers)
         )

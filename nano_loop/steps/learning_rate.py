@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.patching.objects.optimizers import Closure, closure_of, with_closure
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep, SkipReason
 
 #: Number of steps over which the ratio grows from 1 to the number of ranks.
@@ -46,16 +46,16 @@ class LearningRate(RanksStep):
         return super().enabled and self.options.auto_lr
 
     @override
-    def observe(self, parts: Parts) -> None:
+    def observe(self, parts: TrainingObjects) -> None:
         models = [model for model in parts.models if isinstance(model, DistributedDataParallel)]
         self._ddp |= {id(parameter): parameter for model in models for parameter in model.parameters()}
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         return SkipReason.of_all([self._refusal(optimizer) for optimizer in parts.optimizers])
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         refusals = {id(optimizer): self._refusal(optimizer) for optimizer in parts.optimizers}
         new = [
             optimizer

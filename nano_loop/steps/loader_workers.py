@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from nano_loop.patching.objects.loaders import LoaderChange, changed
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 _PREFETCHED = 2  # batches a worker, as torch has it where the user does not say
@@ -32,14 +32,14 @@ class LoaderWorkers(Step):
         return self.options.loader_workers is not None
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if all(isinstance(loader.dataset, IterableDataset) for loader in parts.loaders):
             detail = "workers of an iterable dataset would each read all of it, unless it divides itself"
             return SkipReason("iterable_dataset", detail)
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         count = self.options.loader_workers or 0
         fitting = [loader for loader in parts.loaders if not isinstance(loader.dataset, IterableDataset)]
         for loader in fitting:

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.precision.diagnostics.cast_log import CastLog, CastRecorder
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import StepResult, print_to_stderr
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 #: The first steps are not like the others: optimizers make their state, and products of new sizes are counted.
@@ -44,7 +44,7 @@ class LogCasts(Step):
         return bool(self.options.log_casts)
 
     @override
-    def observe(self, parts: Parts) -> None:
+    def observe(self, parts: TrainingObjects) -> None:
         if not self.enabled or self.options.compile:
             return  # torch.compile compiles again where there are hooks
         for model in parts.models:
@@ -52,11 +52,11 @@ class LogCasts(Step):
             self._models.append(model)
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         if self._optimizer is None and self.ranks.rank == 0:
             self._optimizer = parts.optimizers[0]
             self.undoing.callback(self._close)

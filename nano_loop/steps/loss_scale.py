@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.precision.autocast.loss_scale import LossScale
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 #: The keys in the first parameter group of a checkpoint that hold the scale, and the backwards since it was changed.
@@ -36,11 +36,11 @@ class LossScaling(Step):
         return self.options.kind.scaled
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models:
             self.interceptors.for_model(model)
         if not self._scaling:

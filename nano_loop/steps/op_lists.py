@@ -6,11 +6,11 @@ from collections.abc import Collection
 
 from typing_extensions import override
 
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.torch_private import is_compiled
 from nano_loop.precision.autocast.default_ops import in_force
 from nano_loop.precision.autocast.op_lists import OpLists
-from nano_loop.runtime.objects.parts import Parts, class_name
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step
 
 #: How many names of a list the report shows.
@@ -33,14 +33,14 @@ class OperatorLists(Step):
         return any(self.options.listed_operators.values())
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.options.kind.autocast is not None:
             return None
         detail = f'lists are for autocast, as precision="bf16" has it, and the precision is {self.options.precision}'
         return SkipReason("no_autocast", detail)
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         if self._lists is None:
             self._lists = OpLists(*self.options.listed_operators.values())
             self.undoing.enter_context(self._lists.registered())
@@ -49,7 +49,7 @@ class OperatorLists(Step):
             if any(map(is_compiled, model.modules())):
                 got = f"{class_name(model)} is compiled, and there are bf16_ops or fp32_ops"
                 expected = "compiled models compute by torch's lists alone"
-                raise NanoConfigError(problem(got, expected, "Leave the lists out, or pass the model uncompiled"))
+                raise NanoConfigError(error_message(got, expected, "Leave the lists out, or pass the model uncompiled"))
             interceptor = self.interceptors.for_model(model)
             interceptor.rules = {**interceptor.rules, **self._lists.rules}
         idle = self._lists.idle

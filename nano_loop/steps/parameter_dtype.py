@@ -12,7 +12,7 @@ from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.precision.autocast.conversion import Conversion
 from nano_loop.precision.autocast.dtype_errors import explain
-from nano_loop.runtime.objects.parts import Parts, class_name
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -32,13 +32,13 @@ class ParameterDtype(Step):
         return self.options.kind.parameters is not None
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if all(isinstance(model, torch.jit.ScriptModule) and _is_frozen(model) for model in parts.models):
             return SkipReason("frozen", "the model is frozen TorchScript, whose weights are constants")
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         dtype = self.options.kind.parameters
         assert dtype is not None
         if self._conversion is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.errors import NanoWarning, problem
+from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.calls.calls import DTYPES, Call, CallInterceptor, CallWrapper, is_forward
 from nano_loop.patching.calls.custom_functions import backwards_run_by
 from nano_loop.patching.nested_tensors import map_tensors, shares_memory
@@ -29,8 +29,8 @@ from nano_loop.precision.autocast.output_activations import activations_noticed
 from nano_loop.precision.policy.bf16_policy import Bf16Policy, Kind, kind_of
 from nano_loop.precision.policy.layers_in_fp32 import UnlessListed
 from nano_loop.precision.policy.lstms import can_train_lstms
-from nano_loop.runtime.objects.parts import Parts, class_name
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -57,7 +57,7 @@ class Precision(Step):
         return self.options.kind.autocast is not None or self.options.auto_precision
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.options.kind.autocast is None:
             return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
         if parts.models and all(map(_is_meta, parts.models)):
@@ -68,7 +68,7 @@ class Precision(Step):
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         dtype = self.options.kind.autocast
         assert dtype is not None
         if not (self.machine.has_fast_fp16 if dtype is torch.float16 else self.machine.has_fast_bf16):
@@ -132,7 +132,7 @@ class Precision(Step):
             self._missed.append(name)
             got = f"{name} is trained in fp32, because nano_loop intercepted no call of it"
             cause = "a function that was compiled before the run bypasses the steps"
-            warnings.warn(problem(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
+            warnings.warn(error_message(got, cause, _COMPILE_LATER), NanoWarning, stacklevel=2)
 
     def _warn(self, dtype: torch.dtype) -> None:
         got = f"{self.options.as_written['precision']} on {self.machine.name}"
@@ -145,7 +145,7 @@ class Precision(Step):
         if dtype is torch.float16:
             lack = "this CPU has no fp16 instructions, so products take up to a thousand times as long as in fp32"
             hint = 'Use precision="bf16"' if self.machine.has_fast_bf16 else "Use precision=32"
-        warnings.warn(problem(got, lack, hint), NanoWarning, stacklevel=2)
+        warnings.warn(error_message(got, lack, hint), NanoWarning, stacklevel=2)
 
 
 _COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() before the run"

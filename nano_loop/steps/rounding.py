@@ -17,7 +17,7 @@ from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.objects.optimizers import closure_of, with_closure
 from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.rounding import StochasticRounding
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -42,11 +42,11 @@ class Rounding(Step):
         return self.options.kind.parameters is torch.bfloat16
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         for optimizer in parts.optimizers:
             if id(optimizer) not in self._wide:
                 wide = self._wide[id(optimizer)] = _Wide(optimizer, self._seed())

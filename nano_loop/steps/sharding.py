@@ -13,8 +13,8 @@ from nano_loop.distributed.sharding.dataset_digest import Known
 from nano_loop.distributed.sharding.found import FoundSharding
 from nano_loop.distributed.sharding.sharding import BatchSharding, forget_last_served, serving, sharded_by_user
 from nano_loop.patching.objects.loaders import changed, found
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep, SkipReason
 
 
@@ -36,7 +36,7 @@ class Sharding(RanksStep):
         self._known = Known()
 
     @override
-    def observe(self, parts: Parts) -> None:
+    def observe(self, parts: TrainingObjects) -> None:
         """Note the models of a ``setup`` call, with or without loaders. Their mode shows whether the loop trains."""
         known = set(map(id, self._models))
         self._models.extend(model for model in parts.models if id(model) not in known)
@@ -45,13 +45,13 @@ class Sharding(RanksStep):
             self.undoing.enter_context(found(self._find))
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.ranks.loader_cpus or not all(self._is_sharded_by_user(loader) for loader in parts.loaders):
             return None
         return SkipReason("sharded_by_user", "their own samplers shard them")
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         self.observe(parts)
         for loader in parts.loaders:
             self._shard(loader, parts.shard)

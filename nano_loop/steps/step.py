@@ -15,8 +15,8 @@ from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.ranks import ALONE, Ranks
 from nano_loop.patching.calls.calls import CallInterceptors
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 
 class SkipReason(NamedTuple):
@@ -120,19 +120,19 @@ class Step(ABC):
         """Whether the user requested the step explicitly, so that skipping it is an error."""
         return getattr(self.options, self.name) is True
 
-    def is_relevant(self, parts: Parts) -> bool:
+    def is_relevant(self, parts: TrainingObjects) -> bool:
         """Return whether the step is in the report for `parts`."""
         return self.needs is None or bool(getattr(parts, self.needs))
 
-    def observe(self, parts: Parts) -> None:  # noqa: B027
+    def observe(self, parts: TrainingObjects) -> None:  # noqa: B027
         """Inspect the parts of a ``setup`` call, including calls to which the step does not apply."""
 
     @abstractmethod
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         """Return why the step does not apply to `parts`, or None if it applies."""
 
     @abstractmethod
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         """Change `parts` in place, and return a description of the change, in one line for the report."""
 
     def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -162,5 +162,5 @@ class RanksStep(Step):
         return self.ranks.size > 1
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         return None

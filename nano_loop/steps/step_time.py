@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 from nano_loop.steps.stopwatch import Stopwatch
 
@@ -24,11 +24,11 @@ class StepTime(Step):
         self._stopwatch: Stopwatch | None = None
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         if self._stopwatch is None:
             self._stopwatch = Stopwatch(parts.optimizers[0])
             self.undoing.callback(self._stopwatch.close)

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from nano_loop.config.exports import is_exported
 from nano_loop.cpu.waits import Waits
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -38,12 +38,12 @@ class Threads(Step):
         self._began = 0.0
 
     @override
-    def observe(self, parts: Parts) -> None:
+    def observe(self, parts: TrainingObjects) -> None:
         if self._waits is None:  # in the first setup
             self._began, self._waits = time.monotonic(), Waits()
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.options.num_threads is not None:
             return None
         count, wanted = torch.get_num_threads(), self.machine.num_threads
@@ -55,7 +55,7 @@ class Threads(Step):
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         wanted_by_user, count = self.options.num_threads, torch.get_num_threads()
         wanted = wanted_by_user or self.machine.num_threads
         words = f"{wanted}, " + ("as asked for" if wanted_by_user else "one a physical core")

@@ -18,8 +18,8 @@ from nano_loop.kernels.rnn.lstm import WAY as OF_LSTM
 from nano_loop.patching.calls.calls import DTYPES
 from nano_loop.patching.ownership import Rule
 from nano_loop.precision.policy.tuned_layers import TunedLayers
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 #: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
@@ -44,14 +44,14 @@ class TuneOperators(Step):
         self._agreed_to: bool | None = None
 
     @override
-    def observe(self, parts: Parts) -> None:
+    def observe(self, parts: TrainingObjects) -> None:
         """Find out, once, whether the step applies on all ranks: hosts may differ in their CPUs. Collective."""
         if self._agreed_to is None:
             mine = self.enabled and self._own_reason() is None
             self._agreed_to = all(self.ranks.gather(mine)) if self.ranks.size > 1 else mine
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         reason = self._own_reason()
         if reason is None and self._agreed_to is False:
             return SkipReason("other_ranks", "another rank computes in another precision")
@@ -72,7 +72,7 @@ class TuneOperators(Step):
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         if self._tuner is None or self._layers is None:
             self._tuner = self._open()
             self._layers = TunedLayers(self._tuner, itertools.chain(*self.options.listed_operators.values()))

@@ -11,11 +11,11 @@ from typing import Any
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.errors import NanoWarning, problem
+from nano_loop.errors import NanoWarning, error_message
 from nano_loop.precision.verification.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
 from nano_loop.precision.verification.verification import Verification, verified
-from nano_loop.runtime.objects.parts import Parts, class_name
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -36,11 +36,11 @@ class Verify(Step):
         self._found: dict[str, Verification] = {}
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models if self.ranks.rank == 0 else ():
             if id(model) not in self._recorded and any(parameter.requires_grad for parameter in model.parameters()):
                 self._recorded[id(model)] = recorded = RecordedCalls(model, self.options.kind.parameters is not None)
@@ -80,7 +80,7 @@ class Verify(Step):
             got = f"{found.fault} of {name} is off by more than rounding"
             expected = "an accelerated model computes what the plain one does"
             hint = "See the table: print(report['verify'].data). Leave options out to find the one that it comes from"
-            warnings.warn(problem(got, expected, hint), NanoWarning, stacklevel=2)
+            warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:

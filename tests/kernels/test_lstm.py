@@ -30,27 +30,29 @@ def layer(steps, batch, size, hidden, has_biases=True, is_reversed=False, seed=0
     return Arguments(normal(steps, batch, size), *weights, biases, *state, is_reversed)
 
 
-def in_fp64(inputs, of_inputs, of_outputs, biases, output, cells, is_reversed):
+def in_fp64(inputs, input_weight, hidden_weight, biases, output, cells, is_reversed):
     outputs = [None] * inputs.size(0)
     for step in reversed(range(len(outputs))) if is_reversed else range(len(outputs)):
-        gates = inputs[step] @ of_inputs.t() + output @ of_outputs.t() + sum(biases)
+        gates = inputs[step] @ input_weight.t() + output @ hidden_weight.t() + sum(biases)
         let_in, forget, cell, out = gates.chunk(4, 1)
         cells = forget.sigmoid() * cells + let_in.sigmoid() * cell.tanh()
         output = outputs[step] = out.sigmoid() * cells.tanh()
     return torch.stack(outputs), output, cells
 
 
-def by_torch(inputs, of_inputs, of_outputs, biases, output, cells, is_reversed):
+def by_torch(inputs, input_weight, hidden_weight, biases, output, cells, is_reversed):
     numbers = is_reversed, [], 2, output.size(1), 1, bool(biases), False, False, True
-    biases = biases or (of_inputs.detach(), of_outputs.detach())  # as torch calls it
-    tensors = (inputs, of_inputs, of_outputs, *biases, output, cells)
+    biases = biases or (input_weight.detach(), hidden_weight.detach())  # as torch calls it
+    tensors = (inputs, input_weight, hidden_weight, *biases, output, cells)
     return torch.ops.aten.mkldnn_rnn_layer(*tensors, *numbers)[:3]
 
 
 def results(compute, arguments, dtype=torch.bfloat16, used=(True, True, True), seed=1):
     """Return the outputs, and the gradients of all tensors, from random ones of the outputs that are used."""
-    inputs, of_inputs, of_outputs, biases, *state, is_reversed = arguments
-    leaves = [each.detach().to(dtype).requires_grad_() for each in (inputs, of_inputs, of_outputs, *biases, *state)]
+    inputs, input_weight, hidden_weight, biases, *state, is_reversed = arguments
+    leaves = [
+        each.detach().to(dtype).requires_grad_() for each in (inputs, input_weight, hidden_weight, *biases, *state)
+    ]
     biases = tuple(leaves[3:-2])
     outputs = compute(*leaves[:3], biases, *leaves[-2:], is_reversed)
     generator = torch.Generator().manual_seed(seed)
@@ -149,7 +151,7 @@ def test_gradients_that_are_not_needed_are_not_computed(monkeypatch):
     calls, original = [], product.product
     monkeypatch.setattr(product, "product", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
     arguments = layer(6, 9, 40, 48)
-    weight = arguments.of_outputs.requires_grad_()
+    weight = arguments.hidden_weight.requires_grad_()
     outputs, _, _ = lstm(arguments)
     assert not calls  # few inputs are multiplied in the steps
     outputs.sum().backward()
@@ -169,9 +171,9 @@ def test_output_that_nobody_differentiates_leaves_no_gradients():
             return None
 
     arguments = layer(6, 9, 40, 48)
-    arguments.of_outputs.requires_grad_()
+    arguments.hidden_weight.requires_grad_()
     Nothing.apply(lstm(arguments)[0]).sum().backward()
-    assert arguments.of_outputs.grad is None
+    assert arguments.hidden_weight.grad is None
 
 
 def test_graph_can_be_differentiated_again_and_while_a_mode_is_active():
@@ -181,7 +183,7 @@ def test_graph_can_be_differentiated_again_and_while_a_mode_is_active():
             return function(*args, **(kwargs or {}))
 
     seen, arguments = [], layer(6, 9, 40, 48)
-    weights = arguments.of_inputs.requires_grad_(), arguments.of_outputs.requires_grad_()
+    weights = arguments.input_weight.requires_grad_(), arguments.hidden_weight.requires_grad_()
     outputs = lstm(arguments)[0]
     once = torch.autograd.grad(outputs.sum(), weights, retain_graph=True)
     again = torch.autograd.grad(outputs.sum(), weights)
@@ -200,11 +202,11 @@ def test_second_derivatives_are_right(is_reversed, has_biases):
 
     def penalty(compute, dtype):
         leaves = [each.detach().to(dtype).requires_grad_() for each in arguments.tensors]
-        inputs, of_inputs, of_outputs, *biases, output, cells = leaves
+        inputs, input_weight, hidden_weight, *biases, output, cells = leaves
         biases = tuple(biases) if has_biases else ()
-        outputs, _, last = compute(inputs, of_inputs, of_outputs, biases, output, cells, is_reversed)
+        outputs, _, last = compute(inputs, input_weight, hidden_weight, biases, output, cells, is_reversed)
         first = torch.autograd.grad(outputs.square().sum() + last.sum(), (inputs, cells), create_graph=True)
-        of = [inputs, of_inputs, of_outputs, *biases, output, cells]
+        of = [inputs, input_weight, hidden_weight, *biases, output, cells]
         return [*first, *torch.autograd.grad(sum(each.square().sum() for each in first), of)]
 
     pairs = zip(penalty(ours, torch.bfloat16), penalty(in_fp64, torch.float64), strict=True)

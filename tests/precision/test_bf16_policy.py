@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from nano_loop.precision.policy import bf16_policy
 from nano_loop.precision.policy.bf16_policy import Bf16Policy, kind_of
 from nano_loop.precision.policy.lstms import can_train_lstms
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.precision import Precision
 
 
@@ -50,7 +50,7 @@ def run(step):
 
     def make(layer, precision="auto", **options):
         model, made = Net(layer), step(Precision, precision=precision, **options)
-        made.apply(Parts([model]))
+        made.apply(TrainingObjects([model]))
         return model, made
 
     return make

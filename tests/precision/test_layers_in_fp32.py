@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nano_loop import disable_casts
 from nano_loop.precision.policy import layers_in_fp32 as module
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.precision import Precision
 
 NHWC = torch.channels_last
@@ -128,7 +128,7 @@ class Holding(nn.Module):
 @pytest.fixture
 def set_up(step):
     def make(model):
-        step(Precision, precision="bf16").apply(Parts([model]))
+        step(Precision, precision="bf16").apply(TrainingObjects([model]))
         return model
 
     return make

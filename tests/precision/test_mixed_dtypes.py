@@ -10,7 +10,7 @@ from torch import nn
 
 from nano_loop import NanoError, disable_casts
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.precision import Precision
 
 ROWS = torch.tensor([0, 2, 2, 3])
@@ -67,7 +67,7 @@ def net(step):
     def make(way):
         torch.manual_seed(0)
         model = Net(way)
-        step(Precision, precision="bf16").apply(Parts([model]))
+        step(Precision, precision="bf16").apply(TrainingObjects([model]))
         return model
 
     return make

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop.precision.autocast import output_activations
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.precision import Precision
 
 
@@ -26,7 +26,7 @@ class Ending(nn.Module):
 def ending(step):
     def make(end, **options):
         model = Ending(end)
-        step(Precision, precision="bf16", **options).apply(Parts([model]))
+        step(Precision, precision="bf16", **options).apply(TrainingObjects([model]))
         return model
 
     return make

@@ -6,7 +6,7 @@ from torch import nn
 
 from nano_loop import NanoError
 from nano_loop.runtime import run as module
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
 from nano_loop.steps import Step
@@ -52,7 +52,7 @@ def steps(monkeypatch):
 def test_steps_are_applied_in_order_and_undone_in_reverse(steps):
     notes, _ = steps
     with Run(settings()) as run:
-        run.apply(Parts([nn.Linear(1, 1)]))
+        run.apply(TrainingObjects([nn.Linear(1, 1)]))
     assert notes == [("first", "apply"), ("second", "apply"), ("second", "undo"), ("first", "undo")]
 
 
@@ -63,7 +63,7 @@ def test_every_step_is_undone_whatever_raises(steps, where):
 
     def run_it():
         with Run(settings()) as run:
-            run.apply(Parts([nn.Linear(1, 1)]))
+            run.apply(TrainingObjects([nn.Linear(1, 1)]))
             if where == "body":
                 raise ZeroDivisionError
 
@@ -83,24 +83,24 @@ def test_run_that_cannot_begin_undoes_what_it_has_begun(steps, monkeypatch):
 def test_report_stays_and_setup_is_refused_after_the_end():
     run = Run(settings())
     with pytest.raises(NanoError, match="outside a run"):
-        run.apply(Parts([nn.Linear(1, 1)]))
+        run.apply(TrainingObjects([nn.Linear(1, 1)]))
     with run:
         run.setup(nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
     assert "fused_optimizer" in run.report.applied
     with pytest.raises(NanoError, match="outside a run"):
-        run.apply(Parts([nn.Linear(1, 1)]))
+        run.apply(TrainingObjects([nn.Linear(1, 1)]))
 
 
 def test_closing_words_of_steps_are_for_runs_that_end_well(steps, monkeypatch):
     _, (first, _) = steps
     monkeypatch.setattr(first, "final_result", lambda self: module.StepResult("first", "measured", "all"))
     with Run(settings()) as good:
-        good.apply(Parts([nn.Linear(1, 1)]))
+        good.apply(TrainingObjects([nn.Linear(1, 1)]))
     bad = Run(settings())
 
     def raising():
         with bad:
-            bad.apply(Parts([nn.Linear(1, 1)]))
+            bad.apply(TrainingObjects([nn.Linear(1, 1)]))
             raise KeyError
 
     with pytest.raises(KeyError):

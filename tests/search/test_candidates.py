@@ -8,7 +8,7 @@ from torch import nn
 from nano_loop.config.option_checks import auto_or_boolean
 from nano_loop.config.options import CHECKS, OPTIONS
 from nano_loop.cpu import read_machine
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import STEPS_BY_DEFAULT, candidates
 
@@ -23,7 +23,7 @@ def proposed(monkeypatch):
     def proposed(sets=("avx512_bf16",), fixed=(), answer=ANSWER, model=None, **options):
         settings = Settings.read(options)
         machine = replace(settings.machine, instruction_sets=frozenset(sets))
-        return candidates(replace(settings, machine=machine), fixed, answer, model and Parts([model]))
+        return candidates(replace(settings, machine=machine), fixed, answer, model and TrainingObjects([model]))
 
     return proposed
 

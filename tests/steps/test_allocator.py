@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from nano_loop.cpu import glibc
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import allocator
 from nano_loop.steps.allocator import Allocator
 
@@ -25,15 +25,15 @@ def settings(monkeypatch):
 
 def test_thresholds_are_set_and_glibcs_own_highest_ones_are_left(step, settings):
     made = step(Allocator)
-    made.apply(Parts())
+    made.apply(TrainingObjects())
     made.undo()
     assert settings == [glibc.SETTINGS, allocator._LEFT]
 
 
 def test_thresholds_stay_until_the_last_run_has_ended(step, settings):
     first, second = step(Allocator), step(Allocator)
-    first.apply(Parts())
-    second.apply(Parts())
+    first.apply(TrainingObjects())
+    second.apply(TrainingObjects())
     first.undo()
     assert settings == [glibc.SETTINGS]
     assert allocator._trim_after_fork().is_on
@@ -45,7 +45,7 @@ def test_thresholds_stay_until_the_last_run_has_ended(step, settings):
 @pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
 def test_users_own_settings_stay(step, monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
-    reason = step(Allocator).skip_reason(Parts())
+    reason = step(Allocator).skip_reason(TrainingObjects())
     assert reason.code == "users_setting"
     assert variable in reason.detail
 
@@ -55,13 +55,13 @@ def test_what_the_command_line_has_exported_is_no_reason_and_leaves_the_threshol
         assert name in glibc.USERS_OWN
         monkeypatch.setenv(name, value)
     made = step(Allocator)
-    assert made.skip_reason(Parts()) is None
-    assert made.apply(Parts()) == "glibc keeps freed memory, by its environment variables"
+    assert made.skip_reason(TrainingObjects()) is None
+    assert made.apply(TrainingObjects()) == "glibc keeps freed memory, by its environment variables"
     assert allocator._trim_after_fork().is_on
     made.undo()
     assert settings == []
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
-    assert made.skip_reason(Parts()).code == "users_setting"
+    assert made.skip_reason(TrainingObjects()).code == "users_setting"
 
 
 def test_other_allocators_are_recognised(tmp_path):
@@ -76,7 +76,7 @@ def test_other_allocators_are_recognised(tmp_path):
 
 def test_another_c_library_is_a_reason(step, monkeypatch):
     monkeypatch.setattr(allocator, "is_glibc", lambda: False)
-    assert step(Allocator).skip_reason(Parts()).code == "not_glibc"
+    assert step(Allocator).skip_reason(TrainingObjects()).code == "not_glibc"
 
 
 def test_musl_which_does_not_know_the_name_is_no_glibc(monkeypatch):

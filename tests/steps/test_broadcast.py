@@ -9,9 +9,9 @@ from distributed.data_parallel.averaged import make_step
 from torch import nn
 
 from nano_loop.distributed.comm.ranks import ALONE
-from nano_loop.distributed.data_parallel.replicas import named_parameters
+from nano_loop.distributed.data_parallel.initial_sync import named_parameters
 from nano_loop.errors import NanoError
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.broadcast import Broadcast
 
 
@@ -19,7 +19,7 @@ def parts(seed, optimizer_of=lambda each: torch.optim.Adam(each)):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4))
     model[1].running_mean.normal_()
-    return Parts([model], [optimizer_of(model.parameters())])
+    return TrainingObjects([model], [optimizer_of(model.parameters())])
 
 
 def stepped(given):
@@ -66,7 +66,7 @@ def test_parameters_and_buffers_become_rank_0s_in_place(team):
 def test_parameter_that_only_an_optimizer_holds_becomes_rank_0s(team):
     def loop(ranks):
         free = torch.full((2,), float(ranks.rank), requires_grad=True)
-        make_step(Broadcast, ranks)[0].apply(Parts([], [torch.optim.SGD([free], lr=0.1)]))
+        make_step(Broadcast, ranks)[0].apply(TrainingObjects([], [torch.optim.SGD([free], lr=0.1)]))
         return free.detach()
 
     assert [each.tolist() for each in team(2)(loop)] == [[0.0, 0.0]] * 2
@@ -78,7 +78,7 @@ def test_what_was_broadcast_once_is_left_alone_afterwards(team):
         step.apply(given)
         with torch.no_grad():
             given.models[0][0].weight.fill_(ranks.rank)
-        step.apply(Parts(given.models, []))
+        step.apply(TrainingObjects(given.models, []))
         return float(given.models[0][0].weight.max().detach())
 
     assert team(2)(loop) == [0.0, 1.0]
@@ -150,7 +150,7 @@ def test_ranks_with_different_models_are_told_so(team, what):
         if ranks.rank == 1:
             change(given.models[0])
         with pytest.raises(NanoError, match=message):
-            make_step(Broadcast, ranks)[0].apply(Parts(given.models))
+            make_step(Broadcast, ranks)[0].apply(TrainingObjects(given.models))
         return True
 
     assert team(2)(loop) == [True, True]
@@ -171,7 +171,7 @@ def test_ranks_with_different_parameter_groups_are_told_so(team):
 def test_lazy_modules_have_to_be_called_first(team):
     def loop(ranks):
         with pytest.raises(NanoError, match=r"LazyLinear.weight has no shape yet"):
-            make_step(Broadcast, ranks)[0].apply(Parts([nn.LazyLinear(2)]))
+            make_step(Broadcast, ranks)[0].apply(TrainingObjects([nn.LazyLinear(2)]))
         return True
 
     assert team(2)(loop) == [True, True]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nano_loop import nano
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.channels_last import ChannelsLast
 
 
@@ -29,7 +29,7 @@ def is_nhwc(tensor):
 
 def test_nested_inputs_are_nhwc_and_the_arguments_are_the_callers_again_afterwards(step):
     model, image = Recorder(), torch.rand(2, 3, 6, 6)
-    step(ChannelsLast, channels_last=True).apply(Parts([model]))
+    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
     batch = {"image": image}
     out = model(batch, mask=torch.rand(2, 3, 6, 6))
     assert all(map(is_nhwc, model.seen))
@@ -41,7 +41,7 @@ def test_nested_inputs_are_nhwc_and_the_arguments_are_the_callers_again_afterwar
 def test_weights_stay_as_they_are(step):
     model = nn.Conv2d(3, 4, 3)
     pointer, stride = model.weight.data_ptr(), model.weight.stride()
-    step(ChannelsLast, channels_last=True).apply(Parts([model]))
+    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
     model(torch.rand(2, 3, 6, 6)).sum().backward()
     assert (model.weight.data_ptr(), model.weight.stride()) == (pointer, stride)
     assert model.weight.grad.stride() == stride
@@ -49,7 +49,7 @@ def test_weights_stay_as_they_are(step):
 
 def test_images_of_one_channel_come_out_as_nhwc(step):
     model, seen = nn.Conv2d(1, 4, 3), []
-    step(ChannelsLast, channels_last=True).apply(Parts([model]))
+    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
     image = torch.rand(2, 1, 6, 6)
     model.register_forward_hook(lambda module, args, out: seen.append(out))
     model(image)
@@ -68,7 +68,7 @@ def test_images_that_are_made_inside_the_model_are_nhwc_at_the_next_convolution(
 
     model, seen = Decoder(), []
     model.up.register_forward_hook(lambda module, args, out: seen.append(out))
-    step(ChannelsLast, channels_last=True).apply(Parts([model]))
+    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
     model(torch.rand(5, 16))
     model.up(torch.rand(5, 4, 2, 2))
     assert all(map(is_nhwc, seen))
@@ -77,7 +77,7 @@ def test_images_that_are_made_inside_the_model_are_nhwc_at_the_next_convolution(
 def test_volumes_become_ndhwc(step):
     model, seen = nn.Conv3d(2, 3, 2), []
     model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    assert step(ChannelsLast, channels_last=True).apply(Parts([model])) == "1 convolution, 5-D inputs"
+    assert step(ChannelsLast, channels_last=True).apply(TrainingObjects([model])) == "1 convolution, 5-D inputs"
     model(torch.rand(1, 2, 4, 4, 4))
     assert seen[0].is_contiguous(memory_format=torch.channels_last_3d)
     assert not seen[0].is_contiguous()
@@ -102,7 +102,7 @@ def test_results_and_gradients_are_those_of_a_model_laid_out_by_hand(step, model
         return [out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])]
 
     by_hand = results(twin, x.detach().contiguous(memory_format=torch.channels_last).requires_grad_())
-    step(ChannelsLast, channels_last=True).apply(Parts([model]))
+    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
     for mine, theirs in zip(results(model, x), by_hand, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -110,8 +110,8 @@ def test_results_and_gradients_are_those_of_a_model_laid_out_by_hand(step, model
 def test_other_models_and_later_calls_are_not_touched(step):
     model, other, x = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), torch.rand(2, 3, 6, 6)
     made = step(ChannelsLast, channels_last=True)
-    made.apply(Parts([model]))
-    made.apply(Parts([model]))
+    made.apply(TrainingObjects([model]))
+    made.apply(TrainingObjects([model]))
     assert other(x).is_contiguous()
     made.undo()
     made.interceptors.close()
@@ -121,7 +121,7 @@ def test_other_models_and_later_calls_are_not_touched(step):
 def test_view_behind_a_convolution_works_as_in_the_plain_loop(step):
     model, x = nn.Conv2d(3, 4, 3), torch.rand(2, 3, 6, 6)
     expected = model(x).view(2, -1)
-    step(ChannelsLast, channels_last=True).apply(Parts([model]))
+    step(ChannelsLast, channels_last=True).apply(TrainingObjects([model]))
     torch.testing.assert_close(model(x).view(2, -1), expected)
     torch.testing.assert_close(
         nn.utils.parameters_to_vector(model.parameters()), torch.cat([p.flatten() for p in model.parameters()])
@@ -129,7 +129,7 @@ def test_view_behind_a_convolution_works_as_in_the_plain_loop(step):
 
 
 def test_view_that_is_wrong_in_any_layout_raises_what_torch_raises(step):
-    step(ChannelsLast, channels_last=True).apply(Parts([nn.Conv2d(1, 1, 1)]))
+    step(ChannelsLast, channels_last=True).apply(TrainingObjects([nn.Conv2d(1, 1, 1)]))
     with pytest.raises(RuntimeError, match="invalid for input of size"):
         torch.ones(2, 3).view(5)
     with pytest.raises(RuntimeError, match=r"self.stride\(-1\) must be 1"):
@@ -138,7 +138,7 @@ def test_view_that_is_wrong_in_any_layout_raises_what_torch_raises(step):
 
 def test_model_without_images_is_skipped(step):
     made = step(ChannelsLast, channels_last=True)
-    assert made.skip_reason(Parts([nn.Linear(2, 2)])).code == "no_images"
+    assert made.skip_reason(TrainingObjects([nn.Linear(2, 2)])).code == "no_images"
     assert not made.required
 
 

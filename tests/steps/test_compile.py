@@ -10,7 +10,7 @@ from torch import nn
 
 from nano_loop import nano
 from nano_loop.patching.torch_private import compiled_call
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.compile import Compile
 
 
@@ -44,8 +44,8 @@ def test_model_is_compiled_with_the_given_arguments_and_plain_afterwards(step):
     model, calls, x = Net(), [], torch.ones(1, 3)
     expected = model(x)
     made = step(Compile, compile={"backend": counting_backend(calls)})
-    assert made.skip_reason(Parts([model])) is None
-    made.apply(Parts([model]))
+    assert made.skip_reason(TrainingObjects([model])) is None
+    made.apply(TrainingObjects([model]))
     assert torch.equal(model(x), expected)
     assert len(calls) == 1
     made.undo()
@@ -56,8 +56,8 @@ def test_model_is_compiled_with_the_given_arguments_and_plain_afterwards(step):
 def test_second_setup_of_a_model_compiles_nothing_and_says_the_same(step):
     model = nn.Linear(3, 2)
     made = step(Compile, compile=True)
-    assert made.apply(Parts([model])) == made.apply(Parts([model]))
-    assert made.skip_reason(Parts([model])) is None
+    assert made.apply(TrainingObjects([model])) == made.apply(TrainingObjects([model]))
+    assert made.skip_reason(TrainingObjects([model])) is None
 
 
 def test_what_the_user_compiled_stays_compiled(step):
@@ -65,7 +65,7 @@ def test_what_the_user_compiled_stays_compiled(step):
     model.compile(backend="eager")
     compiled = model._compiled_call_impl
     made = step(Compile, compile=True)
-    assert made.skip_reason(Parts([model])).code == "compiled"
+    assert made.skip_reason(TrainingObjects([model])).code == "compiled"
     made.undo()
     assert model._compiled_call_impl is compiled
 
@@ -124,7 +124,7 @@ def test_each_kind_of_block_is_compiled_once(step):
     model = Stacked(odd, *blocks(5))
     expected = model(x)
     made = step(Compile, compile={"backend": counting_backend(calls)})
-    assert made.apply(Parts([model])) == "torch.compile, at the first call: 6 blocks of Block"
+    assert made.apply(TrainingObjects([model])) == "torch.compile, at the first call: 6 blocks of Block"
     torch.testing.assert_close(model(x), expected)
     assert len(calls) == 2
     assert all(compiled_call(block) for block in model.blocks)
@@ -139,7 +139,7 @@ def test_blocks_of_many_sizes_are_not_too_many_for_torch(step, caplog):
     sizes = range(3, 15)
     models = [Stacked(*blocks(2, width=size)) for size in sizes]
     made = step(Compile, compile={"backend": counting_backend(calls), "fullgraph": True})
-    made.apply(Parts(models))
+    made.apply(TrainingObjects(models))
     for size, model in zip(sizes, models, strict=True):
         model.blocks[1](model.blocks[0](torch.ones(2, size, requires_grad=True)))
     assert len(calls) == len(sizes)
@@ -157,7 +157,7 @@ def test_blocks_with_convolutions_are_compiled_once_with_channels_last():
 def test_a_model_is_compiled_as_a_whole_if_asked_or_if_it_repeats_nothing(step):
     for model, value in ((Stacked(*blocks(3)), "whole"), (Stacked(Block(), Net()), True)):
         made = step(Compile, compile=value)
-        assert made.apply(Parts([model])) == "torch.compile, at the first call: all of Stacked"
+        assert made.apply(TrainingObjects([model])) == "torch.compile, at the first call: all of Stacked"
         assert compiled_call(model)
         assert not any(map(compiled_call, model.blocks))
 
@@ -167,7 +167,7 @@ def test_a_block_that_the_user_compiled_stays_theirs(step):
     model.blocks[1].compile(backend="eager")
     theirs = compiled_call(model.blocks[1])
     made = step(Compile, compile=True)
-    made.apply(Parts([model]))
+    made.apply(TrainingObjects([model]))
     assert compiled_call(model.blocks[1]) is theirs
     made.undo()
     assert [compiled_call(block) for block in model.blocks] == [None, theirs, None]
@@ -176,7 +176,7 @@ def test_a_block_that_the_user_compiled_stays_theirs(step):
 def test_copies_and_pickles_of_a_compiled_model_are_plain(step):
     model = Stacked(*blocks(2))
     keys = list(model.state_dict())
-    step(Compile, compile={"backend": "eager"}).apply(Parts([model]))
+    step(Compile, compile={"backend": "eager"}).apply(TrainingObjects([model]))
     model(torch.ones(2, 3))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not any(map(compiled_call, other.modules()))
@@ -187,7 +187,7 @@ def test_another_backend_gets_torchs_graph_alone(step):
     calls = []
     dropping = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.ReLU())
     model = Stacked(dropping, copy.deepcopy(dropping))
-    step(Compile, compile={"backend": counting_backend(calls)}).apply(Parts([model]))
+    step(Compile, compile={"backend": counting_backend(calls)}).apply(TrainingObjects([model]))
     model(torch.ones(2, 3))
     functions = {node.target for node in calls[0].graph.nodes if node.op == "call_function"}
     assert {nn.functional.dropout, nn.functional.relu} <= functions
@@ -223,8 +223,8 @@ def test_runs_with_a_smaller_last_batch_compute_as_the_plain_loop():
 def test_warning_that_torch_hides_is_ignored_during_the_run_alone(step):
     before = [*warnings.filters]
     made = step(Compile, compile={"backend": "eager"})
-    made.apply(Parts([Net()]))
-    made.apply(Parts([Net()]))
+    made.apply(TrainingObjects([Net()]))
+    made.apply(TrainingObjects([Net()]))
     assert len(warnings.filters) == len(before) + 1
     made.undo()
     assert [*warnings.filters] == before

@@ -19,7 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.fast_fetch import FastFetch
 
 
@@ -84,15 +84,15 @@ def test_batches_order_and_random_draws_are_the_default_loaders(step, dataset, m
     expected = epochs(make(dataset))
     loader = make(dataset)
     made = step(FastFetch)
-    assert made.skip_reason(Parts(loaders=[loader])) is None
-    made.apply(Parts(loaders=[loader]))
+    assert made.skip_reason(TrainingObjects(loaders=[loader])) is None
+    made.apply(TrainingObjects(loaders=[loader]))
     with only_whole_batches():
         assert_same(epochs(loader), expected)
 
 
 def test_position_out_of_range_has_the_default_loaders_kind_of_error(step, dataset):
     loader = DataLoader(dataset, 4, sampler=[0, 23])
-    step(FastFetch).apply(Parts(loaders=[loader]))
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
     with pytest.raises(IndexError, match="index 23 is out of bounds"):
         next(iter(loader))
 
@@ -117,7 +117,7 @@ def test_batches_of_a_tensor_are_the_default_loaders_too(step, dataset):
     data = dataset()
     expected, state = epochs(DataLoader(data, 4, shuffle=True))
     loader = DataLoader(data, 4, shuffle=True)
-    assert step(FastFetch).apply(Parts(loaders=[loader])) == "1 of 1 loaders"
+    assert step(FastFetch).apply(TrainingObjects(loaders=[loader])) == "1 of 1 loaders"
     batches, after = epochs(loader)
     assert all(map(torch.equal, batches, expected))
     assert all(one.stride() == other.stride() for one, other in zip(batches, expected, strict=True))
@@ -169,12 +169,12 @@ class OwnBatchSampler(BatchSampler):
 )
 def test_it_keeps_its_hands_off_what_is_the_users_own(step, dataset, make, code):
     loader = make(dataset)
-    assert step(FastFetch).skip_reason(Parts(loaders=[loader])).code == code
+    assert step(FastFetch).skip_reason(TrainingObjects(loaders=[loader])).code == code
 
 
 def test_collate_fn_put_on_the_loader_in_the_loop_is_obeyed(step, dataset):
     loader = DataLoader(dataset, batch_size=4)
-    step(FastFetch).apply(Parts(loaders=[loader]))
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
     loader.collate_fn = lambda samples: len(samples)
     assert list(loader) == [4, 4, 4, 4, 4, 3]
     loader.collate_fn = default_collate
@@ -184,7 +184,7 @@ def test_collate_fn_put_on_the_loader_in_the_loop_is_obeyed(step, dataset):
 def test_loader_keeps_its_class_attributes_and_pickles_plain(step, dataset):
     loader = DataLoader(dataset, batch_size=4)
     before = dict(vars(loader))
-    step(FastFetch).apply(Parts(loaders=[loader]))
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
     assert type(loader) is DataLoader
     assert vars(loader) == before
     assert loader.dataset is dataset
@@ -196,7 +196,7 @@ def test_loader_set_up_twice_and_in_a_run_within_a_run_is_fast_until_the_last_ha
     loader = DataLoader(dataset, batch_size=4)
     outer, inner = step(FastFetch), step(FastFetch)
     for each in (outer, outer, inner):
-        each.apply(Parts(loaders=[loader]))
+        each.apply(TrainingObjects(loaders=[loader]))
     inner.undo()
     with only_whole_batches():
         next(iter(loader))
@@ -212,20 +212,20 @@ def test_subclass_with_an_iter_of_its_own_still_has_it(step, dataset):
                 yield from (batch, batch)
 
     loader = Doubles(dataset, batch_size=4)
-    step(FastFetch).apply(Parts(loaders=[loader]))
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
     assert len(list(loader)) == 12
 
 
 def test_tensors_replaced_in_the_dataset_are_seen(step, dataset):
     loader = DataLoader(dataset, batch_size=4)
-    step(FastFetch).apply(Parts(loaders=[loader]))
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
     dataset.tensors = (torch.zeros(23, 1),)
     assert torch.equal(next(iter(loader))[0], torch.zeros(4, 1))
 
 
 def test_writing_into_a_batch_does_not_reach_the_dataset(step, dataset):
     loader = DataLoader(dataset, batch_size=4)
-    step(FastFetch).apply(Parts(loaders=[loader]))
+    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
     before = dataset.tensors[0].clone()
     for batch in loader:
         batch[0].zero_()
@@ -236,7 +236,7 @@ def test_undoing_leaves_no_trace(step, dataset):
     before = dict(vars(DataLoader))
     loader = DataLoader(dataset, batch_size=4)
     made = step(FastFetch)
-    made.apply(Parts(loaders=[loader]))
+    made.apply(TrainingObjects(loaders=[loader]))
     made.undo()
     assert dict(vars(DataLoader)) == before
     with only_whole_batches(), pytest.raises(AssertionError, match="one by one"):

@@ -7,7 +7,7 @@ import torch
 from loops.wrappers import WRAPPERS
 from torch import nn
 
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 
 SWITCHED = {
@@ -20,7 +20,7 @@ SWITCHED = {
 
 def parts(optimizer_of, model=None, **kwargs):
     model = model or nn.Linear(3, 2)
-    return Parts([model], [optimizer_of(model.parameters(), lr=0.1, **kwargs)])
+    return TrainingObjects([model], [optimizer_of(model.parameters(), lr=0.1, **kwargs)])
 
 
 def flags(optimizer):
@@ -74,12 +74,12 @@ class OwnStep(torch.optim.SGD):
 )
 def test_what_cannot_or_shall_not_be_switched_is_skipped_with_the_reason(step, make, code):
     model = nn.Linear(3, 2)
-    assert step(FusedOptimizer).skip_reason(Parts([model], [make(model.parameters())])).code == code
+    assert step(FusedOptimizer).skip_reason(TrainingObjects([model], [make(model.parameters())])).code == code
 
 
 @pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
 def test_optimizer_inside_a_wrapper_is_switched(step, make):
-    given = Parts(optimizers=[make(list(nn.Linear(3, 2).parameters()))])
+    given = TrainingObjects(optimizers=[make(list(nn.Linear(3, 2).parameters()))])
     assert step(FusedOptimizer).apply(given) in ("SGD", "AdamW")
     assert flags(given.optimizers[0]) == [(True, False)]
 
@@ -111,7 +111,7 @@ def test_sparse_gradient_that_nobody_could_foresee_gives_the_group_back(step, ta
     weight = nn.Parameter(torch.rand(4, 2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     before = weight.detach().clone()
-    step(FusedOptimizer).apply(Parts(optimizers=[optimizer]))
+    step(FusedOptimizer).apply(TrainingObjects(optimizers=[optimizer]))
     rows = torch.tensor([1, 3])
     take_step(optimizer, lambda: nn.functional.embedding(rows, weight, sparse=True).sum().backward())
     expected = before.index_add(0, rows, torch.ones(2, 2), alpha=-0.5)
@@ -123,7 +123,7 @@ def test_sparse_gradient_that_nobody_could_foresee_gives_the_group_back(step, ta
 def test_gradient_in_another_layout_than_its_parameter_is_laid_out_first(step, take_step):
     weight = nn.Parameter(torch.zeros(2, 3))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    step(FusedOptimizer).apply(Parts(optimizers=[optimizer]))
+    step(FusedOptimizer).apply(TrainingObjects(optimizers=[optimizer]))
     gradient = torch.arange(6.0).view(3, 2).t()
 
     def backward():
@@ -153,7 +153,7 @@ def test_layer_thawed_after_the_first_step_starts_its_momentum_as_in_the_plain_l
 def test_groups_are_switched_one_by_one(step):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "foreach": True}], lr=0.1)
-    step(FusedOptimizer).apply(Parts([model], [optimizer]))
+    step(FusedOptimizer).apply(TrainingObjects([model], [optimizer]))
     assert flags(optimizer) == [(True, False), (None, True)]
 
 
@@ -215,7 +215,7 @@ def test_switching_twice_in_a_run_is_switching_once(step):
 
 def test_some_switched_and_some_not_are_both_said(step):
     model = nn.Linear(2, 2)
-    both = Parts([model], [torch.optim.Adam(model.parameters()), torch.optim.RMSprop(model.parameters())])
+    both = TrainingObjects([model], [torch.optim.Adam(model.parameters()), torch.optim.RMSprop(model.parameters())])
     assert step(FusedOptimizer).apply(both) == "Adam; RMSprop has no fused CPU kernel"
 
 

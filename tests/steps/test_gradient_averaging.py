@@ -8,14 +8,14 @@ from distributed.data_parallel.averaged import make_step
 from torch import nn
 
 from nano_loop.distributed.comm.ranks import ALONE
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.gradient_averaging import GradientAveraging
 
 
 def parts():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    return Parts([model], [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
+    return TrainingObjects([model], [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
 
 
 def train(given, ranks, steps=3):
@@ -49,7 +49,7 @@ def test_ranks_take_the_steps_of_one_process(team, way):
         assert step.enabled
         assert step.skip_reason(given) is None
         assert step.apply(given) == detail
-        assert step.apply(Parts(given.models)) == detail
+        assert step.apply(TrainingObjects(given.models)) == detail
         weights = train(given, ranks)
         interceptors.close()
         step.undo()

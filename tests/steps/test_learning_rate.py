@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import learning_rate
 from nano_loop.steps.fused_optimizer import FusedOptimizer
 from nano_loop.steps.learning_rate import LearningRate
@@ -32,7 +32,7 @@ def of_four(step):
 
     def apply(optimizer):
         made = step(LearningRate, ranks=FOUR)
-        made.apply(Parts(optimizers=[optimizer]))
+        made.apply(TrainingObjects(optimizers=[optimizer]))
         return made
 
     return apply
@@ -76,7 +76,7 @@ def test_ratio_grows_from_one_to_the_number_of_ranks(of_four, taken, ratio):
 
 def test_report_says_how_far_and_how_long(step):
     made = step(LearningRate, ranks=Alike(0, 2))
-    given = Parts(optimizers=[torch.optim.SGD([weight()], lr=0.1)])
+    given = TrainingObjects(optimizers=[torch.optim.SGD([weight()], lr=0.1)])
     assert made.skip_reason(given) is None
     assert made.apply(given) == "ramps to 2× over 1,000 steps (auto_lr)"
 
@@ -86,7 +86,7 @@ def test_first_step_is_the_users_to_the_bit_and_each_step_counts(of_four, monkey
     one = weight()
     optimizer = torch.optim.SGD([one], lr=0.5)
     made = of_four(optimizer)
-    made.apply(Parts(optimizers=[optimizer]))  # set up again: no second ramp
+    made.apply(TrainingObjects(optimizers=[optimizer]))  # set up again: no second ramp
     assert [moved(optimizer, one) for _ in range(4)] == [0.5, 0.5 * 2.5, 2.0, 2.0]
 
 
@@ -163,7 +163,7 @@ def test_tensor_stays_the_same_object_and_value(of_four, options):
 def test_fused_kernels_take_the_scaled_rate(step, of_four):
     one = weight()
     optimizer = torch.optim.SGD([one], lr=0.5)
-    step(FusedOptimizer, fused_optimizer=True).apply(Parts(optimizers=[optimizer]))
+    step(FusedOptimizer, fused_optimizer=True).apply(TrainingObjects(optimizers=[optimizer]))
     of_four(optimizer)
     at_step(optimizer, 1000)
     assert optimizer.param_groups[0]["fused"]
@@ -266,8 +266,8 @@ def test_closure_that_raises_leaves_the_users_rate(of_four):
 def test_lbfgs_is_left_alone(step, line_search):
     made = step(LearningRate, ranks=FOUR)
     lbfgs = torch.optim.LBFGS([weight()], line_search_fn=line_search)
-    assert made.skip_reason(Parts(optimizers=[lbfgs])).code == "lbfgs"
-    detail = made.apply(Parts(optimizers=[lbfgs, torch.optim.SGD([weight()], lr=0.5)]))
+    assert made.skip_reason(TrainingObjects(optimizers=[lbfgs])).code == "lbfgs"
+    detail = made.apply(TrainingObjects(optimizers=[lbfgs, torch.optim.SGD([weight()], lr=0.5)]))
     assert detail == "ramps to 4× over 1,000 steps (auto_lr); LBFGS searches its own step length"
     assert not lbfgs._optimizer_step_pre_hooks
 
@@ -390,11 +390,11 @@ def test_rate_of_the_users_own_ddp_is_left_alone(step, monkeypatch):
     monkeypatch.setattr(learning_rate, "DistributedDataParallel", Ddp)  # torch's needs a process group
     optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, other)]
     made = step(LearningRate, ranks=FOUR)
-    parts = Parts([Ddp(model)], optimizers[:1])
+    parts = TrainingObjects([Ddp(model)], optimizers[:1])
     made.observe(parts)
     assert made.skip_reason(parts).code == "users_ddp"
-    made.observe(Parts([other], optimizers))
-    assert made.apply(Parts([other], optimizers)).startswith(
+    made.observe(TrainingObjects([other], optimizers))
+    assert made.apply(TrainingObjects([other], optimizers)).startswith(
         "ramps to 4× over 1,000 steps (auto_lr); the model is your"
     )
     assert not optimizers[0]._optimizer_step_pre_hooks
@@ -405,7 +405,7 @@ def test_ramp_stands_still_while_all_ranks_compute_the_same(step):
     one, ranks = weight(), Alike(0, 4)
     optimizer = torch.optim.SGD([one], lr=0.5)
     made = step(LearningRate, ranks=ranks)
-    made.apply(Parts(optimizers=[optimizer]))
+    made.apply(TrainingObjects(optimizers=[optimizer]))
     at_step(optimizer, 500)
     ranks.context.sharding.undivided = True
     assert moved(optimizer, one) == 0.5

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.loader_workers import LoaderWorkers
 
@@ -36,7 +36,7 @@ def test_workers_fetch_in_the_order_of_the_loop(step):
     loader = DataLoader(Processes(), 2, shuffle=True)
     order, alone = fetched(loader)
     made = step(LoaderWorkers, loader_workers=2)
-    assert made.apply(Parts(loaders=[loader])) == "2 for 1 of 1 loaders"
+    assert made.apply(TrainingObjects(loaders=[loader])) == "2 for 1 of 1 loaders"
     again, workers = fetched(loader)
     made.undo()
     assert (again, alone, len(workers)) == (order, {os.getpid()}, 2)
@@ -48,7 +48,7 @@ def test_workers_fetch_in_the_order_of_the_loop(step):
 def test_workers_of_the_loader_are_left_out_for_zero(step):
     loader = DataLoader(Processes(), 2, num_workers=1, timeout=5, prefetch_factor=3, persistent_workers=True)
     made = step(LoaderWorkers, loader_workers=0)
-    made.apply(Parts(loaders=[loader]))
+    made.apply(TrainingObjects(loaders=[loader]))
     assert fetched(loader)[1] == {os.getpid()}
     made.undo()
     assert (loader.num_workers, loader.timeout, loader.prefetch_factor) == (1, 5, 3)
@@ -58,7 +58,7 @@ def test_whole_batches_are_fetched_in_workers(step):
     loader = DataLoader(torch.arange(12.0).view(6, 2), 2)
     made = [step(FastFetch), step(LoaderWorkers, loader_workers=1)]
     for each in made:
-        each.apply(Parts(loaders=[loader]))
+        each.apply(TrainingObjects(loaders=[loader]))
     assert torch.equal(torch.cat([*loader]), torch.arange(12.0).view(6, 2))
     for each in reversed(made):
         each.undo()
@@ -71,4 +71,4 @@ def test_step_is_asked_for_by_a_number(step, count, asked):
 
 def test_iterable_dataset_is_left_alone(step):
     made = step(LoaderWorkers, loader_workers=2)
-    assert made.skip_reason(Parts(loaders=[DataLoader(Endless())])).code == "iterable_dataset"
+    assert made.skip_reason(TrainingObjects(loaders=[DataLoader(Endless())])).code == "iterable_dataset"

@@ -8,7 +8,7 @@ from torch import nn
 
 from nano_loop import NanoWarning, disable_casts
 from nano_loop.precision.policy.lstms import can_train_lstms
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import precision
 from nano_loop.steps.precision import Precision
 
@@ -42,7 +42,7 @@ X = torch.rand(4, 3)
 @pytest.fixture
 def net(step):
     model = Net()
-    step(Precision, precision="bf16").apply(Parts([model]))
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
     return model
 
 
@@ -96,7 +96,7 @@ def test_method_that_holds_the_whole_loop_computes_with_the_weights_of_each_step
     torch.manual_seed(0)
     model = Fits()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    step(Precision, precision="bf16").apply(Parts([model], [optimizer]))
+    step(Precision, precision="bf16").apply(TrainingObjects([model], [optimizer]))
     losses = model.fit(optimizer)
     assert losses == sorted(set(losses), reverse=True)
     assert losses[-1] < losses[0] / 2
@@ -123,7 +123,7 @@ def test_autocast_is_off_between_the_calls_and_after_an_exception(net):
 def test_undoing_gives_fp32_back(step):
     model = Net()
     made = step(Precision, precision="bf16")
-    made.apply(Parts([model]))
+    made.apply(TrainingObjects([model]))
     made.interceptors.close()
     model(X)
     assert model.seen is torch.float32
@@ -132,15 +132,17 @@ def test_undoing_gives_fp32_back(step):
 @pytest.mark.parametrize(("sets", "cost"), [(SLOW, "400 times"), ((*SLOW, "avx512bw"), "slower than fp32")])
 def test_cpu_without_the_instructions_is_warned_about_and_told_of_auto(step, machine, sets, cost):
     made = step(Precision, on=machine(instruction_sets=sets), precision="bf16")
-    assert made.skip_reason(Parts([Net()])) is None
+    assert made.skip_reason(TrainingObjects([Net()])) is None
     with pytest.warns(NanoWarning, match=f'no bf16 instructions.*{cost}.*precision="auto"'):
-        made.apply(Parts([Net()]))
+        made.apply(TrainingObjects([Net()]))
 
 
 def test_auto_takes_bf16_only_where_it_is_fast(step, machine):
     slow, fast = machine(instruction_sets=SLOW), machine()
-    assert step(Precision, on=fast, precision="auto").skip_reason(Parts([Net()])) is None
-    assert step(Precision, on=slow, precision="auto").skip_reason(Parts([Net()])).code == "no_bf16_instructions"
+    assert step(Precision, on=fast, precision="auto").skip_reason(TrainingObjects([Net()])) is None
+    assert (
+        step(Precision, on=slow, precision="auto").skip_reason(TrainingObjects([Net()])).code == "no_bf16_instructions"
+    )
 
 
 @pytest.mark.parametrize("can", [False, can_train_lstms(torch.bfloat16)])
@@ -150,7 +152,7 @@ def test_lstms_that_torch_cannot_train_in_bf16_are_fp32(step, monkeypatch, can):
     model = nn.ModuleDict({"lstm": nn.LSTM(3, 4), "net": Net()})
     model.forward = lambda x: (*model.lstm(x), model.net(x))
     plain, x = copy.deepcopy(model.lstm), torch.rand(2, 4, 3)
-    detail = step(Precision, precision="bf16").apply(Parts([model]))
+    detail = step(Precision, precision="bf16").apply(TrainingObjects([model]))
     assert ("LSTMs of ModuleDict in fp32, since torch cannot train them in bfloat16 on this CPU" in detail) != can
     found, _, _ = model(x)
     assert model.net.seen is torch.bfloat16
@@ -179,17 +181,20 @@ class Listed(nn.Module):
 def test_model_that_autocast_does_not_cast_is_skipped_with_the_reason(step, dtype):
     model = nn.Linear(3, 2, dtype=dtype)
     made = step(Precision, precision="bf16")
-    reason = made.skip_reason(Parts([model]))
+    reason = made.skip_reason(TrainingObjects([model]))
     assert reason.code == "uncast_dtype"
     assert str(dtype) in reason.detail
-    assert made.apply(Parts([Net(), model])) == f"bf16 autocast, outputs fp32; not Linear, whose parameters are {dtype}"
+    assert (
+        made.apply(TrainingObjects([Net(), model]))
+        == f"bf16 autocast, outputs fp32; not Linear, whose parameters are {dtype}"
+    )
     x = torch.rand(4, 3, dtype=dtype)
     assert model(x).dtype is dtype
 
 
 def test_model_without_parameters_is_said_to_have_none(step):
     model = Listed()
-    report = step(Precision, precision="bf16").apply(Parts([model]))
+    report = step(Precision, precision="bf16").apply(TrainingObjects([model]))
     assert report == (
         "bf16 autocast, outputs fp32; Listed has no parameters, so layers in a plain list belong in an nn.ModuleList"
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nano_loop.config.exports import EXPORTS, Exports
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import threads as threads_module
 from nano_loop.steps.threads import Threads
 
@@ -23,26 +23,26 @@ def two_threads(monkeypatch):
 
 def test_count_is_lowered_to_the_cores_and_put_back(step, machine):
     made = step(Threads, on=machine(cores=3))
-    assert made.skip_reason(Parts()) is None
-    assert "torch had 4" in made.apply(Parts())
+    assert made.skip_reason(TrainingObjects()) is None
+    assert "torch had 4" in made.apply(TrainingObjects())
     assert torch.get_num_threads() == 3
     made.undo()
     assert torch.get_num_threads() == 4
 
 
 def test_count_is_lowered_to_the_quota(step, machine):
-    step(Threads, on=machine(cores=4, quota=2.5)).apply(Parts())
+    step(Threads, on=machine(cores=4, quota=2.5)).apply(TrainingObjects())
     assert torch.get_num_threads() == 2
 
 
 def test_fewer_threads_that_the_user_set_stay(step, machine):
-    assert step(Threads, on=machine(cores=8)).skip_reason(Parts()).code == "users_number"
+    assert step(Threads, on=machine(cores=8)).skip_reason(TrainingObjects()).code == "users_number"
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 def test_users_environment_stays_in_force(step, machine, monkeypatch, variable):
     monkeypatch.setenv(variable, "4")
-    reason = step(Threads, on=machine(cores=2)).skip_reason(Parts())
+    reason = step(Threads, on=machine(cores=2)).skip_reason(TrainingObjects())
     assert reason.code == "users_setting"
     assert f"{variable}=4" in reason.detail
 
@@ -51,16 +51,16 @@ def test_count_that_the_command_line_has_exported_is_lowered_to_a_ranks_share(st
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     monkeypatch.setenv(EXPORTS, Exports({"OMP_NUM_THREADS": None}, {"OMP_NUM_THREADS": "4"}).encoded())
     made = step(Threads, on=machine(cores=2))
-    assert made.skip_reason(Parts()) is None
+    assert made.skip_reason(TrainingObjects()) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # by the user, afterwards
-    assert made.skip_reason(Parts()).code == "users_setting"
+    assert made.skip_reason(TrainingObjects()).code == "users_setting"
 
 
 def test_number_that_the_option_asks_for_is_set_above_all_others(step, machine, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     made = step(Threads, on=machine(cores=2), num_threads=3)
-    assert made.skip_reason(Parts()) is None
-    assert made.apply(Parts()) == "3, as asked for (torch had 4)"
+    assert made.skip_reason(TrainingObjects()) is None
+    assert made.apply(TrainingObjects()) == "3, as asked for (torch had 4)"
     assert torch.get_num_threads() == 3
     made.undo()
     assert torch.get_num_threads() == 4
@@ -83,7 +83,7 @@ def test_report_says_when_other_programs_had_the_cpus(step, monkeypatch, share, 
     monkeypatch.setattr(threads_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     torch.set_num_threads(threads)
     made = step(Threads)
-    made.observe(Parts())
+    made.observe(TrainingObjects())
     found = made.final_result()
     if words is None:
         assert found is None

@@ -14,7 +14,7 @@ from nano_loop.autotune.choices import Choice, Choices
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.distributed.comm.ranks import RunContext
 from nano_loop.kernels.convolution.convolution import OPERATOR
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import tune_operators as module
 from nano_loop.steps.tune_operators import TuneOperators
 
@@ -104,14 +104,14 @@ def parts_with(model):
 )
 def test_where_nothing_can_be_measured_the_reason_is_said(step, options, code):
     made = step(TuneOperators, **{"precision": "bf16"} | options)
-    assert made.skip_reason(Parts([nn.Linear(2, 2)])).code == code
+    assert made.skip_reason(TrainingObjects([nn.Linear(2, 2)])).code == code
 
 
 def test_deterministic_algorithms_keep_to_the_first_guesses(step):
     made = step(TuneOperators, precision="bf16")
     torch.use_deterministic_algorithms(True)
     try:
-        assert made.skip_reason(Parts([nn.Linear(2, 2)])).code == "deterministic"
+        assert made.skip_reason(TrainingObjects([nn.Linear(2, 2)])).code == "deterministic"
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -155,8 +155,8 @@ def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
     for rank in range(2):
         each = step(TuneOperators, precision="bf16")
         each.ranks = Others(rank, sent)
-        each.observe(Parts([nn.Linear(2, 2)]))
-        each.apply(Parts([nn.Linear(2, 2)]))
+        each.observe(TrainingObjects([nn.Linear(2, 2)]))
+        each.apply(TrainingObjects([nn.Linear(2, 2)]))
         made.append(each)
     zero, one = (each._tuner for each in made)
     assert one.choices.all() == {"known": FP32}
@@ -178,7 +178,7 @@ def test_hosts_whose_cpus_differ_share_nothing_and_wait_for_nobody(step, precisi
     made = step(TuneOperators, precision=precision)
     made.ranks = Others(1, [])
     made.ranks.other_applies = other
-    parts = Parts([nn.Linear(2, 2)])
+    parts = TrainingObjects([nn.Linear(2, 2)])
     made.observe(parts)
     assert made.skip_reason(parts).code == code
     assert not made.ranks.context.after_averaging

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 SHARED_MEMORY = Path("/dev/shm")
 _NO_COPY = "a numpy.memmap, or a tensor after share_memory_(), is sent without a copy"
@@ -72,4 +72,4 @@ def limits_in_words(what: str, folder: Path) -> Iterator[None]:
         words = limit_in_words(error, folder)
         if words is None:
             raise
-        raise NanoError(problem(f"{what} ({error.strerror})", *words)) from error
+        raise NanoError(error_message(f"{what} ({error.strerror})", *words)) from error

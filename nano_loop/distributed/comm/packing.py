@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import foreach_copy
 
 #: What can be averaged.
@@ -179,4 +179,4 @@ def _refuse_unknown(dtype: torch.dtype) -> None:
     if dtype not in AVERAGED:
         known = ", ".join(str(each).removeprefix("torch.") for each in AVERAGED)
         hint = "Convert the parameter to one of these dtypes"
-        raise NanoError(problem(f"a gradient of {dtype}", f"nano_loop averages {known}", hint))
+        raise NanoError(error_message(f"a gradient of {dtype}", f"nano_loop averages {known}", hint))

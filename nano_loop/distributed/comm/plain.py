@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from nano_loop.distributed.comm.plain_tensors import Blobs, array_of, dtype_of, node_of_array, node_of_tensor, tensor_of
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _START = struct.Struct("<4sI")
 _MAGIC = b"NLv1"
@@ -59,7 +59,7 @@ def loads(data: bytes) -> Any:
         got = f"a malformed message of {len(data)} bytes ({type(error).__name__}: {str(error)[:200]})"
         expected = "ranks exchange what nano_loop.distributed.comm.plain has encoded"
         hint = "Run the same version of nano_loop on every host, and check who can reach the ranks' ports"
-        raise NanoError(problem(got, expected, hint)) from error
+        raise NanoError(error_message(got, expected, hint)) from error
 
 
 def _split(data: bytes) -> tuple[dict[str, Any], Blobs]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, Share, given_shares, partition
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 
 
 @dataclass
@@ -55,4 +55,4 @@ def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple
 def _refuse_where_nothing_can_be_bound(options: Options) -> None:
     if not hasattr(os, "sched_setaffinity"):
         expected = f"{sys.platform} has no way to bind a process to CPUs"
-        raise NanoConfigError(problem(options.as_written["cpu_for_each_process"], expected, "Leave it out"))
+        raise NanoConfigError(error_message(options.as_written["cpu_for_each_process"], expected, "Leave it out"))

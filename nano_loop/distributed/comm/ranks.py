@@ -16,7 +16,7 @@ import torch
 from nano_loop.distributed.comm.channel import Channel
 from nano_loop.distributed.comm.hosts import Hosts
 from nano_loop.distributed.comm.sharding_state import ShardingState
-from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, problem
+from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_message
 
 Value = TypeVar("Value")
 
@@ -157,7 +157,9 @@ class Ranks:
         """How values travel between the ranks; None until they have joined."""
         if self._channel is None:
             given = f"rank {self.rank} of {self.size} has no channel to the others"
-            raise NanoError(problem(given, "values travel between ranks that have joined a run", "Start a run first"))
+            raise NanoError(
+                error_message(given, "values travel between ranks that have joined a run", "Start a run first")
+            )
         return self._channel
 
     @channel.setter
@@ -249,7 +251,7 @@ class Ranks:
             if time.monotonic() > deadline:
                 given = f"rank {self.rank} has waited {self.timeout:g} seconds {what}"
                 advice = "Check what the other ranks are doing, or pass a longer timeout if they are working"
-                message = problem(given, "every rank has to get there within the timeout", advice)
+                message = error_message(given, "every rank has to get there within the timeout", advice)
                 raise RankLateError(message, 1 - self.rank if self.size == 2 else None)
 
         wait_until(done, look_around)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 #: Is given a rank, where a piece begins in that rank's stream, and the piece, which is only valid during the call.
 Receive = Callable[[int, int, memoryview], None]
@@ -25,7 +25,7 @@ def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not strided or tensor.device.type != "cpu" or tensor.is_quantized or not tensor.is_contiguous():
         kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
         expected = "ranks exchange contiguous tensors on the CPU that are not quantized"
-        raise NanoError(problem(f"a tensor ({kind})", expected, "Pass tensor.cpu().contiguous()"))
+        raise NanoError(error_message(f"a tensor ({kind})", expected, "Pass tensor.cpu().contiguous()"))
     # Not `view(-1)`, which keeps a stride of 0 that a tensor of one element may have.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

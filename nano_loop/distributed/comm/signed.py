@@ -17,7 +17,7 @@ import cloudpickle
 
 from nano_loop.config.environment import SECRET
 from nano_loop.distributed.comm import plain
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _SHORTEST = 32  # characters
 _PLAIN, _PICKLE, _REFUSAL = b"v", b"p", b"r"
@@ -40,7 +40,7 @@ def secret_of(environ: Mapping[str, str]) -> bytes | None:
         got = f"{SECRET} has {len(secret)} characters"
         expected = f"a secret has at least {_SHORTEST}"
         hint = 'Make one with python -c "import secrets; print(secrets.token_hex(32))"'
-        raise NanoError(problem(got, expected, hint))
+        raise NanoError(error_message(got, expected, hint))
     return secret.encode()
 
 
@@ -119,10 +119,10 @@ def _needs_secret(kind: str) -> str:
     got = f"a value to send between hosts contains an object that is not plain ({kind})"
     expected = "between hosts, numbers, strings, tensors, and lists and dicts of them travel without a secret"
     hint = f"Convert it to these, or set {SECRET} to the same 32 or more random characters on all hosts"
-    return problem(got, expected, hint)
+    return error_message(got, expected, hint)
 
 
 def _refused(sender: int, reason: str) -> str:
     got = f"a message in the name of rank {sender} was refused: {reason}"
     hint = f"Set the same {SECRET} on all hosts, and check who can reach the ranks' ports"
-    return problem(got, "nano_loop unpickles nothing from a peer that it cannot authenticate", hint)
+    return error_message(got, "nano_loop unpickles nothing from a peer that it cannot authenticate", hint)

@@ -26,9 +26,9 @@ from nano_loop.distributed.data_parallel import checksums
 from nano_loop.distributed.data_parallel.duplicate_work import DuplicateWork
 from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
 from nano_loop.distributed.data_parallel.gradients import DenseGradients, average_sparse, kind_of
+from nano_loop.distributed.data_parallel.initial_sync import make_equal
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.distributed.data_parallel.replicas import make_equal
-from nano_loop.errors import problem
+from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.objects.optimizers import closure_of, with_closure
@@ -276,7 +276,7 @@ class Averaging:
         if needed not in self._warned:
             self._warned.add(needed)
             if self._ranks.rank == 0:
-                warn(problem(given, needed, advice))
+                warn(error_message(given, needed, advice))
 
 
 _INPUTS = 2  # behind the function that is called and the model, in the arguments of a layer

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from nano_loop.distributed.data_parallel.replicas import Named
-from nano_loop.errors import NanoWorkerError, problem
+from nano_loop.distributed.data_parallel.initial_sync import Named
+from nano_loop.errors import NanoWorkerError, error_message
 
 EVERY = 100  # averagings between two checks: reading all parameters then costs less than 0.1% of the time
 FIRST = 10  # averagings before the first check, for runs that are shorter
@@ -55,7 +55,7 @@ def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None
                 if pair[1] == pairs[0][1]:
                     values = f"its sum is {pairs[0][0]:.6g} on rank 0, and {pair[0]:.6g} on rank {rank}"
                 got = f"{name} is not the same on all ranks: {values}"
-                raise NanoWorkerError(problem(got, "all ranks must train the same model", _ADVICE), rank=rank)
+                raise NanoWorkerError(error_message(got, "all ranks must train the same model", _ADVICE), rank=rank)
 
 
 def _sum_and_norm(parameter: torch.Tensor) -> tuple[float, float]:

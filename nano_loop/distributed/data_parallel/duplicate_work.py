@@ -23,7 +23,7 @@ from nano_loop.data.random_states import differing, process_states
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.checksums import FIRST, is_due
 from nano_loop.distributed.sharding.dataset_digest import digest
-from nano_loop.errors import problem
+from nano_loop.errors import error_message
 from nano_loop.patching.nested_tensors import find, map_tensors
 from nano_loop.patching.user_code import Place, users_place, warn_once
 
@@ -156,7 +156,9 @@ class DuplicateWork:
 
     def _warn(self, place: Place) -> None:
         got = f"each of the {self._ranks.size} ranks computes the same batches"
-        warn_once(problem(got, "several processes gain nothing, and auto_lr leaves the rate at 1×", _ADVICE), place)
+        warn_once(
+            error_message(got, "several processes gain nothing, and auto_lr leaves the rate at 1×", _ADVICE), place
+        )
 
 
 def _same(ranks: Sequence[_Evidence], before: bool) -> bool:

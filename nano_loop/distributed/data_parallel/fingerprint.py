@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from nano_loop.errors import NanoWorkerError, problem
+from nano_loop.errors import NanoWorkerError, error_message
 
 #: What arrived for a parameter since the last averaging.
 NOTHING, DENSE, SPARSE = range(3)
@@ -107,7 +107,9 @@ def _refuse(what: str, fingerprints: list[Fingerprint], value_of: Callable[[Fing
     if len(ranks) > 1:
         values = ", ".join(f"{_those(some)} {value}" for value, some in ranks.items())
         other = list(ranks.values())[1][0]  # the first that is not like rank 0
-        raise NanoWorkerError(problem(f"{what}: {values}", "all ranks must take the same steps", _ADVICE), rank=other)
+        raise NanoWorkerError(
+            error_message(f"{what}: {values}", "all ranks must take the same steps", _ADVICE), rank=other
+        )
 
 
 def _those(ranks: list[int]) -> str:

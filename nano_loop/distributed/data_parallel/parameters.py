@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from nano_loop.distributed.data_parallel.replicas import Named, named_buffers, named_parameters
+from nano_loop.distributed.data_parallel.initial_sync import Named, named_buffers, named_parameters
 from nano_loop.patching.torch_private import forget_empty_hooks
 
 

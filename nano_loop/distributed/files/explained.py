@@ -18,7 +18,7 @@ from typing import Any
 from nano_loop.distributed.files.functions import WRITING, redirected
 from nano_loop.distributed.files.originals import real
 from nano_loop.distributed.files.table import Table, lower
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 # Events of `sys.addaudithook`, with the positions of the paths of what is changed.
 _EVENTS = {
@@ -62,7 +62,7 @@ def refuse_unseen_changes(table: Table) -> None:
 
 
 def _message(what: str) -> str:
-    return problem(what, _ONE_RULE, _ADVICE)
+    return error_message(what, _ONE_RULE, _ADVICE)
 
 
 def _changed_paths(event: str, arguments: tuple[Any, ...]) -> Iterator[str]:

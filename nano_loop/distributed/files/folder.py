@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nano_loop.distributed.files.originals import real
-from nano_loop.errors import problem
+from nano_loop.errors import error_message
 
 _LINK = "files"  # in the folder of the run, to this one
 _LITTLE = 1 << 20  # bytes that are free on a disk that is as good as full
@@ -89,7 +89,7 @@ def explaining_full_disk(run: Path) -> Iterator[None]:
         advice = (
             "Make room, set TMPDIR to a folder on a larger disk, or write on rank 0 alone (nano_loop.is_global_zero())"
         )
-        raise OSError(errno.ENOSPC, problem(given, needed, advice)) from error
+        raise OSError(errno.ENOSPC, error_message(given, needed, advice)) from error
 
 
 def _is_for_lack_of_room(error: Exception, run: Path) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 
 class _RunsOfThread(threading.local):
@@ -102,4 +102,4 @@ def _refusal(option: str, holder: _Holder) -> str:
     here = threading.current_thread().name
     taken = f"thread {holder.thread.name!r} is in {holder.what}"
     hint = "Start this run when that one has ended, or in a separate process"
-    return problem(f"{option} in thread {here!r}", taken, hint)
+    return error_message(f"{option} in thread {here!r}", taken, hint)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from nano_loop.distributed.comm.ranks import Loop, RankLeftError
 from nano_loop.distributed.launch.failure import Kind, kind_of
 from nano_loop.distributed.launch.workers import Workers
-from nano_loop.errors import NanoWorkerError, RankLateError, problem
+from nano_loop.errors import NanoWorkerError, RankLateError, error_message
 
 Joined = TypeVar("Joined")
 
@@ -93,7 +93,7 @@ def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop
 
 def _returned(rank: int, waiting: int, loop: Loop) -> NanoWorkerError:
     got = f"rank {rank} has returned from {loop.name}, and rank {waiting} waits for it"
-    return NanoWorkerError(problem(got, *loop.same_steps), rank=rank)
+    return NanoWorkerError(error_message(got, *loop.same_steps), rank=rank)
 
 
 def _silent(rank: int, workers: Workers, timeout: float, loop: Loop) -> BaseException:
@@ -105,7 +105,7 @@ def _silent(rank: int, workers: Workers, timeout: float, loop: Loop) -> BaseExce
         return _returned(rank, 0, loop)
     got = f"rank {rank} has left the loop, and has not said within {timeout:g} s why"
     where = workers.stack_dump(rank)
-    message = problem(got, loop.same_steps[0], "See where it is, below, or pass a longer timeout")
+    message = error_message(got, loop.same_steps[0], "See where it is, below, or pass a longer timeout")
     return NanoWorkerError(f"{message}\n\nrank {rank}:\n{where}".rstrip(), rank=rank, traceback=where or None)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from nano_loop.distributed.comm.ranks import RankLeftError
-from nano_loop.errors import NanoWorkerError, RankLateError, problem
+from nano_loop.errors import NanoWorkerError, RankLateError, error_message
 
 _RUNS_TOGETHER = "a run needs all of its ranks"
 _LARGEST = 16 << 20  # bytes of an exception that is sent; of a larger one only the words are
@@ -79,7 +79,7 @@ class Failure:
 
     def as_error(self) -> NanoWorkerError:
         """Return the error to raise for it, with the rank's own exception as its cause."""
-        rank, message = self.rank, problem(f"rank {self.rank} {self.what}", _RUNS_TOGETHER, self.advice)
+        rank, message = self.rank, error_message(f"rank {self.rank} {self.what}", _RUNS_TOGETHER, self.advice)
         if self.late is not None:
             rank, message = self.late, self.what
         if self.kind is Kind.LEFT:

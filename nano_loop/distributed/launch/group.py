@@ -20,7 +20,7 @@ from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_group import NAME, SharedGroup, SharedGroups
 from nano_loop.distributed.shared_memory.waits import Waits
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import forget_group_count
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -164,7 +164,7 @@ def _shared_groups(groups: SharedGroups) -> Iterator[None]:
 def _make_group(options: Any, backend_options: Any = None) -> SharedGroup:
     if not _groups:
         got = f"backend={NAME!r} outside a run"
-        raise NanoError(problem(got, "it connects the ranks of a run of nano_loop", 'Use "gloo"'))
+        raise NanoError(error_message(got, "it connects the ranks of a run of nano_loop", 'Use "gloo"'))
     return _groups[-1].make(options, backend_options)
 
 
@@ -173,7 +173,7 @@ def refuse_existing_group() -> None:
     if distributed.is_available() and distributed.is_initialized():
         got = f"this process is in a process group of {distributed.get_world_size()} already"
         expected = "num_processes makes a process group, and torch has one default group"
-        raise NanoError(problem(got, expected, "Call torch.distributed.destroy_process_group() before"))
+        raise NanoError(error_message(got, expected, "Call torch.distributed.destroy_process_group() before"))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from nano_loop.distributed.launch.choice import choose
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.running import of_ranks, running
 from nano_loop.distributed.launch.task import Task
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 
 def expected_ranks(options: Options) -> Ranks:
@@ -90,7 +90,9 @@ def _refuse_ranks_inside(options: Options, outer: int) -> None:
         return
     got = f"a run inside a run of {outer} process{'es' * (outer > 1)}"
     expected = "only the outer run may start processes"
-    raise NanoError(problem(got, expected, "Pass num_processes=1 to the inner run: each rank then runs it by itself"))
+    raise NanoError(
+        error_message(got, expected, "Pass num_processes=1 to the inner run: each rank then runs it by itself")
+    )
 
 
 def _what_it_takes(launcher: Launcher) -> tuple[str, str]:

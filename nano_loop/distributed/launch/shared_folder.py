@@ -12,7 +12,7 @@ from pathlib import Path
 from nano_loop.distributed.comm.limits import SHARED_MEMORY
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.distributed.shared_memory.shared_file import refuse_foreign
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _PREFIX = "nano_loop-"
 
@@ -41,7 +41,7 @@ def refuse_foreign_folder(folder: Path) -> None:
     except OSError as error:
         got = f"the folder of the run, {folder}, cannot be found ({error.strerror})"
         hint = "Start all ranks of a host in one container, or with one shared-memory file system"
-        raise NanoError(problem(got, "ranks of one host meet there", hint)) from error
+        raise NanoError(error_message(got, "ranks of one host meet there", hint)) from error
     refuse_foreign(str(folder), status, "folder")
 
 

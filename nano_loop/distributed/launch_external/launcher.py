@@ -35,7 +35,7 @@ from nano_loop.distributed.launch_external.rendezvous import (
 from nano_loop.distributed.launch_external.store import external_store
 from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
-from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.rank_zero import note_rank
 
 _Mask = tuple[int, ...]  # the CPUs that a rank may use
@@ -92,7 +92,7 @@ class External(Launcher):
         options, launch = self.options, self.launch
         if options.num_processes not in (None, launch.size):
             expected = f"{launch.launcher} has started {launch.size} processes"
-            raise NanoConfigError(problem(options.as_written["num_processes"], expected, "Leave it out"))
+            raise NanoConfigError(error_message(options.as_written["num_processes"], expected, "Leave it out"))
         size = local_size(launch, os.environ)
         return Ranks(launch.rank, launch.size, local_rank=launch.rank % size, local_size=size)
 
@@ -105,7 +105,7 @@ class External(Launcher):
         elif distributed.get_world_size() != launch.size:
             got = f"this process is in a process group of {distributed.get_world_size()}"
             expected = f"{launch.launcher} has started {launch.size} processes"
-            raise NanoError(problem(got, expected, "Call torch.distributed.destroy_process_group() before"))
+            raise NanoError(error_message(got, expected, "Call torch.distributed.destroy_process_group() before"))
         with join_run(store, self.options, machine, launch) as slot:
             yield slot
 
@@ -193,7 +193,7 @@ def _refuse_different_secrets(presences: list[Presence]) -> None:
     without = [rank for rank, presence in enumerate(presences) if not presence.signs]
     if without and len(without) < len(presences):
         got = f"{SECRET} is not set for rank {', '.join(map(str, without))}"
-        raise NanoError(problem(got, "all ranks have the same secret, or none has one", "Set it for every rank"))
+        raise NanoError(error_message(got, "all ranks have the same secret, or none has one", "Set it for every rank"))
 
 
 def _run_of(presences: list[Presence]) -> bytes:

@@ -18,7 +18,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.signed import SignedCodec
 from nano_loop.distributed.launch.shared_folder import private_folder, refuse_foreign_folder, shared_memory_device
 from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _INTERVAL = 0.01  # seconds between two looks at a store, which may be on another host
 _LONGEST = 1 << 20  # characters of a text
@@ -166,10 +166,10 @@ def _are_integers(values: list[Any]) -> bool:
 def _malformed(text: str, rank: int) -> str:
     got = f"rank {rank} has sent {text[:100]!r}"
     expected = "a rank begins with its host and its CPUs, as nano_loop writes them"
-    return problem(got, expected, "Run the same version of nano_loop on every host")
+    return error_message(got, expected, "Run the same version of nano_loop on every host")
 
 
 def _is_late(rank: int, ranks: Ranks) -> str:
     got = f"rank {ranks.rank} has waited {ranks.timeout:g} seconds for rank {rank} to join the run"
     hint = f"Check what rank {rank} is doing, or pass a longer timeout if it is working"
-    return problem(got, "every rank has to get there within the timeout", hint)
+    return error_message(got, "every rank has to get there within the timeout", hint)

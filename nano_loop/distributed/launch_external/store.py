@@ -8,7 +8,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from nano_loop.distributed.launch_external.environment import Launch
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _Place = tuple[str, int]  # a host, and a port
 
@@ -43,7 +43,9 @@ def _meeting_place(launch: Launch, environ: Mapping[str, str]) -> _Place:
     if not address or not port.isdecimal():
         got = f"MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT={environ.get('MASTER_PORT')}"
         expected = f"the {launch.size} processes of {launch.launcher} need the address and a port of rank 0's host"
-        raise NanoError(problem(got, expected, "Set both for every rank: mpirun -x MASTER_ADDR=... -x MASTER_PORT=..."))
+        raise NanoError(
+            error_message(got, expected, "Set both for every rank: mpirun -x MASTER_ADDR=... -x MASTER_PORT=...")
+        )
     return address, int(port)
 
 

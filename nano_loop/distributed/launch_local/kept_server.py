@@ -18,7 +18,7 @@ from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.torch_version import is_older_than
 from nano_loop.distributed.launch_local.server import Server
 from nano_loop.distributed.launch_local.start import cpus_of, origin_of
-from nano_loop.errors import NanoWorkerError, problem
+from nano_loop.errors import NanoWorkerError, error_message
 from nano_loop.patching.torch_private import COMPILER_PACKAGE
 
 _IS_PYTHON = "every rank but the first is a Python process that nano_loop starts"
@@ -53,14 +53,14 @@ def server_for(slot: RankSlot, modules: Sequence[str]) -> Server:
         kept.end()
     reason = f"rank {slot.ranks.rank} could not be started"
     if not sys.executable:
-        message = problem(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
+        message = error_message(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
         raise NanoWorkerError(message, rank=slot.ranks.rank)
     try:
         server = Server(origin, cpus_of(slot), str(folder), IDLE, modules)
     except OSError as error:
         if limit_in_words(error, folder):
             raise
-        message = problem(f"{reason} with {sys.executable!r} ({error})", _IS_PYTHON, _HAS_NANO_LOOP)
+        message = error_message(f"{reason} with {sys.executable!r} ({error})", _IS_PYTHON, _HAS_NANO_LOOP)
         raise NanoWorkerError(message, rank=slot.ranks.rank) from error
     server.begin(str(folder))
     return server

@@ -20,7 +20,7 @@ from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, NO_SIGNAL, Server
 from nano_loop.distributed.launch_local.start import write_start
 from nano_loop.distributed.launch_local.worker_warnings import Awaiting
-from nano_loop.errors import NanoWorkerError, problem
+from nano_loop.errors import NanoWorkerError, error_message
 
 _EXCEPTION = 1.0  # seconds that a failure waits for the exception itself, which has to be pickled first
 _TAKES = "each worker process takes three pipes, a socket, and a file in the run's private folder"
@@ -220,7 +220,7 @@ def forked(
                 rank, folder = slot.ranks.rank, slot.ranks.folder
                 words = limit_in_words(error, folder) if folder is not None else None
                 reason = f"rank {rank} could not be started ({error})"
-                message = problem(reason, *(words or (_TAKES, "Check that folder")))
+                message = error_message(reason, *(words or (_TAKES, "Check that folder")))
                 raise NanoWorkerError(message, rank=rank) from error
             stack.callback(workers[-1].close)
         stack.pop_all()

@@ -30,7 +30,7 @@ from nano_loop.distributed.launch_local.output import Output
 from nano_loop.distributed.launch_local.worker_warnings import Awaiting
 from nano_loop.distributed.launch_ray.caller import changes_undone_by
 from nano_loop.distributed.launch_ray.rank_connections import ask
-from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.errors import NanoConfigError, NanoError, error_message
 
 # For an actor that has ended: Ray tells no signal.
 _ADVICE = (
@@ -74,7 +74,7 @@ def connected() -> Iterator[None]:
     if client.ray.is_connected():
         got = "this process is connected through Ray Client (ray://)"
         expected = "the caller is rank 0, so it has to run on a node of the cluster"
-        raise NanoConfigError(problem(got, expected, "Start the script with `ray job submit`, or on a node"))
+        raise NanoConfigError(error_message(got, expected, "Start the script with `ray job submit`, or on a node"))
     with ExitStack() as stack:
         if not ray.is_initialized():
             _own_token(stack)
@@ -241,7 +241,7 @@ class Actor:
                 expected = "every node needs the same Python environment as the caller's"
                 hint = "Install it there, or ship code with "
                 hint += 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})'
-                raise NanoError(problem(got, expected, hint)) from None
+                raise NanoError(error_message(got, expected, hint)) from None
             return self._died(f"failed ({type(cause).__name__}: {str(cause)[:500]})")
         if isinstance(result, Failure) and result.kind is not Kind.LEFT and result.late is None:
             result.what = f"on {self.node} {result.what}"

@@ -33,7 +33,7 @@ from nano_loop.distributed.launch_external.launcher import Terms, join_run
 from nano_loop.distributed.launch_local.worker_warnings import noted
 from nano_loop.distributed.launch_ray.caller import changes_undone_by
 from nano_loop.distributed.launch_ray.worker import Call, threads_for
-from nano_loop.errors import problem
+from nano_loop.errors import error_message
 
 _OLDEST = (2, 51)  # it places by the labels of nodes
 
@@ -109,7 +109,9 @@ def _placed(options: Options) -> Options:
 def _refuse_missing_ray(options: Options) -> None:
     got, advice = options.as_written["distributed_backend"], 'pip install "nano-loop[ray]"'
     if importlib.util.find_spec("ray") is None:
-        raise ImportError(problem(got, "Ray is not installed", f"Install it: {advice}"))
+        raise ImportError(error_message(got, "Ray is not installed", f"Install it: {advice}"))
     version = importlib.metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        raise ImportError(problem(f"{got} with Ray {version}", "it takes Ray 2.51 or later", f"Upgrade: {advice}"))
+        raise ImportError(
+            error_message(f"{got} with Ray {version}", "it takes Ray 2.51 or later", f"Upgrade: {advice}")
+        )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from nano_loop.config.options import Options
 from nano_loop.distributed.launch_ray.cluster import Node, Placement, nodes
-from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.errors import NanoConfigError, NanoError, error_message
 
 
 @contextmanager
@@ -66,13 +66,13 @@ def _too_few(options: Options, count: int, cpus: int, on_cluster: Sequence[Node]
         got += f", {options.as_written['cpu_for_each_process']}"
     share = f"{cpus} CPU{'s' * (cpus > 1)}"
     expected = f"{count} ranks of {share} need room, rank 0 on this node, and the cluster has {_list(on_cluster)}"
-    return problem(got, expected, "Lower num_processes, or add nodes to the cluster before the call")
+    return error_message(got, expected, "Lower num_processes, or add nodes to the cluster before the call")
 
 
 def _in_use(options: Options, count: int, cpus: int) -> str:
     got = f"{count} × {cpus} CPUs were not free within {options.timeout:g} s"
     expected = f"rank 0 is on this node, and free are {_list(nodes(), free=True)}"
-    return problem(got, expected, "End other jobs, ask for less, or pass a longer timeout")
+    return error_message(got, expected, "End other jobs, ask for less, or pass a longer timeout")
 
 
 def _list(on_cluster: Sequence[Node], *, free: bool = False) -> str:

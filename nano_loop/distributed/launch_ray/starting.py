@@ -16,7 +16,7 @@ from nano_loop.distributed.launch_ray.placement import reserved
 from nano_loop.distributed.launch_ray.rank_connections import RankConnections
 from nano_loop.distributed.launch_ray.worker import RankWorker, versions
 from nano_loop.distributed.payload.shared_files import whole_buffer
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _CONNECTING = 30.0  # seconds that the actors' connections may take, which they have made already
 
@@ -110,11 +110,11 @@ def _refuse_other_versions(actor: Actor, there: dict[str, str]) -> None:
         if there[name] != version:
             got = f"{actor.node} has {name} {there[name]}, and the caller's has {version}"
             expected = "all ranks compute with the same versions"
-            raise NanoError(problem(got, expected, "Give every node the same Python environment"))
+            raise NanoError(error_message(got, expected, "Give every node the same Python environment"))
 
 
 def _refuse_unconnected(actor: Actor, has_connected: bool, listener: RankConnections) -> None:
     if not has_connected:
         got = f"rank {actor.rank} on {actor.node} has not connected to {listener.place[0]}"
         expected = "the ranks connect to each other at the addresses by which Ray knows the nodes"
-        raise NanoError(problem(got, expected, "Open all ports between the nodes"))
+        raise NanoError(error_message(got, expected, "Open all ports between the nodes"))

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from nano_loop.distributed.comm.means import divide, is_summed_wider, new_scratch, real, write_mean
+from nano_loop.distributed.comm.averaging_math import divide, is_summed_wider, new_scratch, real, write_mean
 from nano_loop.distributed.comm.packing import Batch, pack, signature
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _BUCKET = 25 << 20  # bytes: large enough for bandwidth, small enough that copying one overlaps with sending another
 _UNDER_WAY = 4  # buckets that `average` has started and not finished: more would only take more memory
@@ -88,7 +88,7 @@ class ProcessGroupTransport:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise NanoError(problem("averaging after the run", "the transport is closed", "Start another run"))
+            raise NanoError(error_message("averaging after the run", "the transport is closed", "Start another run"))
 
     def _start(self, batch: Batch, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> _Bucket:
         memory = [self._take()]

@@ -8,7 +8,7 @@ from torch import distributed
 from nano_loop.distributed.comm.channel import Codec
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import raw_tensor
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _LONGEST = 1 << 40  # bytes: a length beyond it is no length
 
@@ -70,5 +70,5 @@ def _length(received: torch.Tensor, sender: int) -> int:
     if not 0 <= length <= _LONGEST:
         got = f"rank {sender} announced a message of {length} bytes"
         expected = "a message has between 0 and 2**40 bytes"
-        raise NanoError(problem(got, expected, "Check who can reach the ranks' ports"))
+        raise NanoError(error_message(got, expected, "Check who can reach the ranks' ports"))
     return length

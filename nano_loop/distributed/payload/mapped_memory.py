@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _ROW_PARTS = 6  # of /proc/self/maps: addresses, permissions, offset, device, inode, path
 
@@ -48,7 +48,7 @@ class Mapped:
     def _lost(self, why: str) -> str:
         got = f"an argument has its memory in {self.path}, which this process cannot map ({why})"
         hint = "Keep the file as it is until the run has started, or pass a copy (tensor.clone(), array.copy())"
-        return problem(got, "memory that is shared with a file is mapped, not copied", hint)
+        return error_message(got, "memory that is shared with a file is mapped, not copied", hint)
 
 
 def mapped(address: int, size: int) -> Mapped | None:

@@ -14,7 +14,7 @@ import cloudpickle
 from nano_loop.distributed.payload.faithful_pickler import FaithfulPickler
 from nano_loop.distributed.payload.shared_files import SharedFiles, mapped_buffers
 from nano_loop.distributed.payload.unpicklable import find_unpicklable
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
 
@@ -91,4 +91,4 @@ def _refusal(call: Any, names: Mapping[str, Any], error: Exception) -> str:
     arguments = {f"argument `{name}`": value for name, value in names.items()}
     where = find_unpicklable({**arguments, "the call": call}) or f"the call cannot be pickled ({error!r})"
     expected = "every argument is sent to the worker processes by cloudpickle"
-    return problem(where, expected, "Create it inside train, or leave it out of the call")
+    return error_message(where, expected, "Create it inside train, or leave it out of the call")

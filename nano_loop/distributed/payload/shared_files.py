@@ -17,7 +17,7 @@ import torch
 
 from nano_loop.distributed.comm.limits import limit_in_words
 from nano_loop.distributed.payload.mapped_memory import Mapped, mapped
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 #: Bytes from which a buffer gets its own file.
 LARGE = 2**20
@@ -96,7 +96,7 @@ class SharedFiles:
         given = f"the arguments of the call need at least {self._written + size:,} bytes in {self._folder}"
         other = "they are sent to the worker processes through files there", "Check that file system"
         words = limit_in_words(error, self._folder) or other
-        return problem(f"{given}, and {self._free:,} bytes were free there ({error.strerror})", *words)
+        return error_message(f"{given}, and {self._free:,} bytes were free there ({error.strerror})", *words)
 
 
 def mapped_buffers(folder: Path) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.errors import problem
+from nano_loop.errors import error_message
 from nano_loop.patching.user_code import Place, is_running, users_place, warn_once
 
 _WARNING = "len(loader)"
@@ -44,4 +44,4 @@ class LengthAdvice:
         if is_running(place.code):
             self._ranks.context.sharding.warned.add(_WARNING)
             got = f"len(loader) was {share}, the batches of one of {self._ranks.size} ranks"
-            warn_once(problem(got, f"the evaluation that follows takes all {length}", _ADVICE), place)
+            warn_once(error_message(got, f"the evaluation that follows takes all {length}", _ADVICE), place)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.shared_file import make, make_at_once, map_whole
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 
 def map_together(ranks: Ranks, folder: str, size: int) -> mmap.mmap:
@@ -74,4 +74,4 @@ def _map(path: str | None, size: int) -> tuple[mmap.mmap | None, str | None]:
 def _no_room(folder: str, size: int, reason: str) -> str:
     got = f"{size / 2**20:.0f} MiB of shared memory in {folder} could not be allocated ({reason})"
     hint = "Free some of it; give a container more, for example docker run --shm-size=1g"
-    return problem(got, "the ranks of one host exchange their values there", hint)
+    return error_message(got, "the ranks of one host exchange their values there", hint)

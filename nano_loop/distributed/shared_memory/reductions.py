@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from nano_loop.distributed.comm.means import divide
-from nano_loop.errors import NanoError, problem
+from nano_loop.distributed.comm.averaging_math import divide
+from nano_loop.errors import NanoError, error_message
 
 #: Is given what the ranks before have made, and the next rank's; changes the former.
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
@@ -61,7 +61,7 @@ class Reduction:
         if not _computes(self.name, dtype):
             got = f"ReduceOp.{self.name} of {dtype}"
             hint = "Convert the tensor to another dtype, such as float32 or int64, and reduce that"
-            raise NanoError(problem(got, "torch cannot compute it on the CPU", hint))
+            raise NanoError(error_message(got, "torch cannot compute it on the CPU", hint))
 
     def finish(self, total: torch.Tensor, count: int) -> None:
         """Do what is left to do when the tensors of all `count` ranks have been combined."""
@@ -81,7 +81,7 @@ def _named(operation: Any) -> tuple[str, Combine]:
         if operation == known:
             return name, combine
     names = ", ".join(name for _, name, _ in _COMBINE)
-    raise NanoError(problem(f"{operation}", f"processes of one host can compute {names}", "Use one of these"))
+    raise NanoError(error_message(f"{operation}", f"processes of one host can compute {names}", "Use one of these"))
 
 
 @lru_cache(maxsize=256)

@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 
 from nano_loop.distributed.comm.channel import Codec
-from nano_loop.distributed.comm.parting import Whereabouts, parted
+from nano_loop.distributed.comm.mismatch import CallSite, parted
 from nano_loop.distributed.comm.pickled import PickleCodec
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import Receive, raw_bytes
 from nano_loop.distributed.shared_memory.allocation import map_by_name
 from nano_loop.distributed.shared_memory.reductions import Reduction
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _PIECE = 1 << 17  # bytes; two slots of each rank stay in a cache
 _POSTED = 0  # the counter
@@ -209,12 +209,12 @@ class SharedChannel:
 
     def _parted(self, what: str) -> str:
         """Exchange what each rank does, and where, and return the message for it."""
-        received: dict[int, Whereabouts] = {}
+        received: dict[int, CallSite] = {}
 
         def receive(rank: int, _: int, piece: memoryview) -> None:
-            received[self._names[rank]] = Whereabouts.unpack(bytes(piece))
+            received[self._names[rank]] = CallSite.unpack(bytes(piece))
 
-        mine = memoryview(Whereabouts.mine(what).pack()[: self._piece])
+        mine = memoryview(CallSite.mine(what).pack()[: self._piece])
         self._exchange_piece(_PARTING, zlib.crc32(_PARTING.encode()), mine, 0, receive)
         return parted(self._names[self._ranks.rank], received)
 
@@ -224,4 +224,6 @@ def _ignore(rank: int, start: int, piece: memoryview) -> None:
 
 
 _PARTING = "whereabouts"
-_OUT_OF_STEP = problem("a collective after one that was interrupted", "the ranks are out of step", "Start another run")
+_OUT_OF_STEP = error_message(
+    "a collective after one that was interrupted", "the ranks are out of step", "Start another run"
+)

@@ -11,7 +11,7 @@ import os
 import stat
 from typing import Literal
 
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 #: What a path has to be.
 Kind = Literal["folder", "regular file"]
@@ -94,4 +94,4 @@ def refuse_foreign(path: str, found: os.stat_result, kind: Kind) -> None:
         return
     got = f"{path} belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}"
     expected = f"ranks of one host meet in a {kind} that only user {os.geteuid()} can open"
-    raise NanoError(problem(got, expected, "Start all ranks as the same user"))
+    raise NanoError(error_message(got, expected, "Start all ranks as the same user"))

@@ -21,7 +21,7 @@ from nano_loop.distributed.comm.raw_bytes import copy_back, flattened, parts_of_
 from nano_loop.distributed.shared_memory.reductions import Reduction
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.work_handles import Done
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 #: torch.distributed's name of this backend.
 NAME = "nano_loop"
@@ -99,7 +99,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         if any(len(memory) != len(sent) for memory in memories):
             got = f"gathering {len(sent)} bytes of each rank to tensors of {', '.join(str(len(m)) for m in memories)}"
             hint = "Pass a tensor of the shape and dtype of the others' for each rank"
-            raise NanoError(problem(got, "they are of one size", hint))
+            raise NanoError(error_message(got, "they are of one size", hint))
         self._channel.exchange(f"gather of {len(sent)} bytes", sent, receive)
         for whole, output in zip(wholes, outputs, strict=True):
             _copied(whole, output)
@@ -172,7 +172,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
             if theirs[self.rank()] != whole.numel() * whole.dtype.itemsize:
                 got = f"rank {rank} sends {theirs[self.rank()]} bytes to a tensor of {tuple(whole.shape)} {whole.dtype}"
                 expected = "what is sent and the tensor that receives it are of one size"
-                raise NanoError(problem(got, expected, "Check the shapes of the tensors that all ranks pass"))
+                raise NanoError(error_message(got, expected, "Check the shapes of the tensors that all ranks pass"))
         starts = {rank: sum(theirs[: self.rank()]) for rank, theirs in enumerate(of_rank)}
         receive = parts_of_streams(dict(enumerate(wholes)), starts)
         self._channel.exchange("all to all", raw_bytes(torch.cat(sent)), receive)
@@ -203,11 +203,11 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def _refuse_message(self, *args: Any, **kwargs: Any) -> NoReturn:
         expected = "processes of one host exchange values by collectives alone"
         hint = "Use broadcast or all_gather, which every rank calls, or pass process_group_backend='gloo'"
-        raise NanoError(problem("a message from one rank to another", expected, hint))
+        raise NanoError(error_message("a message from one rank to another", expected, hint))
 
     def _refuse_coalesced(self, *args: Any, **kwargs: Any) -> NoReturn:
         expected = "processes of one host take one tensor in each call"
-        raise NanoError(problem("a coalesced collective", expected, "Call the collective for each tensor"))
+        raise NanoError(error_message("a coalesced collective", expected, "Call the collective for each tensor"))
 
     send = recv = recv_anysource = _refuse_message
     allgather_coalesced = allreduce_coalesced = _refuse_coalesced
@@ -236,7 +236,7 @@ def _copied(whole: torch.Tensor, output: torch.Tensor) -> Done:
 def _reduce_sparse(channel: SharedChannel, tensor: torch.Tensor, operation: Any, *, here: bool) -> None:
     if operation != ReduceOp.SUM:
         got = f"{operation} of a sparse tensor"
-        raise NanoError(problem(got, "sparse tensors can be summed", "Use ReduceOp.SUM, or tensor.to_dense()"))
+        raise NanoError(error_message(got, "sparse tensors can be summed", "Use ReduceOp.SUM, or tensor.to_dense()"))
     channel.codec.begin()
     parts = [channel.codec.loads(each, rank) for rank, each in enumerate(channel.gather(channel.codec.dumps(tensor)))]
     if here:

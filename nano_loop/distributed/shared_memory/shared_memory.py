@@ -14,7 +14,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.shared_memory.allocation import map_together
 from nano_loop.distributed.shared_memory.shared_ring import Plan, Ring
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 _CHUNK = 1 << 20  # bytes that are copied, summed and copied back at once; the ring of them stays in a cache
 _LEAST = 1 << 16  # such bytes where all gradients together are few
@@ -154,7 +154,7 @@ class SharedMemoryTransport:
 
     def _open(self) -> SharedSegment:
         if self._segment is None:
-            raise NanoError(problem("averaging after the run", "the transport is closed", "Start another run"))
+            raise NanoError(error_message("averaging after the run", "the transport is closed", "Start another run"))
         return self._segment
 
 
@@ -166,7 +166,7 @@ def chunk_for(nbytes: int) -> int:
     return min(max(1 << max(nbytes - 1, 0).bit_length(), _LEAST), _CHUNK)
 
 
-_OUT_OF_STEP = problem(
+_OUT_OF_STEP = error_message(
     "averaging after an averaging that was interrupted", "the ranks are out of step", "Start another run"
 )
 
@@ -175,4 +175,4 @@ def _differs(rank: int, others: Sequence[int]) -> str:
     names = ", ".join(map(str, others))
     got = f"rank {rank} averages other gradients than rank {names}"
     hint = "Make the loop do the same on every rank: the same model, the same parameters frozen, the same steps"
-    return problem(got, "all ranks must average the same gradients in the same order", hint)
+    return error_message(got, "all ranks must average the same gradients in the same order", hint)

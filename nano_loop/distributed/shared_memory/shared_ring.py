@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nano_loop.distributed.comm.means import new_scratch, real, write_mean
+from nano_loop.distributed.comm.averaging_math import new_scratch, real, write_mean
 from nano_loop.distributed.comm.packing import Batch, Packing, Places
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.shared_memory.own_slice import SUMMED_IN_PLACE, OwnSlice
+from nano_loop.distributed.shared_memory.local_shard import SUMMED_IN_PLACE, LocalShard
 from nano_loop.distributed.shared_memory.shared_segment import LINE, SharedSegment
 
 
@@ -125,7 +125,7 @@ class Ring:
         if batch.dtype not in SUMMED_IN_PLACE:
             *parts, mean = (real(each[start:stop]) for each in row)
             return _Stage(batch.places(row[self._rank]), batch.places(row[-1]), parts, mean, count)
-        own = OwnSlice(batch, start, stop, self._rank, [*row[:-1]], row[-1])
+        own = LocalShard(batch, start, stop, self._rank, [*row[:-1]], row[-1])
         others = [*batch.between(0, start), *batch.between(stop, batch.length)]
         cut = [each.index for each in (*others, *batch.between(start, stop)) if each.bounds is not None]
         coming, going = Places(others, row[self._rank]), Places(others, row[-1])
@@ -145,7 +145,7 @@ class _Stage:
     parts: list[torch.Tensor]
     mean: torch.Tensor
     count: int
-    own: OwnSlice | None = None
+    own: LocalShard | None = None
     cut: Sequence[int] = ()
 
 

@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 
 from nano_loop.distributed.comm.channel import ITERATION
-from nano_loop.distributed.comm.parting import AVERAGING, left_behind, parted, with_own_line
+from nano_loop.distributed.comm.mismatch import AVERAGING, left_behind, parted, with_own_line
 from nano_loop.distributed.comm.ranks import RankLeftError, Ranks, wait_until
-from nano_loop.errors import NanoError, RankLateError, problem
+from nano_loop.errors import NanoError, RankLateError, error_message
 
 #: What ranks wait for each other to do.
 Purpose = Literal["average gradients", "exchange values"]
@@ -157,11 +157,11 @@ class SharedSegment:
         name, mine, still = self._names[rank], self._names[self._ranks.rank], _STILL[self._purpose]
         if self.words[self._left[rank]] == _FAILED:
             got, expected = f"rank {name} has failed, and rank {mine} still {still}", "a run needs all of its ranks"
-            return problem(got, expected, f"See the error of rank {name}")
+            return error_message(got, expected, f"See the error of rank {name}")
         return left_behind(mine, name, what if what == ITERATION else still, self._ranks.context.loop)
 
     def _is_late(self, rank: int) -> str:
         name, mine = self._names[rank], self._names[self._ranks.rank]
         got = f"rank {mine} has waited {self._ranks.timeout:g} seconds for rank {name} to {self._purpose}"
         hint = f"Check what rank {name} is doing, or pass a longer timeout if it is working"
-        return with_own_line(problem(got, "every rank has to get there within the timeout", hint), mine)
+        return with_own_line(error_message(got, "every rank has to get there within the timeout", hint), mine)

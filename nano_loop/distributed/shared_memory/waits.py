@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from nano_loop.distributed.comm.parting import Whereabouts
+from nano_loop.distributed.comm.mismatch import CallSite
 from nano_loop.distributed.shared_memory.shared_file import make_at_once, map_whole
 
 _FILE = "waits"
@@ -61,7 +61,7 @@ class Waits:
             return False
         assert self._memory is not None
         first, start = self.rank * _RECORD // _WORD, self.rank * _RECORD + _WORDS * _WORD
-        text = Whereabouts.mine(what).pack()[: _RECORD - _WORDS * _WORD]
+        text = CallSite.mine(what).pack()[: _RECORD - _WORDS * _WORD]
         self._memory[start : start + len(text)] = text
         self._serial += 1
         self._words[first + _OTHER], self._words[first + _LENGTH] = other, len(text)
@@ -82,12 +82,12 @@ class Waits:
         serial, count, other = self._words[first : first + _LENGTH]
         return Note(rank, serial, other, count) if serial and 0 <= other < self._size else None
 
-    def whereabouts_of(self, rank: int) -> Whereabouts:
+    def whereabouts_of(self, rank: int) -> CallSite:
         """Return where a rank waits that has written it down."""
         assert self._memory is not None
         length = self._words[rank * _RECORD // _WORD + _LENGTH]
         start = rank * _RECORD + _WORDS * _WORD
-        return Whereabouts.unpack(self._memory[start : start + length])
+        return CallSite.unpack(self._memory[start : start + length])
 
     def _is_usable(self) -> bool:
         if self._memory is None:
@@ -136,7 +136,7 @@ class Wait:
         self._written = self._tried = False
         self._before: list[Note] = []
 
-    def look(self) -> dict[int, Whereabouts]:
+    def look(self) -> dict[int, CallSite]:
         """Return the ranks that wait for each other, and where; empty if there is no deadlock.
 
         It is called again and again, each time after the other rank was found missing. Only the lowest rank of a ring

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from nano_loop.cpu import peak_memory, read_machine
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 from nano_loop.integrations.cuda_calls.streams import Event, Stream
 
 _STREAM = Stream()
@@ -77,7 +77,7 @@ def refused(name: str) -> Callable[..., NoReturn]:
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         got = f"{name} was called after patch_cuda()"
-        raise NanoError(problem(got, "it has no meaning on a CPU", "Leave it out where there is no GPU"))
+        raise NanoError(error_message(got, "it has no meaning on a CPU", "Leave it out where there is no GPU"))
 
     return refuse
 

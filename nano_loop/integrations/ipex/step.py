@@ -14,11 +14,11 @@ import torch
 from typing_extensions import override
 
 from nano_loop.config.options import Options
-from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.ipex.quiet_import import leaving_no_trace
 from nano_loop.integrations.ipex.repairs import repair
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 from nano_loop.steps.stopwatch import Stopwatch
 
@@ -62,7 +62,7 @@ class Ipex(Step):
         return self.options.use_ipex
 
     @override
-    def observe(self, parts: Parts) -> None:
+    def observe(self, parts: TrainingObjects) -> None:
         """Time the steps of the run, with or without IPEX, if a fitting IPEX is installed."""
         if self._watch is None and parts.optimizers and parts.loaders and _fits_torch(_installed_version()):
             self._watch = Stopwatch(parts.optimizers[0])
@@ -87,7 +87,7 @@ class Ipex(Step):
         return StepResult("ipex_speed", "measured", detail)
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         """Return None: a request for IPEX is either honoured or an error.
 
         Raises
@@ -101,15 +101,15 @@ class Ipex(Step):
         version = _installed_version()
         if version is None:
             expected = f"IPEX is not installed, and works with torch 2.8 only (this is torch {_torch_version()})"
-            raise ImportError(problem(self._given, expected, self._install()))
+            raise ImportError(error_message(self._given, expected, self._install()))
         self._check_version(version)
         if any(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
             expected = "IPEX's passes over TorchScript make the backward of scripted models fail under autocast"
-            raise NanoConfigError(problem(self._given, expected, "Leave it out, or pass the model unscripted"))
+            raise NanoConfigError(error_message(self._given, expected, "Leave it out, or pass the model unscripted"))
         return None
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         self._import_quietly()
         repair()
         return f"kernels of IPEX {_installed_version()}, until the process ends; weights stay plain fp32, not packed"
@@ -130,13 +130,13 @@ class Ipex(Step):
             return
         torch_version = _torch_version()
         expected = f"IPEX {_minor(version)} works with torch {_minor(version)} only, and this is torch {torch_version}"
-        raise NanoConfigError(problem(self._given, expected, self._install()))
+        raise NanoConfigError(error_message(self._given, expected, self._install()))
 
     def _check_instructions(self) -> None:
         if self.machine.architecture in ("x86_64", "AMD64") and "avx2" in self.machine.instruction_sets:
             return
         expected = f"IPEX needs an x86-64 CPU with AVX2, and this is {self.machine.name} ({self.machine.architecture})"
-        raise NanoConfigError(problem(self._given, expected, "Leave it out"))
+        raise NanoConfigError(error_message(self._given, expected, "Leave it out"))
 
     def _import_quietly(self) -> None:
         if _MODULE in sys.modules:  # the user imported it, so its effects are already there
@@ -146,7 +146,7 @@ class Ipex(Step):
                 import_module(_MODULE)
         except (Exception, SystemExit) as error:  # the import loads libraries, and may end the process
             got = f"{self._given}: importing IPEX raised {type(error).__name__}"
-            raise NanoError(problem(got, str(error), "Leave it out, or reinstall IPEX")) from error
+            raise NanoError(error_message(got, str(error), "Leave it out, or reinstall IPEX")) from error
 
 
 def _installed_version() -> str | None:
@@ -172,7 +172,7 @@ def _minor(version: str) -> str:
     return ".".join(re.findall(r"\d+", version)[:2])
 
 
-def _kind_of_run(config: Options, parts: Parts) -> str:
+def _kind_of_run(config: Options, parts: TrainingObjects) -> str:
     """Return a key that is equal for two runs that differ only in IPEX."""
     options = {
         name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose", "step_time")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.errors import NanoConfigError, NanoError, error_message
 
 _MODEL = "model."
 
@@ -37,7 +37,7 @@ class CompiledMixin:
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch, and log it as ``train/loss``."""
         if self.loss is None:
-            raise NanoError(problem("fit of a model compiled without a loss", "training needs one", _PASS))
+            raise NanoError(error_message("fit of a model compiled without a loss", "training needs one", _PASS))
         inputs, target = _split(batch)
         loss: torch.Tensor = self.loss(self(*inputs), target)  # type: ignore[operator]
         self.log("train/loss", loss)  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ class CompiledMixin:
     def configure_optimizers(self) -> Any:
         """Return the optimizer and the scheduler."""
         if self._optimizer is None:
-            raise NanoError(problem("fit of a model compiled without an optimizer", "training needs one", _PASS))
+            raise NanoError(error_message("fit of a model compiled without an optimizer", "training needs one", _PASS))
         if self._scheduler is None:
             return self._optimizer
         scheduler = {"scheduler": self._scheduler, "interval": "epoch"}
@@ -96,7 +96,7 @@ def refuse_compiled_twice(model: nn.Module, **arguments: Any) -> None:
     """Raise if a LightningModule is compiled with what it has itself."""
     names = [name for name, value in arguments.items() if value is not None]
     if names:
-        message = problem(
+        message = error_message(
             f"compile({type(model).__name__}, {', '.join(f'{name}=' for name in names)})",
             "a LightningModule has its own loss, optimizer, scheduler and metrics",
             "Leave them out, or pass a torch.nn.Module",
@@ -113,9 +113,11 @@ def _check(loss: Any, optimizer: Any, scheduler: Any, metrics: Any) -> None:
         ("metrics", metrics, _are_metrics, "a list of metrics, each called as metric(output, target)"),
     ):
         if value is not None and not fits(value):
-            wrong.append(problem(f"compile({name}={value!r:.80})", f"it is {expected}", "Pass one, or leave it out"))
+            wrong.append(
+                error_message(f"compile({name}={value!r:.80})", f"it is {expected}", "Pass one, or leave it out")
+            )
     if scheduler is not None and optimizer is None:
-        wrong.append(problem("compile(scheduler=...)", "it schedules an optimizer", "Pass optimizer=, too"))
+        wrong.append(error_message("compile(scheduler=...)", "it schedules an optimizer", "Pass optimizer=, too"))
     if wrong:
         raise NanoConfigError("\n".join(wrong))
 
@@ -142,7 +144,7 @@ def _split(batch: Any) -> tuple[tuple[Any, ...], Any]:
     if not isinstance(batch, (list, tuple)) or len(batch) < 2:
         got = f"a batch of type {type(batch).__name__}" + (" with one element" if isinstance(batch, Sequence) else "")
         expected = "a compiled model takes batches of inputs and a target, which is the last element"
-        raise NanoError(problem(got, expected, "Write a LightningModule for other batches"))
+        raise NanoError(error_message(got, expected, "Write a LightningModule for other batches"))
     return tuple(batch[:-1]), batch[-1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nano_loop.errors import problem
+from nano_loop.errors import error_message
 
 
 def register(strategy: type, strategies: Any) -> None:
@@ -16,4 +16,4 @@ def register(strategy: type, strategies: Any) -> None:
 def lightning_is_missing(package: str, needed_by: str) -> ImportError:
     """Return the error of a module of nano_loop that needs one of Lightning's packages."""
     expected = f"{needed_by} is over {package}"
-    return ImportError(problem(f"{package} is not installed", expected, 'Run pip install "nano-loop[lightning]"'))
+    return ImportError(error_message(f"{package} is not installed", expected, 'Run pip install "nano-loop[lightning]"'))

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from nano_loop.config.options import Options
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.tensor_collectives import gathered, reduced
-from nano_loop.errors import NanoConfigError, NanoError, problem
+from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.strategy import RanksEnvironment
 from nano_loop.integrations.lightning.launching import FITTING, RunLauncher
 from nano_loop.runtime.objects.checks import check_kinds
-from nano_loop.runtime.objects.parts import Parts
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
 
@@ -35,7 +35,7 @@ def _read(options: dict[str, Any]) -> Settings:
     if settings.options.verify:
         got = settings.options.as_written["verify"]
         expected = "training_step needs its Trainer, of which there is no copy"
-        raise NanoConfigError(problem(got, expected, "Call nano_loop.verify(module, loss_fn, batch)"))
+        raise NanoConfigError(error_message(got, expected, "Call nano_loop.verify(module, loss_fn, batch)"))
     return settings
 
 
@@ -66,7 +66,9 @@ class NanoStrategyMixin:
         for name, instead in LIGHTNINGS.items():
             if name in options:
                 got = f"NanoStrategy({name}={options[name]!r})"
-                raise NanoConfigError(problem(got, "Lightning's Trainer has it", f"Pass {instead} to the Trainer"))
+                raise NanoConfigError(
+                    error_message(got, "Lightning's Trainer has it", f"Pass {instead} to the Trainer")
+                )
         super().__init__(checkpoint_io=checkpoint_io, cluster_environment=RanksEnvironment(Ranks()))  # type: ignore[call-arg]
         self._nano_options = options
         self._nano_run: Run | None = None
@@ -123,7 +125,7 @@ class NanoStrategyMixin:
         devices = [device.type for device in self.parallel_devices or []]  # type: ignore[attr-defined]
         if set(devices) - {"cpu"}:
             got = f"strategy='nano' with devices of type {', '.join(sorted(set(devices)))}"
-            raise NanoConfigError(problem(got, "it trains on CPUs", 'Pass accelerator="cpu" to the Trainer'))
+            raise NanoConfigError(error_message(got, "it trains on CPUs", 'Pass accelerator="cpu" to the Trainer'))
         settings = self.settings()
         self._refuse_another(settings.options)
         self._nano_ranks = self.cluster_environment.ranks = settings.expected_ranks()  # type: ignore[attr-defined]
@@ -137,7 +139,7 @@ class NanoStrategyMixin:
         ):
             if differs and options.as_written[name] in options.from_environment:
                 hint = f"Unset it, pass {LIGHTNINGS[name]} to the Trainer, or use nano_loop's Trainer, which obeys it"
-                raise NanoConfigError(problem(options.as_written[name], f"this Trainer has {own}", hint))
+                raise NanoConfigError(error_message(options.as_written[name], f"this Trainer has {own}", hint))
 
     # --- a run ---
 
@@ -161,7 +163,7 @@ class NanoStrategyMixin:
         super().setup(trainer)  # type: ignore[misc]
         fitting = trainer.state.fn == FITTING
         optimizers = list(self.optimizers) if fitting else []  # type: ignore[attr-defined]
-        self._apply(Parts(models=[self.lightning_module], optimizers=optimizers))  # type: ignore[attr-defined]
+        self._apply(TrainingObjects(models=[self.lightning_module], optimizers=optimizers))  # type: ignore[attr-defined]
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """See Lightning: accelerate a loader. What is divided by its sampler is not divided again."""
@@ -169,7 +171,7 @@ class NanoStrategyMixin:
             trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
             iterable = isinstance(dataloader.dataset, IterableDataset)
             training = trainer.training and not (trainer.sanity_checking or trainer.validating)
-            self._apply(Parts(loaders=[dataloader], shard=iterable and training))
+            self._apply(TrainingObjects(loaders=[dataloader], shard=iterable and training))
         return dataloader
 
     def model_to_device(self) -> None:
@@ -206,11 +208,11 @@ class NanoStrategyMixin:
 
     # --- what travels, and how ---
 
-    def _apply(self, parts: Parts) -> None:
+    def _apply(self, parts: TrainingObjects) -> None:
         run = self._nano_run
         if run is None:
             got = "NanoStrategy was set up outside of the Trainer's fit, validate, test and predict"
-            raise NanoError(problem(got, "these start a run", "Call trainer.fit(module)"))
+            raise NanoError(error_message(got, "these start a run", "Call trainer.fit(module)"))
         check_kinds(("models", nn.Module, parts.models))
         try:
             run.apply(parts)

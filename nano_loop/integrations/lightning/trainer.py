@@ -13,7 +13,7 @@ from torch import nn
 from nano_loop.config.environment import read_options
 from nano_loop.config.options import CHECKS, Options
 from nano_loop.distributed.launch_external.environment import found_launch, local_size
-from nano_loop.errors import NanoConfigError, NanoWarning, problem, shown
+from nano_loop.errors import NanoConfigError, NanoWarning, error_message, shown
 from nano_loop.integrations.lightning.compiled import refuse_compiled_twice
 from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.settings import Settings
@@ -127,7 +127,7 @@ class NanoTrainerMixin:
         """
         if not isinstance(model, nn.Module):
             got = f"compile({type(model).__name__})"
-            raise NanoConfigError(problem(got, "it takes a torch.nn.Module", "Pass the model"))
+            raise NanoConfigError(error_message(got, "it takes a torch.nn.Module", "Pass the model"))
         if isinstance(model, cls._nano_lightning_module):
             refuse_compiled_twice(model, loss=loss, optimizer=optimizer, scheduler=scheduler, metrics=metrics)
             return model
@@ -137,7 +137,7 @@ class NanoTrainerMixin:
 def _refuse(others: Mapping[str, Any]) -> None:
     for name, (expected, hint) in _REFUSED.items():
         if name in others and not (name == "use_hpo" and not others[name]):
-            raise NanoConfigError(problem(f"Trainer({shown(name, others[name])})", expected, hint))
+            raise NanoConfigError(error_message(f"Trainer({shown(name, others[name])})", expected, hint))
 
 
 def _of_environment() -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _auto_lr(value: Any) -> Any:
     """Return the option for BigDL-Nano's ``{"warmup_epochs": 2}``, too."""
     if isinstance(value, Mapping):
         got, expected = f"auto_lr={dict(value)!r}", "the ramp of nano_loop takes 1,000 steps, whatever the epochs"
-        warnings.warn(problem(got, expected, "Pass auto_lr=True"), NanoWarning, stacklevel=4)
+        warnings.warn(error_message(got, expected, "Pass auto_lr=True"), NanoWarning, stacklevel=4)
         return True
     return value
 
@@ -159,10 +159,10 @@ def _devices(accelerator: Any, num_processes: Any, devices: Any) -> Any:
     """Return how many processes there are on this host."""
     if accelerator not in ("cpu", "auto"):
         got = f"Trainer(accelerator={accelerator!r})"
-        raise NanoConfigError(problem(got, "nano_loop trains on CPUs", 'Leave it out, or pass "cpu"'))
+        raise NanoConfigError(error_message(got, "nano_loop trains on CPUs", 'Leave it out, or pass "cpu"'))
     if devices not in (None, "auto") and num_processes not in (None, devices):
         got = f"Trainer(num_processes={num_processes!r}, devices={devices!r})"
-        raise NanoConfigError(problem(got, "both are the number of processes", "Pass one of them"))
+        raise NanoConfigError(error_message(got, "both are the number of processes", "Pass one of them"))
     launch = found_launch(os.environ)
     here = 1 if launch is None else local_size(launch, os.environ)
     if num_processes is None:

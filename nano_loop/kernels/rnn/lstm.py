@@ -68,7 +68,7 @@ REPLACEMENTS = (Replacement("mkldnn_rnn_layer", for_set_up_models, "AutogradCPU"
 def _ours(args: Sequence[Any]) -> Arguments | None:
     """Return the arguments of torch's operator, if this kernel supports them and the call is large enough."""
     tensors, (is_reversed, batch_sizes, mode, hidden, _, has_biases) = args[:7], args[7:13]
-    inputs, of_inputs, of_outputs, *biases, output, cells = tensors
+    inputs, input_weight, hidden_weight, *biases, output, cells = tensors
     if mode != _LSTM or batch_sizes or any(tensor.dtype is not torch.bfloat16 for tensor in tensors):
         return None
     if inputs.dim() != _DIMENSIONS:
@@ -81,7 +81,9 @@ def _ours(args: Sequence[Any]) -> Arguments | None:
     # torch.func calls first with its own tensors, and then with those inside of them, which need no gradients.
     if in_functorch() or (torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors)):
         return None
-    given = Arguments(inputs, of_inputs, of_outputs, tuple(biases) if has_biases else (), output, cells, is_reversed)
+    given = Arguments(
+        inputs, input_weight, hidden_weight, tuple(biases) if has_biases else (), output, cells, is_reversed
+    )
     return given if all(map(_is_plain, tensors)) and _is_one_layer(given) else None
 
 
@@ -91,8 +93,8 @@ def _is_one_layer(given: Arguments) -> bool:
     gates = GATES * hidden
     return (
         given.output.shape == given.cells.shape == (batch, hidden)
-        and given.of_inputs.shape == (gates, size)
-        and given.of_outputs.shape == (gates, hidden)
+        and given.input_weight.shape == (gates, size)
+        and given.hidden_weight.shape == (gates, hidden)
         and all(bias.shape == (gates,) for bias in given.biases)
     )
 

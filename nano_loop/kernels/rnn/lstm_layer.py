@@ -39,7 +39,7 @@ class Arguments(NamedTuple):
     ----------
     inputs : torch.Tensor
         Of shape (steps, batch, input size).
-    of_inputs, of_outputs : torch.Tensor
+    input_weight, hidden_weight : torch.Tensor
         The weights, of shapes (4 · hidden, input size) and (4 · hidden, hidden).
     biases : tuple of torch.Tensor
         Two, of shape (4 · hidden,), or none.
@@ -50,8 +50,8 @@ class Arguments(NamedTuple):
     """
 
     inputs: Tensor
-    of_inputs: Tensor
-    of_outputs: Tensor
+    input_weight: Tensor
+    hidden_weight: Tensor
     biases: tuple[Tensor, ...]
     output: Tensor
     cells: Tensor
@@ -60,8 +60,8 @@ class Arguments(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors, in the order of torch's operator."""
-        biases = self.biases or (self.of_inputs, self.of_outputs)
-        return [self.inputs, self.of_inputs, self.of_outputs, *biases, self.output, self.cells]
+        biases = self.biases or (self.input_weight, self.hidden_weight)
+        return [self.inputs, self.input_weight, self.hidden_weight, *biases, self.output, self.cells]
 
 
 #: Outputs of all steps, and the output and the cells after the last one.
@@ -107,13 +107,13 @@ class _LstmLayer(torch.autograd.Function):
             return (None,) * 8
         if torch.is_grad_enabled():  # for a second derivative
             return *_differentiable(tensors, ctx.is_reversed, gradients, ctx.needs_input_grad), None
-        inputs, of_inputs, of_outputs, _, _, output, _ = tensors
+        inputs, input_weight, hidden_weight, _, _, output, _ = tensors
         call = _Call(*outputs.shape[:2], 0, outputs.size(2), ctx.is_reversed)
-        gates, bias, of_output, of_cells = _differentiated(call, of_outputs, first_cells, states, *gradients)
+        gates, bias, of_output, of_cells = _differentiated(call, hidden_weight, first_cells, states, *gradients)
         needed, rows = ctx.needs_input_grad, gates.size(0)
         before = [outputs[1:], output.unsqueeze(0)] if ctx.is_reversed else [output.unsqueeze(0), outputs[:-1]]
         return (
-            _product(gates, of_inputs).view_as(inputs) if needed[0] else None,
+            _product(gates, input_weight).view_as(inputs) if needed[0] else None,
             _product(gates.t(), inputs.reshape(rows, -1)) if needed[1] else None,
             _product(gates.t(), torch.cat(before).view(rows, -1)) if needed[2] else None,
             bias if needed[3] else None,
@@ -126,8 +126,8 @@ class _LstmLayer(torch.autograd.Function):
 
 def _forward(
     inputs: Tensor,
-    of_inputs: Tensor,
-    of_outputs: Tensor,
+    input_weight: Tensor,
+    hidden_weight: Tensor,
     input_bias: Tensor | None,
     output_bias: Tensor | None,
     output: Tensor,
@@ -138,21 +138,21 @@ def _forward(
     steps, batch, size = inputs.shape
     hidden = output.size(1)
     call = _Call(steps, batch, 0, hidden, is_reversed)
-    inputs, of_inputs, of_outputs = inputs.contiguous(), of_inputs.contiguous(), of_outputs.contiguous()
+    inputs, input_weight, hidden_weight = inputs.contiguous(), input_weight.contiguous(), hidden_weight.contiguous()
     output, first_cells = output.contiguous(), cells.float().contiguous()
     states = _empty(steps * batch, (GATES + 1) * hidden, dtype=torch.float32)
     rows = inputs.view(-1, size)
     in_steps: tuple[Tensor | None, ...] = (None, None)
-    if _is_computed_in_steps(size, hidden) or not product.fits(rows, of_inputs.t()):
+    if _is_computed_in_steps(size, hidden) or not product.fits(rows, input_weight.t()):
         call.inputs = size + size % 2
-        in_steps = tuple(F.pad(each, (0, 1)) if size % 2 else each for each in (inputs, of_inputs))
+        in_steps = tuple(F.pad(each, (0, 1)) if size % 2 else each for each in (inputs, input_weight))
     else:
-        product.product(rows, of_inputs.t(), out=states[:, : GATES * hidden])
+        product.product(rows, input_weight.t(), out=states[:, : GATES * hidden])
     bias = _empty(GATES * hidden, dtype=torch.float32).zero_()
     for each in (input_bias, output_bias):
         bias += 0 if each is None else each
     outputs = _empty(steps, batch, hidden)
-    _run("forward", call, *in_steps, of_outputs, bias, output, first_cells, states, outputs)
+    _run("forward", call, *in_steps, hidden_weight, bias, output, first_cells, states, outputs)
     last = 0 if is_reversed else steps - 1
     last_cells = states[last * batch : (last + 1) * batch, GATES * hidden :]
     return outputs, outputs[last].clone(), last_cells.to(torch.bfloat16), states, first_cells
@@ -160,7 +160,7 @@ def _forward(
 
 torch.library.define(
     "nano_loop::lstm",
-    "(Tensor inputs, Tensor of_inputs, Tensor of_outputs, Tensor? input_bias, Tensor? output_bias, Tensor output, "
+    "(Tensor inputs, Tensor input_weight, Tensor hidden_weight, Tensor? input_bias, Tensor? output_bias, Tensor output, "
     "Tensor cells, bool is_reversed) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.impl("nano_loop::lstm", "CPU", _forward)
@@ -188,7 +188,7 @@ def _differentiable(
 
 def _differentiated(
     call: _Call,
-    of_outputs: Tensor,
+    hidden_weight: Tensor,
     cells: Tensor,
     states: Tensor,
     of_all: Tensor | None,
@@ -204,7 +204,7 @@ def _differentiated(
     bias = _empty(GATES * call.hidden, dtype=torch.float32)
     of_output = _empty(call.batch, call.hidden)
     given = [None if each is None else each.contiguous() for each in (of_all, of_last)]
-    _run("backward", call, of_outputs.contiguous(), cells, states, *given, of_cells, gates, bias, of_output)
+    _run("backward", call, hidden_weight.contiguous(), cells, states, *given, of_cells, gates, bias, of_output)
     return gates, bias, of_output, of_cells
 
 

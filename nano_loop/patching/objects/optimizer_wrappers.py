@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from nano_loop.errors import NanoWarning, problem
+from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.nested_tensors import find
 from nano_loop.patching.torch_private import has_hooks
 
@@ -62,4 +62,6 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 def _warn(optimizer: Optimizer) -> None:
     got = f"{type(optimizer).__name__} is not accelerated"
     expected = "it has no hooks, because its __init__ does not call Optimizer.__init__"
-    warnings.warn(problem(got, expected, "Call super().__init__(params, defaults) in it"), NanoWarning, stacklevel=2)
+    warnings.warn(
+        error_message(got, expected, "Call super().__init__(params, defaults) in it"), NanoWarning, stacklevel=2
+    )

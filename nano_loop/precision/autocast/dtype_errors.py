@@ -6,7 +6,7 @@ import linecache
 import re
 import traceback
 
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.user_code import users_frame
 
 # torch has no class for these errors, and words each in its own way.
@@ -54,7 +54,7 @@ def _explanation(error: RuntimeError, needed: str, advice: str) -> str | None:
     got = "An operation of the model"
     if frame is not None:
         got = f"{_operation(frame)} ({frame.filename}, line {frame.lineno})"
-    return problem(got, needed, advice)
+    return error_message(got, needed, advice)
 
 
 def _operation(frame: traceback.FrameSummary) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nano_loop.errors import NanoWarning, problem
+from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.calls.backward import backwards_run_by, nested_backwards_noticed
 from nano_loop.patching.objects.optimizers import once_gradients_exist
 from nano_loop.patching.torch_private import in_backward, in_functorch
@@ -111,7 +111,7 @@ class LossScale:
             if self.value <= LEAST:
                 got = "Gradients are infinite or not a number, also without a loss scale"
                 hint = "Lower the learning rate, or look for a division by zero"
-                warnings.warn(problem(got, "training needs finite ones", hint), NanoWarning, stacklevel=2)
+                warnings.warn(error_message(got, "training needs finite ones", hint), NanoWarning, stacklevel=2)
             self.value, self.good = max(self.value * BACKOFF, LEAST), 0
         elif self.good >= INTERVAL:
             self.value, self.good = self.value * GROWTH, 0

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from nano_loop.errors import NanoWarning, problem
+from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.calls.calls import Call, is_forward
 from nano_loop.patching.nested_tensors import find, map_tensors
 from nano_loop.patching.torch_private import in_backward, in_functorch
 from nano_loop.precision.verification.traces import copied
-from nano_loop.runtime.objects.parts import class_name
+from nano_loop.runtime.objects.training_objects import class_name
 
 #: Why a model is not compared that no gradient has reached.
 NO_GRADIENT = "no step of an optimizer has followed a backward from an output of a model"
@@ -80,7 +80,9 @@ class RecordedCalls:
             self.reason = f"verify of {class_name(self.model)} raised {type(error).__name__}: {error}"
             self.end()
             expected = "copies of the model and of its inputs have to run in fp32 and in fp64"
-            warnings.warn(problem(self.reason, expected, "Leave verify out for this model"), NanoWarning, stacklevel=3)
+            warnings.warn(
+                error_message(self.reason, expected, "Leave verify out for this model"), NanoWarning, stacklevel=3
+            )
             return None
 
     def take(self) -> tuple[nn.Module, list[tuple[Any, ...]]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from nano_loop.config.precisions import PrecisionKind
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.nested_tensors import find, map_tensors
 from nano_loop.precision.autocast.autocast import cpu_autocast, disable_casts
@@ -73,7 +73,9 @@ def copied(model: nn.Module) -> nn.Module:
         found = copy.deepcopy(model)
     except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError) as error:
         got = f"{type(model).__name__} cannot be copied: {error}"
-        raise NanoConfigError(problem(got, "verify computes on copies", "Make it work with copy.deepcopy")) from error
+        raise NanoConfigError(
+            error_message(got, "verify computes on copies", "Make it work with copy.deepcopy")
+        ) from error
     found.zero_grad()
     for module in found.modules():
         is_dropout = "dropout" in type(module).__name__.lower()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.precision.verification.comparison import Compared, compare
 from nano_loop.precision.verification.traces import RandomStates, Trace, by_hand, copied, in_fp64, run_backward, traced
@@ -141,7 +141,7 @@ def verified(
         if not single.gradients:
             got = "loss_fn computed no gradient of the model's parameters"
             hint = "Call the model that loss_fn gets: it is a copy"
-            raise NanoConfigError(problem(got, "verify compares them", hint))
+            raise NanoConfigError(error_message(got, "verify compares them", hint))
         made = copied(model)
         with acceleration(made) as run:
             found = trace(made, lambda each: step(each, kind=kind))
@@ -174,7 +174,7 @@ def _loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         told = f"loss_fn returned {type(loss).__name__}"
         expected = "it returns the loss of the model, a tensor of one element with a gradient"
-        raise NanoConfigError(problem(told, expected, "Write loss_fn(model, batch), which calls the model"))
+        raise NanoConfigError(error_message(told, expected, "Write loss_fn(model, batch), which calls the model"))
     return loss
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nano_loop.errors import NanoConfigError, problem
+from nano_loop.errors import NanoConfigError, error_message
 
 _ITERATE = "Collect the yielded values in a list and return the list"
 _AWAIT = "Write it without async, and await its inputs before the call"
@@ -25,9 +25,9 @@ def check_loop(function: Any, name: str) -> None:
     allowed = "a training loop must be a plain function or method that completes the training before it returns"
     for kind, (is_of_kind, advice) in _REFUSED.items():
         if is_of_kind(function) or is_of_kind(getattr(function, "__call__", None)):  # noqa: B004
-            raise NanoConfigError(problem(f"{name} is {kind}", allowed, advice))
+            raise NanoConfigError(error_message(f"{name} is {kind}", allowed, advice))
     if not callable(function):
-        raise NanoConfigError(problem(f"{name} is a {type(function).__name__}", allowed, _CALL))
+        raise NanoConfigError(error_message(f"{name} is a {type(function).__name__}", allowed, _CALL))
 
 
 def check_kinds(*arguments: tuple[str, type, Sequence[Any]]) -> None:
@@ -44,6 +44,6 @@ def check_kinds(*arguments: tuple[str, type, Sequence[Any]]) -> None:
             if not isinstance(value, kind):
                 got = f"{name} is a {type(value).__module__}.{type(value).__qualname__}"
                 advice = "Call setup(model, optimizer, *dataloaders), with several optimizers as one list"
-                problems.append(problem(got, f"it must be a {kind.__module__}.{kind.__qualname__}", advice))
+                problems.append(error_message(got, f"it must be a {kind.__module__}.{kind.__qualname__}", advice))
     if problems:
         raise NanoConfigError("\n".join(problems))

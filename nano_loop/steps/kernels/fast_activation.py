@@ -16,7 +16,7 @@ from nano_loop.kernels.activation import activations
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.torch_private import calls_only_forward, in_functorch
-from nano_loop.runtime.objects.parts import Parts, names_in_forward
+from nano_loop.runtime.objects.training_objects import TrainingObjects, names_in_forward
 from nano_loop.steps.kernels.kernel_step import KernelStep
 
 #: Modules that compute GELU by tanh from several operators.
@@ -47,7 +47,7 @@ class FastActivation(KernelStep):
         return any("tanh" in name.lower() or "gelu" in name.lower() for name in _names(model))
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models:
             self.interceptors.for_model(model).around_modules(self._around, self.name)
         return super().apply(parts)

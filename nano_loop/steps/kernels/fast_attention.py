@@ -8,7 +8,7 @@ from torch import nn
 from typing_extensions import override
 
 from nano_loop.kernels.attention import attention, blocked_attention
-from nano_loop.runtime.objects.parts import class_name, names_in_forward
+from nano_loop.runtime.objects.training_objects import class_name, names_in_forward
 from nano_loop.steps.kernels.kernel_step import KernelStep
 from nano_loop.steps.step import SkipReason
 

@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from nano_loop.kernels.dropout import bernoulli
-from nano_loop.runtime.objects.parts import Parts, class_name
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.kernels.kernel_step import KernelStep
 from nano_loop.steps.step import SkipReason
 
@@ -37,8 +37,8 @@ class FastDropout(KernelStep):
         return any(map(_drops, model.modules()))
 
     @override
-    def apply(self, parts: Parts) -> str:
-        return super().apply(Parts())  # nothing depends on which model draws
+    def apply(self, parts: TrainingObjects) -> str:
+        return super().apply(TrainingObjects())  # nothing depends on which model draws
 
     @override
     def contexts(self) -> Iterable[AbstractContextManager[None]]:

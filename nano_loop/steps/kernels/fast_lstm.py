@@ -6,7 +6,7 @@ from torch import nn
 from typing_extensions import override
 
 from nano_loop.kernels.rnn import lstm, lstm_layer
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels.kernel_step import KernelStep
 
 
@@ -24,6 +24,6 @@ class FastLstm(KernelStep):
         return any(isinstance(module, nn.LSTM) for module in model.modules())
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         detail = super().apply(parts)
         return detail if self.kernel.is_first_guess else "in C where that is faster"

@@ -6,7 +6,7 @@ from torch import nn
 from typing_extensions import override
 
 from nano_loop.kernels.norm import norms
-from nano_loop.runtime.objects.parts import has_modules
+from nano_loop.runtime.objects.training_objects import has_modules
 from nano_loop.steps.kernels.kernel_step import KernelStep
 from nano_loop.steps.step import SkipReason
 

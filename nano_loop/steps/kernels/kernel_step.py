@@ -14,7 +14,7 @@ from typing_extensions import override
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -46,11 +46,11 @@ class KernelStep(Step):
         """Whether a model has modules that call the replaced operators."""
 
     @override
-    def is_relevant(self, parts: Parts) -> bool:
+    def is_relevant(self, parts: TrainingObjects) -> bool:
         return super().is_relevant(parts) and (self.absent is not None or self._is_wanted(parts))
 
     @override
-    def skip_reason(self, parts: Parts) -> SkipReason | None:
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         if self.auto_is_for_reduced_precision and not self.options.reduced_precision:
             return SkipReason("not_bf16", "it is for bf16")
         if self.calls_torchs_kernels and not gives_kernels():
@@ -62,7 +62,7 @@ class KernelStep(Step):
         return None if reason is None else SkipReason("no_kernel", reason)
 
     @override
-    def apply(self, parts: Parts) -> str:
+    def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models:
             self.interceptors.for_model(model)
         if not self._is_applied:
@@ -76,5 +76,5 @@ class KernelStep(Step):
         """Return what replaces the kernels, to be entered once a run."""
         return [replacement.in_force() for replacement in self.replacements]
 
-    def _is_wanted(self, parts: Parts) -> bool:
+    def _is_wanted(self, parts: TrainingObjects) -> bool:
         return self.required or any(map(self.is_for, parts.models))

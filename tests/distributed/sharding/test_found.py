@@ -28,7 +28,7 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.ranks import ALONE
 from nano_loop.distributed.launch.active_runs import active_run
 from nano_loop.patching.calls.calls import CallInterceptors
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import StepContext
 from nano_loop.steps.sharding import Sharding
 
@@ -53,7 +53,7 @@ def sharding_of(ranks):
     """The step of a run in which a model was set up, and the model."""
     model = nn.Linear(1, 1)
     step = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
-    step.observe(Parts(models=[model]))
+    step.observe(TrainingObjects(models=[model]))
     return step, model
 
 
@@ -80,7 +80,7 @@ def test_loader_of_the_loop_is_divided_as_one_that_was_set_up(team, make):
         step, _ = sharding_of(ranks)
         loader = make()
         if not found:
-            step.apply(Parts(loaders=[loader]))
+            step.apply(TrainingObjects(loaders=[loader]))
         batches = [seen(loader), seen(loader)]
         length = 0 if isinstance(loader.dataset, IterableDataset) else len(loader)
         step.undo()
@@ -96,7 +96,7 @@ def test_loader_of_the_loop_is_divided_as_one_that_was_set_up(team, make):
 def test_found_loader_is_whole_in_an_evaluation_and_before_a_model_is_set_up(team):
     def loop(ranks):
         unused = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
-        unused.observe(Parts(loaders=[]))
+        unused.observe(TrainingObjects(loaders=[]))
         loader = DataLoader(numbers(), 4)
         counts = [len(seen(loader))]
         step, model = sharding_of(ranks)
@@ -132,7 +132,7 @@ def test_shard_of_a_setup_after_the_first_iteration_counts(team):
         step, _ = sharding_of(ranks)
         loader = DataLoader(numbers(), 4)
         counts = [len(seen(loader))]
-        step.apply(Parts(loaders=[loader], shard=False))
+        step.apply(TrainingObjects(loaders=[loader], shard=False))
         counts += [len(seen(loader)), ranks.context.sharding.chosen]
         step.undo()
         return counts

@@ -16,7 +16,7 @@ from nano_loop.cpu import Machine
 from nano_loop.errors import NanoWarning
 from nano_loop.patching import user_code
 from nano_loop.patching.calls.calls import CallInterceptors
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import StepContext
 from nano_loop.steps.sharding import Sharding
 
@@ -84,7 +84,7 @@ def warned(ranks, loop, set_up, times=2):
     """The warnings of NanoWarning's kind, as (message, the line that is named), for a loop that is called again."""
     model, loader = nn.Linear(1, 1), DataLoader(TensorDataset(torch.arange(20.0)[:, None]), 4)
     step = Sharding(StepContext(Options(), Machine("A CPU", "x86_64", (), (0,)), CallInterceptors(), ranks))
-    parts = Parts(models=[model], loaders=[loader] if set_up else [])
+    parts = TrainingObjects(models=[model], loaders=[loader] if set_up else [])
     step.observe(parts)
     if set_up:
         step.apply(parts)

@@ -13,7 +13,7 @@ from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.distributed.sharding.sharding import served_whole_by_mode
 from nano_loop.patching.calls.calls import CallInterceptors
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import StepContext
 from nano_loop.steps.fast_fetch import FastFetch
 from nano_loop.steps.sharding import Sharding
@@ -42,7 +42,7 @@ def test_ranks_share_with_and_without_whole_batches(team, size, fast):
         loader = numbers(shuffle=True)
         steps = [made(kind, ranks) for kind in ([FastFetch] if fast else []) + [Sharding]]
         for each in steps:
-            each.apply(Parts(loaders=[loader]))
+            each.apply(TrainingObjects(loaders=[loader]))
         with pytest.MonkeyPatch.context() as patch:
             if fast:
                 patch.delattr(TensorDataset, "__getitem__")
@@ -65,11 +65,11 @@ def test_models_of_other_calls_count_too(team):
     def loop(ranks):
         model, late = nn.Linear(1, 1).eval(), nn.Linear(1, 1)
         loader, sharding = numbers(), made(Sharding, ranks)
-        sharding.observe(Parts(models=[model]))
-        sharding.apply(Parts(loaders=[loader]))
+        sharding.observe(TrainingObjects(models=[model]))
+        sharding.apply(TrainingObjects(loaders=[loader]))
         counts = [len(seen(loader))]
         told = served_whole_by_mode()
-        sharding.observe(Parts(models=[late]))
+        sharding.observe(TrainingObjects(models=[late]))
         counts += [len(seen(loader)), len(loader)]
         late.eval()
         counts += [len(seen(loader)), len(loader)]
@@ -85,7 +85,7 @@ def test_shard_of_a_later_call_wins_and_none_changes_nothing(team):
         loader, sharding = numbers(), made(Sharding, ranks)
         counts = []
         for shard in (None, True, None, False, None):
-            sharding.apply(Parts(models=[model], loaders=[loader], shard=shard))
+            sharding.apply(TrainingObjects(models=[model], loaders=[loader], shard=shard))
             counts.append((len(seen(loader)), len(loader), served_whole_by_mode()))
         sharding.undo()
         return counts
@@ -97,8 +97,8 @@ def test_shard_of_a_later_call_wins_and_none_changes_nothing(team):
 def test_a_run_within_a_run_shares_once(team):
     def loop(ranks):
         loader, outer, inner = numbers(), made(Sharding, ranks), made(Sharding, ranks)
-        outer.apply(Parts(loaders=[loader]))
-        inner.apply(Parts(loaders=[loader]))
+        outer.apply(TrainingObjects(loaders=[loader]))
+        inner.apply(TrainingObjects(loaders=[loader]))
         both = seen(loader)
         inner.undo()
         return both, seen(loader), outer.undo(), len(seen(loader))
@@ -110,7 +110,7 @@ def test_a_run_within_a_run_shares_once(team):
 def test_persistent_workers_end_with_the_run(team):
     def loop(ranks):
         loader, sharding = numbers(num_workers=1, persistent_workers=True), made(Sharding, ranks)
-        sharding.apply(Parts(loaders=[loader]))
+        sharding.apply(TrainingObjects(loaders=[loader]))
         seen(loader)
         alive = len(multiprocessing.active_children())
         sharding.undo()
@@ -124,7 +124,7 @@ def test_counts_of_an_evaluation_are_summed_over_ranks_with_shard_alone(team):
         loader, sharding = numbers(count=16), made(Sharding, ranks)
         sums = []
         for shard in (None, True):
-            sharding.apply(Parts(models=[nn.Linear(1, 1)], loaders=[loader], shard=shard))
+            sharding.apply(TrainingObjects(models=[nn.Linear(1, 1)], loaders=[loader], shard=shard))
             with torch.no_grad():
                 sums.append(sum(ranks.gather(sum(map(len, seen(loader))))))
         sharding.undo()

@@ -81,13 +81,13 @@ def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rou
     assert team(size)(run) == [[]] * size
 
 
-@pytest.mark.parametrize("stalling", ["fill", "empty", "write_mean", "OwnSlice.average"])
+@pytest.mark.parametrize("stalling", ["fill", "empty", "write_mean", "LocalShard.average"])
 def test_a_rank_that_stalls_anywhere_is_waited_for(team, tmp_path, stalling):
     def run(ranks):
         from nano_loop.distributed.comm import packing
-        from nano_loop.distributed.shared_memory import own_slice, shared_ring
+        from nano_loop.distributed.shared_memory import shared_ring
 
-        place = {"write_mean": shared_ring, "OwnSlice.average": own_slice.OwnSlice}.get(stalling, packing.Places)
+        place = {"write_mean": shared_ring, "LocalShard.average": local_shard.LocalShard}.get(stalling, packing.Places)
         name = stalling.rpartition(".")[2]
         original, naps = getattr(place, name), random.Random(ranks.rank)
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from nano_loop.distributed.comm.parting import AVERAGING
+from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.shared_memory import waits as module
 from nano_loop.distributed.shared_memory.waits import Waits
 

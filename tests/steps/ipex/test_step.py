@@ -19,7 +19,7 @@ from nano_loop import NanoConfigError, NanoError, nano
 from nano_loop.cpu import Machine, read_machine
 from nano_loop.integrations.ipex import Ipex
 from nano_loop.integrations.ipex import step as ipex
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 needs_ipex = pytest.mark.skipif(not has_ipex(), reason="IPEX is in the environment of `make test-ipex` alone")
 
@@ -88,7 +88,7 @@ def test_another_cpu_is_not_told_to_install_it(installed, step):
     installed("2.13.0", None)
     machine = Machine("Graviton", "aarch64", (), (), instruction_sets=frozenset(["bf16"]))
     with pytest.raises(NanoConfigError, match=r"Graviton.*Leave it out\.$"):
-        step(Ipex, on=machine, use_ipex=True).skip_reason(Parts())
+        step(Ipex, on=machine, use_ipex=True).skip_reason(TrainingObjects())
 
 
 @pytest.mark.parametrize("torch_version", ["2.13.0", "2.80.0", "2.9.1+cpu", "3.8.0"])
@@ -102,16 +102,16 @@ def test_another_torch_is_told_which_one_goes_with_this_ipex(installed, torch_ve
 @pytest.mark.parametrize("torch_version", ["2.8.0", "2.8.0+cu128", "2.8.1", "2.8.0a0"])
 def test_its_own_torch_in_any_build_is_let_through(installed, step, torch_version):
     installed(torch_version, "2.8.0+cpu")
-    assert step(Ipex, use_ipex=True).skip_reason(Parts()) is None
+    assert step(Ipex, use_ipex=True).skip_reason(TrainingObjects()) is None
 
 
 def test_torch_that_was_built_in_place_counts_as_what_it_says(installed, step, monkeypatch):
     installed(None, "2.8.0")
     monkeypatch.setattr(torch, "__version__", "2.8.0a0+git1234")
-    assert step(Ipex, use_ipex=True).skip_reason(Parts()) is None
+    assert step(Ipex, use_ipex=True).skip_reason(TrainingObjects()) is None
     monkeypatch.setattr(torch, "__version__", "2.14.0")
     with pytest.raises(NanoConfigError, match=r"torch 2\.14\.0"):
-        step(Ipex, use_ipex=True).skip_reason(Parts())
+        step(Ipex, use_ipex=True).skip_reason(TrainingObjects())
 
 
 @pytest.mark.parametrize(("architecture", "sets"), [("x86_64", ["avx", "sse4_2"]), ("aarch64", ["bf16"])])
@@ -119,13 +119,13 @@ def test_another_cpu_is_named_with_what_is_needed(installed, step, architecture,
     installed("2.8.0", "2.8.0")
     machine = Machine("Old CPU", architecture, (), (), instruction_sets=frozenset(sets))
     with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*AVX2.*Old CPU.*Leave it out\.$"):
-        step(Ipex, on=machine, use_ipex=True).skip_reason(Parts())
+        step(Ipex, on=machine, use_ipex=True).skip_reason(TrainingObjects())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_scripted_model_is_refused(step, installed):
     installed("2.8.0", "2.8.0")
-    parts = Parts([torch.jit.script(torch.nn.Linear(2, 2))])
+    parts = TrainingObjects([torch.jit.script(torch.nn.Linear(2, 2))])
     with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*TorchScript.*pass the model unscripted\.$"):
         step(Ipex, use_ipex=True).skip_reason(parts)
 
@@ -137,7 +137,7 @@ def test_scripted_model_is_refused(step, installed):
 def test_failure_of_its_import_is_said_with_its_reason(installed, step, error):
     installed("2.8.0", "2.8.0", raised=error)
     with pytest.raises(NanoError, match="importing IPEX raised") as caught:
-        step(Ipex, use_ipex=True).apply(Parts())
+        step(Ipex, use_ipex=True).apply(TrainingObjects())
     assert str(error) in str(caught.value)
     assert caught.value.__cause__ is error
 
@@ -161,7 +161,7 @@ def timed(installed, step, monkeypatch):
         model = nn.Linear(width, 1)
         made = step(Ipex, use_ipex=use_ipex, **options)
         loaders = [DataLoader(range(64), batch_size)] if batch_size else []
-        made.observe(Parts([model], [kind(model.parameters(), lr=0.1)], loaders))
+        made.observe(TrainingObjects([model], [kind(model.parameters(), lr=0.1)], loaders))
         if made._watch is not None:
             monkeypatch.setattr(made._watch, "median_ms", lambda: milliseconds)
         said = made.final_result()

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop.kernels.dropout import bernoulli
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels.fast_dropout import FastDropout
 
 X = torch.ones(64, 1024)
-DROPS = Parts([nn.Dropout(0.5)])
+DROPS = TrainingObjects([nn.Dropout(0.5)])
 
 same_draws = pytest.mark.skipif(
     bernoulli.KERNEL.unavailable is not None, reason=f"fast masks: {bernoulli.KERNEL.unavailable}"

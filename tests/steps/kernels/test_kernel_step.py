@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nano_loop import NanoConfigError, accelerated
-from nano_loop.runtime.objects.parts import Parts
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels import (
     KERNEL_STEPS,
     FastActivation,
@@ -56,7 +56,7 @@ def everything_available(monkeypatch):
 
 
 def parts_of(kind):
-    return Parts([CALLING[kind][0]])
+    return TrainingObjects([CALLING[kind][0]])
 
 
 @pytest.mark.parametrize("kind", KERNEL_STEPS)
@@ -64,8 +64,8 @@ def test_models_that_call_the_operators_are_recognised(step, kind):
     for model in CALLING[kind]:
         made = step(kind, precision="bf16")
         assert made.enabled
-        assert made.is_relevant(Parts([model]))
-        assert made.skip_reason(Parts([model])) is None
+        assert made.is_relevant(TrainingObjects([model]))
+        assert made.skip_reason(TrainingObjects([model])) is None
 
 
 @pytest.mark.parametrize("kind", KERNEL_STEPS)
@@ -73,11 +73,11 @@ def test_other_models_are_skipped_unless_asked(step, kind):
     models, code = OTHERS[kind]
     for model in models:
         made, asked = step(kind, precision="bf16"), step(kind, precision="bf16", **{kind.name: True})
-        assert made.is_relevant(Parts([model])) == (code is not None)
+        assert made.is_relevant(TrainingObjects([model])) == (code is not None)
         if code is not None:
-            assert made.skip_reason(Parts([model])).code == code
-        assert asked.is_relevant(Parts([model]))
-        assert asked.skip_reason(Parts([model])) is None
+            assert made.skip_reason(TrainingObjects([model])).code == code
+        assert asked.is_relevant(TrainingObjects([model]))
+        assert asked.skip_reason(TrainingObjects([model])) is None
 
 
 @pytest.mark.parametrize("kind", KERNEL_STEPS)

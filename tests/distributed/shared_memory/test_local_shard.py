@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nano_loop.distributed.comm.packing import pack, signature
-from nano_loop.distributed.shared_memory.own_slice import OwnSlice
+from nano_loop.distributed.shared_memory.local_shard import LocalShard
 
 LENGTH = 40
 
@@ -29,7 +29,7 @@ def test_slice_is_the_mean_in_the_order_of_ranks(size, dtype):
         slots, result = [each.clone() for each in flat], torch.full((LENGTH,), -1.0, dtype=dtype)
         slots[rank].fill_(torch.nan)  # this rank's own gradients never are in shared memory
         mine = [each.clone() for each in lists[rank]]
-        OwnSlice(batch, start, stop, rank, slots, result).average(mine, {0: mine[0].view(-1), 2: mine[2]})
+        LocalShard(batch, start, stop, rank, slots, result).average(mine, {0: mine[0].view(-1), 2: mine[2]})
         expected = flat[rank].clone()
         expected[start:stop] = (total / size)[start:stop]
         assert torch.equal(torch.cat([each.flatten() for each in mine]), expected)
@@ -42,5 +42,5 @@ def test_an_empty_slice_changes_nothing():
     tensors = tensors_of(0, torch.float32)
     (batch,) = pack(signature(tensors), 1 << 10).batches
     slots, result = [torch.zeros(LENGTH), torch.zeros(LENGTH)], torch.zeros(LENGTH)
-    OwnSlice(batch, LENGTH, LENGTH, 1, slots, result).average(tensors, {})
+    LocalShard(batch, LENGTH, LENGTH, 1, slots, result).average(tensors, {})
     assert all(map(torch.equal, tensors, tensors_of(0, torch.float32)))

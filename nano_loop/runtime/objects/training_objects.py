@@ -39,7 +39,7 @@ def names_in_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 @dataclass
-class Parts:
+class TrainingObjects:
     """The user's models, optimizers and loaders.
 
     Parameters
@@ -65,7 +65,7 @@ class Parts:
         self.optimizers = innermost(self.optimizers)
 
     @classmethod
-    def of(cls, model: Any, optimizer: Any, dataloaders: Sequence[Any]) -> Parts:
+    def of(cls, model: Any, optimizer: Any, dataloaders: Sequence[Any]) -> TrainingObjects:
         """Return the parts of a call ``setup(model, optimizer, *dataloaders)``.
 
         Parameters

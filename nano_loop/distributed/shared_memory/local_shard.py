@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nano_loop.distributed.comm.means import divide_each
+from nano_loop.distributed.comm.averaging_math import divide_each
 from nano_loop.distributed.comm.packing import Batch, Places
 from nano_loop.patching.torch_private import foreach_add, foreach_copy
 
@@ -14,7 +14,7 @@ from nano_loop.patching.torch_private import foreach_add, foreach_copy
 SUMMED_IN_PLACE = (torch.float32, torch.float64)
 
 
-class OwnSlice:
+class LocalShard:
     """Sums one slice of a batch over the ranks, in their order.
 
     Parameters

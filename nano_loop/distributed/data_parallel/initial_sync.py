@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.errors import NanoError, problem
+from nano_loop.errors import NanoError, error_message
 
 #: A tensor, and its name for a message.
 Named = tuple[str, torch.Tensor]
@@ -86,7 +86,7 @@ def _refuse_lazy(named: Sequence[Named]) -> None:
     lazy = [name for name, tensor in named if isinstance(tensor, (UninitializedParameter, UninitializedBuffer))]
     if lazy:
         expected = "rank 0's values cannot be copied to the other ranks yet"
-        raise NanoError(problem(f"{lazy[0]} has no shape yet", expected, "Call the model once before setup"))
+        raise NanoError(error_message(f"{lazy[0]} has no shape yet", expected, "Call the model once before setup"))
 
 
 def _refuse_without_memory(named: Sequence[Named]) -> None:
@@ -96,7 +96,7 @@ def _refuse_without_memory(named: Sequence[Named]) -> None:
         way = "to_empty" if device.type == "meta" else "to"
         hint = f"Call model.{way}(device='cpu') and set its values before setup"
         expected = "rank 0's values are copied to the other ranks from the memory of the CPU"
-        raise NanoError(problem(f"{name} is on the device {str(device)!r}", expected, hint))
+        raise NanoError(error_message(f"{name} is on the device {str(device)!r}", expected, hint))
 
 
 def _is_raw(tensor: torch.Tensor) -> bool:
@@ -116,7 +116,7 @@ def _refuse_difference(signatures: list[list[str]]) -> None:
             if first != other:
                 got = f"rank {rank} has {other} where rank 0 has {first}"
                 expected = "all ranks must set up the same models and optimizers"
-                raise NanoError(problem(got, expected, "Build them the same way on every rank"))
+                raise NanoError(error_message(got, expected, "Build them the same way on every rank"))
 
 
 def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:

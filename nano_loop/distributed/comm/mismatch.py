@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nano_loop.distributed.comm.channel import ITERATION
 from nano_loop.distributed.comm.ranks import Loop
-from nano_loop.errors import problem
+from nano_loop.errors import error_message
 from nano_loop.patching.user_code import users_line
 
 #: What a rank is in that averages gradients.
@@ -17,14 +17,14 @@ _DIVIDED = "a loader that is divided is iterated by every rank"
 _ALONE = "what one rank does alone under torch.no_grad(), where each rank takes all batches"
 
 
-class Whereabouts(NamedTuple):
+class CallSite(NamedTuple):
     """The collective that a rank is in, and the line of the user's that has called it."""
 
     what: str
     line: str
 
     @classmethod
-    def mine(cls, what: str) -> Whereabouts:
+    def mine(cls, what: str) -> CallSite:
         """Return those of this rank."""
         return cls(what, users_line())
 
@@ -33,20 +33,20 @@ class Whereabouts(NamedTuple):
         return "\n".join(self).encode(errors="replace")
 
     @classmethod
-    def unpack(cls, data: bytes) -> Whereabouts:
+    def unpack(cls, data: bytes) -> CallSite:
         """Return what `pack` has packed. Where bytes are missing at the end, the line is shorter."""
         what, _, line = data.decode(errors="replace").partition("\n")
         return cls(what, line)
 
 
-def parted(mine: int, all_ranks: Mapping[int, Whereabouts]) -> str:
+def parted(mine: int, all_ranks: Mapping[int, CallSite]) -> str:
     """Return the message for ranks that are in different collectives.
 
     Parameters
     ----------
     mine : int
         This rank.
-    all_ranks : mapping of int to Whereabouts
+    all_ranks : mapping of int to CallSite
         Where each rank is.
     """
     iterating = [rank for rank, where in all_ranks.items() if where.what == ITERATION]
@@ -54,16 +54,18 @@ def parted(mine: int, all_ranks: Mapping[int, Whereabouts]) -> str:
     if not others:
         got = f"ranks {', '.join(map(str, sorted(all_ranks)))} wait for each other, in different groups of ranks"
         expected = "ranks that are in several groups must use them in the same order"
-        message = problem(got, expected, "Make the loop call the collectives of its groups in one order on every rank")
+        message = error_message(
+            got, expected, "Make the loop call the collectives of its groups in one order on every rank"
+        )
     elif iterating:
         other = next(rank for rank in all_ranks if rank not in iterating)
         got = f"rank {iterating[0]} iterates a loader, and rank {other} does not"
-        message = problem(got, _DIVIDED, f"Iterate it on every rank, or put {_ALONE}")
+        message = error_message(got, _DIVIDED, f"Iterate it on every rank, or put {_ALONE}")
     else:
         got = f"rank {mine} is in a collective ({all_ranks[mine].what}) that rank {others[0]} is not in"
         expected = "all ranks must call the same collectives, with tensors of the same shape and dtype"
         hint = "Make the loop do the same on every rank; only printing and saving may differ"
-        message = problem(got, expected, hint)
+        message = error_message(got, expected, hint)
     return "\n\n".join([message, *(_place(rank, where.line) for rank, where in all_ranks.items() if where.line)])
 
 
@@ -81,9 +83,9 @@ def left_behind(mine: int, rank: int, still: str, loop: Loop) -> str:
     """
     given, (expected, hint) = f"rank {rank} has returned from {loop.name}, and rank {mine}", loop.same_steps
     if still == ITERATION:
-        message = problem(f"{given} iterates a loader", f"{expected}, and {_DIVIDED}", f"{hint}. Put {_ALONE}")
+        message = error_message(f"{given} iterates a loader", f"{expected}, and {_DIVIDED}", f"{hint}. Put {_ALONE}")
     else:
-        message = problem(f"{given} still {still}", expected, hint)
+        message = error_message(f"{given} still {still}", expected, hint)
     return with_own_line(message, mine)
 
 
