@@ -160,8 +160,8 @@ def _forward(
 
 torch.library.define(
     "nano_loop::lstm",
-    "(Tensor inputs, Tensor input_weight, Tensor hidden_weight, Tensor? input_bias, Tensor? output_bias, Tensor output, "
-    "Tensor cells, bool is_reversed) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor inputs, Tensor input_weight, Tensor hidden_weight, Tensor? input_bias, Tensor? output_bias, "
+    "Tensor output, Tensor cells, bool is_reversed) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.impl("nano_loop::lstm", "CPU", _forward)
 #: The forward as an operator, of which the first arguments are those of torch's.

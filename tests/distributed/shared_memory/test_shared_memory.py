@@ -85,7 +85,7 @@ def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rou
 def test_a_rank_that_stalls_anywhere_is_waited_for(team, tmp_path, stalling):
     def run(ranks):
         from nano_loop.distributed.comm import packing
-        from nano_loop.distributed.shared_memory import shared_ring
+        from nano_loop.distributed.shared_memory import local_shard, shared_ring
 
         place = {"write_mean": shared_ring, "LocalShard.average": local_shard.LocalShard}.get(stalling, packing.Places)
         name = stalling.rpartition(".")[2]
