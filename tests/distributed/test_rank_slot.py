@@ -26,8 +26,8 @@ def test_number_of_cpus_gives_each_rank_as_many():
 
 
 def test_ranks_of_a_second_host_get_their_own_lists_though_the_first_names_the_same_cpus():
-    config = Options(num_processes=4, cpu_for_each_process=[[0], [1], [0], [1]])
-    assert cpus(config, [2, 3]) == [(0,), (1,)]
+    config = Options(num_processes=4, cpu_for_each_process=[[0], [1], [1], [0]])
+    assert cpus(config, [2, 3]) == [(1,), (0,)]
 
 
 def test_lists_are_refused_where_nothing_can_be_bound(monkeypatch):

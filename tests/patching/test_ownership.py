@@ -122,3 +122,11 @@ def test_calls_long_ago_are_forgotten_and_those_since_are_not(interceptors, monk
     outputs[-1].sum().backward()
     outputs[0].sum().backward()
     assert model.notes == [True, False]
+
+
+def test_the_first_node_behind_a_call_is_not_of_the_call():
+    try:
+        ownership.note_graph(1000, 1003)
+        assert [ownership.was_made_inside(number) for number in (999, 1000, 1002, 1003)] == [False, True, True, False]
+    finally:
+        ownership.forget_graphs()

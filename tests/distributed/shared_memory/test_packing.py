@@ -66,3 +66,14 @@ def test_what_lies_between_two_elements_is_cut_there_and_nothing_is_lost(seed):
                 of_whole = next(each for each in batch.pieces if each.index == piece.index)
                 first = (of_whole.bounds.start if of_whole.bounds else 0) + piece.offset - of_whole.offset
                 assert piece is of_whole or piece.bounds == slice(first, first + piece.shape.numel())
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_what_was_cut_is_written_back_into_the_tensors(contiguous):
+    tensors = [torch.zeros(20, 30) if contiguous else torch.zeros(30, 20).t()]
+    packing = packed(tensors)
+    assert packing.split == (0,)
+    flat = packing.flat(tensors)
+    flat[0].copy_(torch.arange(600.0))
+    packing.put_back(tensors, flat)
+    assert torch.equal(tensors[0], torch.arange(600.0).view(20, 30))
