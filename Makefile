@@ -57,7 +57,7 @@ ANY_TORCH := $(CLUSTERS) tests/cli tests/cpu $(wildcard tests/distributed/launch
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs-faults bench bench-overhead clean ready ready-ipex
+.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs-faults planted-faults bench bench-overhead clean ready ready-ipex
 .NOTPARALLEL:
 
 help:
@@ -68,6 +68,7 @@ help:
 	@echo "make test-benchmarks   run the tests of the benchmarks alone"
 	@echo "make test-ipex   the tests that depend on torch, with IPEX and its torch, in .venv-ipex: a download of several GB"
 	@echo "make lint    ruff, mypy, and that imports run downwards"
+	@echo "make planted-faults   plant the faults of tests/planted_faults.py one by one, and see that tests find them"
 	@echo "make docs-faults  write docs/faults.md from the table of faults in tests/faults"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
 	@echo "make clean   remove .venv, .venv-ipex, .venv-bench, builds and caches"
@@ -102,6 +103,9 @@ lint: ready
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy --strict nano_loop
 	@$(RUN) -m pytest -q tests/test_architecture.py
+
+planted-faults: ready
+	@PYTHONPATH=tests $(RUN) -m planted_faults $(ARGS)
 
 docs-faults: ready
 	@PYTHONPATH=tests $(RUN) -m faults.page

@@ -1,0 +1,301 @@
+"""Faults in the rooms of the package, each planted in a copy and looked for by the tests that should find it.
+
+``make planted-faults`` plants one after another, and fails if one is not found. A change that moves or rewrites a line
+of this list changes the list with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Fault(NamedTuple):
+    """A fault: what stands in a file of the package, once, what is put there instead, and who should find it."""
+
+    file: str
+    text: str
+    planted: str
+    tests: str
+
+
+FAULTS = (
+    Fault(
+        "api/context_manager.py",
+        "    if (settings.options.num_processes or 1) > 1:",
+        "    if (settings.options.num_processes or 1) > 2:",
+        "tests/api/test_context_manager.py",
+    ),
+    Fault(
+        "api/decorator.py",
+        "        run.apply(self._parts)\n        return self.repeat(run)",
+        "        return self.repeat(run)",
+        "tests/api/test_decorator.py",
+    ),
+    Fault(
+        "autotune/decisions.py",
+        "            return guess() if before else found.way\n",
+        "            return found.way\n",
+        "tests/autotune",
+    ),
+    Fault(
+        "cli/findings/variables.py",
+        "            for instruction_set, words in _WORDS_FOR.items()\n",
+        "            for instruction_set, words in [*_WORDS_FOR.items()][:2]\n",
+        "tests/cli/findings",
+    ),
+    Fault(
+        "cli/script.py",
+        "        raise click.exceptions.Exit(code if code > 0 else 128 - code)",
+        "        raise click.exceptions.Exit(code)",
+        "tests/cli/test_tune.py tests/cli/test_profile.py",
+    ),
+    Fault(
+        "compile/blocks.py",
+        "    return len(list(module.modules())) > 2 and",
+        "    return",
+        "tests/compile/test_blocks.py",
+    ),
+    Fault(
+        "config/environment.py",
+        '        return text == "1"',
+        '        return text == "0"',
+        "tests/config/test_options.py",
+    ),
+    Fault("config/precisions.py", '"bf16": "bf16-mixed"}', '"bf16": "bf16-true"}', "tests/config/test_options.py"),
+    Fault(
+        "cpu/cgroup.py",
+        "    return min((quota for quota in quotas",
+        "    return max((quota for quota in quotas",
+        "tests/cpu",
+    ),
+    Fault(
+        "cpu/partition.py",
+        "None if machine.quota is None else machine.quota / num_processes",
+        "machine.quota",
+        "tests/cpu/test_partition.py",
+    ),
+    Fault(
+        "distributed/comm/packing.py",
+        "                tensors[index].copy_(elements.view(tensors[index].shape))\n",
+        "                pass\n",
+        "tests/distributed/shared_memory/test_packing.py",
+    ),
+    Fault(
+        "distributed/comm/rank_slot.py",
+        "    return given_shares(machine, [chosen[rank] for rank in ranks])",
+        "    return given_shares(machine, chosen[: len(ranks)])",
+        "tests/distributed/test_rank_slot.py",
+    ),
+    Fault(
+        "distributed/comm/signed.py",
+        "        bound = self._run + _BOUND.pack(self._number, sender)\n",
+        "        bound = self._run + _BOUND.pack(self._number, 0)\n",
+        "tests/distributed/test_signed.py",
+    ),
+    Fault(
+        "distributed/data_parallel/gradients.py",
+        "values = torch.cat([values for _, values in found]) / ranks.size",
+        "values = torch.cat([values for _, values in found])",
+        "tests/distributed/data_parallel",
+    ),
+    Fault(
+        "distributed/launch/failure.py",
+        "    if isinstance(error, RankLeftError):\n        return Kind.LEFT\n",
+        "",
+        "tests/distributed/launch tests/distributed/test_ranks.py",
+    ),
+    Fault(
+        "distributed/launch_external/environment.py",
+        "            return launch if launch.size > 1 else None\n",
+        "            return launch\n",
+        "tests/distributed/launch_external tests/distributed/test_rank_slot.py",
+    ),
+    Fault(
+        "distributed/multi_host/hosts.py",
+        "            if self._factor != 1:\n                foreach_multiply([*tensors], self._factor)\n",
+        "",
+        "tests/distributed/shared_memory/test_hosts.py",
+    ),
+    Fault(
+        "distributed/payload/reductions.py",
+        '        kept["grad"] = tensor.grad\n',
+        "        pass\n",
+        "tests/distributed/payload",
+    ),
+    Fault(
+        "distributed/sharding/sharding.py",
+        "not torch.is_grad_enabled() or self._evaluating\n",
+        "self._evaluating\n",
+        "tests/distributed/sharding",
+    ),
+    Fault(
+        "images/store.py",
+        "or (sums and zlib.crc32(pixels, zlib.crc32(text)) != total)",
+        "",
+        "tests/images/test_store.py",
+    ),
+    Fault(
+        "integrations/cuda_calls/cuda_module.py",
+        '    "device_count": _value(1),',
+        '    "device_count": _value(0),',
+        "tests/integrations/cuda_calls",
+    ),
+    Fault(
+        "integrations/fabric/fabric.py",
+        "    torch.compile, warnings.formatwarning = compile_, format_\n",
+        "    warnings.formatwarning = format_\n",
+        "tests/integrations/fabric/test_fabric.py tests/test_import.py",
+    ),
+    Fault(
+        "integrations/lightning/strategy.py",
+        "list(self.optimizers) if fitting else []",
+        "list(self.optimizers)",
+        "tests/integrations/lightning/test_lightning.py",
+    ),
+    Fault(
+        "kernels/csrc/activations.c",
+        "(1.0f + 0.134145f * x * x)",
+        "(1.0f + 0.044715f * x * x)",
+        "tests/kernels/test_activations.py",
+    ),
+    Fault(
+        "kernels/csrc/cross_entropy.c",
+        "if (smoothing) losses[i] +=",
+        "if (smoothing) losses[i] -=",
+        "tests/kernels/test_cross_entropy.py",
+    ),
+    Fault(
+        "optim.py",
+        '    rate = group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step)\n',
+        '    rate = group["lr"] / (1 - beta1**step)\n',
+        "tests/test_optim.py",
+    ),
+    Fault(
+        "optimizers/direct_steps.py", "        foreach_increment(steps)\n", "", "tests/patching/test_direct_steps.py"
+    ),
+    Fault(
+        "patching/attributes.py",
+        "            delattr(self.owner, self.name)\n",
+        "            pass\n",
+        "tests/patching/test_attributes.py",
+    ),
+    Fault(
+        "patching/ownership.py",
+        "number < _graphs.ends[place]",
+        "number <= _graphs.ends[place]",
+        "tests/patching/test_ownership.py tests/patching/test_operators.py",
+    ),
+    Fault(
+        "patching/patch_table.py",
+        "        if not change.users:\n",
+        "        if True:\n",
+        "tests/patching/test_patch_table.py",
+    ),
+    Fault(
+        "precision/autocast/conversion.py",
+        "    tensor.grad = None if gradient is None else gradient.to(dtype)\n",
+        "    tensor.grad = gradient\n",
+        "tests/steps/test_parameter_dtype.py",
+    ),
+    Fault(
+        "precision/autocast/loss_scale.py",
+        "        self.good += 1\n",
+        "        self.good += 2\n",
+        "tests/steps/test_loss_scale.py",
+    ),
+    Fault(
+        "precision/autocast/output_activations.py",
+        "return noted if connected and noted.still_holds() else None",
+        "return noted if connected else None",
+        "tests/precision/test_output_activations.py",
+    ),
+    Fault(
+        "precision/verification/comparison.py",
+        "bool(far or biased or lost)",
+        "bool(far or lost)",
+        "tests/api/test_verification.py tests/steps/test_verify.py tests/precision",
+    ),
+    Fault(
+        "profiling/rates.py", "    return 4 * math.prod(places)", "    return 2 * math.prod(places)", "tests/profiling"
+    ),
+    Fault(
+        "runtime/objects/report.py",
+        "            self._printed.lines = self._lines\n",
+        "            pass\n",
+        "tests/runtime/test_report.py tests/api/test_decorator.py",
+    ),
+    Fault(
+        "runtime/run.py",
+        "        for step in self._steps:\n            ending.callback(step.undo)\n",
+        "        for step in self._steps[1:]:\n            ending.callback(step.undo)\n",
+        "tests/runtime/test_run_life.py tests/api/test_verification.py tests/steps/test_verify.py",
+    ),
+    Fault("steps/allocator.py", "        _set(_LEFT)\n", "        _set(SETTINGS)\n", "tests/steps/test_allocator.py"),
+    Fault(
+        "steps/fast_fetch.py",
+        "            positions = [dataset.indices[position] for position in positions]\n",
+        "            positions = [*positions]\n",
+        "tests/steps/test_fast_fetch.py",
+    ),
+    Fault(
+        "steps/fused_optimizer.py",
+        '    if group["dampening"]:\n        return False\n',
+        "",
+        "tests/steps/test_fused_optimizer.py",
+    ),
+    Fault(
+        "steps/kernels/fast_linear.py",
+        "parameter.dim() == _MATRIX and parameter.numel() >= _LARGE",
+        "parameter.dim() == _MATRIX",
+        "tests/steps/kernels/test_fast_linear.py",
+    ),
+    Fault(
+        "steps/learning_rate.py",
+        "(self._ranks.size - 1) * min(",
+        "self._ranks.size * min(",
+        "tests/steps/test_learning_rate.py",
+    ),
+    Fault(
+        "steps/threads.py",
+        "        self.undoing.callback(torch.set_num_threads, count)\n",
+        "",
+        "tests/steps/test_threads.py",
+    ),
+)
+
+
+def is_found(fault: Fault) -> bool:
+    """Whether the tests of a fault fail in a copy of the checkout that has it."""
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        for name in ("nano_loop", "tests", "setup.cfg", "benchmarks", "examples"):
+            copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copied(ROOT / name, Path(folder) / name)
+        path = Path(folder) / "nano_loop" / fault.file
+        path.write_text(path.read_text().replace(fault.text, fault.planted))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-o", "timeout=600"]
+        environ = {**os.environ, "PYTHONPATH": folder}
+        done = subprocess.run([*command, *fault.tests.split()], cwd=folder, env=environ, capture_output=True)
+    return done.returncode == 1
+
+
+def main(wanted: list[str]) -> int:
+    """Plant the faults of the files whose names contain one of these, or all; return the exit status."""
+    missed = 0
+    for fault in FAULTS:
+        if not wanted or any(name in fault.file for name in wanted):
+            found = is_found(fault)
+            missed += not found
+            print(f"{'found ' if found else 'MISSED'}  {fault.file}", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
