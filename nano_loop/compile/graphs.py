@@ -64,7 +64,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     if not training or not 0 < p < 1 or input.device.type != "cpu":
         return F.dropout(input, p, training, inplace)
     like = torch.empty_like(input)
-    noise: Tensor = operators.kept(like.shape, like.stride(), 1 - p, number).to(input.dtype) / (1 - p)
+    mask: Tensor = operators.kept(like.shape, like.stride(), 1 - p, number, device=torch.device("cpu"))
+    noise = mask.to(input.dtype) / (1 - p)
     return input.mul_(noise) if inplace else input * noise
 
 

@@ -17,19 +17,23 @@ _Three = tuple[Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("nano_loop::kept", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
-def kept(size: Sequence[int], stride: Sequence[int], probability: float, number: int) -> Tensor:
+def kept(
+    size: Sequence[int], stride: Sequence[int], probability: float, number: int, *, device: torch.device
+) -> Tensor:
     """Return a mask of ones with this probability, drawn as `torch.Tensor.bernoulli_` draws it.
 
     Of bytes, since what Inductor makes takes twenty times as long to read a mask of bool. An operator has the strides
     of the plain loop, on which the order of the draws depends. torch would call it once for two calls with the same
-    arguments, so that `number` differs between them.
+    arguments, so that `number` differs between them; and asks for the `device` where it recomputes an activation.
     """
-    return torch.empty_strided(size, stride, dtype=torch.uint8).bernoulli_(probability)
+    return torch.empty_strided(size, stride, dtype=torch.uint8, device=device).bernoulli_(probability)
 
 
 @kept.register_fake
-def _kept_like(size: Sequence[int], stride: Sequence[int], probability: float, number: int) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=torch.uint8)
+def _kept_like(
+    size: Sequence[int], stride: Sequence[int], probability: float, number: int, *, device: torch.device
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=torch.uint8, device=device)
 
 
 def _operator(

@@ -12,6 +12,9 @@ from nano_loop.kernels.loss.cross_entropy import KERNEL
 OURS = torch.ops.nano_loop
 
 
+CPU = {"device": torch.device("cpu")}
+
+
 def bf16(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).bfloat16().requires_grad_()
@@ -49,9 +52,9 @@ def test_attention_keeps_torchs_rules_for_operators_and_computes_as_outside_of_a
 
 
 def test_masks_do_so_too_and_are_those_of_torchs_generator():
-    opcheck(OURS.kept, ((3, 5), (5, 1), 0.5, 0), test_utils=("test_schema", "test_faketensor"))
+    opcheck(OURS.kept, ((3, 5), (5, 1), 0.5, 0), CPU, test_utils=("test_schema", "test_faketensor"))
     torch.manual_seed(3)
-    found = OURS.kept((100, 200), (200, 1), 0.7, 0), torch.rand(1)
+    found = OURS.kept((100, 200), (200, 1), 0.7, 0, **CPU), torch.rand(1)
     torch.manual_seed(3)
     assert all(map(torch.equal, found, (torch.empty(100, 200).bernoulli_(0.7).to(torch.uint8), torch.rand(1))))
 
