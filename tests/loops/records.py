@@ -79,8 +79,9 @@ def record_loader(loader):
 
 
 def attributes(owner):
-    """What is in its `__dict__`, but for what pickle and Dynamo note there for themselves."""
-    return sorted(key for key in vars(owner) if key != "__slotnames__" and not key.startswith("_dynamo"))
+    """What is in its `__dict__`, but for what pickle, Dynamo and Lightning's torch.compile note there for themselves."""
+    noted = ("__slotnames__", "_compile_kwargs")
+    return sorted(key for key in vars(owner) if key not in noted and not key.startswith("_dynamo"))
 
 
 def names(cls):

@@ -13,7 +13,9 @@ from torch.jit import trace as trace_by_name
 from nano_loop import accelerated
 
 DEPRECATED = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.*is deprecated", "ignore:`torch.jit.*is not supported in Python"
+    "ignore:`torch.jit.*is deprecated",
+    "ignore:`torch.jit.*is not supported in Python",
+    "ignore:JIT pass will be deprecated",  # by IPEX, once another test has imported it
 )
 
 

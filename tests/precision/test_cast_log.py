@@ -101,7 +101,7 @@ def test_the_backward_of_a_module_is_a_row_of_the_module():
     assert places["backward", "0", "bf16"] == 2  # of the weight and of the bias
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:JIT pass will be deprecated")
 def test_lists_composite_operators_and_scripts_are_seen():
     low, high = [torch.ones(3, dtype=torch.bfloat16) for _ in range(2)], [torch.ones(3) for _ in range(2)]
     assert total(logged(lambda: torch._foreach_copy_(low, high)), "casts") == 2
