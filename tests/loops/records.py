@@ -79,7 +79,7 @@ def record_loader(loader):
 
 
 def attributes(owner):
-    """What is in its `__dict__`, but for what pickle, Dynamo and Lightning's torch.compile note there for themselves."""
+    """What is in its `__dict__`, but for what pickle, Dynamo and Lightning note there for themselves."""
     noted = ("__slotnames__", "_compile_kwargs")
     return sorted(key for key in vars(owner) if key not in noted and not key.startswith("_dynamo"))
 
