@@ -44,7 +44,7 @@ def all_reduce(data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
     0.5
     """
     ranks = _joined("all_reduce")
-    return _of_tensors(lambda each: each if ranks.size == 1 else reduced(ranks, each, group, reduce_op), data)
+    return _of_tensors(lambda value: value if ranks.size == 1 else reduced(ranks, value, group, reduce_op), data)
 
 
 def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
@@ -65,7 +65,7 @@ def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         The tensors of all ranks, stacked along a new first dimension. With one process, there is no new dimension.
     """
     ranks = _joined("all_gather")
-    return _of_tensors(lambda each: each if ranks.size == 1 else gathered(ranks, each, group, sync_grads), data)
+    return _of_tensors(lambda value: value if ranks.size == 1 else gathered(ranks, value, group, sync_grads), data)
 
 
 def broadcast(obj: Any, src: int = 0) -> Any:
@@ -143,9 +143,9 @@ def _joined(name: str) -> Ranks:
     """Return the current ranks for one of the collectives."""
     ranks = current_ranks()
     if ranks.size > 1 and not distributed.is_initialized():
-        given = f"nano_loop.{name} outside a run, in one of {ranks.size} processes"
-        needed = "the processes are connected from the start of a run to its end"
-        raise NanoError(error_message(given, needed, "Call it in the function that nano decorates"))
+        got = f"nano_loop.{name} outside a run, in one of {ranks.size} processes"
+        expected = "the processes are connected from the start of a run to its end"
+        raise NanoError(error_message(got, expected, "Call it in the function that nano decorates"))
     return ranks
 
 

@@ -38,11 +38,11 @@ def write_mean(out: torch.Tensor, parts: Sequence[torch.Tensor], scratch: torch.
         room = scratch.shape[1]
         for start in range(0, len(out), room):
             part = slice(start, start + room)
-            out[part].copy_(_wide_mean([each[part] for each in parts], scratch))
+            out[part].copy_(_wide_mean([tensor[part] for tensor in parts], scratch))
         return
     torch.add(parts[0], parts[1], out=out)
-    for each in parts[2:]:
-        out.add_(each)
+    for addend in parts[2:]:
+        out.add_(addend)
     divide(out, len(parts))
 
 

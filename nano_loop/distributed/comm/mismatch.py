@@ -24,7 +24,7 @@ class CallSite(NamedTuple):
     line: str
 
     @classmethod
-    def mine(cls, what: str) -> CallSite:
+    def of_this_rank(cls, what: str) -> CallSite:
         """Return those of this rank."""
         return cls(what, users_line())
 
@@ -39,18 +39,18 @@ class CallSite(NamedTuple):
         return cls(what, line)
 
 
-def parted(mine: int, all_ranks: Mapping[int, CallSite]) -> str:
+def parted(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
     """Return the message for ranks that are in different collectives.
 
     Parameters
     ----------
-    mine : int
+    own_rank : int
         This rank.
     all_ranks : mapping of int to CallSite
         Where each rank is.
     """
     iterating = [rank for rank, where in all_ranks.items() if where.what == ITERATION]
-    others = [rank for rank, where in all_ranks.items() if where.what != all_ranks[mine].what]
+    others = [rank for rank, where in all_ranks.items() if where.what != all_ranks[own_rank].what]
     if not others:
         got = f"ranks {', '.join(map(str, sorted(all_ranks)))} wait for each other, in different groups of ranks"
         expected = "ranks that are in several groups must use them in the same order"
@@ -62,31 +62,31 @@ def parted(mine: int, all_ranks: Mapping[int, CallSite]) -> str:
         got = f"rank {iterating[0]} iterates a loader, and rank {other} does not"
         message = error_message(got, _DIVIDED, f"Iterate it on every rank, or put {_ALONE}")
     else:
-        got = f"rank {mine} is in a collective ({all_ranks[mine].what}) that rank {others[0]} is not in"
+        got = f"rank {own_rank} is in a collective ({all_ranks[own_rank].what}) that rank {others[0]} is not in"
         expected = "all ranks must call the same collectives, with tensors of the same shape and dtype"
         hint = "Make the loop do the same on every rank; only printing and saving may differ"
         message = error_message(got, expected, hint)
     return "\n\n".join([message, *(_place(rank, where.line) for rank, where in all_ranks.items() if where.line)])
 
 
-def left_behind(mine: int, rank: int, still: str, loop: Loop) -> str:
+def left_behind(own_rank: int, rank: int, still: str, loop: Loop) -> str:
     """Return the message for a rank that has returned from the loop while this one waits for it.
 
     Parameters
     ----------
-    mine, rank : int
+    own_rank, rank : int
         This rank, and the one that has returned.
     still : str
         What this rank does, as a verb with its object, or `ITERATION`.
     loop : Loop
         What the ranks execute.
     """
-    given, (expected, hint) = f"rank {rank} has returned from {loop.name}, and rank {mine}", loop.same_steps
+    got, (expected, hint) = f"rank {rank} has returned from {loop.name}, and rank {own_rank}", loop.same_steps
     if still == ITERATION:
-        message = error_message(f"{given} iterates a loader", f"{expected}, and {_DIVIDED}", f"{hint}. Put {_ALONE}")
+        message = error_message(f"{got} iterates a loader", f"{expected}, and {_DIVIDED}", f"{hint}. Put {_ALONE}")
     else:
-        message = error_message(f"{given} still {still}", expected, hint)
-    return with_own_line(message, mine)
+        message = error_message(f"{got} still {still}", expected, hint)
+    return with_own_line(message, own_rank)
 
 
 def with_own_line(message: str, rank: int) -> str:

@@ -65,7 +65,7 @@ class Batch:
     def between(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces of the elements from `start` to before `stop`, cut where they reach beyond."""
         cut = (piece.between(start, stop) for piece in self.pieces)
-        return [each for each in cut if each is not None]
+        return [piece for piece in cut if piece is not None]
 
     @property
     def nbytes(self) -> int:
@@ -95,13 +95,13 @@ class Places:
 
     def fill(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
         """Copy the tensors of a list to their places; `flat` is what `Packing.flat` has made of them."""
-        foreach_copy(self.views, self.theirs(tensors, flat))
+        foreach_copy(self.views, self.elements(tensors, flat))
 
     def empty(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
         """Copy what the batch holds back into the tensors of the list."""
-        foreach_copy(self.theirs(tensors, flat), self.views)
+        foreach_copy(self.elements(tensors, flat), self.views)
 
-    def theirs(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    def elements(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Return the elements of the list's tensors that the pieces are."""
         return [tensors[index] if bounds is None else flat[index][bounds] for index, bounds in self._pieces]
 
@@ -177,6 +177,6 @@ def _add_parts(batches: list[Batch], index: int, length: int, room: int) -> None
 
 def _refuse_unknown(dtype: torch.dtype) -> None:
     if dtype not in AVERAGED:
-        known = ", ".join(str(each).removeprefix("torch.") for each in AVERAGED)
+        known = ", ".join(str(averaged_dtype).removeprefix("torch.") for averaged_dtype in AVERAGED)
         hint = "Convert the parameter to one of these dtypes"
         raise NanoError(error_message(f"a gradient of {dtype}", f"nano_loop averages {known}", hint))

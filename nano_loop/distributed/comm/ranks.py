@@ -156,9 +156,9 @@ class Ranks:
     def channel(self) -> Channel:
         """How values travel between the ranks; None until they have joined."""
         if self._channel is None:
-            given = f"rank {self.rank} of {self.size} has no channel to the others"
+            got = f"rank {self.rank} of {self.size} has no channel to the others"
             raise NanoError(
-                error_message(given, "values travel between ranks that have joined a run", "Start a run first")
+                error_message(got, "values travel between ranks that have joined a run", "Start a run first")
             )
         return self._channel
 
@@ -249,9 +249,9 @@ class Ranks:
         def look_around() -> None:
             self.check()
             if time.monotonic() > deadline:
-                given = f"rank {self.rank} has waited {self.timeout:g} seconds {what}"
-                advice = "Check what the other ranks are doing, or pass a longer timeout if they are working"
-                message = error_message(given, "every rank has to get there within the timeout", advice)
+                got = f"rank {self.rank} has waited {self.timeout:g} seconds {what}"
+                hint = "Check what the other ranks are doing, or pass a longer timeout if they are working"
+                message = error_message(got, "every rank has to get there within the timeout", hint)
                 raise RankLateError(message, 1 - self.rank if self.size == 2 else None)
 
         wait_until(done, look_around)

@@ -19,7 +19,7 @@ class ShardingState:
         Whether the latest batch came from a loader that ``shard=False`` keeps whole.
     implicit_loaders : bool
         Whether a loader that was not set up was divided.
-    warned : set of str
+    warnings_given : set of str
         The warnings that the run has given.
     """
 
@@ -27,4 +27,4 @@ class ShardingState:
     undivided: bool = False
     chosen: bool = False
     implicit_loaders: bool = False
-    warned: set[str] = field(default_factory=set)
+    warnings_given: set[str] = field(default_factory=set)

@@ -33,6 +33,6 @@ def gathered(ranks: Ranks, tensor: torch.Tensor, group: Any = None, sync_grads: 
 
         return torch.stack(all_gather(tensor.contiguous(), group))  # type: ignore[no-untyped-call]
     tensor = tensor.detach().contiguous()
-    found = [torch.empty_like(tensor) for _ in range(distributed.get_world_size(group))]
-    ranks.finish(distributed.all_gather(found, tensor, group, async_op=True))
-    return torch.stack(found)
+    tensors = [torch.empty_like(tensor) for _ in range(distributed.get_world_size(group))]
+    ranks.finish(distributed.all_gather(tensors, tensor, group, async_op=True))
+    return torch.stack(tensors)

@@ -66,7 +66,7 @@ class Averaging:
         self._transport = transport
         self._served_whole = served_whole
         self._compare = compare
-        self._warned: set[str] = set()
+        self._warnings_given: set[str] = set()
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
         self._parameters = Parameters(self._note)
         self._waiting: set[int] = set()  # ids of parameters whose gradients arrived and are not averaged yet
@@ -173,17 +173,17 @@ class Averaging:
         groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
         in_order = self._parameters.in_order
         compared = self._compare and purpose == "average" and checksums.is_due(self._averagings)
-        mine = Fingerprint(
+        own_fingerprint = Fingerprint(
             purpose,
             averagings=self._averagings,
             steps=self._steps,
             newcomers=len(self._parameters.newcomers),
             rates=tuple(_as_number(group.get("lr")) for group in groups),
-            arrived=bytes([kind_of(each.grad) if id(each) in waiting else NOTHING for each in in_order]),
+            arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
             checksums=checksums.checksums(in_order) if compared else b"",
             evidence=self._duplicate_work.evidence(in_order) if purpose == "average" else b"",
         )
-        fingerprints = [Fingerprint.unpack(each) for each in self._transport.exchange(mine.pack())]
+        fingerprints = [Fingerprint.unpack(packed) for packed in self._transport.exchange(own_fingerprint.pack())]
         refuse_divergence(fingerprints)
         if compared:
             checksums.refuse_unequal([fingerprint.checksums for fingerprint in fingerprints], self._parameters.named)
@@ -214,7 +214,7 @@ class Averaging:
 
     def _is_usual(self, arrived: list[bytes]) -> bool:
         """Whether all parameters, which may be thousands, have a dense gradient on all ranks."""
-        return all(each.count(DENSE) == len(self._parameters.in_order) for each in arrived)
+        return all(kinds.count(DENSE) == len(self._parameters.in_order) for kinds in arrived)
 
     def _welcome(self) -> None:
         """Give what the loop has added rank 0's values. Collective where there is something."""
@@ -267,16 +267,16 @@ class Averaging:
 
     def _warn_of_whole_batches(self) -> None:
         if self._served_whole():
-            given = "the models are trained in eval mode, in which every rank gets all batches"
-            self._warn(given, _WHOLE, _SHARD)
-            self._ranks.context.sharding.warned.add("undivided")  # which says the same
+            got = "the models are trained in eval mode, in which every rank gets all batches"
+            self._warn(got, _WHOLE, _SHARD)
+            self._ranks.context.sharding.warnings_given.add("undivided")  # which says the same
 
-    def _warn(self, given: str, needed: str, advice: str) -> None:
+    def _warn(self, got: str, expected: str, hint: str) -> None:
         """Warn on rank 0, once a run."""
-        if needed not in self._warned:
-            self._warned.add(needed)
+        if expected not in self._warnings_given:
+            self._warnings_given.add(expected)
             if self._ranks.rank == 0:
-                warn(error_message(given, needed, advice))
+                warn(error_message(got, expected, hint))
 
 
 _INPUTS = 2  # behind the function that is called and the model, in the arguments of a layer

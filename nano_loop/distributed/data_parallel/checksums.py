@@ -46,7 +46,7 @@ def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None
     parameters : sequence of (str, torch.Tensor)
         The parameters in the same order, with their names.
     """
-    if all(each == packed[0] for each in packed):
+    if all(rank_checksums == packed[0] for rank_checksums in packed):
         return
     for (name, parameter), *pairs in zip(parameters, *map(_PAIR.iter_unpack, packed), strict=True):
         for rank, pair in enumerate(pairs):
@@ -73,6 +73,6 @@ def _equal(one: tuple[float, float], other: tuple[float, float], dtype: torch.dt
     """Whether two sums and norms differ by no more than rounding does; NaN equals NaN."""
     bound = max(_TOLERANCE, _ULPS * torch.finfo(dtype).eps) * max(one[1], other[1]) + _OF_SUM * abs(one[0])
     return all(
-        mine == theirs or (math.isnan(mine) and math.isnan(theirs)) or abs(mine - theirs) <= bound < math.inf
-        for mine, theirs in zip(one, other, strict=True)
+        left == right or (math.isnan(left) and math.isnan(right)) or abs(left - right) <= bound < math.inf
+        for left, right in zip(one, other, strict=True)
     )

@@ -111,13 +111,13 @@ class DuplicateWork:
 
     def compare(self, packed: Sequence[bytes]) -> None:
         """Judge what all ranks have returned from `evidence`, and begin anew."""
-        division = self._ranks.context.sharding
+        sharding = self._ranks.context.sharding
         if self.is_due:
             by_rank = [_Evidence(*_EVIDENCE.unpack(evidence)) for evidence in packed]
-            division.undivided = _same(by_rank, division.undivided)
-        elif division.delivered:
-            division.undivided = False
-        if self._ranks.rank == 0 and (division.undivided or self.is_due):
+            sharding.undivided = _same(by_rank, sharding.undivided)
+        elif sharding.delivered:
+            sharding.undivided = False
+        if self._ranks.rank == 0 and (sharding.undivided or self.is_due):
             self._count()
         self._averagings += 1
         self._begin_anew()
@@ -145,13 +145,13 @@ class DuplicateWork:
 
     def _count(self) -> None:
         """Warn once enough has been averaged; a single step is nothing to warn of."""
-        division, place = self._ranks.context.sharding, users_place()
-        if place is None or "undivided" in division.warned or division.chosen:
+        sharding, place = self._ranks.context.sharding, users_place()
+        if place is None or "undivided" in sharding.warnings_given or sharding.chosen:
             return
         line = place.filename, place.number
-        _counts[line] = _counts.get(line, 0) + 1 if division.undivided else 0
+        _counts[line] = _counts.get(line, 0) + 1 if sharding.undivided else 0
         if _counts[line] > FIRST and self.is_due:
-            division.warned.add("undivided")
+            sharding.warnings_given.add("undivided")
             self._warn(place)
 
     def _warn(self, place: Place) -> None:

@@ -85,17 +85,21 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
     if all(_agree(fingerprint, fingerprints[0]) for fingerprint in fingerprints):
         return
     at = f"at step {fingerprints[0].steps}"
-    _refuse("the ranks have taken different numbers of steps", fingerprints, lambda each: f"{each.steps}")
-    _refuse(f"learning rates differ {at}", fingerprints, lambda each: f"{list(each.rates)}")
-    _refuse(f"numbers of parameters differ {at}", fingerprints, lambda each: f"{len(each.arrived)}")
-    _refuse(f"numbers of added parameters and buffers differ {at}", fingerprints, lambda each: f"{each.newcomers}")
-    _refuse(f"ranks are not at the same place {at}", fingerprints, lambda each: _PLACES[each.purpose])
-    _refuse(f"numbers of backwards differ {at}", fingerprints, lambda each: f"{each.averagings}")
+    _refuse("the ranks have taken different numbers of steps", fingerprints, lambda fingerprint: f"{fingerprint.steps}")
+    _refuse(f"learning rates differ {at}", fingerprints, lambda fingerprint: f"{list(fingerprint.rates)}")
+    _refuse(f"numbers of parameters differ {at}", fingerprints, lambda fingerprint: f"{len(fingerprint.arrived)}")
+    _refuse(
+        f"numbers of added parameters and buffers differ {at}",
+        fingerprints,
+        lambda fingerprint: f"{fingerprint.newcomers}",
+    )
+    _refuse(f"ranks are not at the same place {at}", fingerprints, lambda fingerprint: _PLACES[fingerprint.purpose])
+    _refuse(f"numbers of backwards differ {at}", fingerprints, lambda fingerprint: f"{fingerprint.averagings}")
 
 
 def _agree(one: Fingerprint, other: Fingerprint) -> bool:
     """Whether two are the same where they must be; never of those with NaN, which `_refuse` compares as text."""
-    counts = [replace(each, arrived=b"", checksums=b"", evidence=b"") for each in (one, other)]
+    counts = [replace(fingerprint, arrived=b"", checksums=b"", evidence=b"") for fingerprint in (one, other)]
     return counts[0] == counts[1] and len(one.arrived) == len(other.arrived)
 
 

@@ -120,9 +120,9 @@ def average_sparse(parameters: list[torch.Tensor], ranks: Ranks) -> None:
         return
     gathered = ranks.gather([_parts(parameter.grad) for parameter in parameters])
     for place, parameter in enumerate(parameters):
-        found = [parts for parts in (each[place] for each in gathered) if parts is not None]
-        indices = torch.cat([indices for indices, _ in found], dim=1)
-        values = torch.cat([values for _, values in found]) / ranks.size
+        pairs = [parts for parts in (rank_parts[place] for rank_parts in gathered) if parts is not None]
+        indices = torch.cat([indices for indices, _ in pairs], dim=1)
+        values = torch.cat([values for _, values in pairs]) / ranks.size
         # Every rank adds the same numbers up in the same order.
         shape = parameter.shape
         # Those of another host are checked: an index outside the shape would write to other memory.

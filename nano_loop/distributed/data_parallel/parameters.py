@@ -65,7 +65,7 @@ class Parameters:
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Take in models and optimizers whose tensors are equal on all ranks."""
-        self.models += [model for model in models if all(model is not each for each in self.models)]
+        self.models += [model for model in models if all(model is not known for known in self.models)]
         self.optimizers += [one for one in optimizers if all(one is not optimizer for optimizer in self.optimizers)]
         self._equal |= _by_id(models, optimizers)
         self._look()
@@ -94,7 +94,7 @@ class Parameters:
 
     def _look(self) -> None:
         self._stale, self._held = False, self._count()
-        self.in_order = [each for _, each in self.named]
+        self.in_order = [parameter for _, parameter in self.named]
         self.newcomers = self._find_newcomers()
         current = {id(parameter): parameter for parameter in self.in_order}
         for key in self._watched.keys() - current.keys():
@@ -109,9 +109,9 @@ class Parameters:
             if id(named_parameter[1]) not in self._equal
         ]
         added = [module for model in self.models for module in model.modules() if id(module) not in self._equal]
-        theirs = {id(buffer) for module in added for buffer in module.buffers(recurse=False)}
+        ids_of_added = {id(buffer) for module in added for buffer in module.buffers(recurse=False)}
         return parameters + [
-            named_buffer for named_buffer in named_buffers(self.models) if id(named_buffer[1]) in theirs
+            named_buffer for named_buffer in named_buffers(self.models) if id(named_buffer[1]) in ids_of_added
         ]
 
     def _unwatch(self, key: int) -> None:

@@ -84,8 +84,8 @@ def _is_of_the_caller(table: Table, path: str) -> bool:
         return False
     if table.is_shared(key) or "/__pycache__/" in key:
         return False
-    found = table.seen(key)
-    return found is None or stat.S_ISREG(found.st_mode)
+    status = table.seen(key)
+    return status is None or stat.S_ISREG(status.st_mode)
 
 
 @contextlib.contextmanager

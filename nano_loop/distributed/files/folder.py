@@ -84,12 +84,12 @@ def explaining_full_disk(run: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         if not _is_for_lack_of_room(error, run):
             raise
-        given = f"the disk of {place_of(run)} is full ({error})"
-        needed = "what a worker writes needs room there until the run ends"
-        advice = (
+        got = f"the disk of {place_of(run)} is full ({error})"
+        expected = "what a worker writes needs room there until the run ends"
+        hint = (
             "Make room, set TMPDIR to a folder on a larger disk, or write on rank 0 alone (nano_loop.is_global_zero())"
         )
-        raise OSError(errno.ENOSPC, error_message(given, needed, advice)) from error
+        raise OSError(errno.ENOSPC, error_message(got, expected, hint)) from error
 
 
 def _is_for_lack_of_room(error: Exception, run: Path) -> bool:

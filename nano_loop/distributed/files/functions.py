@@ -89,7 +89,7 @@ def replaced_class(original: type, module: str, make: _Function | None = None, *
     return made
 
 
-class Entry(os.PathLike[Any]):
+class DirectoryEntry(os.PathLike[Any]):
     """What `os.DirEntry` is, of something that may be private.
 
     Parameters
@@ -132,7 +132,7 @@ class Entry(os.PathLike[Any]):
     is_symlink = functools.partialmethod(_is, S_ISLNK, follow_symlinks=False)
 
 
-class Entries(AbstractContextManager["Entries"], Iterator[Any]):
+class DirectoryEntries(AbstractContextManager["DirectoryEntries"], Iterator[Any]):
     """The iterator that `os.scandir` returns."""
 
     def __init__(self, entries: Iterable[Any]) -> None:
@@ -221,7 +221,9 @@ class Functions:
         folder: Any = "." if path is None else "" if isinstance(path, int) else os.fspath(path)
         kept: list[Any] = [os.fsencode(name) for name in names] if isinstance(folder, bytes) else [*names]
         joined = zip(kept, names, strict=True)
-        return Entries(Entry(name, os.path.join(folder, name), os.path.join(key, below)) for name, below in joined)
+        return DirectoryEntries(
+            DirectoryEntry(name, os.path.join(folder, name), os.path.join(key, below)) for name, below in joined
+        )
 
     def _listed(self, path: Any) -> tuple[list[str] | None, str]:
         """Return the names in a folder, and its path; none where Python's function gives them."""
@@ -273,18 +275,18 @@ class Functions:
         key = table.key(path, not (exclusive or flags & os.O_NOFOLLOW))
         if table.is_shared(key):
             return _descriptor(path, flags, mode)
-        found = table.seen(key)
-        if exclusive and table.is_rank_0s(key, found):
-            found = None
-        if found is None:
+        status = table.seen(key)
+        if exclusive and table.is_rank_0s(key, status):
+            status = None
+        if status is None:
             if not flags & os.O_CREAT:
                 raise missing(path)
             return _descriptor(table.new(key), flags, mode)
         if exclusive:
             raise os_error(errno.EEXIST, path)
-        if S_ISDIR(found.st_mode) and _TEMPORARY and flags & _TEMPORARY == _TEMPORARY:
+        if S_ISDIR(status.st_mode) and _TEMPORARY and flags & _TEMPORARY == _TEMPORARY:
             return _descriptor(table.mirrored(key), flags, mode)
-        if not S_ISREG(found.st_mode):  # a device or a pipe; a folder raises
+        if not S_ISREG(status.st_mode):  # a device or a pipe; a folder raises
             place = table.place(key)
             return (
                 table.outside.submit(_descriptor, place, flags, mode).result()
@@ -292,7 +294,7 @@ class Functions:
                 else _descriptor(place, flags, mode)
             )
         if flags & os.O_TRUNC:
-            return _descriptor(table.new(key), flags | os.O_CREAT, S_IMODE(found.st_mode))
+            return _descriptor(table.new(key), flags | os.O_CREAT, S_IMODE(status.st_mode))
         return _descriptor(table.own(key), flags, mode)
 
     def of_io(self) -> _Function:
@@ -345,8 +347,8 @@ class Functions:
             table.make_folder(key, mode)
 
     def _must_be_new(self, key: str, path: Any) -> None:
-        found = self._table.seen(key)
-        if found is not None and not self._table.is_rank_0s(key, found):
+        status = self._table.seen(key)
+        if status is not None and not self._table.is_rank_0s(key, status):
             raise os_error(errno.EEXIST, path)
 
     @contextlib.contextmanager
@@ -441,8 +443,8 @@ class Functions:
                 return
             if key is None:
                 return
-            found = table.seen(key)
-            if table.is_shared(key) or found is None or not S_ISDIR(found.st_mode):
+            status = table.seen(key)
+            if table.is_shared(key) or status is None or not S_ISDIR(status.st_mode):
                 original(path, *args, **options)
             else:
                 table.remove(key)
@@ -468,8 +470,8 @@ class Functions:
 
     def _must_be_empty(self, key: str, path: Any) -> None:
         """Check that a folder is one, and holds nothing that rank 0 has not put there in this run."""
-        found = self._table.seen(key)
-        if found is None or not S_ISDIR(found.st_mode):
+        status = self._table.seen(key)
+        if status is None or not S_ISDIR(status.st_mode):
             raise os_error(errno.ENOTDIR, path)
         for name in self._listdir(key):
             below = os.path.join(key, name)
@@ -485,14 +487,14 @@ class Functions:
         if table.is_shared(old) and table.is_shared(new):
             real.rename(src, dst)
             return
-        found, replaced = table.seen(old), table.seen(new)
-        if found is None:
+        status, replaced = table.seen(old), table.seen(new)
+        if status is None:
             raise missing(src)
         for number, inner, outer in ((errno.EINVAL, new, old), (errno.ENOTEMPTY, old, new)):
             if inner.startswith(f"{outer}/"):
                 raise os_error(number, src, dst)
-        if replaced is None or not os.path.samestat(found, replaced):  # nothing happens to two names of one file
-            if replaced is not None and S_ISDIR(found.st_mode):
+        if replaced is None or not os.path.samestat(status, replaced):  # nothing happens to two names of one file
+            if replaced is not None and S_ISDIR(status.st_mode):
                 self._must_be_empty(new, dst)
                 table.remove(new)
             elif replaced is not None and S_ISDIR(replaced.st_mode):

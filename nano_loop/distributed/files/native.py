@@ -67,8 +67,8 @@ class _ReadOnly(str):
 
 
 def _is_no_file(table: Table, key: str) -> bool:
-    found = table.seen(key)
-    return found is not None and not stat.S_ISREG(found.st_mode)
+    status = table.seen(key)
+    return status is not None and not stat.S_ISREG(status.st_mode)
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ class Table:
         place = self._seen_at(step) if mirrored else step
         if not follow or place is None:
             return step
-        found = lower(place)
-        if found is None or not stat.S_ISLNK(found.st_mode):
+        status = lower(place)
+        if status is None or not stat.S_ISLNK(status.st_mode):
             return step
         if links > _MOST_LINKS:
             raise os_error(errno.ELOOP, path)
@@ -134,10 +134,10 @@ class Table:
             folder = self._folder(above, links)[0].rpartition("/")[0]
         else:
             folder = self.key(f"{self._folder(above, links)[0]}/{name}", True, links).rstrip("/")
-        found = self.seen(folder or "/")
-        if found is None:
+        status = self.seen(folder or "/")
+        if status is None:
             raise missing(path)
-        if not stat.S_ISDIR(found.st_mode):
+        if not stat.S_ISDIR(status.st_mode):
             raise os_error(errno.ENOTDIR, path)
         mirrored = bool(self.root) and lower(self.root + folder) is not None
         if len(self._folders) >= _MOST_FOLDERS:
@@ -155,13 +155,13 @@ class Table:
         if entry is None:
             return key
         if stat.S_ISDIR(entry.st_mode):  # a folder in which the rank has something
-            found = lower(key)
-            return key if found is not None and stat.S_ISDIR(found.st_mode) else own
+            status = lower(key)
+            return key if status is not None and stat.S_ISDIR(status.st_mode) else own
         removed = _removed(own, entry)
         if removed is None:
             return own
-        found = lower(key)
-        return None if found is None or _identity(found) == removed else key
+        status = lower(key)
+        return None if status is None or _identity(status) == removed else key
 
     def seen(self, key: str) -> os.stat_result | None:
         """Return the `os.lstat` of what the rank sees at a resolved path, or None."""
@@ -180,24 +180,24 @@ class Table:
             if name not in own or self.seen(os.path.join(key, name)) is not None
         ]
 
-    def is_rank_0s(self, key: str, found: os.stat_result | None) -> bool:
+    def is_rank_0s(self, key: str, status: os.stat_result | None) -> bool:
         """Whether another rank has made, in this run, what this one sees, and this one has nothing there.
 
         The rank may be later than rank 0 in the loop that both run, and must not stumble over what it has not done yet.
         """
         entry = lower(self.root + key)
         removed = entry is not None and _removed(self.root + key, entry) is not None
-        return found is not None and (removed or (entry is None and found.st_ctime_ns >= self.since))
+        return status is not None and (removed or (entry is None and status.st_ctime_ns >= self.since))
 
     def has_rank_0_removed(self, path: str) -> bool:
         """Whether what is not there may have been removed by rank 0 in this run: its folder has changed since."""
-        path, found = os.path.join(self.working_folder(), path), None
+        path, status = os.path.join(self.working_folder(), path), None
         if lower(self.root + path) is not None:  # this rank has removed it
             return False
-        while found is None:
+        while status is None:
             path = os.path.dirname(path)
-            found = lower(path)
-        return bool(found.st_ctime_ns >= self.since)
+            status = lower(path)
+        return bool(status.st_ctime_ns >= self.since)
 
     def reading(self, path: Any, follow: bool = True) -> Any:
         """Return what to read instead of a path: the same where it leads to the caller's file.
@@ -258,18 +258,18 @@ class Table:
     def own(self, key: str) -> str:
         """Return the place of a private copy of a file or a link; of what cannot be copied, its own."""
         place = self.place(key)
-        found = None if place is None else lower(place)
-        if place is None or found is None:
+        status = None if place is None else lower(place)
+        if place is None or status is None:
             raise missing(key)
-        if place == key and stat.S_IFMT(found.st_mode) in (stat.S_IFREG, stat.S_IFLNK):
+        if place == key and stat.S_IFMT(status.st_mode) in (stat.S_IFREG, stat.S_IFLNK):
             place = self.new(key)
-            _copy(key, place, found)
+            _copy(key, place, status)
         return place
 
     def own_tree(self, key: str) -> str:
         """Return the place of a private copy of a file, or of a folder with all that the rank sees in it."""
-        found = self.seen(key)
-        if found is None or not stat.S_ISDIR(found.st_mode):
+        status = self.seen(key)
+        if status is None or not stat.S_ISDIR(status.st_mode):
             return self.own(key)
         place = self.mirrored(key)
         for name in self.names(key) or ():
@@ -301,9 +301,9 @@ class Table:
         return entry is not None and _removed(self.root + key, entry) is not None
 
     def _hide(self, key: str) -> None:
-        found = lower(key)
-        if found is not None:
-            real.symlink(_REMOVED + _identity(found), self.new(key))
+        status = lower(key)
+        if status is not None:
+            real.symlink(_REMOVED + _identity(status), self.new(key))
         self.forget_folders()
 
 
@@ -363,10 +363,10 @@ class MadeFolders:
 def lower(path: str) -> os.stat_result | None:
     """Return the `os.lstat` of what is really at a path, or None."""
     try:
-        found: os.stat_result = real.lstat(path)
+        status: os.stat_result = real.lstat(path)
     except OSError:
         return None
-    return found
+    return status
 
 
 def missing(path: Any) -> OSError:
@@ -381,9 +381,9 @@ def os_error(number: int, path: Any, target: Any = None) -> OSError:
     return OSError(number, os.strerror(number), path)
 
 
-def _identity(found: os.stat_result) -> str:
+def _identity(status: os.stat_result) -> str:
     """Return what tells a file from another one, made later, of the same name."""
-    return f"{found.st_dev} {found.st_ino} {found.st_ctime_ns}"
+    return f"{status.st_dev} {status.st_ino} {status.st_ctime_ns}"
 
 
 def _removed(own: str, entry: os.stat_result) -> str | None:
@@ -403,10 +403,10 @@ def _names(folder: str) -> list[str]:
 
 
 def _delete(place: str) -> None:
-    found = lower(place)
-    if found is None:
+    status = lower(place)
+    if status is None:
         return
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         real.unlink(place)
         return
     for name in real.listdir(place):
@@ -414,16 +414,16 @@ def _delete(place: str) -> None:
     real.rmdir(place)
 
 
-def _copy(source: str, target: str, found: os.stat_result) -> None:
-    if stat.S_ISLNK(found.st_mode):
+def _copy(source: str, target: str, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
         real.symlink(real.readlink(source), target)
         return
     incomplete = f"{target}.copy-{os.getpid()}"
     try:
         with real.open_file(source, "rb") as read, real.open_file(incomplete, "wb") as written:
             _copy_content(read, written)
-        real.chmod(incomplete, stat.S_IMODE(found.st_mode) | stat.S_IWUSR)
-        real.utime(incomplete, ns=(found.st_atime_ns, found.st_mtime_ns))
+        real.chmod(incomplete, stat.S_IMODE(status.st_mode) | stat.S_IWUSR)
+        real.utime(incomplete, ns=(status.st_atime_ns, status.st_mtime_ns))
         with contextlib.suppress(FileExistsError):  # another process or thread of this rank was faster
             real.link(incomplete, target)
     finally:

@@ -13,17 +13,17 @@ from nano_loop.distributed.launch_local.launcher import Local
 from nano_loop.distributed.launch_ray.launcher import RayLauncher
 
 
-def choose(options: Options, *, nested: bool) -> Launcher:
+def choose(options: Options, *, inside_run: bool) -> Launcher:
     """Return the launcher of a run.
 
     Parameters
     ----------
     options : Options
         The options of the run.
-    nested : bool
+    inside_run : bool
         Whether it begins inside another run of this thread, which the processes of an external launcher are for.
     """
-    launch = None if nested else found_launch(os.environ)
+    launch = None if inside_run else found_launch(os.environ)
     if launch is not None:
         return External(options, launch)
     if (options.num_processes or 1) > 1:

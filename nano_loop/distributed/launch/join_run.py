@@ -25,14 +25,14 @@ def expected_ranks(options: Options) -> Ranks:
     NanoConfigError
         If ``num_processes`` and the launcher do not agree.
     """
-    return choose(options, nested=innermost() is not None).expected_ranks()
+    return choose(options, inside_run=innermost() is not None).expected_ranks()
 
 
 def prepare(options: Options, machine: Machine, modules: Sequence[str]) -> None:
     """Start what takes long of a run with these options, whose task takes these modules, outside of all runs."""
     if innermost() is None and of_process() is None:
         with suppress(NanoError):  # the run raises it
-            choose(options, nested=False).prepare(machine, modules)
+            choose(options, inside_run=False).prepare(machine, modules)
 
 
 def current_ranks() -> Ranks:
@@ -76,7 +76,7 @@ def joined(
     outer = innermost()
     if outer is not None:
         _refuse_ranks_inside(options, outer.size)
-    launcher = launcher or choose(options, nested=outer is not None)
+    launcher = launcher or choose(options, inside_run=outer is not None)
     with ExitStack() as stack:
         if launcher.needs_whole_process:
             stack.enter_context(whole_process(*_what_it_takes(launcher)))

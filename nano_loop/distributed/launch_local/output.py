@@ -92,9 +92,9 @@ def _shortened(line: str) -> str:
 
 def above_stdio(*descriptors: int) -> list[int]:
     """Return copies that are clear of the standard streams, which a caller may have closed; close the originals."""
-    with contextlib.ExitStack() as closing, contextlib.ExitStack() as undoing:
+    with contextlib.ExitStack() as originals, contextlib.ExitStack() as undoing:
         for descriptor in descriptors:
-            closing.callback(os.close, descriptor)
+            originals.callback(os.close, descriptor)
         copies = []
         for descriptor in descriptors:
             copies.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _STANDARD))

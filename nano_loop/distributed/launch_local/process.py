@@ -59,12 +59,12 @@ class WorkerProcess:
         self._reports: int | None = None
         self._outputs: list[Output] = []
         self._warnings = Awaiting()
-        self._closing = contextlib.ExitStack()
+        self._resources = contextlib.ExitStack()
         try:
             start = write_start(slot, verbose)
             self._channel = self._forked(start, sys.stdout if verbose else None, None if quiet else sys.stderr)
         except BaseException:
-            self._closing.close()
+            self._resources.close()
             raise
 
     @property
@@ -124,7 +124,7 @@ class WorkerProcess:
         self._warnings.show(self._outputs[-1].say)
         self._outputs = []
         self._reports = None
-        self._closing.close()
+        self._resources.close()
 
     @property
     def _server_sources(self) -> Sequence[Any]:
@@ -156,7 +156,7 @@ class WorkerProcess:
             pipes = []
             for _ in range(3):
                 pipes.append(pipe())
-                self._closing.callback(os.close, pipes[-1][0])
+                self._resources.callback(os.close, pipes[-1][0])
                 stack.callback(os.close, pipes[-1][1])
             (self._reports, *outputs), writing = zip(*pipes, strict=True)
             self._outputs = [Output(*output, f"[rank {self.rank}] ") for output in zip(outputs, shown, strict=True)]

@@ -96,7 +96,7 @@ class Server:
                     self._process = _popen(origin, other.fileno(), writing)
                 finally:
                     os.close(writing)
-            self._closing = stack.pop_all()
+            self._resources = stack.pop_all()
         self._output = Output(reading, sys.stderr, "[workers] ")
         with contextlib.suppress(BrokenPipeError):  # it is dead already, which is seen soon enough
             assert self._process.stdin is not None
@@ -214,7 +214,7 @@ class Server:
                 self._process.wait(HELLO)
         self._output.relay()
         self._output.finish()
-        self._closing.close()
+        self._resources.close()
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:

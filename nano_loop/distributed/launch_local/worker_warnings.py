@@ -16,12 +16,12 @@ from nano_loop.patching.attributes import replaced
 _MOST = 10_000  # warnings that are remembered
 
 
-Warned = tuple[str, str, str, int]  # its class, its message, the file that it is about, and the line there
+WarningKey = tuple[str, str, str, int]  # its class, its message, the file that it is about, and the line there
 
-_shown: set[Warned] = set()  # by this process, in this run and in those before
+_shown: set[WarningKey] = set()  # by this process, in this run and in those before
 
 
-def _warned(message: Any, category: type[Warning], filename: str, lineno: int) -> Warned:
+def _warning_key(message: Any, category: type[Warning], filename: str, lineno: int) -> WarningKey:
     return f"{category.__module__}.{category.__qualname__}", str(message), filename, lineno
 
 
@@ -33,7 +33,7 @@ def noted() -> AbstractContextManager[None]:
 def _noting(show: Callable[..., None]) -> Callable[..., None]:
     def showwarning(message: Any, category: type[Warning], filename: str, lineno: int, *where: Any) -> None:
         if len(_shown) < _MOST:
-            _shown.add(_warned(message, category, filename, lineno))
+            _shown.add(_warning_key(message, category, filename, lineno))
         show(message, category, filename, lineno, *where)
 
     return showwarning
@@ -56,7 +56,7 @@ def sent(send: Callable[[dict[str, Any]], None]) -> None:
             show(message, category, filename, lineno, file, line)
             return
         text = warnings.formatwarning(message, category, filename, lineno, line)
-        send({"kind": "warning", "warned": _warned(message, category, filename, lineno), "shown": text})
+        send({"kind": "warning", "warned": _warning_key(message, category, filename, lineno), "shown": text})
 
     warnings.showwarning = showwarning
 
@@ -65,7 +65,7 @@ class Awaiting:
     """The warnings of one worker, until it has ended and it is known which of them rank 0 has given itself."""
 
     def __init__(self) -> None:
-        self._texts: dict[Warned, str] = {}
+        self._texts: dict[WarningKey, str] = {}
 
     def take(self, report: dict[str, Any]) -> None:
         """Take a report that `sent` has sent."""

@@ -58,7 +58,7 @@ class HostsTransport:
                 self._here = _Host(ranks, hosts, compression, bucket)
         except NanoError as error:
             reason = str(error)
-        reasons = [each for each in ranks.gather(reason) if each]
+        reasons = [rank_reason for rank_reason in ranks.gather(reason) if rank_reason]
         if reasons:
             raise NanoError(reasons[0])
         # A host counts by its ranks.

@@ -59,7 +59,7 @@ class ProcessGroupTransport:
         wholes, longest = [first[8:] for first in firsts], max(lengths) - _FIRST_MESSAGE
         if longest > 0:
             rests = self._gather(_padded(header[_FIRST_MESSAGE:], longest))
-            wholes = [torch.cat(each) for each in zip(wholes, rests, strict=True)]
+            wholes = [torch.cat(pair) for pair in zip(wholes, rests, strict=True)]
         return [whole[:length] for whole, length in zip(wholes, lengths, strict=True)]
 
     @torch.no_grad()
@@ -68,13 +68,13 @@ class ProcessGroupTransport:
         self._refuse_closed()
         packing = self._pack(signature(tensors))
         flat = packing.flat(tensors)
-        under_way: deque[_Bucket] = deque()
+        buckets: deque[_Bucket] = deque()
         for batch in packing.batches:
-            if len(under_way) == _UNDER_WAY:
-                self._finish(under_way.popleft(), tensors, flat)
-            under_way.append(self._start(batch, tensors, flat))
-        for each in under_way:
-            self._finish(each, tensors, flat)
+            if len(buckets) == _UNDER_WAY:
+                self._finish(buckets.popleft(), tensors, flat)
+            buckets.append(self._start(batch, tensors, flat))
+        for bucket in buckets:
+            self._finish(bucket, tensors, flat)
         packing.put_back(tensors, flat)
 
     def leave(self) -> None:
@@ -105,7 +105,7 @@ class ProcessGroupTransport:
 
     def _finish(self, bucket: _Bucket, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
         self._ranks.finish(bucket.work)
-        elements = [self._elements(each, bucket.batch) for each in bucket.memory]
+        elements = [self._elements(memory, bucket.batch) for memory in bucket.memory]
         if is_summed_wider(bucket.batch.dtype):
             self._average_slice(*elements)
         else:

@@ -37,7 +37,7 @@ class ProcessGroupChannel:
         padded[: len(data)] = _tensor(data)
         received = [torch.empty_like(padded) for _ in sizes]
         self._ranks.finish(distributed.all_gather(received, padded, async_op=True))
-        return [bytes(each[:size].numpy()) for each, size in zip(received, sizes, strict=True)]
+        return [bytes(tensor[:size].numpy()) for tensor, size in zip(received, sizes, strict=True)]
 
     def broadcast(self, data: bytes, source: int, what: str = "") -> bytes:
         """See `Channel.broadcast`."""

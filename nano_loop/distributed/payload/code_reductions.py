@@ -114,10 +114,10 @@ def _importable(function: FunctionType) -> Any:
     by_value = ("__main__", *cloudpickle.list_registry_pickle_by_value())  # what a user has registered
     if any(f"{function.__module__}.".startswith(f"{name}.") for name in by_value):
         return None
-    found: Any = sys.modules.get(function.__module__)
+    value: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 def reduce_imported(module: ModuleType) -> Reduction | None:

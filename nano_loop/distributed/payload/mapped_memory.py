@@ -38,10 +38,10 @@ class Mapped:
         """Map the range, for this process alone where it writes; a NanoError if the file is not there any more."""
         size = self.start + self.size
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError as error:
             raise NanoError(self._lost(str(error))) from error
-        if (found.st_dev, found.st_ino) != (self.device, self.inode) or found.st_size < size:
+        if (status.st_dev, status.st_ino) != (self.device, self.inode) or status.st_size < size:
             raise NanoError(self._lost("it is another file, or shorter"))
         return torch.from_file(self.path, shared=False, size=size, dtype=torch.uint8, device="cpu")[self.start :]
 
@@ -73,11 +73,11 @@ def _file(parts: list[str], offset: int, size: int) -> Mapped | None:
     name = parts[5].rstrip("\n") if len(parts) == _ROW_PARTS else ""
     for path in [name, *_descriptors()]:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError:
             continue
-        if found.st_ino == inode and (found.st_dev == device or path != name):
-            return Mapped(path, int(parts[2], 16) + offset, size, found.st_dev, inode)
+        if status.st_ino == inode and (status.st_dev == device or path != name):
+            return Mapped(path, int(parts[2], 16) + offset, size, status.st_dev, inode)
     return None
 
 

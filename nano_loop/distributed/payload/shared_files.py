@@ -93,10 +93,10 @@ class SharedFiles:
         return view.nbytes
 
     def _no_room(self, size: int, error: OSError) -> str:
-        given = f"the arguments of the call need at least {self._written + size:,} bytes in {self._folder}"
+        got = f"the arguments of the call need at least {self._written + size:,} bytes in {self._folder}"
         other = "they are sent to the worker processes through files there", "Check that file system"
         words = limit_in_words(error, self._folder) or other
-        return error_message(f"{given}, and {self._free:,} bytes were free there ({error.strerror})", *words)
+        return error_message(f"{got}, and {self._free:,} bytes were free there ({error.strerror})", *words)
 
 
 def mapped_buffers(folder: Path) -> Iterator[Any]:

@@ -75,8 +75,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             inside = inspect.getclosurevars(value)
             yield from ((f"its closure variable `{name}`", part) for name, part in inside.nonlocals.items())
             yield from ((f"its global variable `{name}`", part) for name, part in inside.globals.items())
-    found = {name: getattr(value, name, None) for name in _OF_CALLABLES} if callable(value) else {}
-    yield from ((f"its attribute `{name}`", part) for name, part in {**_state(value), **found}.items())
+    attributes = {name: getattr(value, name, None) for name in _OF_CALLABLES} if callable(value) else {}
+    yield from ((f"its attribute `{name}`", part) for name, part in {**_state(value), **attributes}.items())
 
 
 def _state(value: Any) -> dict[str, Any]:

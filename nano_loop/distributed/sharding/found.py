@@ -61,6 +61,6 @@ class FoundSharding(BatchSharding):
             self.ranks.context.sharding.implicit_loaders = True
             yield from sharded(lambda n: ahead.pop() if ahead else take(n), self.ranks.rank, self.ranks.size)
 
-    def _compare(self, mine: Digest) -> None:
+    def _compare(self, digest: Digest) -> None:
         """Find out whether all ranks have the same. Collective."""
-        self.apart |= len(set(self.ranks.gather(mine.crc, ITERATION))) > 1
+        self.apart |= len(set(self.ranks.gather(digest.crc, ITERATION))) > 1

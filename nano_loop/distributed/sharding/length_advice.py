@@ -38,10 +38,10 @@ class LengthAdvice:
     def begin(self, whole: bool) -> None:
         """Take note that an iteration starts; warn if the same function took the length as that of a share."""
         taken, self._taken = self._taken, None
-        if not whole or taken is None or _WARNING in self._ranks.context.sharding.warned:
+        if not whole or taken is None or _WARNING in self._ranks.context.sharding.warnings_given:
             return
         place, share, length = taken
         if is_running(place.code):
-            self._ranks.context.sharding.warned.add(_WARNING)
+            self._ranks.context.sharding.warnings_given.add(_WARNING)
             got = f"len(loader) was {share}, the batches of one of {self._ranks.size} ranks"
             warn_once(error_message(got, f"the evaluation that follows takes all {length}", _ADVICE), place)

@@ -85,16 +85,16 @@ class BatchSharding(LoaderChange):
 
     def attributes(self, loader: Loader) -> dict[str, Any]:
         """See `LoaderChange.attributes`."""
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         if self.ranks.loader_cpus and loader.num_workers:
-            found["worker_init_fn"] = BoundWorker(self.ranks.loader_cpus, loader.worker_init_fn)
+            attributes["worker_init_fn"] = BoundWorker(self.ranks.loader_cpus, loader.worker_init_fn)
         if sharded_by_user(loader, self.ranks.size):
-            return found
+            return attributes
         if isinstance(loader.dataset, IterableDataset):
-            return {**found, "in_order": True}  # every rank has to read the same order
+            return {**attributes, "in_order": True}  # every rank has to read the same order
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
-        return {**found, name: _ShardedSampler(self, sampler, generators_of(sampler, loader))}
+        return {**attributes, name: _ShardedSampler(self, sampler, generators_of(sampler, loader))}
 
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
         """See `LoaderChange.iterate`."""

@@ -39,8 +39,8 @@ class AgreedState:
 
     def agree(self) -> None:
         """Take over rank 0's present states. Collective."""
-        mine = ([], []) if self._ranks.rank else (process_states(), [*map(generator_state, self._generators)])
-        self._states, of_generators = self._ranks.broadcast(mine, what=ITERATION)
+        own_states = ([], []) if self._ranks.rank else (process_states(), [*map(generator_state, self._generators)])
+        self._states, of_generators = self._ranks.broadcast(own_states, what=ITERATION)
         if self._ranks.rank:
             for generator, state in zip(self._generators, of_generators, strict=False):
                 set_generator_state(generator, state)

@@ -28,7 +28,8 @@ def map_together(ranks: Ranks, folder: str, size: int) -> mmap.mmap:
     try:
         path, unmade = ranks.broadcast((path, unmade))
         mapped, unmapped = _map(path, size)
-        failures = [each for each in (unmade, *ranks.gather(unmapped)) if each]  # from here on all have mapped it
+        failures = [failure for failure in (unmade, *ranks.gather(unmapped)) if failure]
+        # from here on all have mapped it
     finally:
         if ranks.rank == 0 and path:
             os.unlink(path)

@@ -44,14 +44,14 @@ class LocalShard:
 
     def average(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
         """Overwrite this rank's elements, and those of the result, by the means over all ranks."""
-        mine = self._result.theirs(tensors, flat)
+        own_elements = self._result.elements(tensors, flat)
         if len(self._lower) > 1:
             torch.add(*self._lower[:2], out=self._sum_of_lower)
-            for each in self._lower[2:]:
-                self._sum_of_lower.add_(each)
+            for lower in self._lower[2:]:
+                self._sum_of_lower.add_(lower)
         if self._lower:
-            foreach_add(mine, self._of_lower.views)
+            foreach_add(own_elements, self._of_lower.views)
         for places in self._higher:
-            foreach_add(mine, places.views)
-        divide_each(mine, self._count)
-        foreach_copy(self._result.views, mine)
+            foreach_add(own_elements, places.views)
+        divide_each(own_elements, self._count)
+        foreach_copy(self._result.views, own_elements)

@@ -86,7 +86,7 @@ class SharedChannel:
         """See `Channel.gather`."""
         received = [bytearray() for _ in range(self._ranks.size)]
         self.exchange(what or "gather", memoryview(data), lambda rank, _, piece: received[rank].extend(piece))
-        return [bytes(each) for each in received]
+        return [bytes(stream) for stream in received]
 
     def broadcast(self, data: bytes, source: int, what: str = "") -> bytes:
         """See `Channel.broadcast`."""
@@ -97,14 +97,14 @@ class SharedChannel:
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         """See `Channel.broadcast_tensor`."""
-        mine, own = raw_bytes(tensor), self._ranks.rank == source
+        content, own = raw_bytes(tensor), self._ranks.rank == source
 
         def receive(rank: int, start: int, piece: memoryview) -> None:
             if not own:
-                mine[start : start + len(piece)] = piece
+                content[start : start + len(piece)] = piece
 
-        said = f"broadcast of {source}, {len(mine)} bytes"
-        self.exchange(said, mine if own else memoryview(b""), receive)
+        said = f"broadcast of {source}, {len(content)} bytes"
+        self.exchange(said, content if own else memoryview(b""), receive)
 
     def add_up(self, tensor: torch.Tensor) -> None:
         """See `Channel.add_up`."""
@@ -140,13 +140,13 @@ class SharedChannel:
             if first >= after:
                 return
             other = torch.frombuffer(piece[first - offset : after - offset], dtype=total.dtype)
-            mine = total[(first - start) // size : (after - start) // size]
+            part = total[(first - start) // size : (after - start) // size]
             if rank == 0:
-                mine.copy_(other)
+                part.copy_(other)
             else:
-                reduction.combine(mine, other)
+                reduction.combine(part, other)
             if rank == last:
-                reduction.finish(mine, last + 1)
+                reduction.finish(part, last + 1)
 
         return receive
 
@@ -186,15 +186,15 @@ class SharedChannel:
 
     def _exchange_piece(self, what: str, mark: int, stream: memoryview, sent: int, receive: Receive) -> int:
         """Exchange what begins at `sent`, and return the length of the longest stream."""
-        words, mine, size, length = self._segment.words, self._posted[self._ranks.rank], self._piece, len(stream)
+        words, own_place, size, length = self._segment.words, self._posted[self._ranks.rank], self._piece, len(stream)
         self._steps += 1
         turn = self._steps % 2
         if sent < length:
             slot = (turn * self._ranks.size + self._ranks.rank) * size
             piece = stream[sent : sent + size]
             self._slots[slot : slot + len(piece)] = piece
-        words[mine + _LENGTHS + turn], words[mine + _MARKS + turn] = length, mark
-        self._segment.publish(mine, self._steps)
+        words[own_place + _LENGTHS + turn], words[own_place + _MARKS + turn] = length, mark
+        self._segment.publish(own_place, self._steps)
         self._segment.wait(self._posted, self._steps, what)
         if any(words[place + _MARKS + turn] != mark for place in self._posted):  # which all ranks find
             raise NanoError(self._parted(what))
@@ -214,8 +214,8 @@ class SharedChannel:
         def receive(rank: int, _: int, piece: memoryview) -> None:
             received[self._names[rank]] = CallSite.unpack(bytes(piece))
 
-        mine = memoryview(CallSite.mine(what).pack()[: self._piece])
-        self._exchange_piece(_PARTING, zlib.crc32(_PARTING.encode()), mine, 0, receive)
+        own_site = memoryview(CallSite.of_this_rank(what).pack()[: self._piece])
+        self._exchange_piece(_PARTING, zlib.crc32(_PARTING.encode()), own_site, 0, receive)
         return parted(self._names[self._ranks.rank], received)
 
 

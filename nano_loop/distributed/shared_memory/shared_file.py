@@ -88,10 +88,10 @@ def map_whole(path: str, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def refuse_foreign(path: str, found: os.stat_result, kind: Kind) -> None:
-    """Raise a NanoError unless `found`, the status of `path`, is of this kind and this user's alone."""
-    if _IS[kind](found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS:
+def refuse_foreign(path: str, status: os.stat_result, kind: Kind) -> None:
+    """Raise a NanoError unless the `status` of `path` is of this kind and this user's alone."""
+    if _IS[kind](status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & _OTHERS:
         return
-    got = f"{path} belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}"
+    got = f"{path} belongs to user {status.st_uid} and has the mode {stat.filemode(status.st_mode)}"
     expected = f"ranks of one host meet in a {kind} that only user {os.geteuid()} can open"
     raise NanoError(error_message(got, expected, "Start all ranks as the same user"))

@@ -120,8 +120,8 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Done:
         """See `torch.distributed.reduce_scatter`."""
-        sizes = [each.numel() for each in inputs[0]]
-        self._reduce_scatter(outputs[0], torch.cat([flattened(each) for each in inputs[0]]), sizes, opts)
+        sizes = [tensor.numel() for tensor in inputs[0]]
+        self._reduce_scatter(outputs[0], torch.cat([flattened(tensor) for tensor in inputs[0]]), sizes, opts)
         return Done([*outputs])
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Done:
@@ -135,7 +135,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
             return
         reduction = Reduction(operation, tensor.dtype)
         if here:
-            with_copy(tensor, lambda each: self._channel.reduce(each, reduction, everywhere=True))
+            with_copy(tensor, lambda whole: self._channel.reduce(whole, reduction, everywhere=True))
         else:
             self._channel.reduce(flattened(tensor), reduction, everywhere=False)
 
@@ -163,17 +163,19 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.all_to_all`."""
-        sent = [flattened(each).view(torch.uint8) for each in inputs]
+        sent = [flattened(tensor).view(torch.uint8) for tensor in inputs]
         wholes = [output.detach().contiguous() for output in outputs]
-        sizes = torch.tensor([len(each) for each in sent])
-        found = self._channel.gather(bytes(raw_bytes(sizes)))
-        of_rank = [torch.frombuffer(bytearray(each), dtype=torch.int64).tolist() for each in found]
-        for rank, (theirs, whole) in enumerate(zip(of_rank, wholes, strict=True)):
-            if theirs[self.rank()] != whole.numel() * whole.dtype.itemsize:
-                got = f"rank {rank} sends {theirs[self.rank()]} bytes to a tensor of {tuple(whole.shape)} {whole.dtype}"
+        sizes = torch.tensor([len(stream) for stream in sent])
+        gathered = self._channel.gather(bytes(raw_bytes(sizes)))
+        of_rank = [torch.frombuffer(bytearray(packed), dtype=torch.int64).tolist() for packed in gathered]
+        for rank, (lengths, whole) in enumerate(zip(of_rank, wholes, strict=True)):
+            if lengths[self.rank()] != whole.numel() * whole.dtype.itemsize:
+                got = (
+                    f"rank {rank} sends {lengths[self.rank()]} bytes to a tensor of {tuple(whole.shape)} {whole.dtype}"
+                )
                 expected = "what is sent and the tensor that receives it are of one size"
                 raise NanoError(error_message(got, expected, "Check the shapes of the tensors that all ranks pass"))
-        starts = {rank: sum(theirs[: self.rank()]) for rank, theirs in enumerate(of_rank)}
+        starts = {rank: sum(rank_lengths[: self.rank()]) for rank, rank_lengths in enumerate(of_rank)}
         receive = parts_of_streams(dict(enumerate(wholes)), starts)
         self._channel.exchange("all to all", raw_bytes(torch.cat(sent)), receive)
         for whole, output in zip(wholes, outputs, strict=True):
@@ -238,7 +240,7 @@ def _reduce_sparse(channel: SharedChannel, tensor: torch.Tensor, operation: Any,
         got = f"{operation} of a sparse tensor"
         raise NanoError(error_message(got, "sparse tensors can be summed", "Use ReduceOp.SUM, or tensor.to_dense()"))
     channel.codec.begin()
-    parts = [channel.codec.loads(each, rank) for rank, each in enumerate(channel.gather(channel.codec.dumps(tensor)))]
+    parts = [channel.codec.loads(data, rank) for rank, data in enumerate(channel.gather(channel.codec.dumps(tensor)))]
     if here:
         total = parts[0]
         for part in parts[1:]:

@@ -75,7 +75,7 @@ class Ring:
         """Make the views that averaging a list needs; they hold for the ring's life."""
         length = -(-len(packing.batches) // self._slots) * self._slots
         counts = [*range(1, len(packing.batches)), length]  # the last batch counts for the slots that are left out
-        stages = [self._stage(*each) for each in zip(packing.batches, range(length), counts, strict=False)]
+        stages = [self._stage(*arguments) for arguments in zip(packing.batches, range(length), counts, strict=False)]
         cut = {index for stage in stages for index in stage.cut}
         return Plan(replace(packing, split=tuple(sorted({*packing.split, *cut}))), stages, length)
 
@@ -121,13 +121,13 @@ class Ring:
         # Slices end where cache lines do, so that no two ranks write to one line.
         length = -(-batch.length // self._size)
         length = -(-length // LINE) * LINE
-        start, stop = (min(each * length, batch.length) for each in (self._rank, self._rank + 1))
+        start, stop = (min(rank * length, batch.length) for rank in (self._rank, self._rank + 1))
         if batch.dtype not in SUMMED_IN_PLACE:
-            *parts, mean = (real(each[start:stop]) for each in row)
+            *parts, mean = (real(elements[start:stop]) for elements in row)
             return _Stage(batch.places(row[self._rank]), batch.places(row[-1]), parts, mean, count)
         own = LocalShard(batch, start, stop, self._rank, [*row[:-1]], row[-1])
         others = [*batch.between(0, start), *batch.between(stop, batch.length)]
-        cut = [each.index for each in (*others, *batch.between(start, stop)) if each.bounds is not None]
+        cut = [piece.index for piece in (*others, *batch.between(start, stop)) if piece.bounds is not None]
         coming, going = Places(others, row[self._rank]), Places(others, row[-1])
         return _Stage(coming, going, [], row[-1][:0], count, own, cut)
 

@@ -154,14 +154,14 @@ class SharedSegment:
                 wait.end()
 
     def _has_left(self, rank: int, what: str) -> str:
-        name, mine, still = self._names[rank], self._names[self._ranks.rank], _STILL[self._purpose]
+        name, own_name, still = self._names[rank], self._names[self._ranks.rank], _STILL[self._purpose]
         if self.words[self._left[rank]] == _FAILED:
-            got, expected = f"rank {name} has failed, and rank {mine} still {still}", "a run needs all of its ranks"
+            got, expected = f"rank {name} has failed, and rank {own_name} still {still}", "a run needs all of its ranks"
             return error_message(got, expected, f"See the error of rank {name}")
-        return left_behind(mine, name, what if what == ITERATION else still, self._ranks.context.loop)
+        return left_behind(own_name, name, what if what == ITERATION else still, self._ranks.context.loop)
 
     def _is_late(self, rank: int) -> str:
-        name, mine = self._names[rank], self._names[self._ranks.rank]
-        got = f"rank {mine} has waited {self._ranks.timeout:g} seconds for rank {name} to {self._purpose}"
+        name, own_name = self._names[rank], self._names[self._ranks.rank]
+        got = f"rank {own_name} has waited {self._ranks.timeout:g} seconds for rank {name} to {self._purpose}"
         hint = f"Check what rank {name} is doing, or pass a longer timeout if it is working"
-        return with_own_line(error_message(got, "every rank has to get there within the timeout", hint), mine)
+        return with_own_line(error_message(got, "every rank has to get there within the timeout", hint), own_name)

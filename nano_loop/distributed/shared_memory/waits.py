@@ -61,7 +61,7 @@ class Waits:
             return False
         assert self._memory is not None
         first, start = self.rank * _RECORD // _WORD, self.rank * _RECORD + _WORDS * _WORD
-        text = CallSite.mine(what).pack()[: _RECORD - _WORDS * _WORD]
+        text = CallSite.of_this_rank(what).pack()[: _RECORD - _WORDS * _WORD]
         self._memory[start : start + len(text)] = text
         self._serial += 1
         self._words[first + _OTHER], self._words[first + _LENGTH] = other, len(text)
@@ -154,7 +154,7 @@ class Wait:
         ring = self._ring()
         if not (ring and self._waits.rank == min(ring).rank and self._found_before(ring)):
             return {}
-        return {each.rank: self._waits.whereabouts_of(each.rank) for each in sorted(ring)}
+        return {note.rank: self._waits.whereabouts_of(note.rank) for note in sorted(ring)}
 
     def end(self) -> None:
         """Note that the wait is over."""
@@ -165,7 +165,7 @@ class Wait:
         """Return the notes that lead from this rank back to it; empty if they lead elsewhere."""
         ring: list[Note] = []
         rank = self._waits.rank
-        while rank not in {each.rank for each in ring}:
+        while rank not in {earlier.rank for earlier in ring}:
             note = self._waits.note_of(rank)
             if note is None:
                 return []
@@ -176,7 +176,7 @@ class Wait:
     def _found_before(self, ring: list[Note]) -> bool:
         """Whether the ring was there before, and every rank in it has looked twice since."""
         before = self._before
-        if [each[:_LOOKS] for each in before] != [each[:_LOOKS] for each in ring]:
+        if [note[:_LOOKS] for note in before] != [note[:_LOOKS] for note in ring]:
             self._before = ring
             return False
         return all(now.looks >= then.looks + 2 for then, now in zip(before, ring, strict=True))

@@ -240,7 +240,7 @@ def test_few_steps_are_not_warned_of_until_many_calls_have_taken_them(team):
             torch.manual_seed(0)  # models begin equal
             results.append(judged(run, same_batches, 1, forget=False)[1:])
             run.close()
-            setup.ranks.context.sharding.warned.clear()
+            setup.ranks.context.sharding.warnings_given.clear()
         return results
 
     first, second = team(2)(trained, loop)
@@ -252,7 +252,7 @@ def test_few_steps_are_not_warned_of_until_many_calls_have_taken_them(team):
 def test_ranks_that_divide_after_some_steps_are_found_out(team):
     def loop(setup):
         task = Task(setup)
-        setup.ranks.context.sharding.warned.add("undivided")
+        setup.ranks.context.sharding.warnings_given.add("undivided")
         found = []
         for step in range(12):
             mine = slice(None) if step < 10 else slice(task.rank, None, 2)

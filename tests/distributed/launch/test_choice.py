@@ -14,7 +14,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
-    ("options", "variables", "nested", "launcher", "place"),
+    ("options", "variables", "inside_run", "launcher", "place"),
     [
         ({}, {}, False, Alone, (0, 1, 0, 1)),
         ({"num_processes": 1}, {}, False, Alone, (0, 1, 0, 1)),
@@ -26,11 +26,11 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
         ({"num_processes": 1}, TORCHRUN, True, Alone, (0, 1, 0, 1)),
     ],
 )
-def test_launcher_and_the_place_that_it_expects(monkeypatch, options, variables, nested, launcher, place):
+def test_launcher_and_the_place_that_it_expects(monkeypatch, options, variables, inside_run, launcher, place):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(of_ray, "_refuse_missing_ray", lambda options: None)  # it is not in every environment
-    chosen = choose(Options(**options), nested=nested)
+    chosen = choose(Options(**options), inside_run=inside_run)
     ranks = chosen.expected_ranks()
     assert type(chosen) is launcher
     assert (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size) == place
@@ -38,4 +38,4 @@ def test_launcher_and_the_place_that_it_expects(monkeypatch, options, variables,
 
 
 def test_list_of_cpus_needs_the_whole_process():
-    assert choose(Options(cpu_for_each_process=[[0]]), nested=False).needs_whole_process
+    assert choose(Options(cpu_for_each_process=[[0]]), inside_run=False).needs_whole_process
