@@ -102,8 +102,8 @@ FAULTS = (
     ),
     Fault(
         "distributed/data_parallel/gradients.py",
-        "values = torch.cat([values for _, values in found]) / ranks.size",
-        "values = torch.cat([values for _, values in found])",
+        "values = torch.cat([values for _, values in pairs]) / ranks.size",
+        "values = torch.cat([values for _, values in pairs])",
         "tests/distributed/data_parallel",
     ),
     Fault(

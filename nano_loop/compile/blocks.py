@@ -30,9 +30,9 @@ def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
     """
     groups: dict[Hashable, list[nn.Module]] = defaultdict(list)
     for block in _blocks_in(model):
-        alike = groups[_structure(block)]
-        if not any(each is block for each in alike):
-            alike.append(block)
+        same_structure = groups[_structure(block)]
+        if not any(other is block for other in same_structure):
+            same_structure.append(block)
     blocks = sum(map(len, groups.values()))
     return [] if blocks < _REPEATS * len(groups) else list(groups.values())
 
@@ -54,7 +54,7 @@ def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _repeats(modules: list[nn.Module]) -> bool:
-    structures = Counter(_structure(each) for each in modules if _is_block(each))
+    structures = Counter(_structure(module) for module in modules if _is_block(module))
     return max(structures.values(), default=0) > 1
 
 
@@ -65,7 +65,9 @@ def _is_block(module: nn.Module) -> bool:
 
 def _structure(module: nn.Module) -> Hashable:
     """Return what two modules have in common for which torch compiles the same code."""
-    modules = tuple((name, type(each)) for name, each in module.named_modules())
+    modules = tuple((name, type(submodule)) for name, submodule in module.named_modules())
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    shapes = tuple((name, each.shape, each.stride(), each.dtype, each.requires_grad) for name, each in tensors)
+    shapes = tuple(
+        (name, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for name, tensor in tensors
+    )
     return modules, shapes

@@ -81,8 +81,8 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (positive,) = ctx.saved_tensors
-        found: Tensor = gradient * positive.to(gradient.dtype)
-        return found
+        masked: Tensor = gradient * positive.to(gradient.dtype)
+        return masked
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -127,7 +127,9 @@ def batch_norm(
     """Compute `torch.nn.functional.batch_norm`, in training by torch's kernel: Inductor's takes three times as long."""
     count = input.numel() // max(input.size(1), 1)
     dtypes = input.dtype in (torch.float32, torch.bfloat16) and input.device.type == "cpu"
-    parameters = [each for each in (weight, bias) if each is not None and each.dtype is torch.float32]
+    parameters = [
+        parameter for parameter in (weight, bias) if parameter is not None and parameter.dtype is torch.float32
+    ]
     if not training or not dtypes or len(parameters) < 2 or count < 2:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     out, mean, inverse_std = operators.batch_norm(input, *parameters, eps)
@@ -137,8 +139,8 @@ def batch_norm(
         if running_var is not None:
             unbiased = (inverse_std.pow(-2) - eps) * (count / (count - 1))
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    found: Tensor = out
-    return found
+    computed: Tensor = out
+    return computed
 
 
 _FUNCTIONS: Mapping[str, Mapping[Callable[..., Any], Callable[..., Tensor]]] = {
@@ -158,8 +160,10 @@ def keeping(names: Collection[str]) -> Any:
     names : collection of str
         Of `ATTENTION`, `BATCH_NORM`, `CROSS_ENTROPY`, `DROPOUT` and `RELU`.
     """
-    functions = {theirs: _replacement(theirs, ours) for name in names for theirs, ours in _FUNCTIONS[name].items()}
-    digest = hashlib.sha256(b"".join(each.read_bytes() for each in _SOURCES)).hexdigest()
+    functions = {
+        original: _replacement(original, ours) for name in names for original, ours in _FUNCTIONS[name].items()
+    }
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()
 
     def identity() -> object:
         """Return what the graphs in Inductor's cache depend on, besides what torch looks at."""
@@ -168,13 +172,13 @@ def keeping(names: Collection[str]) -> Any:
     return graph_pass(lambda graph: _replace(graph, functions), identity)
 
 
-def _replacement(theirs: Callable[..., Tensor], ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _replacement(original: Callable[..., Tensor], ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function that computes ours, except in `torch.func`, which has to see torch's."""
 
     @functools.wraps(ours)
     def call(*args: Any, number: int, **kwargs: Any) -> Tensor:
         if in_functorch():
-            return theirs(*args, **kwargs)
+            return original(*args, **kwargs)
         return ours(*args, **kwargs, number=number) if ours is dropout else ours(*args, **kwargs)
 
     return call

@@ -18,12 +18,12 @@ _FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512b
 _PATIENCE = 10.0  # timeout of the compiler, in seconds
 
 
-def is_inductor(given: Mapping[str, Any]) -> bool:
+def is_inductor(options: Mapping[str, Any]) -> bool:
     """Whether Inductor compiles with these arguments of `torch.compile`."""
-    return given.get("backend") in (None, "inductor")
+    return options.get("backend") in (None, "inductor")
 
 
-def with_operators(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def with_operators(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return arguments of `torch.compile` with which Inductor keeps these operators whole.
 
     It also draws random numbers as the plain loop does.
@@ -35,9 +35,9 @@ def with_operators(given: Mapping[str, Any], names: Collection[str]) -> dict[str
     names : collection of str
         Of the names in `nano_loop.compile.graphs`.
     """
-    if not is_inductor(given):
-        return dict(given)
-    arguments = dict(given)
+    if not is_inductor(options):
+        return dict(options)
+    arguments = dict(options)
     # torch takes a mode or options.
     modes = mode_options(arguments.pop("mode", None), arguments.get("dynamic"))
     ours: dict[str, Any] = {"pre_grad_custom_pass": keeping(names)} if names else {}

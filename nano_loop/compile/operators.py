@@ -136,11 +136,11 @@ blocked_attention = _operator(
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> _Three:
-    found = losses.forward(logits, target, ignore_index, label_smoothing)
-    if found is None:
+    results = losses.forward(logits, target, ignore_index, label_smoothing)
+    if results is None:
         torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ignore_index)
         raise IndexError("a target of cross-entropy is not a class")
-    return found
+    return results
 
 
 def _cross_entropy_outputs(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:

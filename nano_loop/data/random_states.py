@@ -83,7 +83,7 @@ def generators_of(*holders: Any) -> list[Any]:
             continue
         seen.add(id(holder))
         attributes = getattr(holder, "__dict__", {})
-        found.update((id(each), each) for each in attributes.values() if _has_state(each))
+        found.update((id(holder), holder) for holder in attributes.values() if _has_state(holder))
         waiting.extend(attributes[name] for name in ("batch_sampler", "sampler") if name in attributes)
     return list(found.values())
 

@@ -98,17 +98,17 @@ def _step(original: _Method) -> _Method:
     def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or _is_left_to_torch(self):
             return original(self, *args, **kwargs)
-        given: tuple[Any, ...] = (self,)
+        arguments: tuple[Any, ...] = (self,)
         for hook in hooks_before_step(self):
-            changed = hook(self, given, kwargs)
+            changed = hook(self, arguments, kwargs)
             if changed is not None:
-                given, kwargs = _of_hook(changed)
-        found = None
-        if len(given) > 1 or kwargs or not _called_directly(self):
-            found = body(*given, **kwargs)
+                arguments, kwargs = _of_hook(changed)
+        result = None
+        if len(arguments) > 1 or kwargs or not _called_directly(self):
+            result = body(*arguments, **kwargs)
         for hook in hooks_after_step(self):
-            hook(self, given, kwargs)
-        return found
+            hook(self, arguments, kwargs)
+        return result
 
     return step
 
@@ -208,7 +208,7 @@ def _gather_sgd(optimizer: Optimizer, group: dict[str, Any]) -> _Kernel | None:
     momenta = []
     if group["momentum"]:
         momenta = [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in parameters]
-    if any(each is None for each in momenta) or not _are_alike(parameters, gradients, momenta):
+    if any(momentum is None for momentum in momenta) or not _are_alike(parameters, gradients, momenta):
         return None
 
     def kernel() -> None:
@@ -236,8 +236,8 @@ def _are_alike(*lists: list[Tensor]) -> bool:
     dtype = lists[0][0].dtype
     if not dtype.is_floating_point:
         return False
-    for each in lists:
-        for tensor in each:
+    for tensors in lists:
+        for tensor in tensors:
             if tensor.dtype is not dtype or not tensor.is_cpu or tensor.layout is not torch.strided:
                 return False
     return True

@@ -60,14 +60,19 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractConte
 def suspended(base: type) -> Iterator[None]:
     """Restore the attributes of `base` and its subclasses for the body, in all threads, for code that reads them."""
     with _suspension:
-        owners = [each for each in _in_force.values() if isinstance(each.owner, type) and issubclass(each.owner, base)]
+        owners = [
+            replacement
+            for replacement in _in_force.values()
+            if isinstance(replacement.owner, type) and issubclass(replacement.owner, base)
+        ]
         restored = [owner for owner in owners if owner.restore()]
         try:
             yield
         finally:
-            for each in restored:
-                if _in_force.get((each.owner, each.name)) is each:  # else its last user exited in the meantime
-                    each.put()
+            for replacement in restored:
+                # Else its last user exited in the meantime.
+                if _in_force.get((replacement.owner, replacement.name)) is replacement:
+                    replacement.put()
 
 
 @contextmanager

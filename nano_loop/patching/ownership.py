@@ -87,8 +87,8 @@ def note_graph(start: int, end: int, rules: Mapping[str, Rule] = NO_RULES) -> No
     _graphs.rules.append(rules)
     _graphs.have_rules |= bool(rules)
     if len(starts) > _MOST_CALLS:
-        for each in (starts, ends, _graphs.rules):
-            del each[: _MOST_CALLS // 2]
+        for numbers in (starts, ends, _graphs.rules):
+            del numbers[: _MOST_CALLS // 2]
 
 
 def _place_of_current_node() -> int | None:

@@ -42,7 +42,7 @@ class Broadcast(RanksStep):
     def _broadcast_state(self, optimizer: Optimizer) -> None:
         """Broadcast the optimizer's state if the ranks differ, as when only one rank loaded a checkpoint."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        states = [optimizer.state.get(each) for each in held]
+        states = [optimizer.state.get(parameter) for parameter in held]
         if len(set(self.ranks.gather(_checksum(states)))) == 1:
             return
         for parameter, state in zip(held, self.ranks.broadcast(states), strict=True):
@@ -54,7 +54,7 @@ class Broadcast(RanksStep):
 def _checksum(value: Any, start: int = 0) -> int:
     """Return the CRC-32 of a value: of the data of tensors, also in dicts and lists, and of the repr of the rest."""
     if isinstance(value, dict):
-        return _checksum([each for item in value.items() for each in item], start)
+        return _checksum([part for item in value.items() for part in item], start)
     if isinstance(value, (list, tuple)):
         for each in value:
             start = _checksum(each, start + 1)

@@ -85,8 +85,8 @@ class Compile(Step):
         if self._arguments is None:
             from nano_loop.compile.inductor import with_operators  # registers operators, which is for good
 
-            given = self.options.compile if isinstance(self.options.compile, dict) else {}
-            self._arguments = with_operators(given, self._operators())
+            options = self.options.compile if isinstance(self.options.compile, dict) else {}
+            self._arguments = with_operators(options, self._operators())
         return self._arguments
 
     def _operators(self) -> list[str]:

@@ -88,8 +88,8 @@ class GradientAveraging(RanksStep):
             with suppress(NanoError):  # raised on every rank, as above
                 transport_between = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
                 shares = any(len(member) > 1 for member in self.ranks.context.hosts.members)
-                way = "through shared memory, then between hosts by gloo" if shares else "by gloo"
-                self._way = f"{_AT_END}, {way}"
+                route = "through shared memory, then between hosts by gloo" if shares else "by gloo"
+                self._way = f"{_AT_END}, {route}"
                 return transport_between
         self._way = f"{_AT_END}, by {distributed.get_backend()}"
         return ProcessGroupTransport(self.ranks, compression=compression)

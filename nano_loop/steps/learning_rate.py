@@ -114,10 +114,10 @@ def _pop_steps_taken(optimizer: Optimizer) -> int:
     It is the one of a checkpoint that was loaded outside a run, which has left it in the groups; or else that of the
     last run, unless a checkpoint was loaded since, which has replaced the groups.
     """
-    found = [group.pop(KEY) for group in optimizer.param_groups if KEY in group]
+    saved = [group.pop(KEY) for group in optimizer.param_groups if KEY in group]
     before = _progress.pop(optimizer, None)
-    if found:
-        return int(found[0])
+    if saved:
+        return int(saved[0])
     return before.step if before is not None and before.groups is optimizer.param_groups else 0
 
 

@@ -57,9 +57,9 @@ class _Workers(LoaderChange):
     def attributes(self, loader: DataLoader[Any]) -> dict[str, Any]:
         if self._count == loader.num_workers:
             return {}
-        found: dict[str, Any] = {"num_workers": self._count}
+        attributes: dict[str, Any] = {"num_workers": self._count}
         if not self._count:
-            return {**found, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+            return {**attributes, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
         if loader.prefetch_factor is None:
-            found["prefetch_factor"] = _PREFETCHED
-        return found
+            attributes["prefetch_factor"] = _PREFETCHED
+        return attributes

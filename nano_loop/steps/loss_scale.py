@@ -66,7 +66,7 @@ class LossScaling(Step):
         self.undoing.callback(self._keep, optimizer)
         for handle in (
             optimizer.register_state_dict_post_hook(self._into_state_dict),
-            optimizer.register_load_state_dict_post_hook(lambda each: self._continue(_pop(each))),
+            optimizer.register_load_state_dict_post_hook(lambda loaded: self._continue(_pop(loaded))),
         ):
             self.undoing.callback(handle.remove)
 
@@ -91,6 +91,6 @@ _last: WeakKeyDictionary[Optimizer, tuple[float, int]] = WeakKeyDictionary()
 
 def _pop(optimizer: Optimizer) -> tuple[float, int] | None:
     """Take the scale out of the groups of an optimizer, in which a checkpoint has left it."""
-    found = [[group.pop(key, None) for key in KEYS] for group in optimizer.param_groups]
-    states = [(float(scale), int(steps or 0)) for scale, steps in found if scale]
+    saved = [[group.pop(key, None) for key in KEYS] for group in optimizer.param_groups]
+    states = [(float(scale), int(steps or 0)) for scale, steps in saved if scale]
     return states[0] if states else None

@@ -203,7 +203,7 @@ def _under_autocast(
 ) -> CallWrapper:
     def in_fp32(outputs: Any, cast: Callable[[Tensor], Tensor]) -> Any:
         def outward(tensor: Tensor) -> Tensor:
-            return tensor if any(shares_memory(tensor, each) for each in state) else cast(tensor)
+            return tensor if any(shares_memory(tensor, kept) for kept in state) else cast(tensor)
 
         if type(outputs) is Tensor and not state:  # as most models have it
             return cast(outputs)

@@ -39,7 +39,9 @@ class SkipReason(NamedTuple):
         known = dict.fromkeys(reason for reason in reasons if reason is not None)
         if None in reasons or not known:
             return None
-        return cls(",".join(dict.fromkeys(each.code for each in known)), "; ".join(each.detail for each in known))
+        return cls(
+            ",".join(dict.fromkeys(reason.code for reason in known)), "; ".join(reason.detail for reason in known)
+        )
 
 
 @dataclass(frozen=True)

@@ -39,5 +39,5 @@ class StepTime(Step):
         if self._stopwatch is None:
             return None
         median = self._stopwatch.median_ms()
-        found = "too few steps to tell" if median is None else f"{median:.3g} ms a step (median)"
-        return StepResult(self.name, "measured", found)
+        detail = "too few steps to tell" if median is None else f"{median:.3g} ms a step (median)"
+        return StepResult(self.name, "measured", detail)

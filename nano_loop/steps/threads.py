@@ -72,8 +72,8 @@ class Threads(Step):
         share = self._waits.share()
         if share is None or share < _MUCH:
             return None
-        found = f"threads waited {share:.0%} of their time for CPUs that others used{_advice(torch.get_num_threads())}"
-        return StepResult("cpu_waits", "measured", found)
+        detail = f"threads waited {share:.0%} of their time for CPUs that others used{_advice(torch.get_num_threads())}"
+        return StepResult("cpu_waits", "measured", detail)
 
 
 def _advice(threads: int) -> str:

@@ -47,8 +47,8 @@ class TuneOperators(Step):
     def observe(self, parts: TrainingObjects) -> None:
         """Find out, once, whether the step applies on all ranks: hosts may differ in their CPUs. Collective."""
         if self._agreed_to is None:
-            mine = self.enabled and self._own_reason() is None
-            self._agreed_to = all(self.ranks.gather(mine)) if self.ranks.size > 1 else mine
+            is_used = self.enabled and self._own_reason() is None
+            self._agreed_to = all(self.ranks.gather(is_used)) if self.ranks.size > 1 else is_used
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -97,10 +97,10 @@ class TuneOperators(Step):
         if tuner is None or not tuner.measured:
             return None
         gain = sum(choice.gain for choice in tuner.found)
-        found = (
+        words = (
             f"{tuner.measured} shapes timed in {tuner.spent:.2g} s; {tuner.replaced} compute in another way than usual"
         )
-        return StepResult(self.name, "applied", f"{found}, {gain:.2g} ms faster together" if gain else found)
+        return StepResult(self.name, "applied", f"{words}, {gain:.2g} ms faster together" if gain else words)
 
     def _open(self) -> Tuner:
         choices = self._agreed(choices_for(self.machine))
@@ -116,18 +116,22 @@ class TuneOperators(Step):
         """Return rank 0's choices, which all ranks take over when it has measured more."""
         if self.ranks.size == 1:
             return choices
-        mine = choices if self.ranks.rank == 0 else Choices(None)
+        choices_here = choices if self.ranks.rank == 0 else Choices(None)
         shared: set[str] = set()
 
         def share(averagings: int) -> None:
             if averagings < _FIRST_SHARING or averagings.bit_count() > 1:
                 return
-            new = {key: value for key, value in mine.all().items() if key not in shared} if self.ranks.rank == 0 else {}
-            found = self.ranks.broadcast([(key, *value) for key, value in new.items()])
-            shared.update(key for key, *_ in found)
-            mine.take_over({key: Choice(way, guess, times) for key, way, guess, times in found})
+            new = (
+                {key: value for key, value in choices_here.all().items() if key not in shared}
+                if self.ranks.rank == 0
+                else {}
+            )
+            received = self.ranks.broadcast([(key, *value) for key, value in new.items()])
+            shared.update(key for key, *_ in received)
+            choices_here.take_over({key: Choice(way, guess, times) for key, way, guess, times in received})
 
         share(_FIRST_SHARING)
         self.ranks.context.after_averaging.append(share)
         self.undoing.callback(self.ranks.context.after_averaging.remove, share)
-        return mine
+        return choices_here

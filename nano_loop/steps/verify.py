@@ -60,7 +60,7 @@ class Verify(Step):
         if not self._found:
             reasons = dict.fromkeys(recorded.reason or NO_GRADIENT for recorded in self._recorded.values())
             return StepResult(self.name, "skipped", "; ".join(reasons), code="not_compared")
-        summaries = [f"{name}: {found.summary()}" for name, found in self._found.items()]
+        summaries = [f"{name}: {verification.summary()}" for name, verification in self._found.items()]
         return StepResult(self.name, "measured", "; ".join(summaries), _Findings(self._found))
 
     def _compare(self, *_: object) -> None:
@@ -74,10 +74,10 @@ class Verify(Step):
         name = class_name(recorded.model)
         model, calls = recorded.take()
         with self._gradients_kept():
-            found = verified(model, loss_of, calls, self.options.kind, self.accelerated)
-        self._found[_another(name, self._found)] = found
-        if not found.ok:
-            got = f"{found.fault} of {name} is off by more than rounding"
+            verification = verified(model, loss_of, calls, self.options.kind, self.accelerated)
+        self._found[_another(name, self._found)] = verification
+        if not verification.ok:
+            got = f"{verification.fault} of {name} is off by more than rounding"
             expected = "an accelerated model computes what the plain one does"
             hint = "See the table: print(report['verify'].data). Leave options out to find the one that it comes from"
             warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
@@ -103,7 +103,7 @@ class Verify(Step):
 def _another(name: str, known: Container[str]) -> str:
     """Return a name that is not known: the name itself, or with a number."""
     numbered = (f"{name} {number}" for number in count(2))
-    return next(each for each in chain([name], numbered) if each not in known)
+    return next(candidate for candidate in chain([name], numbered) if candidate not in known)
 
 
 class _Findings(dict[str, Verification]):
@@ -111,7 +111,7 @@ class _Findings(dict[str, Verification]):
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return {name: found.as_dict() for name, found in self.items()}
+        return {name: verification.as_dict() for name, verification in self.items()}
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {found}" for name, found in self.items())
+        return "\n".join(f"{name}: {verification}" for name, verification in self.items())

@@ -93,8 +93,8 @@ def _refuse_without_memory(named: Sequence[Named]) -> None:
     elsewhere = [(name, tensor.device) for name, tensor in named if tensor.device.type != "cpu"]
     if elsewhere:
         name, device = elsewhere[0]
-        way = "to_empty" if device.type == "meta" else "to"
-        hint = f"Call model.{way}(device='cpu') and set its values before setup"
+        method = "to_empty" if device.type == "meta" else "to"
+        hint = f"Call model.{method}(device='cpu') and set its values before setup"
         expected = "rank 0's values are copied to the other ranks from the memory of the CPU"
         raise NanoError(error_message(f"{name} is on the device {str(device)!r}", expected, hint))
 

@@ -51,17 +51,17 @@ def _failure(value: Any) -> Exception | None:
 
 
 def _sentence(name: str, value: Any, error: Exception) -> str:
-    way = [name]
+    path = [name]
     for _ in range(_STEPS):
         causes = ((step, part, _failure(part)) for step, part in _parts(value))
         step, part, cause = next((cause for cause in causes if cause[2] is not None), (None, None, None))
         if step is None or cause is None:
             break
-        way, value, error = [*way, step], part, cause
-    comma = "," if len(way) > 1 else ""
+        path, value, error = [*path, step], part, cause
+    comma = "," if len(path) > 1 else ""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     words = str(error).partition("\n")[0]
-    return f"{', '.join(way)}{comma} is a {kind} and cannot be pickled ({type(error).__name__}: {words})"
+    return f"{', '.join(path)}{comma} is a {kind} and cannot be pickled ({type(error).__name__}: {words})"
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

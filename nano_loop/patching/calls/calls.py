@@ -78,8 +78,8 @@ class CallInterceptor:
         """Add `layer` as the innermost layer, or replace the layer with the same name."""
         self._by_name[name] = layer
         call: Call = _innermost
-        for each in reversed(self._by_name.values()):
-            call = each(call)
+        for wrapper in reversed(self._by_name.values()):
+            call = wrapper(call)
         self.layers = call
 
     def around_modules(self, around: Callable[[nn.Module], Call | None], name: str) -> None:
@@ -100,8 +100,8 @@ class CallInterceptor:
                 self._note_inner(module)
 
     def _note_inner(self, module: nn.Module) -> None:
-        found = [around(module) for around in self._arounds.values()]
-        functions = [each for each in found if each is not None]
+        wrapped = [around(module) for around in self._arounds.values()]
+        functions = [function for function in wrapped if function is not None]
         if functions:
             self.inner[id(module)] = functools.reduce(_nested, functions)
 
@@ -239,7 +239,7 @@ def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> N
 def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of `model`, except parametrizations, which an access to `layer.weight` calls."""
     lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
-    parametrizations = {part for each in lists for part in each.modules()}
+    parametrizations = {part for parametrization_list in lists for part in parametrization_list.modules()}
     yield from (module for module in model.modules() if module not in parametrizations)
 
 
@@ -267,13 +267,13 @@ def _inside(interceptor: CallInterceptor, call: Call, /, *args: Any, **kwargs: A
 
 def _ways_in(modules: list[nn.Module]) -> Iterator[tuple[type, str]]:
     """Yield the class attributes through which the loop can call one of `modules`."""
-    found: set[tuple[type, str]] = {(nn.Module, "__call__")}
+    methods: set[tuple[type, str]] = {(nn.Module, "__call__")}
     for kind in {type(module) for module in modules}:
         hooks = [nn.Module, *(base for base in kind.__mro__ if _library(base) in _TRAINERS)]
         for owner in kind.__mro__:
             if _library(owner) not in _NOT_THE_USERS | _TRAINERS:
-                found |= {(owner, name) for name, value in vars(owner).items() if _computes(name, value, hooks)}
-    yield from found
+                methods |= {(owner, name) for name, value in vars(owner).items() if _computes(name, value, hooks)}
+    yield from methods
 
 
 def _library(owner: type) -> str:

@@ -22,14 +22,14 @@ def innermost(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
     An optimizer without hooks and without an optimizer inside is left out, with a `NanoWarning`.
     """
-    found: dict[int, Optimizer] = {}
+    innermost: dict[int, Optimizer] = {}
     for optimizer in optimizers:
-        for each in _inside(optimizer, set()):
-            if has_hooks(each):
-                found[id(each)] = each
+        for inner in _inside(optimizer, set()):
+            if has_hooks(inner):
+                innermost[id(inner)] = inner
             else:
-                _warn(each)
-    return list(found.values())
+                _warn(inner)
+    return list(innermost.values())
 
 
 def _inside(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
@@ -40,8 +40,8 @@ def _inside(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
     wrapped = _wrapped(optimizer)
     if not wrapped:
         yield optimizer
-    for each in wrapped:
-        yield from _inside(each, seen)
+    for inner_optimizer in wrapped:
+        yield from _inside(inner_optimizer, seen)
 
 
 def _wrapped(optimizer: Optimizer) -> list[Optimizer]:
@@ -49,7 +49,9 @@ def _wrapped(optimizer: Optimizer) -> list[Optimizer]:
     if type(optimizer).step.__module__.partition(".")[0] == "torch":
         return []
     held = _parameters(optimizer)
-    inner = [each for each in find(Optimizer, vars(optimizer)) if _parameters(each) <= held]
+    inner = [
+        held_optimizer for held_optimizer in find(Optimizer, vars(optimizer)) if _parameters(held_optimizer) <= held
+    ]
     covered: set[int] = set().union(*map(_parameters, inner))
     return inner if covered == held or not has_hooks(optimizer) else []
 

@@ -22,8 +22,8 @@ Closure = Callable[[], Any]
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
     """Return the closure argument of a step, or None. `args` starts with the optimizer."""
-    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return given if callable(given) else None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
 
 
 def with_closure(

@@ -32,8 +32,8 @@ def kernel(operator: str, dispatch_key: str) -> Kernel:
     if site is not None and site.functions:  # the dispatcher has ours
         assert site.original is not None
         return site.original
-    found: Kernel = torch.library.get_kernel(f"aten::{operator}", dispatch_key).call_boxed
-    return found
+    torchs_kernel: Kernel = torch.library.get_kernel(f"aten::{operator}", dispatch_key).call_boxed
+    return torchs_kernel
 
 
 AUTOCAST = "AutocastCPU"
@@ -67,7 +67,7 @@ class _Site:
 
     def remove(self, function: Callable[..., Any]) -> None:
         """Call this function no more. The list is replaced, since another thread may be reading it."""
-        self.functions = [each for each in self.functions if each is not function]
+        self.functions = [other for other in self.functions if other is not function]
 
 
 _sites: dict[str, _Site] = {}

@@ -83,8 +83,8 @@ class Upcast:
 
     def take(self) -> Tensor | None:
         """Return the gradient that this backward has handed over, once, or None."""
-        found, self._gradient = self._gradient, None
-        return found[1] if found is not None and found[0] == graph_task() else None
+        gradient, self._gradient = self._gradient, None
+        return gradient[1] if gradient is not None and gradient[0] == graph_task() else None
 
 
 class _Held(threading.local):
@@ -107,7 +107,7 @@ def keep_source(copy: Tensor, source: Tensor) -> None:
         _kept[copy] = source
 
 
-def upcast_of(tensor: Tensor, given: Tensor) -> Upcast | None:
+def upcast_of(tensor: Tensor, input: Tensor) -> Upcast | None:
     """Return the cast that a tensor, or the whole tensor that it is a view of, is the result of, or None.
 
     Parameters
@@ -121,9 +121,9 @@ def upcast_of(tensor: Tensor, given: Tensor) -> Upcast | None:
     base = base_of(tensor)
     upcast: Upcast | None = _noted[base] if base in _noted else None  # noqa: SIM401  # its `get` has no types
     whole = tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous()
-    if upcast is None or not whole or _is_watched(given) or _is_watched(base):
+    if upcast is None or not whole or _is_watched(input) or _is_watched(base):
         return None
-    return upcast if _is_view_by_torch(given, base) else None
+    return upcast if _is_view_by_torch(input, base) else None
 
 
 def _is_plain_backward(cast: Any) -> bool:

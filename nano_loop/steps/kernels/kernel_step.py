@@ -54,8 +54,8 @@ class KernelStep(Step):
         if self.auto_is_for_reduced_precision and not self.options.reduced_precision:
             return SkipReason("not_bf16", "it is for bf16")
         if self.calls_torchs_kernels and not gives_kernels():
-            needed = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
-            return SkipReason("old_torch", needed)
+            expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+            return SkipReason("old_torch", expected)
         if self.absent is not None and not self._is_wanted(parts):
             return self.absent
         reason = self.kernel.unavailable if self.says_without_kernel is None else None
