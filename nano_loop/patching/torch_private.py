@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
 from types import FunctionType
@@ -373,6 +373,19 @@ def softmax_backward(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tens
 def destroy_library(library: torch.library.Library) -> None:
     """Unregister the kernels of a library immediately. torch does it when the library is garbage-collected."""
     library._destroy()  # type: ignore[no-untyped-call]
+
+
+def forget_dispatch(operators: Collection[str], dispatch_key: str) -> None:
+    """Have torch's Python dispatcher, through which `torch.compile` traces, look up kernels of ATen operators anew.
+
+    It keeps for each operator what a dispatch key leads to, and torch forgets that only for kernels in Python's own
+    tables. What is traced after a run would be sent to a kernel of the run, which is gone.
+    """
+    names = {f"aten::{operator}" for operator in operators}
+    key = getattr(torch._C.DispatchKey, dispatch_key)
+    for overload in tuple(torch._ops.get_cached_ops()):  # type: ignore[no-untyped-call]
+        if overload.name() in names:
+            overload._uncache_dispatch(key)
 
 
 def copy_as_torch(target: torch.Tensor, source: Any, non_blocking: bool) -> torch.Tensor:

@@ -124,3 +124,17 @@ def test_function_is_not_traced_where_a_graph_breaks_at_a_recurrent_layer():
     assert torch.equal(found, expected)
     assert len(calls) == 4  # two steps of each
     assert torch.cos not in traced
+
+
+def test_what_was_compiled_in_a_run_leaves_no_kernel_for_what_is_compiled_after_it():
+    """torch's Python dispatcher keeps where a key leads. Without the repair, the gradient is None, and torch warns."""
+    logits, target = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 1])
+
+    def gradient():
+        torch.compiler.reset()
+        loss = torch.compile(lambda x: torch.nn.functional.cross_entropy(x, target), backend="aot_eager")(logits)
+        return torch.autograd.grad(loss, logits)[0]
+
+    with overridden("cross_entropy_loss", lambda original: original, "AutogradCPU"):
+        expected = gradient()
+    torch.testing.assert_close(gradient(), expected, rtol=0, atol=0)

@@ -15,7 +15,7 @@ import torch
 
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.patch_table import shared_change
-from nano_loop.patching.torch_private import destroy_library, has_kernel, never_compiled
+from nano_loop.patching.torch_private import destroy_library, forget_dispatch, has_kernel, never_compiled
 
 #: torch's own kernel. It takes the dispatch key set, followed by the arguments of the operator.
 Kernel = Callable[..., Any]
@@ -174,5 +174,6 @@ def _registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) 
         yield
     finally:
         destroy_library(library)
+        forget_dispatch(functions.keys(), dispatch_key)
         for operator, function in sites.items():
             _sites[operator].remove(function)
