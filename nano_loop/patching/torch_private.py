@@ -1,6 +1,6 @@
 """All uses of private names, of torch and of what comes with it, each with its reason.
 
-`tests/intercept/test_torch_private.py` fails if one of them is missing.
+`tests/patching/test_torch_private.py` fails if one of them is missing.
 """
 
 from __future__ import annotations

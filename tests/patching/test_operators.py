@@ -126,6 +126,7 @@ def test_function_is_not_traced_where_a_graph_breaks_at_a_recurrent_layer():
     assert torch.cos not in traced
 
 
+@gets_kernels
 def test_what_was_compiled_in_a_run_leaves_no_kernel_for_what_is_compiled_after_it():
     """torch's Python dispatcher keeps where a key leads. Without the repair, the gradient is None, and torch warns."""
     logits, target = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 1])
