@@ -55,7 +55,7 @@ FAULTS = (
         "cli/script.py",
         "        raise click.exceptions.Exit(code if code > 0 else 128 - code)",
         "        raise click.exceptions.Exit(code)",
-        "tests/cli/test_tune.py tests/cli/test_profile.py",
+        "tests/cli",
     ),
     Fault(
         "compile/blocks.py",
