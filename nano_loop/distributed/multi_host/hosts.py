@@ -7,7 +7,7 @@ on CPUs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 
@@ -51,16 +51,21 @@ class HostsTransport:
         self, ranks: Ranks, hosts: Hosts, *, compression: torch.dtype | None = None, bucket: int = _BUCKET
     ) -> None:
         self._everyone = ProcessGroupTransport(ranks)
-        self._here: _Host | None = None
+
+        def agree(reason: str) -> None:
+            reasons = [rank_reason for rank_reason in ranks.gather(reason) if rank_reason]
+            if reasons:
+                raise NanoError(reasons[0])
+
+        # Twice, since a rank that fails waits for no one: when the channel of each host is mapped, and its transport.
+        local, channel = _channel_of(ranks, hosts, agree)
         reason = ""
+        self._here: _Host | None = None
         try:
-            if hosts.folder is not None:
-                self._here = _Host(ranks, hosts, compression, bucket)
+            self._here = None if channel is None else _Host(local, channel, hosts, compression, bucket)
         except NanoError as error:
             reason = str(error)
-        reasons = [rank_reason for rank_reason in ranks.gather(reason) if rank_reason]
-        if reasons:
-            raise NanoError(reasons[0])
+        agree(reason)
         # A host counts by its ranks.
         self._factor = len(hosts.here) * len(hosts.members) / ranks.size
         is_first = ranks.rank == hosts.here[0]
@@ -100,16 +105,15 @@ class HostsTransport:
 class _Host:
     """What the ranks of one host share."""
 
-    def __init__(self, ranks: Ranks, hosts: Hosts, compression: torch.dtype | None, bucket: int) -> None:
+    def __init__(
+        self, local: Ranks, channel: SharedChannel, hosts: Hosts, compression: torch.dtype | None, bucket: int
+    ) -> None:
         assert hosts.folder is not None
-        here, context = hosts.here, ranks.context
-        number, count = here.index(ranks.rank), len(here)
-        self._local = Ranks(number, count, check=lambda: ranks.check(), timeout=ranks.timeout, context=context)
-        self._channel = SharedChannel(self._local, hosts.folder, "averaging-hosts", names=[*here])
-        self._local.channel = self._channel
+        names = [*hosts.here]
+        self._local, self._channel = local, channel
         with ExitStack() as stack:
-            stack.callback(self._channel.close)
-            self.transport = SharedMemoryTransport(self._local, hosts.folder, compression=compression, names=[*here])
+            stack.callback(channel.close)
+            self.transport = SharedMemoryTransport(local, hosts.folder, compression=compression, names=names)
             stack.pop_all()
         self._pack = lru_cache(maxsize=64)(partial(pack, capacity=bucket))
 
@@ -139,3 +143,17 @@ class _Host:
         self.transport.close()
         self._channel.close()
         self._pack.cache_clear()
+
+
+def _channel_of(ranks: Ranks, hosts: Hosts, agree: Callable[[str], None]) -> tuple[Ranks, SharedChannel | None]:
+    """Return the ranks of this host, and the channel between them; None where it has one rank. Collective."""
+    here, context = hosts.here, ranks.context
+    local = Ranks(
+        here.index(ranks.rank), len(here), check=lambda: ranks.check(), timeout=ranks.timeout, context=context
+    )
+    if hosts.folder is None:
+        agree("")
+        return local, None
+    channel = SharedChannel(local, hosts.folder, "averaging-hosts", names=[*here], agree=agree)
+    local.channel = channel
+    return local, channel

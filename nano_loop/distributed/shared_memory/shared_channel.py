@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,9 @@ class SharedChannel:
         What messages call the ranks; by default they are numbered from 0.
     piece : int
         Bytes of a stream that travel at once, a multiple of 128.
+    agree : callable, optional
+        Is called on every rank: with an empty string when it has mapped the file, or with the reason why it could not.
+        It raises on every rank if one could not. Without it, the others wait for such a rank.
 
     Raises
     ------
@@ -56,7 +59,14 @@ class SharedChannel:
     """
 
     def __init__(
-        self, ranks: Ranks, folder: Path, name: str = "channel", *, names: Sequence[int] = (), piece: int = _PIECE
+        self,
+        ranks: Ranks,
+        folder: Path,
+        name: str = "channel",
+        *,
+        names: Sequence[int] = (),
+        piece: int = _PIECE,
+        agree: Callable[[str], None] | None = None,
     ) -> None:
         path = folder / name
         by_name = partial(map_by_name, path)
@@ -68,7 +78,14 @@ class SharedChannel:
         self._unfinished = False
         self._lock = threading.RLock()
         nbytes = 2 * ranks.size * piece
-        self._segment = SharedSegment(ranks, 1, nbytes, by_name, purpose="exchange values", names=self._names)
+        try:
+            self._segment = SharedSegment(ranks, 1, nbytes, by_name, purpose="exchange values", names=self._names)
+        except NanoError as error:
+            if agree is not None:
+                self._agree(agree, str(error), path)
+            raise
+        if agree is not None:
+            self._agree(agree, "", path)
         self._posted = self._segment.places(_POSTED)
         self._slots = raw_bytes(self._segment.memory)
         try:
@@ -76,6 +93,15 @@ class SharedChannel:
         finally:
             if ranks.rank == 0:
                 path.unlink()
+
+    def _agree(self, agree: Callable[[str], None], reason: str, path: Path) -> None:
+        """Tell the others how the mapping went. If it failed on any rank, no file is left."""
+        try:
+            agree(reason)
+        except BaseException:
+            if self._ranks.rank == 0:
+                path.unlink(missing_ok=True)
+            raise
 
     @property
     def segment(self) -> SharedSegment:

@@ -1,6 +1,11 @@
 """Averaging within hosts and then between them gives the means over all ranks, the same to the bit everywhere."""
 
+import errno
+import os
 import sys
+import time
+from contextlib import nullcontext
+from unittest import mock
 
 import cloudpickle
 import pytest
@@ -11,6 +16,7 @@ from distributed.shared_memory import transports
 from distributed.shared_memory.transports import assert_means, random_list, same_bits, values
 from nano_loop.distributed.comm.hosts import Hosts, by_host
 from nano_loop.distributed.multi_host.hosts import HostsTransport
+from nano_loop.distributed.shared_memory import allocation
 from nano_loop.errors import NanoError
 
 cloudpickle.register_pickle_by_value(transports)
@@ -96,6 +102,24 @@ def test_compressed_tensors_arrive_rounded_and_alike(team, folders):
     lists = [[values(5, rank, (2000,), torch.float32)] for rank in range(3)]
     assert_means(by_rank, lists, eps=torch.finfo(torch.bfloat16).eps)
     assert same_bits(by_rank[0][0], by_rank[0][0].bfloat16().float())
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2, 3])
+def test_one_rank_without_room_is_an_error_on_every_rank_at_once(team, folders, failing):
+    def run(ranks):
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        failed = mock.patch.object(allocation, "make_at_once", side_effect=full)
+        begun = time.monotonic()
+        try:
+            with failed if ranks.rank == failing else nullcontext(), Placed(ranks, folders, ((0,), (1, 2, 3))):
+                return "made"
+        except NanoError as error:
+            waited = time.monotonic() - begun
+            return str(error) if waited < ranks.timeout / 2 else f"after {waited:.0f} s"
+
+    expected = "made" if failing == 0 else "could not be allocated"  # rank 0 is alone on its host
+    assert all(expected in outcome for outcome in team(4)(run))
+    assert not any(path.name.startswith("averaging") for path in folders.rglob("*"))
 
 
 def test_host_without_room_is_an_error_on_every_rank(team, folders):
