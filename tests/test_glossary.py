@@ -37,14 +37,14 @@ OLD = frozenset(
 )
 #: How many are left, by folder; lower a number with the names, and never raise it.
 LEFT = {
-    "autotune": 79,
+    "autotune": 78,
     "compile": 1,
     "data": 1,
     "distributed": 2,
     "integrations": 1,
-    "kernels": 83,
+    "kernels": 78,
     "patching": 4,
-    "precision": 65,
+    "precision": 62,
     "steps": 7,
 }
 

@@ -182,11 +182,11 @@ def _as_exact(ways: Ways, clock: Callable[[], float], seconds: float) -> dict[st
     """
     begun = clock()
     of_torch = ways.by_name[ways.torchs]()
-    found = {ways.torchs: clock() - begun}
+    elapsed = {ways.torchs: clock() - begun}
     others = {name: way for name, way in ways.by_name.items() if name != ways.torchs}
     if not others:
-        return found
-    if (1 + len(others)) * found[ways.torchs] > seconds:
+        return elapsed
+    if (1 + len(others)) * elapsed[ways.torchs] > seconds:
         return None
     start = clock()
     reference = of_torch if ways.reference is None else ways.reference()
@@ -199,7 +199,7 @@ def _as_exact(ways: Ways, clock: Callable[[], float], seconds: float) -> dict[st
         if clock() - begun > seconds:
             return None
         if way is ways.reference:
-            found[name] = of_reference
+            elapsed[name] = of_reference
             continue
         start = clock()
         try:
@@ -208,8 +208,8 @@ def _as_exact(ways: Ways, clock: Callable[[], float], seconds: float) -> dict[st
             continue
         took = clock() - start
         if all(error <= bound for error, bound in zip(_errors(computed, reference), bounds, strict=True)):
-            found[name] = took
-    return found
+            elapsed[name] = took
+    return elapsed
 
 
 def _errors(found: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The answers of torch, in a process of its own: what it was built with and which libraries it loads."""
+"""The answers of torch, in a separate process: what it was built with and which libraries it loads."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from nano_loop.cache_folder import cache_folder, written_at_once
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-fPIC")
-# The directives are compiled with it, and linked without: a second OpenMP runtime would have threads of its own beside
+# The directives are compiled with it, and linked without: a second OpenMP runtime would start more threads beside
 # torch's. The functions that the directives call are found in the runtime that torch has loaded for all libraries.
 _PARALLEL = ("-fopenmp",)
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}

@@ -139,7 +139,7 @@ def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Any:
-    """Return a module with the attributes of another one, and with these parameters of its own."""
+    """Return a module with the attributes of another one, and with these parameters."""
     twin = type(module).__new__(type(module))
     twin.__dict__.update(vars(module), _parameters=parameters)
     return twin

@@ -112,4 +112,4 @@ def _refuse_launch() -> None:
     launch = found_launch(os.environ)
     if launch is not None:
         got = f"tune under {launch.launcher}"
-        raise NanoConfigError(error_message(got, "trials start processes of their own", "Tune in one process first"))
+        raise NanoConfigError(error_message(got, "trials start their own processes", "Tune in one process first"))

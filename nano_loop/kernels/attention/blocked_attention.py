@@ -102,10 +102,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, kept, log_sums = ctx.saved_tensors
         dropout_p, is_causal, scale = ctx.numbers
-        found = [_laid_out_as(tensor) for tensor in (query, key, value)]
+        copies = [_laid_out_as(tensor) for tensor in (query, key, value)]
         gradient = with_columns(gradient)
-        backward(gradient, log_sums, query, key, value, mask, kept, dropout_p, is_causal, scale, found)
-        return *found, *[None] * 5
+        backward(gradient, log_sums, query, key, value, mask, kept, dropout_p, is_causal, scale, copies)
+        return *copies, *[None] * 5
 
 
 def forward(

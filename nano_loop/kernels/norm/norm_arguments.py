@@ -85,8 +85,8 @@ def are_fp32(x: Tensor, *parameters: Tensor | None) -> bool:
 
     That of a bf16 input without any of them has statistics in bf16.
     """
-    given = [parameter for parameter in parameters if parameter is not None]
-    return all(map(is_fp32, given)) and (bool(given) or x.dtype is torch.float32)
+    present = [parameter for parameter in parameters if parameter is not None]
+    return all(map(is_fp32, present)) and (bool(present) or x.dtype is torch.float32)
 
 
 def is_fp32(each: Tensor) -> bool:

@@ -178,8 +178,8 @@ def _differentiable(
     for step in reversed(inputs) if is_reversed else inputs:
         state = torch.lstm_cell(step, state, *weights)
         outputs.append(state[0])
-    found = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
-    used = [(a, b.float()) for a, b in zip(found, gradients, strict=True) if b is not None]
+    results = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
+    used = [(a, b.float()) for a, b in zip(results, gradients, strict=True) if b is not None]
     outs, of_outs = zip(*used, strict=True)
     wanted = [tensor for tensor, is_needed in zip(tensors, needed, strict=False) if is_needed]
     computed = iter(torch.autograd.grad(outs, wanted, of_outs, create_graph=True))
@@ -203,8 +203,8 @@ def _differentiated(
     gates = _empty(call.steps * call.batch, GATES * call.hidden)
     bias = _empty(GATES * call.hidden, dtype=torch.float32)
     of_output = _empty(call.batch, call.hidden)
-    given = [None if each is None else each.contiguous() for each in (of_all, of_last)]
-    _run("backward", call, hidden_weight.contiguous(), cells, states, *given, of_cells, gates, bias, of_output)
+    arrived = [None if gradient is None else gradient.contiguous() for gradient in (of_all, of_last)]
+    _run("backward", call, hidden_weight.contiguous(), cells, states, *arrived, of_cells, gates, bias, of_output)
     return gates, bias, of_output, of_cells
 
 

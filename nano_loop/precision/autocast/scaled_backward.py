@@ -92,12 +92,12 @@ def reached_from(roots: Sequence[Tensor]) -> tuple[bool, list[Tensor]]:
 
 def multiplied(roots: Sequence[Tensor], gradients: Any, factor: float) -> list[Any] | None:
     """Return the gradients to begin with, multiplied; None without a factor, or where torch is to raise its error."""
-    given = [None] * len(roots) if gradients is None else several(gradients)
-    if factor == 1 or len(given) != len(roots):
+    root_gradients = [None] * len(roots) if gradients is None else several(gradients)
+    if factor == 1 or len(root_gradients) != len(roots):
         return None
-    if any(gradient is None and root.numel() != 1 for root, gradient in zip(roots, given, strict=True)):
+    if any(gradient is None and root.numel() != 1 for root, gradient in zip(roots, root_gradients, strict=True)):
         return None
-    pairs = zip(roots, given, strict=True)
+    pairs = zip(roots, root_gradients, strict=True)
     return [(torch.ones_like(root) if gradient is None else gradient) * factor for root, gradient in pairs]
 
 
@@ -204,17 +204,17 @@ def _around_grad(original: Call) -> Call:
             return original(outputs, wanted, grad_outputs, *args, **kwargs)
         # The graph is kept for another try. It is freed with the last reference to it.
         args, kwargs = ((True, *args[1:]), kwargs) if args else (args, {**kwargs, "retain_graph": True})
-        found = ()
+        grads = ()
         for smaller in (1.0, _SECOND_TRY, 1 / factor):
             run = functools.partial(
                 original, roots, wanted, [gradient * smaller for gradient in gradients], *args, **kwargs
             )
-            found = _grad_divided(factor * smaller, leaves, wanted, run)
-            good = all(bool(_sum(each).isfinite()) for each in found if each is not None)
+            grads = _grad_divided(factor * smaller, leaves, wanted, run)
+            good = all(bool(_sum(each).isfinite()) for each in grads if each is not None)
             scale.note(overflowed=not good)
             if good:
                 break
-        return found
+        return grads
 
     return grad
 

@@ -50,7 +50,7 @@ def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
                 name = f"{names[id(module)]} (call {calls})"
             outputs[name] = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
-    # One hook for all modules: layers with hooks of their own would run without some accelerations.
+    # One hook for all modules: layers that have hooks would run without some accelerations.
     handle = register_module_forward_hook(note)
     try:
         loss = call(model)
