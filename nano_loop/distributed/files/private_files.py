@@ -70,8 +70,8 @@ def redirect_files(run: Path, rank: int, made: Path | None = None) -> None:
         Where the ranks of this host tell rank 0 which folders they have made. By default it is `run`.
     """
     prepare()
-    place = _begin(made or run, run, rank, began(run))
-    _keep_temporary_files_in(f"{place}/temporary")
+    _begin(made or run, run, rank, began(run))
+    _keep_temporary_files_in(_table.temporary)
 
 
 def guard_files() -> None:
@@ -87,6 +87,8 @@ def guard_files() -> None:
     outside.submit(os.getpid).result()  # it is there before the boundary is drawn around this thread
     if keep_writes_in(_table.shared):
         _table.outside = outside
+        tempfile.gettempdir()  # which is kept: the caller's files there are found by it
+        os.environ["TMPDIR"] = _table.temporary  # programs such as a compiler may write nowhere else
         os.register_at_fork(after_in_child=lambda: setattr(_table, "outside", None))
 
 
@@ -159,11 +161,10 @@ def folders_made_together(run: Path) -> Iterator[None]:
         made.clean()
 
 
-def _begin(run: Path, own: Path, rank: int, since: int, *shared: str) -> str:
+def _begin(run: Path, own: Path, rank: int, since: int, *shared: str) -> None:
     place = own_folder(own, rank)
     _table.begin(place, run, since, (*folders_of(own), os.path.realpath(run), *shared, *cache_folders()))
     _table.is_rank_0 = rank == 0
-    return place
 
 
 def _replace_functions(table: Table, undo: ExitStack) -> None:

@@ -43,6 +43,8 @@ class Table:
         Whether this is the rank 0 of a trial, whose compiled code may write.
     read_only : set of str
         The caller's databases that were opened for reading alone.
+    temporary : str
+        A folder for temporary files, which are real ones.
     outside : executor or None
         A thread that may do what the kernel refuses to the others of this process: to change the caller's files.
     """
@@ -72,6 +74,7 @@ class Table:
             Folders whose files all ranks write, such as caches.
         """
         self.root, self.made, self.since = f"{place}/files", MadeFolders(run), since
+        self.temporary = f"{place}/temporary"
         real.mkdir(self.root, 0o700)
         self._changes = memoryview(mmap.mmap(-1, 8)).cast("Q")
         self.shared = (*SYSTEM, *(f"{folder}/" for folder in (place, *shared)))
@@ -79,7 +82,7 @@ class Table:
     def end(self) -> None:
         """Let every file be shared again."""
         self._changes[0] = 0
-        self.root, self.shared, self.since = "", ("/",), _NEVER
+        self.root, self.temporary, self.shared, self.since = "", "", ("/",), _NEVER
 
     @property
     def is_empty(self) -> bool:

@@ -78,7 +78,8 @@ def temporary():
         file.flush()
         read = subprocess.run(["cat", file.name], check=True, capture_output=True, text=True).stdout
         Path(folder, "inside").write_text("x")
-        names = [file.name, folder, tempfile.mkdtemp(prefix=b"bytes").decode()]
+        made = subprocess.run("mktemp", check=True, capture_output=True, text=True).stdout.strip()
+        names = [file.name, folder, tempfile.mkdtemp(prefix=b"bytes").decode(), made]
     return {"names": names, "default": tempfile.gettempdir(), "read": read, "left": [*map(os.path.exists, names)]}
 
 

@@ -86,12 +86,12 @@ def test_devices_pipes_and_caches_are_the_real_ones(found):
     assert found.cache == ["kept"]
 
 
-def test_temporary_files_lie_in_the_private_folder_where_other_programs_find_them(found):
+def test_temporary_files_lie_in_the_private_folder_those_of_other_programs_too(found):
     private, made = f"{found.folder}.private/1/temporary", found.checks["temporary"]
     assert {os.path.dirname(name) for name in made["names"]} == {private}
     assert made["default"] != private
     assert made["read"] == "x"
-    assert made["left"] == [False, False, True]
+    assert made["left"] == [False, False, True, True]
 
 
 def test_forked_processes_share_the_files(found):
