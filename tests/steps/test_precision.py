@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop import NanoWarning, disable_casts
+from nano_loop import NanoWarning
 from nano_loop.precision.policy.lstms import can_train_lstms
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import precision
@@ -30,10 +30,6 @@ class Net(nn.Module):
 
     def my_loss(self, x):
         return self(x)["logits"].square().mean()
-
-    def careful(self, x):
-        with torch.autocast("cpu", enabled=False):
-            return self.inner(x).dtype
 
 
 X = torch.rand(4, 3)
@@ -66,58 +62,6 @@ def test_outputs_are_those_of_autocast_by_hand(net):
         by_hand = net(X)["logits"]
     assert by_hand.dtype is torch.bfloat16, "a user's own autocast gives what it gives in the plain loop"
     assert torch.equal(net(X)["logits"], by_hand.float())
-
-
-def test_weights_that_have_changed_are_cast_anew(net):
-    before = net(X)["logits"]
-    with torch.no_grad():
-        net.outer.bias.add_(1)
-        net.outer.weight.mul_(2)
-    assert not torch.allclose(net(X)["logits"], before)
-
-
-def test_gradients_are_fp32(net):
-    net.my_loss(X).backward()
-    assert {parameter.grad.dtype for parameter in net.parameters()} == {torch.float32}
-
-
-def test_method_that_holds_the_whole_loop_computes_with_the_weights_of_each_step(step):
-    class Fits(Net):
-        def fit(self, optimizer):
-            losses = []
-            for _ in range(4):
-                optimizer.zero_grad()
-                loss = self.my_loss(X)
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-            return losses
-
-    torch.manual_seed(0)
-    model = Fits()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    step(Precision, precision="bf16").apply(TrainingObjects([model], [optimizer]))
-    losses = model.fit(optimizer)
-    assert losses == sorted(set(losses), reverse=True)
-    assert losses[-1] < losses[0] / 2
-
-
-def test_autocast_that_the_model_turns_off_stays_off(net):
-    assert net.careful(X) is torch.float32
-
-
-def test_disabled_casts_around_a_call_make_it_fp32(net):
-    with disable_casts():
-        net(X)
-    assert net.seen is torch.float32
-
-
-def test_autocast_is_off_between_the_calls_and_after_an_exception(net):
-    net(X)
-    assert not torch.is_autocast_enabled("cpu")
-    with pytest.raises(RuntimeError):
-        net(torch.rand(4, 99))
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_undoing_gives_fp32_back(step):
