@@ -42,7 +42,7 @@ LEFT = {
     "data": 1,
     "distributed": 2,
     "integrations": 1,
-    "kernels": 78,
+    "kernels": 77,
     "patching": 4,
     "precision": 62,
     "steps": 7,
