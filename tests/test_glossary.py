@@ -39,7 +39,7 @@ OLD = frozenset(
 LEFT = {
     "autotune": 78,
     "distributed": 2,
-    "kernels": 78,
+    "kernels": 77,
     "precision": 62,
     "steps": 7,
 }
