@@ -20,8 +20,8 @@ from nano_loop.cpu.cpu_list import format_cpu_list
 from nano_loop.cpu.machine import Machine
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 
-# Variables by which libgomp or libiomp binds the thread that loads it.
-_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+#: Variables by which libgomp or libiomp binds the thread that loads it.
+BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 Core = tuple[int, ...]  # the allowed CPU ids of one physical core; the first one is used for computation
 Piece = list[Core]  # the cores of one share
 
@@ -213,7 +213,7 @@ def _in_several_lists(claimed: Counter[int]) -> Iterator[str]:
 def _too_many(machine: Machine, num_processes: int, cores_each: int | None) -> str:
     quota = "" if machine.quota is None else f", quota {machine.quota:g}"
     limit = f"this process may use {machine.num_threads} ({_extent(machine)}{quota})"
-    binding = [f"{name}={os.environ[name]}" for name in _BINDING if os.environ.get(name)]
+    binding = [f"{name}={os.environ[name]}" for name in BINDING_VARIABLES if os.environ.get(name)]
     if binding and len(machine.allowed) < len(machine.logical_cpus):
         hint = f"Unset {' and '.join(binding)}, by which OpenMP binds this process when it is loaded"
     else:

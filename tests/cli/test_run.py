@@ -12,7 +12,7 @@ from option_values import TEXTS
 
 from nano_loop.cli import run as module
 from nano_loop.cli.main import main
-from nano_loop.cli.run import flag_of
+from nano_loop.cli.script_options import flag_of
 from nano_loop.config import option_checks as checks
 from nano_loop.config.exports import EXPORTS
 from nano_loop.config.options import CHECKS, OPTIONS, Options
