@@ -23,21 +23,11 @@ _NO_TEXT = (checks.worker_init,)  # a function
 
 
 class Script(NamedTuple):
-    """A script that exists, or a module.
+    """A script that exists, or a module."""
 
-    Attributes
-    ----------
-    name : str
-        Its path, or its dotted name.
-    command : list of str
-        What runs it, with its arguments.
-    variables : dict
-        The environment variables of the options of nano_loop for it.
-    """
-
-    name: str
-    command: list[str]
-    variables: dict[str, str]
+    name: str  # its path, or its dotted name
+    command: list[str]  # what runs it, with its arguments
+    variables: dict[str, str]  # the environment variables of the options of nano_loop for it
 
 
 def takes_script(json_help: str = "Print JSON. docs/cli.md describes it.") -> Callable[[Callable[..., _T]], Any]:

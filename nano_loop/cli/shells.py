@@ -10,17 +10,10 @@ from typing import NamedTuple
 
 
 class Shell(NamedTuple):
-    """The lines of a shell.
+    """The lines of a shell."""
 
-    Attributes
-    ----------
-    export : callable
-        Takes the name and the value of a variable, and returns the line that sets it.
-    unset : callable
-        Takes the name, and returns the line that unsets it. It does nothing if the variable is not set.
-    """
-
-    export: Callable[[str, str], str]
+    export: Callable[[str, str], str]  # takes the name and the value of a variable, and returns the line that sets it
+    #: Takes the name, and returns the line that unsets it. It does nothing if the variable is not set.
     unset: Callable[[str], str]
 
 

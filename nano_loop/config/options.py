@@ -37,17 +37,11 @@ def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = ""
 
 
 class Leftover(NamedTuple):
-    """An argument of BigDL-Nano and LightningLite that has no effect here.
+    """An argument of BigDL-Nano and LightningLite that has no effect here."""
 
-    Attributes
-    ----------
-    tolerated : tuple or None
-        The values that ask for nothing else than nano_loop does. None: all.
-    expected, hint : str
-        The last two parts of the message.
-    """
-
+    #: The values that ask for nothing else than nano_loop does. None: all.
     tolerated: tuple[Any, ...] | None
+    #: The last two parts of the message.
     expected: str
     hint: str
 

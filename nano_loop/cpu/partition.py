@@ -28,17 +28,11 @@ Piece = list[Core]  # the cores of one share
 
 @dataclass(frozen=True)
 class Share:
-    """The CPUs of one process of this host.
+    """The CPUs of one process of this host."""
 
-    Attributes
-    ----------
-    cpus : tuple of int
-        The ids of the logical CPUs for computation, one per physical core, in the machine's order of cores.
-    loader_cpus : tuple of int
-        The CPUs for `DataLoader` workers: SMT siblings of `cpus`, or `cpus` if there are none.
-    """
-
+    #: The ids of the logical CPUs for computation, one per physical core, in the machine's order of cores.
     cpus: tuple[int, ...]
+    #: The CPUs for `DataLoader` workers: SMT siblings of `cpus`, or `cpus` if there are none.
     loader_cpus: tuple[int, ...]
 
 
