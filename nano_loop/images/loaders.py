@@ -17,34 +17,12 @@ from nano_loop.patching.walk import CONTAINERS, items_of, walk
 
 #: torchvision's datasets whose items are ``(self.transform(image), target)``: the image goes into the batch as it is.
 _PAIRS = frozenset(
-    [
-        "CIFAR10",
-        "CIFAR100",
-        "Caltech101",
-        "Caltech256",
-        "Country211",
-        "DTD",
-        "DatasetFolder",
-        "EMNIST",
-        "EuroSAT",
-        "FGVCAircraft",
-        "FashionMNIST",
-        "Flowers102",
-        "Food101",
-        "GTSRB",
-        "ImageFolder",
-        "ImageNet",
-        "Imagenette",
-        "KMNIST",
-        "MNIST",
-        "OxfordIIITPet",
-        "PCAM",
-        "Places365",
-        "RenderedSST2",
-        "SUN397",
-        "SVHN",
+    (
+        *("CIFAR10", "CIFAR100", "Caltech101", "Caltech256", "Country211", "DTD", "DatasetFolder", "EMNIST"),
+        *("EuroSAT", "FGVCAircraft", "FashionMNIST", "Flowers102", "Food101", "GTSRB", "ImageFolder", "ImageNet"),
+        *("Imagenette", "KMNIST", "MNIST", "OxfordIIITPet", "PCAM", "Places365", "RenderedSST2", "SUN397", "SVHN"),
         "StanfordCars",
-    ]
+    )
 )
 
 
