@@ -95,9 +95,4 @@ class TrainingObjects:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter of every model, without duplicates."""
-        seen: set[int] = set()
-        for model in self.models:
-            for parameter in model.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        yield from {id(parameter): parameter for model in self.models for parameter in model.parameters()}.values()
