@@ -50,8 +50,6 @@ def training_environment(
 
     Parameters
     ----------
-    machine : Machine
-        The machine, and the part of it that this process may use.
     environ : mapping
         The environment before `nano-loop env` has exported anything.
     preload : tuple of str

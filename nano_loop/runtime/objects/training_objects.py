@@ -66,16 +66,7 @@ class TrainingObjects:
 
     @classmethod
     def of(cls, model: Any, optimizer: Any, dataloaders: Sequence[Any]) -> TrainingObjects:
-        """Return the parts of a call ``setup(model, optimizer, *dataloaders)``.
-
-        Parameters
-        ----------
-        model : torch.nn.Module, or a list or tuple of them
-            The models.
-        optimizer : torch.optim.Optimizer, or a list or tuple of them
-            The optimizers.
-        dataloaders : sequence of torch.utils.data.DataLoader
-            The loaders.
+        """Return the objects of a call ``setup(model, optimizer, *dataloaders)``, of which the first two may be lists.
 
         Raises
         ------
