@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from nano_loop.integrations.cuda_calls.cuda_module import FUNCTIONS, NVTX, REFUSED, TENSOR_TYPES, refused
 from nano_loop.integrations.cuda_calls.devices import on_cpu, with_device_first, with_devices
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.patch_table import process_wide
 
 _FILLED = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 #: Functions of torch that take a device.
@@ -32,7 +33,7 @@ _FACTORIES = (
 #: Methods of tensors that do.
 _METHODS = ["type", "new_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"]
 
-_patches: ExitStack | None = None
+_patches: list[ExitStack] = process_wide("patches of CUDA", [])  # one at the most
 _lock = threading.Lock()
 
 
@@ -49,9 +50,8 @@ def patch_cuda() -> None:
     Names that were imported from torch before, as by ``from torch import zeros``, are not replaced. A second call has
     no effect.
     """
-    global _patches
     with _lock:
-        if _patches is not None:
+        if _patches:
             return
         # torch.compile looks up torch's functions when it is imported, which each optimizer does: the original ones.
         torch.compiler.disable(_nothing)  # type: ignore[no-untyped-call]
@@ -59,16 +59,14 @@ def patch_cuda() -> None:
             for owner, name, make in _replacements():
                 if hasattr(owner, name):
                     stack.enter_context(replaced(owner, name, make))
-            _patches = stack.pop_all()
+            _patches.append(stack.pop_all())
 
 
 def unpatch_cuda() -> None:
     """Put back all that `patch_cuda` has replaced. Without such a call before, it has no effect."""
-    global _patches
     with _lock:
-        if _patches is not None:
-            _patches.close()
-            _patches = None
+        while _patches:
+            _patches.pop().close()
 
 
 def _nothing() -> None:

@@ -101,11 +101,11 @@ class Ipex(Step):
         version = _installed_version()
         if version is None:
             expected = f"IPEX is not installed, and works with torch 2.8 only (this is torch {_torch_version()})"
-            raise ImportError(error_message(self._given, expected, self._install()))
+            raise ImportError(error_message(self._request, expected, self._install()))
         self._check_version(version)
         if any(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
             expected = "IPEX's passes over TorchScript make the backward of scripted models fail under autocast"
-            raise NanoConfigError(error_message(self._given, expected, "Leave it out, or pass the model unscripted"))
+            raise NanoConfigError(error_message(self._request, expected, "Leave it out, or pass the model unscripted"))
         return None
 
     @override
@@ -115,7 +115,7 @@ class Ipex(Step):
         return f"kernels of IPEX {_installed_version()}, until the process ends; weights stay plain fp32, not packed"
 
     @property
-    def _given(self) -> str:
+    def _request(self) -> str:
         """The argument or the environment variable that requested IPEX."""
         return self.options.as_written["use_ipex"]
 
@@ -130,13 +130,13 @@ class Ipex(Step):
             return
         torch_version = _torch_version()
         expected = f"IPEX {_minor(version)} works with torch {_minor(version)} only, and this is torch {torch_version}"
-        raise NanoConfigError(error_message(self._given, expected, self._install()))
+        raise NanoConfigError(error_message(self._request, expected, self._install()))
 
     def _check_instructions(self) -> None:
         if self.machine.architecture in ("x86_64", "AMD64") and "avx2" in self.machine.instruction_sets:
             return
         expected = f"IPEX needs an x86-64 CPU with AVX2, and this is {self.machine.name} ({self.machine.architecture})"
-        raise NanoConfigError(error_message(self._given, expected, "Leave it out"))
+        raise NanoConfigError(error_message(self._request, expected, "Leave it out"))
 
     def _import_quietly(self) -> None:
         if _MODULE in sys.modules:  # the user imported it, so its effects are already there
@@ -145,7 +145,7 @@ class Ipex(Step):
             with leaving_no_trace(*_REPLACED):
                 import_module(_MODULE)
         except (Exception, SystemExit) as error:  # the import loads libraries, and may end the process
-            got = f"{self._given}: importing IPEX raised {type(error).__name__}"
+            got = f"{self._request}: importing IPEX raised {type(error).__name__}"
             raise NanoError(error_message(got, str(error), "Leave it out, or reinstall IPEX")) from error
 
 

@@ -17,7 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from nano_loop.config.precisions import PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.calls.calls import Call, CallInterceptors
-from nano_loop.patching.nested_tensors import find, map_tensors
+from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.walk import find
 from nano_loop.precision.autocast.autocast import cpu_autocast, disable_casts
 from nano_loop.precision.policy.lstms import can_train_lstms
 
