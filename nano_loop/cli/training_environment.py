@@ -30,18 +30,10 @@ _BLOCKTIME = "1"
 
 @dataclass
 class TrainingEnvironment:
-    """The variables to set.
+    """The variables to set."""
 
-    Attributes
-    ----------
-    values : dict
-        The value of each variable.
-    kept : list of str
-        The names of variables that the user has set, and that stay.
-    """
-
-    values: dict[str, str] = field(default_factory=dict)
-    kept: list[str] = field(default_factory=list)
+    values: dict[str, str] = field(default_factory=dict)  # the value of each variable
+    kept: list[str] = field(default_factory=list)  # the names of variables that the user has set, and that stay
 
     def set(self, name: str, value: str, environ: Mapping[str, str]) -> None:
         """Set a variable, unless the user has set it."""
@@ -58,8 +50,6 @@ def training_environment(
 
     Parameters
     ----------
-    machine : Machine
-        The machine, and the part of it that this process may use.
     environ : mapping
         The environment before `nano-loop env` has exported anything.
     preload : tuple of str

@@ -15,28 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrecisionKind:
-    """A precision.
+    """A precision."""
 
-    Attributes
-    ----------
-    name : str
-        Fabric's name of it.
-    parameters_name : str or None
-        The dtype to which floating-point parameters, buffers and inputs are cast for the run. None: they stay as they
-        are.
-    autocast_name : str or None
-        The dtype to which autocast casts the inputs of matrix products and convolutions. None: no autocast.
-    scaled : bool
-        Whether gradients are scaled inside the model, since small ones are zero in its dtype.
-    summary : str
-        What the report says.
-    """
-
-    name: str
+    name: str  # Fabric's
+    #: The dtype to which floating-point parameters, buffers and inputs are cast for the run. None: they stay as they
+    #: are.
     parameters_name: str | None = None
+    #: The dtype to which autocast casts the inputs of matrix products and convolutions. None: no autocast.
     autocast_name: str | None = None
-    scaled: bool = False
-    summary: str = ""
+    scaled: bool = False  # whether gradients are scaled inside the model, since small ones are zero in its dtype
+    summary: str = ""  # what the report says
 
     @property
     def compute_name(self) -> str:

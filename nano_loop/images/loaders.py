@@ -17,46 +17,20 @@ from nano_loop.patching.walk import CONTAINERS, items_of, walk
 
 #: torchvision's datasets whose items are ``(self.transform(image), target)``: the image goes into the batch as it is.
 _PAIRS = frozenset(
-    [
-        "CIFAR10",
-        "CIFAR100",
-        "Caltech101",
-        "Caltech256",
-        "Country211",
-        "DTD",
-        "DatasetFolder",
-        "EMNIST",
-        "EuroSAT",
-        "FGVCAircraft",
-        "FashionMNIST",
-        "Flowers102",
-        "Food101",
-        "GTSRB",
-        "ImageFolder",
-        "ImageNet",
-        "Imagenette",
-        "KMNIST",
-        "MNIST",
-        "OxfordIIITPet",
-        "PCAM",
-        "Places365",
-        "RenderedSST2",
-        "SUN397",
-        "SVHN",
+    (
+        *("CIFAR10", "CIFAR100", "Caltech101", "Caltech256", "Country211", "DTD", "DatasetFolder", "EMNIST"),
+        *("EuroSAT", "FGVCAircraft", "FashionMNIST", "Flowers102", "Food101", "GTSRB", "ImageFolder", "ImageNet"),
+        *("Imagenette", "KMNIST", "MNIST", "OxfordIIITPet", "PCAM", "Places365", "RenderedSST2", "SUN397", "SVHN"),
         "StanfordCars",
-    ]
+    )
 )
 
 
 class Images(Dataset[Any]):
-    """A dataset whose items are fetched through the cache. Its attributes are those of the dataset.
+    """A dataset whose items are fetched through the cache. Its attributes are those of the user's dataset.
 
     Parameters
     ----------
-    dataset : Dataset
-        The user's dataset.
-    store : Store
-        The cache.
     exact : bool
         Whether pixels have to be the same.
     batched : bool
@@ -109,15 +83,7 @@ class Images(Dataset[Any]):
 
 
 class CachedImages(LoaderChange):
-    """Fetches through the cache.
-
-    Parameters
-    ----------
-    store : Store
-        The cache.
-    exact : bool
-        Whether pixels have to be the same.
-    """
+    """Fetches through the cache, with the same pixels if `exact`."""
 
     def __init__(self, store: Store, exact: bool) -> None:
         self._store = store

@@ -5,9 +5,12 @@ This is the only module that imports IPEX. IPEX was archived in March 2026; 2.8.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import sys
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from importlib import import_module, metadata
 
 import torch
@@ -15,8 +18,10 @@ from typing_extensions import override
 
 from nano_loop.config.options import Options
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.integrations.ipex.quiet_import import leaving_no_trace
 from nano_loop.integrations.ipex.repairs import repair
+from nano_loop.integrations.quiet_import import leaving_no_trace
+from nano_loop.kernels.dropout.bernoulli import by_torch
+from nano_loop.patching.operators.operators import overridden, plainly
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -139,14 +144,28 @@ class Ipex(Step):
         raise NanoConfigError(error_message(self._request, expected, "Leave it out"))
 
     def _import_quietly(self) -> None:
-        if _MODULE in sys.modules:  # the user imported it, so its effects are already there
+        if _MODULE in sys.modules:
             return
         try:
-            with leaving_no_trace(*_REPLACED):
+            with leaving_no_trace(_MODULE, *_REPLACED), _silent():
                 import_module(_MODULE)
         except (Exception, SystemExit) as error:  # the import loads libraries, and may end the process
             got = f"{self._request}: importing IPEX raised {type(error).__name__}"
             raise NanoError(error_message(got, str(error), "Leave it out, or reinstall IPEX")) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Suppress the log messages of the import, and torch's warning about kernels that it overrides."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    os.environ["TORCH_WARM_POOL"] = "0"  # otherwise torch's compiler, if imported too, starts worker processes
+    try:
+        # torch warns only once per process, from C++, about an overridden kernel. This override uses up the warning.
+        with overridden("bernoulli_.float", plainly(by_torch), "CPU"):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _installed_version() -> str | None:

@@ -66,16 +66,7 @@ class TrainingObjects:
 
     @classmethod
     def of(cls, model: Any, optimizer: Any, dataloaders: Sequence[Any]) -> TrainingObjects:
-        """Return the parts of a call ``setup(model, optimizer, *dataloaders)``.
-
-        Parameters
-        ----------
-        model : torch.nn.Module, or a list or tuple of them
-            The models.
-        optimizer : torch.optim.Optimizer, or a list or tuple of them
-            The optimizers.
-        dataloaders : sequence of torch.utils.data.DataLoader
-            The loaders.
+        """Return the objects of a call ``setup(model, optimizer, *dataloaders)``, of which the first two may be lists.
 
         Raises
         ------
@@ -95,9 +86,4 @@ class TrainingObjects:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter of every model, without duplicates."""
-        seen: set[int] = set()
-        for model in self.models:
-            for parameter in model.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        yield from {id(parameter): parameter for model in self.models for parameter in model.parameters()}.values()
