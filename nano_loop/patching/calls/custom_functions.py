@@ -35,7 +35,7 @@ def backwards_under_autocast(autocast: Autocast) -> Iterator[None]:
     def applying(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def apply(self: Any, *gradients: Any) -> Any:
-            dtype = _dtypes.get(self)
+            dtype = _dtypes[self] if self in _dtypes else None  # noqa: SIM401  # its `get` has no types
             if dtype is None:
                 return original(self, *gradients)
             with autocast(dtype):
