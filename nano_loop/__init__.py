@@ -68,32 +68,23 @@ __all__ = [
 
 # No name of a function is that of its module: importing a module makes it an attribute of the package, and
 # `__getattr__` is not asked for what is there.
-_HOMES = {
-    "DefaultOps": "precision.autocast.default_ops",
-    "SetupReport": "runtime.objects.report",
-    "StepResult": "runtime.objects.report",
-    "TorchNano": "api.torch_nano",
-    "Tuning": "api.tuning_call",
-    "Verification": "api.verification",
-    "accelerated": "api.context_manager",
-    "all_gather": "api.collectives",
-    "all_reduce": "api.collectives",
-    "barrier": "api.collectives",
-    "broadcast": "api.collectives",
-    "default_ops": "precision.autocast.default_ops",
-    "disable_casts": "precision.autocast.autocast",
-    "global_rank": "api.collectives",
-    "is_global_zero": "api.collectives",
-    "local_rank": "api.collectives",
-    "nano": "api.decorator",
-    "patch_cuda": "integrations.cuda_calls.patching",
-    "patch_torch": "api.image_cache",
-    "tune": "api.tuning_call",
-    "unpatch_cuda": "integrations.cuda_calls.patching",
-    "unpatch_torch": "api.image_cache",
-    "verify": "api.verification",
-    "world_size": "api.collectives",
+_NAMES = {
+    "api.collectives": (
+        *("all_gather", "all_reduce", "barrier", "broadcast"),
+        *("global_rank", "is_global_zero", "local_rank", "world_size"),
+    ),
+    "api.context_manager": ("accelerated",),
+    "api.decorator": ("nano",),
+    "api.image_cache": ("patch_torch", "unpatch_torch"),
+    "api.torch_nano": ("TorchNano",),
+    "api.tuning_call": ("Tuning", "tune"),
+    "api.verification": ("Verification", "verify"),
+    "integrations.cuda_calls.patching": ("patch_cuda", "unpatch_cuda"),
+    "precision.autocast.autocast": ("disable_casts",),
+    "precision.autocast.default_ops": ("DefaultOps", "default_ops"),
+    "runtime.objects.report": ("SetupReport", "StepResult"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
 
+from nano_loop.patching.patch_table import left_by_runs
+
 # pytest sets the one anew for a test's set-up, call and teardown, torch the other when it first compiles something.
 NOT_OURS = frozenset(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"))
 
@@ -40,6 +42,7 @@ def process_state():
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "torch.compile": torch.compile,
         "rank in Lightning's eyes": getattr(rank_zero_only, "rank", 0),
+        **{f"table of {name}": count for name, count in left_by_runs().items()},
         **{f"{owner.__name__}.{name}": vars(owner).get(name, "inherited") for owner, name in REPLACED},
         **{f"environment {name}": value for name, value in os.environ.items() if name not in NOT_OURS},
     }

@@ -150,8 +150,8 @@ FAULTS = (
     ),
     Fault(
         "integrations/fabric/fabric.py",
-        "    torch.compile, warnings.formatwarning = compile_, format_\n",
-        "    warnings.formatwarning = format_\n",
+        '(torch, "compile")',
+        '(torch, "__doc__")',
         "tests/integrations/fabric/test_fabric.py tests/test_import.py",
     ),
     Fault(

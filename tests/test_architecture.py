@@ -79,6 +79,24 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.launch_local.worker": "multiprocessing has no public way to let a worker have children",
         "distributed.launch_ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },
+    "state_outside_the_table": {
+        **dict.fromkeys(
+            ("autotune.choices", "cpu.reading", "integrations.ipex.step"), "what later runs need not measure"
+        ),
+        **dict.fromkeys(("steps.learning_rate", "steps.loss_scale"), "where the next run of an optimizer goes on"),
+        **dict.fromkeys(("steps.compile", "steps.rounding"), "a number for each compilation and each optimizer"),
+        "config.protocol": "a command is for the process, and its variable is there once",
+        "distributed.data_parallel.duplicate_work": "how often a line was met, over all calls of a function",
+        "distributed.files.private_files": "a worker keeps its files private until it ends",
+        "distributed.launch_external.store": "a server outlives the runs that meet on it",
+        "distributed.launch_local.kept_server": "the process that forks the next run's workers",
+        "distributed.launch_local.worker_warnings": "a warning is shown once in a process",
+        "images.lifetime": "the cache lives as long as the datasets that it is for",
+        "patching.operators.operators": "a call in another thread may still be on its way to a function of a run",
+        "patching.operators.upcasts": "what is known of a tensor ends with it",
+        "patching.patch_table": "the table itself",
+        "patching.user_code": "a warning is given once in a process",
+    },
 }
 
 # How many files may import what is likely to change or to vanish.
@@ -107,6 +125,7 @@ class Module:
     imports_for_types: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
     private: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
     @property
     def all_imports(self) -> set[str]:
@@ -146,6 +165,7 @@ def read_module(name: str, path: Path, package: str, known: set[str]) -> Module:
                 imports = module.imports_for_types if node in for_types else module.imports
                 imports.add(longest_known(rest, known))
     module.private = list(private_names(tree, said))
+    module.kept = list(kept_by_module(tree))
     return module
 
 
@@ -272,6 +292,45 @@ def is_private(name: str) -> bool:
     return re.fullmatch(r"_(?!nano_loop)[A-Za-z]\w*", name) is not None
 
 
+def kept_by_module(tree: ast.Module) -> Iterator[str]:
+    """Yield what a module keeps between calls: containers that begin empty or that it changes, counts and globals."""
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+            name, value = ast.unparse(target), statement.value
+            is_made_by_call = isinstance(value, ast.Call) and called_name(value) in MUTABLE
+            is_empty = not ast.unparse(value).strip("[]{}") and not is_read_only(statement)
+            if is_made_by_call or (is_container(value) and (is_empty or is_changed(name, tree))):
+                yield name
+    yield from (name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names)
+
+
+def is_read_only(statement: ast.Assign | ast.AnnAssign) -> bool:
+    return isinstance(statement, ast.AnnAssign) and ast.unparse(statement.annotation).startswith("Mapping[")
+
+
+def is_container(node: ast.expr) -> bool:
+    return isinstance(node, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
+
+
+def is_changed(name: str, tree: ast.AST) -> bool:
+    """Whether a file changes a container in place, by an item or a method."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == name:
+            return True
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"{name}.{method}" for method in CHANGES}:
+            return True
+    return False
+
+
+#: What makes something that changes, and the methods that change a container.
+MUTABLE = {
+    *("dict", "list", "set", "bytearray", "defaultdict", "OrderedDict", "deque", "Counter", "ExitStack", "count"),
+    *("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary"),
+}
+CHANGES = ("add", "append", "extend", "insert", "pop", "popitem", "remove", "discard", "clear", "update", "setdefault")
+
+
 # --- judging ---
 
 
@@ -344,6 +403,12 @@ def names_that_say_nothing(modules: dict[str, Module]) -> Iterator[str]:
             yield f"{name} does not say what it is for"
 
 
+def state_outside_the_table(modules: dict[str, Module]) -> Iterator[str]:
+    """Yield what modules keep, other than by `process_wide`, whose tables every test finds empty."""
+    for module in modules.values():
+        yield from (f"{module.name} keeps {name}, which no test sees" for name in module.kept)
+
+
 JUDGES = (
     upward_imports,
     import_cycles,
@@ -351,6 +416,7 @@ JUDGES = (
     spread_imports,
     private_names_of_others,
     names_that_say_nothing,
+    state_outside_the_table,
 )
 
 
@@ -597,6 +663,11 @@ PLANTED = {
         "intercept.calls uses ray._private.state",
     ),
     "utils.py": ({"steps/utils.py": ""}, "steps.utils does not say what it is for"),
+    "empty dict": ({"cpu/quota.py": "_seen: dict[int, int] = {}"}, "cpu.quota keeps _seen"),
+    "container of a class": ({"cpu/quota.py": "import weakref\n_s = weakref.WeakSet()"}, "cpu.quota keeps _s"),
+    "constant that is changed": ({"cpu/quota.py": "A = [1]\ndef f():\n    A.append(2)"}, "cpu.quota keeps A"),
+    "constant whose item is changed": ({"cpu/quota.py": "A = {1: 2}\ndef f():\n    A[1] = 3"}, "cpu.quota keeps A"),
+    "global": ({"cpu/quota.py": "_n = 0\ndef f():\n    global _n\n    _n = 1"}, "cpu.quota keeps _n"),
     "common/": ({"cpu/common/__init__.py": ""}, "cpu.common does not say what it is for"),
 }
 

@@ -38,12 +38,8 @@ OLD = frozenset(
 #: How many are left, by folder; lower a number with the names, and never raise it.
 LEFT = {
     "autotune": 78,
-    "compile": 1,
-    "data": 1,
     "distributed": 2,
-    "integrations": 1,
-    "kernels": 78,
-    "patching": 4,
+    "kernels": 77,
     "precision": 62,
     "steps": 7,
 }

@@ -10,7 +10,7 @@ import argparse
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
@@ -19,12 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from nano_loop.patching.nested_tensors import find
 from nano_loop.patching.torch_private import is_loss
+from nano_loop.patching.walk import CONTAINERS, attributes_of, find, items_of, walk
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 
 _KINDS = (nn.Module, Optimizer, DataLoader)
-_CONTAINERS = (list, tuple, set, frozenset, dict)
 _DEEPEST = 4  # such as: an attribute, a dict in it, an object in that, an attribute of that
 _LONGEST = 1000  # items of a list: longer ones hold samples and histories
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
@@ -47,7 +46,7 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 def parts_in(values: Mapping[str, Any], owner: Any = None) -> TrainingObjects | None:
     """Return the parts among the values, and in the attributes of `owner`; None if there is no model."""
-    objects = [*find(_KINDS, values), *_held(owner, _DEEPEST, set(), _packages(owner))]
+    objects = [*find(_KINDS, values), *_held_by(owner)]
     objects = list({id(item): item for item in objects}.values())
     modules = [item for item in objects if isinstance(item, nn.Module)]
     models = [module for module in modules if any(True for _ in module.parameters())]
@@ -66,24 +65,18 @@ def owner_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 # --- self ---
 
 
-def _held(value: Any, depth: int, seen: set[int], packages: frozenset[str]) -> Iterator[Any]:
-    """Yield the parts in a value, in containers, and in attributes of objects of the user's own classes."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, _KINDS):
-        yield value
-    elif depth and isinstance(value, _CONTAINERS):
-        for item in (value.values() if isinstance(value, dict) else value) if len(value) <= _LONGEST else ():
-            yield from _held(item, depth - 1, seen, packages)
-    elif depth and _is_plain(value, packages):
-        for item in _attributes(value):
-            yield from _held(item, depth - 1, seen, packages)
+def _held_by(owner: Any) -> Iterator[Any]:
+    """Yield the parts in an object, in containers, and in attributes of objects of the user's own classes."""
+    packages = frozenset(("__main__", _package(type(owner))))  # whose classes count as the user's own
 
+    def contents(value: Any) -> Iterable[Any]:
+        if isinstance(value, _KINDS):
+            return ()
+        if isinstance(value, CONTAINERS):
+            return items_of(value) if len(value) <= _LONGEST else ()
+        return attributes_of(value) if _is_plain(value, packages) else ()
 
-def _packages(owner: Any) -> frozenset[str]:
-    """Return the packages whose classes count as the user's own: that of the owner, and the program."""
-    return frozenset(("__main__", _package(type(owner))))
+    return (value for value in walk([owner], contents, depth=_DEEPEST) if isinstance(value, _KINDS))
 
 
 def _package(kind: type) -> str:
@@ -98,17 +91,6 @@ def _is_plain(value: Any, packages: frozenset[str]) -> bool:
     return _package(kind) in packages - {"builtins"} and all(_package(base) != "torch" for base in kind.__mro__)
 
 
-def _attributes(value: Any) -> Iterator[Any]:
-    """Yield the attributes of an object without calling its code, as properties are."""
-    with suppress(TypeError):  # it has slots alone
-        yield from vars(value).values()
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            with suppress(AttributeError):  # not assigned
-                yield object.__getattribute__(value, name)
-
-
 # --- variables around the function ---
 
 
@@ -117,25 +99,31 @@ def variables_around(function: Callable[..., Any]) -> dict[str, Any]:
 
     Functions of the same file that it names are looked through too.
     """
-    variables: dict[str, Any] = {}
-    _look_around(inspect.unwrap(getattr(function, "__func__", function)), variables, set())
-    return variables
+    start = inspect.unwrap(getattr(function, "__func__", function))
+    functions = walk([start] if isinstance(start, FunctionType) else [], _functions_around)
+    around = [variable for reached in functions for variable in _around(reached).items()]
+    return {name: value for name, value in around if _has_parts(value)}
 
 
-def _look_around(function: Any, variables: dict[str, Any], seen: set[int]) -> None:
-    if not isinstance(function, FunctionType) or id(function) in seen:
-        return
-    seen.add(id(function))
+def _has_parts(value: Any) -> bool:
+    return any(True for _ in find(_KINDS, value))
+
+
+def _functions_around(function: FunctionType) -> Iterator[FunctionType]:
+    """Yield the functions of the same file that a function names."""
+    for value in _around(function).values():
+        if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
+            yield value
+
+
+def _around(function: FunctionType) -> dict[str, Any]:
+    """Return the global and closure variables that a function names."""
     names = _global_names(function.__code__)
     around = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not assigned yet
             around[name] = cell.cell_contents
-    for name, value in around.items():
-        if any(True for _ in find(_KINDS, value)):
-            variables[name] = value
-        elif getattr(value, "__globals__", None) is function.__globals__:
-            _look_around(value, variables, seen)
+    return around
 
 
 @functools.lru_cache(maxsize=1000)

@@ -12,9 +12,10 @@ from nano_loop.config.options import Options
 from nano_loop.images.lifetime import store_for
 from nano_loop.images.loaders import CachedImages, datasets_in, refusal
 from nano_loop.integrations.cuda_calls.patching import patch_cuda, unpatch_cuda
-from nano_loop.patching.objects.loaders import found
+from nano_loop.patching.objects.loaders import implicit_loaders_changed
+from nano_loop.patching.patch_table import process_wide
 
-_patches: ExitStack | None = None
+_patches: list[ExitStack] = process_wide("patches of loaders", [])  # one at the most
 _lock = threading.RLock()
 
 
@@ -35,7 +36,6 @@ def patch_torch(cuda_to_cpu: bool = False, *, image_cache: Any = None, exact_ima
     NanoConfigError
         If an argument has another value than the options allow.
     """
-    global _patches
     options = Options(image_cache=image_cache, exact_images=exact_images)
     place: Any = options.image_cache
 
@@ -50,17 +50,15 @@ def patch_torch(cuda_to_cpu: bool = False, *, image_cache: Any = None, exact_ima
     with _lock:
         unpatch_torch()
         with ExitStack() as stack:
-            stack.enter_context(found(find))
+            stack.enter_context(implicit_loaders_changed(find))
             if cuda_to_cpu:
                 patch_cuda()
                 stack.callback(unpatch_cuda)
-            _patches = stack.pop_all()
+            _patches.append(stack.pop_all())
 
 
 def unpatch_torch() -> None:
     """Undo `patch_torch`, and what it has replaced of CUDA. Without such a call before, it has no effect."""
-    global _patches
     with _lock:
-        if _patches is not None:
-            _patches.close()
-            _patches = None
+        while _patches:
+            _patches.pop().close()

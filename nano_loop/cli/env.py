@@ -7,7 +7,7 @@ import os
 import click
 
 from nano_loop.cli.output import print_json
-from nano_loop.cli.preload_options import preload_options
+from nano_loop.cli.script_options import preload_options
 from nano_loop.cli.shells import SHELLS, lines_for, shell_of
 from nano_loop.cli.training_environment import before_exports, changes_between, exported, training_environment
 from nano_loop.config.exports import EXPORTS

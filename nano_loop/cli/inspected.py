@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nano_loop.cli.libraries import libraries_in
 from nano_loop.cpu import Host, Machine, read_machine
 from nano_loop.cpu.cgroup import read_cpuset, read_memory_limit
+from nano_loop.cpu.glibc import libraries_in
 from nano_loop.cpu.host import live_host
 from nano_loop.cpu.tree import Tree, parse_number
 
@@ -28,62 +28,32 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory, in bytes; None where it is not known.
+    """The memory, in bytes; None where it is not known."""
 
-    Attributes
-    ----------
-    total, available : int or None
-        What the machine has, and what programs can still get.
-    limit : int or None
-        What the process's cgroups may use; None if there is no limit.
-    shared : int or None
-        The size of the file system for shared memory.
-    huge_pages : str
-        The kernel's mode of transparent huge pages: ``always``, ``madvise`` or ``never``; empty if it is not known.
-    """
-
+    #: What the machine has, and what programs can still get.
     total: int | None = None
     available: int | None = None
-    limit: int | None = None
-    shared: int | None = None
+    limit: int | None = None  # what the process's cgroups may use; None if there is no limit
+    shared: int | None = None  # the size of the file system for shared memory
+    #: The kernel's mode of transparent huge pages: ``always``, ``madvise`` or ``never``; empty if it is not known.
     huge_pages: str = ""
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """All that findings are made from.
+    """All that findings are made from."""
 
-    Attributes
-    ----------
-    machine : Machine
-        The machine, and the part of it that this process may use.
-    affinity : frozenset of int or None
-        The CPUs of the affinity mask; None if there are no masks.
-    cpuset : tuple of int
-        The CPUs of the cgroup; empty if there is no cpuset.
-    memory : Memory
-        The memory and its limits.
-    environ : mapping
-        The environment.
-    libraries : tuple of str
-        The paths of the shared libraries in this process; of a process with torch if `torch` is there.
-    packages : mapping
-        The versions of the installed packages in `PACKAGES`.
-    requirements : mapping
-        What each of these packages requires, as in its metadata.
-    torch : dict
-        What torch says of itself, if it was asked; else empty.
-    """
-
-    machine: Machine
-    affinity: frozenset[int] | None = None
-    cpuset: tuple[int, ...] = ()
+    machine: Machine  # the machine, and the part of it that this process may use
+    affinity: frozenset[int] | None = None  # the CPUs of the affinity mask; None if there are no masks
+    cpuset: tuple[int, ...] = ()  # the CPUs of the cgroup; empty if there is no cpuset
     memory: Memory = field(default_factory=Memory)
     environ: Mapping[str, str] = field(default_factory=dict)
+    #: The paths of the shared libraries in this process; of a process with torch if `torch` is there.
     libraries: tuple[str, ...] = ()
-    packages: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)  # the versions of the installed packages in `PACKAGES`
+    #: What each of these packages requires, as in its metadata.
     requirements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    torch: Mapping[str, Any] = field(default_factory=dict)
+    torch: Mapping[str, Any] = field(default_factory=dict)  # what torch says of itself, if it was asked; else empty
 
     def has_any(self, *instruction_sets: str) -> bool:
         """Whether the CPU has one of these instruction sets."""

@@ -1,13 +1,16 @@
-"""The entry point of the command line. It says what to install where the library of the command line is missing."""
+"""The entry point of the command line: refusals are one line each, also where the command line's library is missing."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from nano_loop.cli.refusal import refused
 from nano_loop.errors import NanoError, error_message
+
+_BAD_INPUT = 2
+_INTERRUPTED = 130  # as a shell has it for Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,10 +28,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if importlib.util.find_spec("click") is None:
         expected = "nano-loop's command line needs click"
-        return refused(error_message("click is not installed", expected, 'Run: pip install "nano-loop[cli]"'))
-    from nano_loop.cli.app import run_app
+        return _refused(error_message("click is not installed", expected, 'Run: pip install "nano-loop[cli]"'))
+    import click
 
+    from nano_loop.cli.app import app
+
+    arguments = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     try:
-        return run_app(sys.argv[1:] if arguments is None else arguments)
+        return int(app.main(args=arguments, prog_name="nano-loop", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        return _refused(_in_one_line(error))
+    except click.Abort:
+        return _INTERRUPTED
     except NanoError as error:
-        return refused(str(error))
+        return _refused(str(error))
+
+
+def _refused(message: str) -> int:
+    """Print each line of a message on standard error, and return the exit code of bad input."""
+    for line in message.splitlines():
+        print(f"nano-loop: {line}", file=sys.stderr)
+    return _BAD_INPUT
+
+
+def _in_one_line(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "nano-loop"
+    message = " ".join(error.format_message().split()).rstrip(".")
+    end = "" if message.endswith(("?", "?)")) else "."
+    return f"{message}{end} See `{command} --help`."

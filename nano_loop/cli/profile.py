@@ -7,8 +7,8 @@ import os
 import click
 
 from nano_loop.cli.output import print_json
-from nano_loop.cli.run import run_options
 from nano_loop.cli.script import result_of
+from nano_loop.cli.script_options import Script, takes_script
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.profiling.kinds import lines_of
 
@@ -20,20 +20,9 @@ Examples:
 
 
 @click.command(context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
-@click.option("--module", "-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
 @click.option("--trace", type=click.Path(dir_okay=False, writable=True), help="Write a trace that Perfetto opens.")
-@run_options
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def profile(
-    script: str,
-    arguments: tuple[str, ...],
-    is_module: bool,
-    as_json: bool,
-    trace: str | None,
-    **options: bool | str | None,
-) -> None:
+@takes_script()
+def profile(script: Script, as_json: bool, trace: str | None) -> None:
     """Show where the time of a training step goes, and what could be changed.
 
     The script runs until some steps of its first run are timed and profiled, and then ends. Options override those in
@@ -44,7 +33,7 @@ def profile(
             error_message(f"--trace {trace}", "its folder does not exist", "Name a file in one that does")
         )
     own = {"trace": None if trace is None else os.path.abspath(trace)}
-    content = result_of("profile", own, script, arguments, options, is_module=is_module, to_stderr=as_json)
+    content = result_of("profile", own, script, to_stderr=as_json)
     if as_json:
         print_json("profile", **content)
     else:

@@ -9,64 +9,43 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import IO, Any
 
 import click
 
-from nano_loop.cli.run import refuse_missing, variables_of
+from nano_loop.cli.script_options import Script
 from nano_loop.config.protocol import COMMAND, Command
 from nano_loop.cpu.parent_process import end_with
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.profiling import STEPS
 
 
-def result_of(
-    command: str,
-    own: Mapping[str, Any],
-    script: str,
-    arguments: Sequence[str],
-    options: Mapping[str, bool | str | None],
-    *,
-    is_module: bool,
-    to_stderr: bool,
-) -> dict[str, Any]:
+def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr: bool) -> dict[str, Any]:
     """Run a script until nano_loop has done in it what a command asks for, and return the result.
 
     Parameters
     ----------
-    command : str
-        The command.
     own : mapping
         The command's own arguments.
-    script : str
-        The script, or the module.
-    arguments : sequence of str
-        The script's arguments.
-    options : mapping
-        The options of nano_loop that the command line sets.
-    is_module : bool
-        Whether Python's ``-m`` runs it.
     to_stderr : bool
         Whether what the script prints goes to standard error.
 
     Raises
     ------
     NanoConfigError
-        If there is no such script, if it never calls nano_loop, or if nano_loop refuses what it does.
+        If it never calls nano_loop, or if nano_loop refuses what it does.
     click.exceptions.Exit
         If the script fails, with its exit code.
     """
-    refuse_missing(script, is_module)
-    variables = variables_of(options)
     with _result_file() as file:
         note = Command(command, _path_of(file), dict(own)).encoded()
         sys.stdout.flush()
         process = subprocess.Popen(
-            [sys.executable, *(["-m"] if is_module else []), script, *arguments],
-            env={**os.environ, **variables, COMMAND: note},
+            script.command,
+            env={**os.environ, **script.variables, COMMAND: note},
             stdout=sys.stderr if to_stderr else None,
             preexec_fn=partial(end_with, os.getpid()) if os.name == "posix" else None,  # no thread runs here
         )
@@ -79,7 +58,7 @@ def result_of(
         raise click.exceptions.Exit(code if code > 0 else 128 - code)
     if result is None:
         expected = f"{command} measures the first call of a function under @nano, or of TorchNano.train"
-        got, hint = f"{script} never calls nano_loop", "Decorate its training function"
+        got, hint = f"{script.name} never calls nano_loop", "Decorate its training function"
         if command == "profile":
             got += ", or never takes enough steps"
             hint += f", and let it take {STEPS} steps"

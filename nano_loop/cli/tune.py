@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from nano_loop.cli.output import print_json
-from nano_loop.cli.run import run_options
 from nano_loop.cli.script import result_of
+from nano_loop.cli.script_options import Script, takes_script
 
 _EXAMPLES = """\b
 Examples:
@@ -16,31 +16,17 @@ Examples:
 
 
 @click.command(context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
-@click.option("--module", "-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
 @click.option("--seconds", type=click.FloatRange(1), default=90, show_default=True, help="How long it may take, about.")
 @click.option("--again", is_flag=True, help="Search also if the result of an earlier search is kept.")
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Draw the times into a picture.")
-@run_options
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def tune(
-    script: str,
-    arguments: tuple[str, ...],
-    is_module: bool,
-    as_json: bool,
-    seconds: float,
-    again: bool,
-    plot: str | None,
-    **options: bool | str | None,
-) -> None:
+@takes_script()
+def tune(script: Script, as_json: bool, seconds: float, again: bool, plot: str | None) -> None:
     """Measure which options of nano_loop are the fastest for a script, without training.
 
     The script runs until it first calls a function under @nano, or TorchNano.train. Copies of that call take steps
     under each candidate, in processes that are thrown away. Options that you write here stay as they are.
     """
-    own = {"seconds": seconds, "again": again}
-    content = result_of("tune", own, script, arguments, options, is_module=is_module, to_stderr=as_json)
+    content = result_of("tune", {"seconds": seconds, "again": again}, script, to_stderr=as_json)
     # Here, since it imports torch.
     from nano_loop.search.result import Tuning
 

@@ -108,10 +108,10 @@ def cross_entropy(
     worth_it = usual and input.dim() == 2 and losses.fits(input, target) and input.numel() >= losses.WORTH_IT
     if not worth_it or not 0 <= label_smoothing <= 1 or losses.KERNEL.unavailable:
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    found: Tensor = operators.cross_entropy(input, target, ignore_index, label_smoothing)[0]
+    row_losses: Tensor = operators.cross_entropy(input, target, ignore_index, label_smoothing)[0]
     if reduction == "none":
-        return found
-    return found.sum() if reduction == "sum" else found.sum() / target.ne(ignore_index).sum()
+        return row_losses
+    return row_losses.sum() if reduction == "sum" else row_losses.sum() / target.ne(ignore_index).sum()
 
 
 def batch_norm(

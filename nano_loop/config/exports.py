@@ -14,18 +14,10 @@ EXPORTS = "NANO_LOOP_ENV_BEFORE"
 
 
 class Exports(NamedTuple):
-    """The variables that were exported.
+    """The variables that were exported."""
 
-    Attributes
-    ----------
-    before : dict of str to (str or None)
-        The value of each before; None where it was not set.
-    after : dict of str to str
-        The value of each that was exported.
-    """
-
-    before: dict[str, str | None]
-    after: dict[str, str]
+    before: dict[str, str | None]  # the value of each before; None where it was not set
+    after: dict[str, str]  # the value of each that was exported
 
     def encoded(self) -> str:
         """Return both as letters and digits, which no shell changes."""

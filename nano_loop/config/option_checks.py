@@ -44,35 +44,25 @@ def auto_or_boolean(value: Any) -> bool | Literal["auto"]:
 
 def num_processes(value: Any) -> int | None:
     """Accept None and a number of processes."""
-    if value is None:
-        return None
-    if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
-        return int(value)
-    raise RefusedValueError(
-        f"it must be None or an int from 1 to {_TOO_MANY - 1}", "Pass the number of processes, or leave it out for one"
-    )
+    return _count(value, 1, "Pass the number of processes, or leave it out for one")
 
 
 def num_threads(value: Any) -> int | None:
     """Accept None and a number of threads."""
-    if value is None:
-        return None
-    if _is_number(value, Integral) and 1 <= value < _TOO_MANY:
-        return int(value)
-    raise RefusedValueError(
-        f"it must be None or an int from 1 to {_TOO_MANY - 1}", "Leave it out for one thread a physical core"
-    )
+    return _count(value, 1, "Leave it out for one thread a physical core")
 
 
 def loader_workers(value: Any) -> int | None:
     """Accept None and a number of worker processes of a loader."""
+    return _count(value, 0, "Leave it out for as many as each loader has")
+
+
+def _count(value: Any, least: int, hint: str) -> int | None:
     if value is None:
         return None
-    if _is_number(value, Integral) and 0 <= value < _TOO_MANY:
+    if _is_number(value, Integral) and least <= value < _TOO_MANY:
         return int(value)
-    raise RefusedValueError(
-        f"it must be None or an int from 0 to {_TOO_MANY - 1}", "Leave it out for as many as each loader has"
-    )
+    raise RefusedValueError(f"it must be None or an int from {least} to {_TOO_MANY - 1}", hint)
 
 
 def distributed_backend(value: Any) -> str:

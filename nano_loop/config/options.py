@@ -36,18 +36,17 @@ def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = ""
     return field(default=default, metadata={"check": check, "help": help, "by_name_in": by_name_in})
 
 
+def step(help: str) -> Any:
+    """Declare the option of a step that is applied, unless the user leaves it out, where it applies."""
+    return option("auto", checks.auto_or_boolean, help)
+
+
 class Leftover(NamedTuple):
-    """An argument of BigDL-Nano and LightningLite that has no effect here.
+    """An argument of BigDL-Nano and LightningLite that has no effect here."""
 
-    Attributes
-    ----------
-    tolerated : tuple or None
-        The values that ask for nothing else than nano_loop does. None: all.
-    expected, hint : str
-        The last two parts of the message.
-    """
-
+    #: The values that ask for nothing else than nano_loop does. None: all.
     tolerated: tuple[Any, ...] | None
+    #: The last two parts of the message.
     expected: str
     hint: str
 
@@ -116,6 +115,7 @@ class Options:
         checks.precision,
         'Precision of the models. `"bf16"`: bf16 autocast around each call into a model, with outputs in fp32. '
         '`"auto"`: that where the CPU has bf16 instructions and a call is large enough for bf16 to pay, else fp32. '
+        '`"bf16-products"`: fp32, with the inputs of large matrix products rounded to bf16. '
         '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
         "`16`: fp16 autocast, with loss scaling that the loop does not see.",
     )
@@ -131,71 +131,47 @@ class Options:
         True, checks.boolean, "Learning rate that ramps from 1× to N× over the first 1,000 steps, with N processes."
     )
     _: KW_ONLY
-    fused_optimizer: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
-        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs.",
+    fused_optimizer: bool | Literal["auto"] = step(
+        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs."
     )
-    allocator: bool | Literal["auto"] = option(
-        "auto", checks.auto_or_boolean, "Freed memory that glibc keeps for the process."
+    allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.")
+    fast_dropout: bool | Literal["auto"] = step(
+        "The masks of torch's own generator, drawn about ten times as fast. Needs a C compiler, at first use."
     )
-    fast_dropout: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
-        "The masks of torch's own generator, drawn about ten times as fast. Needs a C compiler, at first use.",
-    )
-    fast_attention: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
+    fast_attention: bool | Literal["auto"] = step(
         "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
-        "Needs a C compiler, at first use, and AVX-512; else by plain products, about twice as fast.",
+        "Needs a C compiler, at first use, and AVX-512; else by plain products, about twice as fast."
     )
-    fast_activation: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
+    fast_activation: bool | Literal["auto"] = step(
         "tanh, and GELU by tanh, by functions in C, in reduced precision: about three times as fast. Needs torch 2.9 "
-        "or later, and a C compiler, at first use.",
+        "or later, and a C compiler, at first use."
     )
-    fast_convolution: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
+    fast_convolution: bool | Literal["auto"] = step(
         "Gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 times as "
         "fast as oneDNN, for NHWC images. Needs torch 2.9, and a C compiler, at first use, and AVX-512; else by plain "
-        "matrix products where oneDNN is slow.",
+        "matrix products where oneDNN is slow."
     )
-    fast_linear: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
+    fast_linear: bool | Literal["auto"] = step(
         "Large products of linear layers and of their gradients in blocks by bf16 instructions, in reduced precision: "
-        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512.",
+        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
     )
-    fast_lstm: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
+    fast_lstm: bool | Literal["auto"] = step(
         "LSTMs by large products, and a function in C for the recurrence, in reduced precision: 1.06 to 2.7 times "
-        "as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512.",
+        "as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
     )
-    fast_cross_entropy: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
+    fast_cross_entropy: bool | Literal["auto"] = step(
         "Cross-entropy over many classes in two passes over the logits, in reduced precision: less time, and a third "
-        "of the memory. Needs a C compiler, at first use.",
+        "of the memory. Needs a C compiler, at first use."
     )
-    fast_norm: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
+    fast_norm: bool | Literal["auto"] = step(
         "Batch, group and layer norms at twice the speed of torch's kernels, in reduced precision. Needs torch 2.9 or "
-        "later and, at first use, a C compiler.",
+        "later and, at first use, a C compiler."
     )
-    tune_operators: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
+    tune_operators: bool | Literal["auto"] = step(
         "Timing of layers and of gradients of convolutions in bf16 and fp32, in reduced precision, from the third step "
-        "on. The fastest way is kept for later runs too.",
+        "on. The fastest way is kept for later runs too."
     )
-    fast_fetch: bool | Literal["auto"] = option(
-        "auto", checks.auto_or_boolean, "Whole batches out of a `TensorDataset` or a tensor."
-    )
+    fast_fetch: bool | Literal["auto"] = step("Whole batches out of a `TensorDataset` or a tensor.")
     num_threads: int | None = option(
         None, checks.num_threads, "Compute threads of each process. `None`: one a physical core."
     )
@@ -204,10 +180,8 @@ class Options:
         checks.loader_workers,
         "Worker processes of each loader that is set up, of which `0` is none. `None`: as many as the loader has.",
     )
-    fast_images: bool | Literal["auto"] = option(
-        "auto",
-        checks.auto_or_boolean,
-        "Cache of decoded and resized images for loaders with torchvision's transforms, exact to the bit.",
+    fast_images: bool | Literal["auto"] = step(
+        "Cache of decoded and resized images for loaders with torchvision's transforms, exact to the bit."
     )
     image_cache: int | str | os.PathLike[str] | None = option(  # noqa: RUF009
         None,
@@ -351,8 +325,8 @@ class Options:
 
     @property
     def reduced_precision(self) -> bool:
-        """Whether models compute in bf16. Call `resolved` first."""
-        return self.kind.compute_name == "bfloat16"
+        """Whether tensors inside models are bf16. Call `resolved` first."""
+        return "bfloat16" in (self.kind.autocast_name, self.kind.parameters_name)
 
     @property
     def kind(self) -> PrecisionKind:

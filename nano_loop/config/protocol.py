@@ -18,21 +18,11 @@ COMMAND = "NANO_LOOP_COMMAND"
 
 
 class Command(NamedTuple):
-    """A command.
+    """A command."""
 
-    Attributes
-    ----------
-    name : {"tune", "profile"}
-        Which one.
-    result : str
-        The path of the file that the script writes the result to.
-    arguments : dict
-        The command's own.
-    """
-
-    name: str
-    result: str
-    arguments: dict[str, Any]
+    name: str  # "tune" or "profile"
+    result: str  # the path of the file that the script writes the result to
+    arguments: dict[str, Any]  # the command's own
 
     def encoded(self) -> str:
         """Return it as the value of the variable."""

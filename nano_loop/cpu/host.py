@@ -28,24 +28,15 @@ APPLE_FEATURES = {
 
 @dataclass(frozen=True)
 class Host:
-    """Properties of the system that `read_machine` cannot read from files. Tests pass their own.
+    """Properties of the system that `read_machine` cannot read from files. Tests pass their own."""
 
-    Attributes
-    ----------
-    architecture : str
-        The result of `platform.machine`; empty if unknown.
-    logical_count, physical_count : int or None
-        The numbers of CPUs and cores, as counted by psutil; None if unknown, or if `affinity` is known.
-    affinity : frozenset of int or None
-        The CPUs that this process may run on; None if the system has no affinity masks.
-    sysctl : mapping of str to str
-        The output of ``sysctl hw machdep.cpu`` on macOS; empty on other systems.
-    """
-
-    architecture: str = ""
+    architecture: str = ""  # the result of `platform.machine`; empty if unknown
+    #: The numbers of CPUs and cores, as counted by psutil; None if unknown, or if `affinity` is known.
     logical_count: int | None = None
     physical_count: int | None = None
+    #: The CPUs that this process may run on; None if the system has no affinity masks.
     affinity: frozenset[int] | None = None
+    #: The output of ``sysctl hw machdep.cpu`` on macOS; empty on other systems.
     sysctl: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -12,57 +12,27 @@ CoreKind = Literal["performance", "efficiency"]
 
 @dataclass(frozen=True)
 class LogicalCpu:
-    """A logical CPU, and its place in the topology.
+    """A logical CPU, and its place in the topology."""
 
-    Attributes
-    ----------
-    id : int
-        The id in affinity masks.
-    physical_core : int
-        The physical core, identified by its smallest CPU id.
-    package : int
-        The socket.
-    numa_node : int
-        The NUMA node.
-    last_level_cache : int
-        The last-level cache, identified by the smallest CPU id that shares it.
-    core_kind : {"performance", "efficiency"} or None
-        The kind of core on a hybrid machine; None if all cores are alike.
-    """
-
-    id: int
-    physical_core: int
-    package: int = 0
-    numa_node: int = 0
-    last_level_cache: int = 0
-    core_kind: CoreKind | None = None
+    id: int  # the id in affinity masks
+    physical_core: int  # the physical core, identified by its smallest CPU id
+    package: int = 0  # the socket
+    numa_node: int = 0  # the NUMA node
+    last_level_cache: int = 0  # the last-level cache, identified by the smallest CPU id that shares it
+    core_kind: CoreKind | None = None  # the kind of core on a hybrid machine; None if all cores are alike
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine, and the part of it that this process may use.
+    """A machine, and the part of it that this process may use."""
 
-    Attributes
-    ----------
-    name : str
-        The processor's model, such as ``AMD EPYC 9354``.
-    architecture : str
-        ``x86_64``, ``aarch64`` or, on macOS, ``arm64``.
-    logical_cpus : tuple of LogicalCpu
-        Every CPU that is online, sorted by id.
-    allowed : tuple of int
-        The ids of the CPUs that this process may run on: those in the affinity mask, in the cpuset and online.
-    quota : float or None
-        The CPU quota of the process's cgroups, as a number of CPUs; None if there is no limit.
-    instruction_sets : frozenset of str
-        The names of the instruction sets in Linux's /proc/cpuinfo, such as ``avx512_bf16`` or, on ARM, ``bf16``.
-    """
-
-    name: str
-    architecture: str
-    logical_cpus: tuple[LogicalCpu, ...]
+    name: str  # the processor's model, such as ``AMD EPYC 9354``
+    architecture: str  # ``x86_64``, ``aarch64`` or, on macOS, ``arm64``
+    logical_cpus: tuple[LogicalCpu, ...]  # every CPU that is online, sorted by id
+    #: The ids of the CPUs that this process may run on: those in the affinity mask, in the cpuset and online.
     allowed: tuple[int, ...]
-    quota: float | None = None
+    quota: float | None = None  # the CPU quota of the process's cgroups, as a number of CPUs; None if there is no limit
+    #: The names of the instruction sets in Linux's /proc/cpuinfo, such as ``avx512_bf16`` or, on ARM, ``bf16``.
     instruction_sets: frozenset[str] = frozenset()
 
     @property

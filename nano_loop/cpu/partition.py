@@ -20,25 +20,19 @@ from nano_loop.cpu.cpu_list import format_cpu_list
 from nano_loop.cpu.machine import Machine
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 
-# Variables by which libgomp or libiomp binds the thread that loads it.
-_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+#: Variables by which libgomp or libiomp binds the thread that loads it.
+BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 Core = tuple[int, ...]  # the allowed CPU ids of one physical core; the first one is used for computation
 Piece = list[Core]  # the cores of one share
 
 
 @dataclass(frozen=True)
 class Share:
-    """The CPUs of one process of this host.
+    """The CPUs of one process of this host."""
 
-    Attributes
-    ----------
-    cpus : tuple of int
-        The ids of the logical CPUs for computation, one per physical core, in the machine's order of cores.
-    loader_cpus : tuple of int
-        The CPUs for `DataLoader` workers: SMT siblings of `cpus`, or `cpus` if there are none.
-    """
-
+    #: The ids of the logical CPUs for computation, one per physical core, in the machine's order of cores.
     cpus: tuple[int, ...]
+    #: The CPUs for `DataLoader` workers: SMT siblings of `cpus`, or `cpus` if there are none.
     loader_cpus: tuple[int, ...]
 
 
@@ -117,19 +111,10 @@ def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]
 
 
 def restricted(machine: Machine, share: Share, num_processes: int) -> Machine:
-    """Return the machine limited to `share`: its CPUs, and a part of the quota.
+    """Return the machine limited to `share`: its CPUs, and one of `num_processes` equal parts of the quota.
 
     A share from `partition` has at most ``quota / num_processes`` CPUs, so each gets a thread. A share from
     `given_shares` may have more CPUs than its part of the quota.
-
-    Parameters
-    ----------
-    machine : Machine
-        The host, as passed to `partition` or `given_shares`.
-    share : Share
-        The share of this process.
-    num_processes : int
-        The number of parts into which the quota is divided, at least 1.
     """
     quota = None if machine.quota is None else machine.quota / num_processes
     return dataclasses.replace(machine, allowed=share.cpus, quota=quota)
@@ -213,7 +198,7 @@ def _in_several_lists(claimed: Counter[int]) -> Iterator[str]:
 def _too_many(machine: Machine, num_processes: int, cores_each: int | None) -> str:
     quota = "" if machine.quota is None else f", quota {machine.quota:g}"
     limit = f"this process may use {machine.num_threads} ({_extent(machine)}{quota})"
-    binding = [f"{name}={os.environ[name]}" for name in _BINDING if os.environ.get(name)]
+    binding = [f"{name}={os.environ[name]}" for name in BINDING_VARIABLES if os.environ.get(name)]
     if binding and len(machine.allowed) < len(machine.logical_cpus):
         hint = f"Unset {' and '.join(binding)}, by which OpenMP binds this process when it is loaded"
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.patching.walk import walk
 
 
 class _Kind(NamedTuple):
@@ -74,18 +75,13 @@ _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.
 
 def generators_of(*holders: Any) -> list[Any]:
     """Return the generator objects that samplers or loaders, and the samplers inside them, have as attributes."""
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    waiting = list(holders)
-    while waiting:
-        holder = waiting.pop(0)
-        if id(holder) in seen:
-            continue
-        seen.add(id(holder))
-        attributes = getattr(holder, "__dict__", {})
-        found.update((id(holder), holder) for holder in attributes.values() if _has_state(holder))
-        waiting.extend(attributes[name] for name in ("batch_sampler", "sampler") if name in attributes)
-    return list(found.values())
+    return [value for value in walk(holders, _held_by_sampler) if _has_state(value)]
+
+
+def _held_by_sampler(holder: Any) -> Iterator[Any]:
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if name in ("batch_sampler", "sampler") or _has_state(value):
+            yield value
 
 
 def generator_state(generator: Any) -> Any:

@@ -17,24 +17,12 @@ from nano_loop.patching.torch_private import shared_storage
 
 
 class Pending(NamedTuple):
-    """An image to which the end of its pipeline is still to be applied.
+    """An image to which the end of its pipeline is still to be applied."""
 
-    Attributes
-    ----------
-    pixels : numpy.ndarray
-        Bytes, of shape (H, W, C).
-    is_pil : bool
-        Whether the plain way has a Pillow image here, and else a tensor.
-    typed : type or None
-        The class of this tensor.
-    plan : Plan
-        The pipeline.
-    """
-
-    pixels: np.ndarray[Any, Any]
-    is_pil: bool
-    typed: type | None
-    plan: Plan
+    pixels: np.ndarray[Any, Any]  # bytes, of shape (H, W, C)
+    is_pil: bool  # whether the plain way has a Pillow image here, and else a tensor
+    typed: type | None  # the class of this tensor
+    plan: Plan  # the pipeline
 
     def finished(self) -> Any:
         """Return the result of the plain way."""

@@ -14,24 +14,12 @@ from nano_loop.images.pipelines import V1, Plan
 
 
 class Draft(NamedTuple):
-    """An image that was decoded in a smaller size.
+    """An image that was decoded in a smaller size."""
 
-    Attributes
-    ----------
-    image : PIL.Image.Image
-        The image in the smaller size.
-    size : tuple of int
-        Width and height of the whole image.
-    target : tuple of int
-        Height and width after the first transform.
-    resize : Any
-        The first transform.
-    """
-
-    image: Any
-    size: tuple[int, int]
-    target: tuple[int, int]
-    resize: Any
+    image: Any  # the image in the smaller size
+    size: tuple[int, int]  # width and height of the whole image
+    target: tuple[int, int]  # height and width after the first transform
+    resize: Any  # the first transform
 
     def resized(self) -> Any:
         """Return the image in the size in which the first transform returns the whole one."""

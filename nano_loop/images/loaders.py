@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, default_collate
@@ -12,51 +13,24 @@ from nano_loop.images.pipelines import Plan, compositions, plan_of
 from nano_loop.images.store import Store
 from nano_loop.patching.objects.loaders import LoaderChange
 from nano_loop.patching.torch_private import image_preset
+from nano_loop.patching.walk import CONTAINERS, items_of, walk
 
 #: torchvision's datasets whose items are ``(self.transform(image), target)``: the image goes into the batch as it is.
 _PAIRS = frozenset(
-    [
-        "CIFAR10",
-        "CIFAR100",
-        "Caltech101",
-        "Caltech256",
-        "Country211",
-        "DTD",
-        "DatasetFolder",
-        "EMNIST",
-        "EuroSAT",
-        "FGVCAircraft",
-        "FashionMNIST",
-        "Flowers102",
-        "Food101",
-        "GTSRB",
-        "ImageFolder",
-        "ImageNet",
-        "Imagenette",
-        "KMNIST",
-        "MNIST",
-        "OxfordIIITPet",
-        "PCAM",
-        "Places365",
-        "RenderedSST2",
-        "SUN397",
-        "SVHN",
+    (
+        *("CIFAR10", "CIFAR100", "Caltech101", "Caltech256", "Country211", "DTD", "DatasetFolder", "EMNIST"),
+        *("EuroSAT", "FGVCAircraft", "FashionMNIST", "Flowers102", "Food101", "GTSRB", "ImageFolder", "ImageNet"),
+        *("Imagenette", "KMNIST", "MNIST", "OxfordIIITPet", "PCAM", "Places365", "RenderedSST2", "SUN397", "SVHN"),
         "StanfordCars",
-    ]
+    )
 )
-#: How deep a dataset is searched for pipelines, and in how many objects.
-_DEPTH, _OBJECTS = 4, 1000
 
 
 class Images(Dataset[Any]):
-    """A dataset whose items are fetched through the cache. Its attributes are those of the dataset.
+    """A dataset whose items are fetched through the cache. Its attributes are those of the user's dataset.
 
     Parameters
     ----------
-    dataset : Dataset
-        The user's dataset.
-    store : Store
-        The cache.
     exact : bool
         Whether pixels have to be the same.
     batched : bool
@@ -109,15 +83,7 @@ class Images(Dataset[Any]):
 
 
 class CachedImages(LoaderChange):
-    """Fetches through the cache.
-
-    Parameters
-    ----------
-    store : Store
-        The cache.
-    exact : bool
-        Whether pixels have to be the same.
-    """
+    """Fetches through the cache, with the same pixels if `exact`."""
 
     def __init__(self, store: Store, exact: bool) -> None:
         self._store = store
@@ -195,28 +161,15 @@ def _leaves(dataset: Any) -> Iterator[Any]:
 
 
 def _reached(start: Any) -> Iterator[Any]:
-    """Yield the objects in attributes, lists and dicts, up to some depth and number."""
-    level, seen = [start], {id(start)}
-    for _ in range(_DEPTH):
-        following = []
-        for reached in level:
-            yield reached
-            for value in _parts(reached):
-                if id(value) not in seen and len(seen) < _OBJECTS:
-                    seen.add(id(value))
-                    following.append(value)
-        level = following
-    yield from level
+    """Yield the objects in attributes, lists and dicts."""
+    return walk([start], _held, depth=4, most=1000)
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from (item for item in [*value.values()][:_SMALL] if not isinstance(item, _NUMBERS))
-    elif isinstance(value, (list, tuple)):
-        yield from (item for item in value[:_SMALL] if not isinstance(item, _NUMBERS))
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from (var for var in vars(value).values() if not isinstance(var, _NUMBERS))
+def _held(value: Any) -> Iterator[Any]:
+    attributes = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    held = islice(items_of(value), _ITEMS) if isinstance(value, CONTAINERS) else attributes
+    return (item for item in held if not isinstance(item, _PLAIN))
 
 
-_SMALL = 16
-_NUMBERS = (bool, int, float, str, bytes, type(None))
+_ITEMS = 16  # of a container
+_PLAIN = (bool, int, float, str, bytes, type(None))

@@ -72,51 +72,23 @@ class Known(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """The end of a pipeline, from bytes to normalized numbers.
+    """The end of a pipeline, from bytes to normalized numbers."""
 
-    Attributes
-    ----------
-    first : int
-        The position of its first transform.
-    from_pil : bool
-        Whether that takes a Pillow image.
-    divides : bool
-        Whether bytes are divided by 255, and else multiplied by 1/255: the results differ in the last bit.
-    normalizations : tuple of (tuple, tuple)
-        Means and standard deviations, in order.
-    typed : bool
-        Whether an image is a `torchvision.tv_tensors.Image` on the way.
-    """
-
-    first: int
-    from_pil: bool
-    divides: bool
-    normalizations: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]
-    typed: bool
+    first: int  # the position of its first transform
+    from_pil: bool  # whether that takes a Pillow image
+    divides: bool  # whether bytes are divided by 255, and else multiplied by 1/255: the results differ in the last bit
+    normalizations: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]  # means and standard deviations, in order
+    typed: bool  # whether an image is a `torchvision.tv_tensors.Image` on the way
 
 
 class Plan(NamedTuple):
-    """How a pipeline is run.
+    """How a pipeline is run."""
 
-    Attributes
-    ----------
-    transforms : tuple
-        All of its transforms.
-    prefix : int
-        How many of them, from the first on, are deterministic and give pixels.
-    key : str
-        What the result of these depends on, besides the image.
-    resizes : bool
-        Whether one of these resizes.
-    conversion : Conversion or None
-        What can be applied to whole batches.
-    """
-
-    transforms: tuple[Any, ...]
-    prefix: int
-    key: str
-    resizes: bool
-    conversion: Conversion | None
+    transforms: tuple[Any, ...]  # all of its transforms
+    prefix: int  # how many of them, from the first on, are deterministic and give pixels
+    key: str  # what the result of these depends on, besides the image
+    resizes: bool  # whether one of these resizes
+    conversion: Conversion | None  # what can be applied to whole batches
 
     @property
     def names(self) -> list[str]:

@@ -29,30 +29,15 @@ ORIGIN = "_nano_loop_origin"
 
 @dataclass
 class Reading:
-    """What the fetches of a loader in one process have in common.
+    """What the fetches of a loader in one process have in common."""
 
-    Parameters
-    ----------
-    store : Store
-        The cache.
-    exact : bool
-        Whether pixels have to be the same.
-    plans : list of Plan
-        The pipelines that were found, or used last.
-    deferring : dict
-        The pipelines whose results go straight into a batch, by their ids.
-    has_met_new_files : bool
-        Whether a file was too new to be kept.
-    read : Plans
-        The plans of the pipelines that images went through.
-    """
-
-    store: Store
-    exact: bool
-    plans: list[Plan] = field(default_factory=list)
+    store: Store  # the cache
+    exact: bool  # whether pixels have to be the same
+    plans: list[Plan] = field(default_factory=list)  # the pipelines that were found, or used last
+    #: The pipelines whose results go straight into a batch, by their ids.
     deferring: dict[int, Any] = field(default_factory=dict)
-    has_met_new_files: bool = False
-    read: Plans = field(default_factory=Plans)
+    has_met_new_files: bool = False  # whether a file was too new to be kept
+    read: Plans = field(default_factory=Plans)  # the plans of the pipelines that images went through
 
     def accepts(self, state: FileState) -> bool:
         """Whether a change of the file from now on would be noticed."""

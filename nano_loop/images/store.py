@@ -29,18 +29,10 @@ _PAGE = 4096
 
 
 class Usage(NamedTuple):
-    """What a cache holds.
+    """What a cache holds."""
 
-    Attributes
-    ----------
-    size : int
-        Bytes on the disk or in memory.
-    entries : int
-        The number of images.
-    """
-
-    size: int
-    entries: int
+    size: int  # bytes on the disk or in memory
+    entries: int  # the number of images
 
 
 class Store:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.patch_table import shared_change
+from nano_loop.patching.patch_table import listed, process_wide, shared_change
 from nano_loop.patching.torch_private import (
     foreach_increment,
     fused_adam,
@@ -35,10 +35,10 @@ _Method = Callable[..., Any]
 _Kernel = Callable[[], None]
 
 #: The ids of the optimizers whose steps are direct.
-_direct: set[int] = set()
+_direct: set[int] = process_wide("optimizers that step directly", set())
 
 #: Not empty while somebody needs torch's labels.
-_labelled: set[str] = set()
+_labelled: set[str] = process_wide("observers of torch's labels", set())
 
 
 @contextmanager
@@ -56,33 +56,15 @@ def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
         if kind in _GATHER and unhooked_step(kind.step) is not None:
             changes.enter_context(replaced(kind, "step", _step))
             changes.enter_context(replaced(kind, "zero_grad", _zero_grad))
-            changes.enter_context(shared_change(("direct steps", id(optimizer)), lambda: _listed(id(optimizer))))
+            changes.enter_context(
+                shared_change(("direct steps", id(optimizer)), lambda: listed(_direct, id(optimizer)))
+            )
         yield
 
 
-@contextmanager
-def _listed(identity: int) -> Iterator[None]:
-    _direct.add(identity)
-    try:
-        yield
-    finally:
-        _direct.discard(identity)
-
-
-@contextmanager
-def steps_labelled() -> Iterator[None]:
+def steps_labelled() -> AbstractContextManager[None]:
     """Leave every step to torch, which labels it, for an observer that is no profiler of torch."""
-    with shared_change("labelled steps", _labels_needed):
-        yield
-
-
-@contextmanager
-def _labels_needed() -> Iterator[None]:
-    _labelled.add("steps")
-    try:
-        yield
-    finally:
-        _labelled.clear()
+    return shared_change("labelled steps", lambda: listed(_labelled, "steps"))
 
 
 def _is_left_to_torch(optimizer: Optimizer) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from nano_loop.patching.patch_table import shared_change
+from nano_loop.patching.patch_table import shared_change, values_in_force
 
 _ABSENT = object()
 
@@ -36,7 +36,6 @@ class _Replacement(NamedTuple):
         return True
 
 
-_in_force: dict[tuple[Any, str], _Replacement] = {}
 _suspension = threading.RLock()
 
 
@@ -60,29 +59,26 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractConte
 def suspended(base: type) -> Iterator[None]:
     """Restore the attributes of `base` and its subclasses for the body, in all threads, for code that reads them."""
     with _suspension:
-        owners = [
-            replacement
-            for replacement in _in_force.values()
-            if isinstance(replacement.owner, type) and issubclass(replacement.owner, base)
-        ]
-        restored = [owner for owner in owners if owner.restore()]
+        restored = [replacement for replacement in _replacements_in(base) if replacement.restore()]
         try:
             yield
         finally:
-            for replacement in restored:
-                # Else its last user exited in the meantime.
-                if _in_force.get((replacement.owner, replacement.name)) is replacement:
+            for replacement in _replacements_in(base):  # without those whose last user exited in the meantime
+                if any(replacement is other for other in restored):
                     replacement.put()
 
 
+def _replacements_in(base: type) -> list[_Replacement]:
+    replacements = (value for value in values_in_force() if isinstance(value, _Replacement))
+    return [made for made in replacements if isinstance(made.owner, type) and issubclass(made.owner, base)]
+
+
 @contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Any]:
     original = vars(owner).get(name, _ABSENT)
     made = _Replacement(owner, name, original, make(getattr(owner, name, None)))
     made.put()
-    _in_force[owner, name] = made
     try:
-        yield
+        yield made
     finally:
-        del _in_force[owner, name]
         made.restore()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -134,8 +134,9 @@ class Substitution:
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share a storage."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    """Whether two tensors share memory. Empty ones have none: their address is 0."""
+    address = one.untyped_storage().data_ptr()
+    return address != 0 and address == other.untyped_storage().data_ptr()
 
 
 def _holds(container: Any, key: Any, item: Any) -> bool:
@@ -146,20 +147,3 @@ def _holds(container: Any, key: Any, item: Any) -> bool:
 
 def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def find(kind: type | tuple[type, ...], value: Any) -> Iterator[Any]:
-    """Yield every instance of `kind` in `value`: itself, or in lists, tuples, sets and dicts, without duplicates."""
-    yield from _find(kind, value, set())
-
-
-def _find(kind: type | tuple[type, ...], value: Any, seen: set[int]) -> Iterator[Any]:
-    if id(value) in seen:
-        return
-    if isinstance(value, kind):
-        seen.add(id(value))
-        yield value
-    elif isinstance(value, (list, tuple, set, frozenset, dict)):
-        seen.add(id(value))  # a list may contain itself
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _find(kind, item, seen)

@@ -21,7 +21,7 @@ from nano_loop.patching.torch_private import current_node_number
 _MOST_CALLS = 1 << 16
 
 
-NONE: dict[int, Callable[..., Any]] = {}
+NONE: Mapping[int, Callable[..., Any]] = {}
 
 #: Computes a call of an operator. Takes torch's or our function, the dispatch key set, and the operator's arguments.
 Rule = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The table of process-wide patches. Each change is reference-counted, and ends with its last user.
+"""The process-wide state of runs: patches, each of which ends with its last user, and tables that patches look into.
 
 Runs in several threads may overlap and end in any order. So no run undoes a change that another run still uses, and the
 original state is captured once, before the first user, so that it never includes another run's change.
@@ -13,6 +13,27 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
+Table = TypeVar("Table", dict[Any, Any], list[Any], set[Any])
+_tables: dict[str, dict[Any, Any] | list[Any] | set[Any]] = {}
+
+
+def process_wide(name: str, table: Table) -> Table:
+    """Register a table of what runs share in this process, and return it. Between runs it is empty.
+
+    Parameters
+    ----------
+    name : str
+        What it holds.
+    table : dict, list or set
+        A plain one, which costs no more than without the registration, and which `torch.compile` can trace.
+    """
+    _tables[name] = table
+    return table
+
+
+def left_by_runs() -> dict[str, int]:
+    """Return how many entries there are in the tables, by their names. Outside of runs there are none."""
+    return {name: len(table) for name, table in _tables.items() if table}
 
 
 @dataclass
@@ -24,7 +45,7 @@ class _Change:
 
 # Reentrant, since a change may make other changes.
 _lock = threading.RLock()
-_changes: dict[Hashable, _Change] = {}
+_changes: dict[Hashable, _Change] = process_wide("changes, by key", {})
 
 
 @contextmanager
@@ -48,6 +69,22 @@ def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value
         yield change.value
     finally:
         _leave(key)
+
+
+def values_in_force() -> list[Any]:
+    """Return the values of all changes."""
+    with _lock:
+        return [change.value for change in _changes.values()]
+
+
+@contextmanager
+def listed(table: set[Any], entry: Any) -> Iterator[None]:
+    """Have an entry in a table; by `shared_change` if there may be several users."""
+    table.add(entry)
+    try:
+        yield
+    finally:
+        table.discard(entry)
 
 
 def users(key: Hashable) -> int:

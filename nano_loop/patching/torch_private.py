@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from itertools import chain
+from itertools import chain, repeat
 from types import FunctionType
 from typing import Any
 
@@ -39,7 +39,8 @@ FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 
 #: Operators without a public name: attention by blocks on the CPU, the convolution below every other, and products of
 #: sparse matrices.
-FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+FLASH_ATTENTION = getattr(torch.ops.aten, FLASH_KERNEL)
 INNER_CONVOLUTION = "_convolution"
 SPARSE_PRODUCTS = ("_sparse_mm", "_sparse_mm.reduce", "_sparse_addmm")
 
@@ -462,43 +463,33 @@ def shared_storage(size: int) -> torch.UntypedStorage:
 
 def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each of `sources` into its target. As `Tensor.copy_` in a loop, without Python's 1 µs for each."""
-    if _are_refused(targets):
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-    else:
-        torch._foreach_copy_(targets, sources)
+    _for_each(torch._foreach_copy_, torch.Tensor.copy_, targets, sources)
 
 
 def foreach_add(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
     """Add each of `others` to its target, likewise."""
-    if _are_refused(targets):
-        for target, other in zip(targets, others, strict=True):
-            target.add_(other)
-    else:
-        torch._foreach_add_(targets, others)
+    _for_each(torch._foreach_add_, torch.Tensor.add_, targets, others)
 
 
 def foreach_multiply(targets: list[torch.Tensor], factor: float) -> None:
     """Multiply each of `targets` by a number, likewise."""
-    if _are_refused(targets):
-        for target in targets:
-            target.mul_(factor)
-    else:
-        torch._foreach_mul_(targets, factor)
+    _for_each(torch._foreach_mul_, torch.Tensor.mul_, targets, factor)
 
 
 def foreach_divide(targets: list[torch.Tensor], divisor: float) -> None:
     """Divide each of `targets` by a number, likewise."""
-    if _are_refused(targets):
-        for target in targets:
-            target.div_(divisor)
-    else:
-        torch._foreach_div_(targets, divisor)
+    _for_each(torch._foreach_div_, torch.Tensor.div_, targets, divisor)
 
 
-def _are_refused(targets: list[torch.Tensor]) -> bool:
-    """Whether torch's functions for lists refuse this one: of tensors with lazy signs, or empty."""
-    return not targets or any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets))
+def _for_each(
+    of_lists: Callable[..., Any], method: Callable[..., Any], targets: list[torch.Tensor], other: Any
+) -> None:
+    """Call torch's function for lists, or a method in a loop where that refuses lazy signs or an empty list."""
+    if targets and not any(map(torch.Tensor.is_conj, targets)) and not any(map(torch.Tensor.is_neg, targets)):
+        of_lists(targets, other)
+        return
+    for target, value in zip(targets, other if isinstance(other, list) else repeat(other, len(targets)), strict=True):
+        method(target, value)
 
 
 def forget_group_count() -> None:

@@ -89,7 +89,7 @@ def warn(message: str, place: Place | None = None) -> None:
         warnings.warn_explicit(message, NanoWarning, place.filename, place.number, module, registry)
 
 
-_given: set[tuple[str, int, str]] = set()
+_warned: set[tuple[str, int, str]] = set()
 
 
 def warn_once(message: str, place: Place | None = None) -> None:
@@ -100,6 +100,6 @@ def warn_once(message: str, place: Place | None = None) -> None:
     """
     place = place or users_place()
     line = (place.filename, place.number, message) if place else ("", 0, message)
-    if line not in _given:
-        _given.add(line)
+    if line not in _warned:
+        _warned.add(line)
         warn(message, place)

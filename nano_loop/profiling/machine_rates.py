@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -27,16 +25,10 @@ def product_rate(dtype: torch.dtype | None) -> float:
     """Return the FLOPs per second of large products, in the faster of fp32 and another dtype."""
     best = 0.0
     for candidate in (torch.float32, *([] if dtype is None else [dtype])):
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             a = torch.ones(_SIDE, _SIDE, dtype=candidate)
             for _ in range(4):
                 began = time.perf_counter()
                 a @ a
                 best = max(best, 2 * _SIDE**3 / (time.perf_counter() - began))
     return best
-
-
-@contextmanager
-def _plain() -> Iterator[None]:
-    with torch.autocast("cpu", enabled=False):
-        yield

@@ -38,18 +38,10 @@ class ShapedEvent(Event, Protocol):
 
 
 class Work(NamedTuple):
-    """What some operators do in a step.
+    """What some operators do in a step."""
 
-    Attributes
-    ----------
-    amount : float
-        FLOPs, or bytes.
-    names : frozenset of str
-        The names of the operators.
-    """
-
-    amount: float
-    names: frozenset[str]
+    amount: float  # FLOPs, or bytes
+    names: frozenset[str]  # the names of the operators
 
 
 def products_in(events: Iterable[ShapedEvent]) -> Work:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nano_loop.config.options import DEFAULTS, Options
 from nano_loop.config.precisions import SHORT_NAMES
+from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.candidates import STEPS_BY_DEFAULT, changed, written
 
 _GIB = 1 << 30
 _MANY = 3  # steps left out, which the table only counts
+_CHOSEN, _OTHER = "#1f6f4a", "#9aa5b1"  # colours of bars
 _PLAIN, _AS_IT_IS = "plain PyTorch", "as it is"
 
 
@@ -135,15 +138,33 @@ class Tuning:
         ------
         ImportError
             If matplotlib is not installed.
+        NanoConfigError
+            If the file cannot be written, or its format is not known.
         """
-        from nano_loop.search.chart import Bar, draw
-
-        bars = [
-            Bar(row.name, ms, *(row.spread or (ms, ms)), row.speed_up, number == self.chosen)
-            for number, row in enumerate(self.rows)
-            if (ms := row.milliseconds) is not None
-        ]
-        draw(bars, path)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError('a picture needs matplotlib: pip install "nano-loop[plot]"') from error
+        bars = [(row, row.milliseconds) for row in self.rows if row.milliseconds is not None]
+        spreads = [(ms, *(row.spread or (ms, ms))) for row, ms in bars]
+        errors = [[max(ms - low, 0) for ms, low, _ in spreads], [max(high - ms, 0) for ms, _, high in spreads]]
+        colours = [_CHOSEN if row is self.rows[self.chosen] else _OTHER for row, _ in bars]
+        figure = Figure(figsize=(9, 1.2 + 0.32 * len(bars)), layout="constrained")  # without a window
+        axes = figure.add_subplot()
+        axes.barh(range(len(bars)), [ms for _, ms in bars], xerr=errors, color=colours, ecolor="#444444", capsize=2)
+        axes.set_yticks(range(len(bars)), [row.name for row, _ in bars])
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds a step (median and quartiles)")
+        for place, (row, _) in enumerate(bars):
+            if row.speed_up is not None:
+                axes.annotate(f" {row.speed_up:.2f}×", (0, place), va="center", color="white")
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:
+            got = f"the picture {os.fspath(path)!r} cannot be written ({error})"
+            hint = "Name a file such as tune.png in a folder that exists"
+            expected = "its name says the format, which matplotlib must know"
+            raise NanoConfigError(error_message(got, expected, hint)) from error
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -43,29 +43,17 @@ _FORMAT = 2  # of the file of a kept result
 
 @dataclass(eq=False)
 class Measured:
-    """What is known of a candidate.
+    """What is known of a candidate."""
 
-    Attributes
-    ----------
-    changes : dict
-        The options that differ from the user's.
-    is_plain : bool
-        Whether it is the loop without nano_loop.
-    seconds, reference : list of float
-        The time of a step for one batch, turn by turn: of the candidate, and of the options as they are.
-    memory, note
-        See `Row`.
-    comparison : dict
-        What `verify` says of its numbers.
-    """
-
-    changes: Changes
-    is_plain: bool = False
+    changes: Changes  # the options that differ from the user's
+    is_plain: bool = False  # whether it is the loop without nano_loop
+    #: The time of a step for one batch, turn by turn: of the candidate, and of the options as they are.
     seconds: list[float] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
+    #: See `Row`.
     memory: int | None = None
     note: str = ""
-    comparison: dict[str, Any] = field(default_factory=dict)
+    comparison: dict[str, Any] = field(default_factory=dict)  # what `verify` says of its numbers
 
     @property
     def ratios(self) -> list[float]:
@@ -123,10 +111,6 @@ def search(
 
     Parameters
     ----------
-    task : RunTask
-        The user's loop.
-    settings : Settings
-        The options that the search begins with.
     fixed : collection of str
         The options that stay as they are.
     seconds : float

@@ -17,13 +17,15 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.nested_tensors import Substitution, map_tensors
 from nano_loop.patching.ownership import call_state
+from nano_loop.patching.patch_table import process_wide
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
-_converting: dict[int, nn.Module] = {}  # the convolutions of set-up models, by id
+#: The convolutions of set-up models, by id.
+_converting: dict[int, nn.Module] = process_wide("convolutions in NHWC, by id", {})
 
 
 class ChannelsLast(Step):

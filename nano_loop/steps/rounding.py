@@ -15,6 +15,7 @@ from typing_extensions import override
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.objects.optimizers import closure_of, with_closure
+from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.rounding import StochasticRounding
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -85,7 +86,7 @@ class Rounding(Step):
 
 _seeds = itertools.count()
 _MODES = ("train", "eval")
-_wide_of: dict[int, _Wide] = {}  # by the id of an optimizer in a run
+_wide_of: dict[int, _Wide] = process_wide("wide weights, by optimizer", {})
 
 
 def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.sharding.dataset_digest import Known
 from nano_loop.distributed.sharding.found import FoundSharding
 from nano_loop.distributed.sharding.sharding import BatchSharding, forget_last_served, serving, sharded_by_user
-from nano_loop.patching.objects.loaders import changed, found
+from nano_loop.patching.objects.loaders import changed, implicit_loaders_changed
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep, SkipReason
@@ -42,7 +42,7 @@ class Sharding(RanksStep):
         self._models.extend(model for model in parts.models if id(model) not in known)
         if parts.trained and self.enabled and not self._finding:
             self._finding = True
-            self.undoing.enter_context(found(self._find))
+            self.undoing.enter_context(implicit_loaders_changed(self._find))
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from option_values import TEXTS
 
-from nano_loop.cli import run as module
+from nano_loop.cli import script_options as module
 from nano_loop.cli.main import main
-from nano_loop.cli.run import flag_of
+from nano_loop.cli.run import run
+from nano_loop.cli.script_options import flag_of
 from nano_loop.config import option_checks as checks
 from nano_loop.config.exports import EXPORTS
 from nano_loop.config.options import CHECKS, OPTIONS, Options
@@ -172,7 +173,7 @@ def test_no_option_sets_no_variable(shown):
 
 
 def test_every_option_that_is_no_function_has_a_flag_with_its_help():
-    flags = {each.name: each for each in module.run.params}
+    flags = {each.name: each for each in run.params}
     assert {*OPTIONS} - {*flags} == {"worker_init"}
     assert "bf16 autocast around each call" in flags["precision"].help
 

@@ -88,6 +88,48 @@ def test_the_same_bits_for_any_number_of_threads(threads, sizes, a_transposed, b
         assert torch.equal(module.product(a, b, bias), first)
 
 
+@pytest.mark.parametrize("sizes", [(33, 35, 37), *LARGE], ids=str)
+@pytest.mark.parametrize("a_transposed", [False, True])
+@pytest.mark.parametrize("b_transposed", [False, True])
+def test_fp32_factors_are_rounded_as_torch_casts_them(threads, sizes, a_transposed, b_transposed):
+    generator = torch.Generator().manual_seed(0)
+    a = transposed_if(a_transposed, torch.randn(sizes[:2], generator=generator))
+    b = transposed_if(b_transposed, torch.randn(sizes[1:], generator=generator))
+    a[0, :4] = torch.tensor([torch.inf, torch.nan, 3.4e38, 1 + 2.0**-8])  # 3.4e38 becomes infinite; a tie
+    bias = torch.randn(sizes[2], generator=generator)
+    cast = [each.bfloat16() for each in (a, b)]
+    for count in (1, 2, 7):
+        threads(count)
+        expected = module.product(*cast, bias, dtype=torch.float32)
+        for mixed in ((a, b), (cast[0], b), (a, cast[1])):
+            assert torch.equal(module.product(*mixed, bias, dtype=torch.float32).nan_to_num(7), expected.nan_to_num(7))
+        assert torch.equal(module.product(a, b)[1:], module.product(*cast)[1:])
+
+
+def transposed_if(is_transposed, made):
+    """Return equal numbers, of which the columns lie side by side where `is_transposed`."""
+    return made.t().contiguous().t() if is_transposed else made
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("a_transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_is_its_products(threads, batch, a_transposed, dtype):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(batch, *((67, 45) if a_transposed else (45, 67)), generator=generator).to(dtype)
+    a = a.transpose(1, 2) if a_transposed else a
+    b = torch.randn(67, 2 * batch, 50, generator=generator).to(dtype).transpose(0, 1)[::2]
+    around = torch.zeros(batch, 60, 70)
+    for count in (1, 2, 7):
+        threads(count)
+        for inputs in ((a, b), (a, b[:1].expand_as(b))):
+            module.product(*inputs, out=around[:, 5:50, 10:60])
+            expected = [module.product(*pair, dtype=torch.float32) for pair in zip(*inputs, strict=True)]
+            assert torch.equal(around[:, 5:50, 10:60], torch.stack(expected))
+    around[:, 5:50, 10:60] = 0
+    assert not around.any()
+
+
 @pytest.mark.parametrize("a_transposed", [False, True])
 def test_parts_of_larger_matrices_are_read_where_they_lie_and_written_where_asked(a_transposed):
     a, b, bias = factors(50, 71, 90, a_transposed)
@@ -127,8 +169,11 @@ def test_memory_is_as_large_as_the_kernel_says(threads, monkeypatch, a_transpose
     for count in (1, 3, 8):
         threads(count)
         for sizes in ((33, 4500, 65), (100, 77, 500), (400, 64, 32)):
-            module.product(*factors(*sizes, a_transposed))
-    assert len(made) == 18
+            a, b, bias = factors(*sizes, a_transposed)
+            module.product(a, b, bias)
+            module.product(a.float(), b.float(), bias.float(), dtype=torch.float32)
+            module.product(a.float().expand(8, *a.shape), b.expand(8, *b.shape))
+    assert len(made) == 54
     assert all((each[-behind:] == 7).all() for each in made)
 
 
@@ -172,7 +217,7 @@ def test_without_a_compiler_nothing_fits(monkeypatch):
 
 
 def test_a_call_has_the_layout_of_the_c_file():
-    assert ctypes.sizeof(module._Call) == 8 * (3 + 2 + 2 + 2)
+    assert ctypes.sizeof(module._Call) == 8 * (3 + 2 + 2 + 1 + 4 + 4)
 
 
 def test_fewer_threads_than_asked_for_compute_all_parts():

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from nano_loop.patching.nested_tensors import Substitution, find, map_tensors
+from nano_loop.patching.nested_tensors import Substitution, map_tensors
+from nano_loop.patching.walk import find
 
 Pair = namedtuple("Pair", "left right")
 
@@ -92,17 +93,6 @@ def test_packed_sequence_stays_one_that_an_lstm_takes():
     )
     assert isinstance(packed, PackedSequence)
     assert torch.nn.LSTM(4, 2)(packed)[0].data.shape == (3, 2)
-
-
-def test_find_looks_into_lists_tuples_sets_and_dicts_and_names_each_object_once():
-    found = list(find(str, ["a", ("b",), {"key": "c"}, {"d"}, "a"]))
-    assert sorted(found) == ["a", "b", "c", "d"]
-
-
-def test_find_does_not_follow_a_list_that_holds_itself_for_ever():
-    loop = ["a"]
-    loop.append(loop)
-    assert list(find(str, loop)) == ["a"]
 
 
 @pytest.mark.parametrize("container", [[ONE, "kept"], {0: ONE, 1: "kept"}, OrderedDict({0: ONE}), UserDict({0: ONE})])

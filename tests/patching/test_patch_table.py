@@ -6,7 +6,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from nano_loop.patching.patch_table import shared_change, users
+from nano_loop.patching import patch_table
+from nano_loop.patching.patch_table import left_by_runs, listed, process_wide, shared_change, users
+
+
+def test_tables_that_are_not_empty_are_named_with_what_is_in_them(monkeypatch):
+    monkeypatch.setattr(patch_table, "_tables", {})
+    table = process_wide("a table", set())
+    process_wide("an empty one", [])
+    with listed(table, 1), listed(table, 2):
+        assert left_by_runs() == {"a table": 2}
+    assert left_by_runs() == {}
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
 """Models run under bf16 autocast; what goes in and out stays fp32."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nano_loop import NanoWarning
+from nano_loop import NanoWarning, disable_casts
 from nano_loop.precision.policy.lstms import can_train_lstms
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import precision
@@ -30,6 +32,10 @@ class Net(nn.Module):
 
     def my_loss(self, x):
         return self(x)["logits"].square().mean()
+
+    def careful(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x).dtype
 
 
 X = torch.rand(4, 3)
@@ -62,6 +68,139 @@ def test_outputs_are_those_of_autocast_by_hand(net):
         by_hand = net(X)["logits"]
     assert by_hand.dtype is torch.bfloat16, "a user's own autocast gives what it gives in the plain loop"
     assert torch.equal(net(X)["logits"], by_hand.float())
+
+
+def test_weights_that_have_changed_are_cast_anew(net):
+    before = net(X)["logits"]
+    with torch.no_grad():
+        net.outer.bias.add_(1)
+        net.outer.weight.mul_(2)
+    assert not torch.allclose(net(X)["logits"], before)
+
+
+def test_gradients_are_fp32(net):
+    net.my_loss(X).backward()
+    assert {parameter.grad.dtype for parameter in net.parameters()} == {torch.float32}
+
+
+def test_method_that_holds_the_whole_loop_computes_with_the_weights_of_each_step(step):
+    class Fits(Net):
+        def fit(self, optimizer):
+            losses = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = self.my_loss(X)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            return losses
+
+    torch.manual_seed(0)
+    model = Fits()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step(Precision, precision="bf16").apply(TrainingObjects([model], [optimizer]))
+    losses = model.fit(optimizer)
+    assert losses == sorted(set(losses), reverse=True)
+    assert losses[-1] < losses[0] / 2
+
+
+def clamped(layer):
+    with torch.no_grad():
+        layer.weight.clamp_(-0.01, 0.01)
+
+
+def clamped_by_data(layer):
+    layer.weight.data.clamp_(-0.01, 0.01)
+
+
+def swapped(layer):
+    layer.weight.data = layer.weight.data.flip(0)
+
+
+def written_by_numpy(layer):
+    layer.weight.detach().numpy()[0] = 3
+
+
+def renormed(layer):
+    nn.functional.embedding(torch.arange(2), layer.weight, max_norm=0.1)
+
+
+@pytest.mark.parametrize("change", [clamped, clamped_by_data, swapped, written_by_numpy, renormed])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["model", "checkpoint"])
+def test_weight_that_forward_changes_is_cast_anew(step, change, wrapped):
+    class Changing(Net):
+        def forward(self, x):
+            first = self.outer(x)
+            change(self.outer)
+            return first, checkpoint(self.outer, x, use_reentrant=False) if wrapped else self.outer(x)
+
+    torch.manual_seed(0)
+    model = Changing()
+    plain = copy.deepcopy(model)
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    for output, expected in zip(model(X), plain(X), strict=True):
+        torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
+
+
+def test_pass_without_gradients_before_one_with_them_leaves_the_weights_theirs(step):
+    class Recycling(Net):
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.inner(x)
+            return self.inner(x)
+
+    model = Recycling()
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    model(X).sum().backward()
+    assert model.inner.weight.grad is not None
+
+
+def test_selective_checkpoints_of_a_weight_that_is_used_twice(step):
+    def policy(context, operator, *args, **kwargs):
+        is_product = operator is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Checkpointed(Net):
+        def forward(self, x):
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            for _ in range(2):
+                x = checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+            return x
+
+    model = Checkpointed()
+    plain = copy.deepcopy(model)
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    for one in (model, plain):
+        one(X).sum().backward()
+    torch.testing.assert_close(model.inner.weight.grad, plain.inner.weight.grad, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_recurrent_layers_cast_their_weights_once_a_call(step, kind):
+    model = kind(64, 64)
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    with torch.profiler.profile(record_shapes=True) as profile:
+        model(torch.rand(20, 1024, 64))
+    casts = [event.input_shapes[0] for event in profile.events() if event.name == "aten::_to_copy"]
+    assert sum(shape == [*model.weight_hh_l0.shape] for shape in casts) == 2, "of the input and of the state"
+
+
+def test_autocast_that_the_model_turns_off_stays_off(net):
+    assert net.careful(X) is torch.float32
+
+
+def test_disabled_casts_around_a_call_make_it_fp32(net):
+    with disable_casts():
+        net(X)
+    assert net.seen is torch.float32
+
+
+def test_autocast_is_off_between_the_calls_and_after_an_exception(net):
+    net(X)
+    assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(RuntimeError):
+        net(torch.rand(4, 99))
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_undoing_gives_fp32_back(step):

@@ -7,26 +7,13 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a user should know.
+    """One thing that a user should know."""
 
-    Attributes
-    ----------
-    id : str
-        The name of the finding, which stays the same between versions.
-    what : str
-        What was found, with its value.
-    why : str
-        Why it matters.
-    advice : str
-        What to do.
-    hurts : bool
-        Whether it makes training slower or fail. If not, it explains how this machine differs from a better one.
-    """
-
-    id: str
-    what: str
+    id: str  # the name of the finding, which stays the same between versions
+    what: str  # what was found, with its value
     why: str
     advice: str
+    #: Whether it makes training slower or fail. If not, it explains how this machine differs from a better one.
     hurts: bool = True
 
     def as_dict(self) -> dict[str, str | bool]:

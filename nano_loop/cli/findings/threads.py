@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from nano_loop.cli.findings.finding import Finding
 from nano_loop.cli.inspected import Inspected
 from nano_loop.cli.libraries import openmp_of
+from nano_loop.cpu.partition import BINDING_VARIABLES
 from nano_loop.cpu.tree import parse_number
 
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _UNBOUND = ("", "false", "none", "disabled")  # values of variables that bind nothing
-_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def thread_count(inspected: Inspected) -> Iterator[Finding]:
@@ -62,7 +62,7 @@ def quota_without_count(inspected: Inspected) -> Iterator[Finding]:
 def binding(inspected: Inspected) -> Iterator[Finding]:
     """Find variables by which OpenMP binds threads to CPUs."""
     environ = inspected.environ
-    for name in _BINDING:
+    for name in BINDING_VARIABLES:
         value = environ.get(name, "")
         if value.strip().lower() in _UNBOUND or _is_without_effect(name, inspected):
             continue

@@ -24,21 +24,11 @@ def _has_any(value: str, words: tuple[str, ...]) -> bool:
 
 
 class Variable(NamedTuple):
-    """A variable that makes training slower.
-
-    Attributes
-    ----------
-    names : tuple of str
-        Its names.
-    is_bad : callable
-        Whether a value is one of those that do.
-    why : str
-        What it does.
-    """
+    """A variable that makes training slower."""
 
     names: tuple[str, ...]
-    is_bad: Callable[[str], bool]
-    why: str
+    is_bad: Callable[[str], bool]  # whether a value is one of those that do
+    why: str  # what it does
 
 
 SLOW = (

@@ -24,8 +24,9 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.checksums import FIRST, is_due
 from nano_loop.distributed.sharding.dataset_digest import digest
 from nano_loop.errors import error_message
-from nano_loop.patching.nested_tensors import find, map_tensors
+from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.user_code import Place, users_place, warn_once
+from nano_loop.patching.walk import find
 
 _MOST_CALLS = 32  # between two averagings, as of an agent that acts
 _TOLERANCE = 1e-5  # of a norm; ranks with other numbers of threads round differently

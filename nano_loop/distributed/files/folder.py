@@ -39,6 +39,11 @@ def place_of(run: Path) -> str:
     return os.readlink(run / _LINK)
 
 
+def links_of(run: Path) -> list[Path]:
+    """Return the links to folders of a run, those of ranks that somebody else has started too."""
+    return [run / _LINK, *run.glob("rank */*")]
+
+
 def began(run: Path) -> int:
     """Return when `workers_files` has made it, in ns by the clock of the file systems."""
     return (run / _LINK).lstat().st_ctime_ns

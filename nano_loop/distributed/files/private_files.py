@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import functools
 import io
 import os
 import shutil
@@ -113,7 +114,8 @@ def private_files(run: Path, rank: int, since: int) -> Iterator[None]:
     own.mkdir()
     with ExitStack() as stack:
         stack.enter_context(workers_files(own))
-        temporary = _temporary_of_process()
+        temporary = _temporary_of_process(os.getpid())
+        (own / "temporary").symlink_to(temporary)
         _replace_functions(_table, stack)
         stack.callback(_table.end)
         _begin(run, own, rank, since, temporary)
@@ -261,8 +263,9 @@ def _keep_temporary_files_in(folder: str) -> Callable[[], None]:
     return lambda: setattr(tempfile, _sanitize, original)
 
 
-def _temporary_of_process() -> str:
-    """Make a folder for temporary files that the process may use after the run; it is deleted at the process's end."""
-    folder = tempfile.mkdtemp(prefix=f"nano_loop-{os.getpid()}-")
+@functools.cache
+def _temporary_of_process(process: int) -> str:
+    """Make a folder for temporary files that a process may use after the run; it is deleted at the process's end."""
+    folder = os.path.realpath(tempfile.mkdtemp(prefix=f"nano_loop-{process}-"))
     atexit.register(discard, folder)
     return folder

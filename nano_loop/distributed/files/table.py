@@ -286,11 +286,11 @@ class Table:
             real.unlink(self.root + key)
             for name in names:
                 self._hide(os.path.join(key, name))
+        self.made.note(key)  # before others see it
         try:
             real.mkdir(key, mode)
-            self.made.note(key)
         except (FileExistsError, FileNotFoundError, NotADirectoryError):
-            pass  # rank 0 has made it, or it has not made the folder above yet
+            self.made.claim(key)  # rank 0 has made it, or it has not made the folder above yet
         self.mirrored(key)
 
     def remove(self, key: str) -> None:
@@ -317,7 +317,7 @@ class MadeFolders:
         self._folder = str(run / "made")
 
     def note(self, key: str) -> None:
-        """Note that this rank has made a folder."""
+        """Note that this rank makes a folder."""
         with contextlib.suppress(OSError):  # the run's folder is gone
             with contextlib.suppress(FileExistsError):
                 real.mkdir(self._folder)

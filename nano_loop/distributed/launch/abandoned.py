@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nano_loop.distributed.files.folder import discard, place_of
+from nano_loop.distributed.files.folder import discard, links_of
 
 
 @contextmanager
@@ -52,10 +52,11 @@ def delete_abandoned(parent: Path, prefix: str) -> None:
 
 
 def _delete(folder: Path, prefix: str) -> None:
-    with contextlib.suppress(OSError):
-        place = Path(place_of(folder))
-        if place.name.startswith(prefix) and _belongs_to_this_user(place):
-            discard(place)
+    for link in links_of(folder):
+        with contextlib.suppress(OSError):
+            place = link.readlink()
+            if place.name.startswith(prefix) and _belongs_to_this_user(place):
+                discard(place)
     shutil.rmtree(folder, ignore_errors=True)
 
 

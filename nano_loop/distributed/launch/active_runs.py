@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.patch_table import process_wide
 
 
 class _RunsOfThread(threading.local):
@@ -26,8 +27,10 @@ class _Holder:
 
 
 _runs = _RunsOfThread()
-_several: list[Ranks] = []  # of the run of several processes: it has the whole process, so there is one at the most
-_holders: list[_Holder] = []  # all in one thread, the innermost last
+# Of the run of several processes: it has the whole process, so there is one at the most.
+_several: list[Ranks] = process_wide("ranks of the run of several processes", [])
+#: All in one thread, the innermost last.
+_holders: list[_Holder] = process_wide("runs that have the whole process", [])
 _choosing = threading.Lock()
 
 

@@ -21,12 +21,14 @@ from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_group import NAME, SharedGroup, SharedGroups
 from nano_loop.distributed.shared_memory.waits import Waits
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import forget_group_count
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 
-_groups: list[SharedGroups] = []  # of the run that is under way; torch's registry of backends outlives it
+#: Of the run that is under way; torch's registry of backends outlives it.
+_groups: list[SharedGroups] = process_wide("process groups of runs", [])
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Launcher(ABC):
     - *sending*: a launcher that starts processes sends each the task, in an `Assignment`, and has it call
       `nano_loop.distributed.launch.running.run_task`. The task is pickled before anything is changed, so that what
       cannot be pickled is an error by name (`nano_loop.distributed.payload`);
-    - *files*: a process that it starts writes to a private folder, which is deleted with the run
+    - *files*: a rank other than 0 writes to a private folder, which is deleted with the run
       (`nano_loop.distributed.files.folder`);
     - *watching*: a launcher that starts processes describes each as a
       `nano_loop.distributed.launch.workers.Worker`. `nano_loop.distributed.launch.ending.running_together` watches

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nano_loop.data.worker_advice import advice_of_plain_run
+from nano_loop.data.workers import advice_of_plain_run
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.private_files import explaining
 from nano_loop.distributed.launch.active_runs import active_run, whole_process

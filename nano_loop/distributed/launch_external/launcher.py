@@ -20,12 +20,14 @@ from nano_loop.distributed.comm.hosts import Hosts, by_host
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.signed import SignedCodec, secret_of
+from nano_loop.distributed.files.private_files import private_files
 from nano_loop.distributed.launch.group import leaders_group, local_group, process_group, shared_channel
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch_external.environment import Launch, local_size
 from nano_loop.distributed.launch_external.liveness import watching_each_other
 from nano_loop.distributed.launch_external.rendezvous import (
+    BEGAN,
     Presence,
     common_folder,
     gather_at,
@@ -58,7 +60,7 @@ class Terms:
     watched : bool
         Whether rank 0 sees how the other processes end. By default, the ranks of a host watch each other.
     parent : Path or None
-        See `common_folder`.
+        See `common_folder`. None: what this process writes is private during the run, unless it is rank 0.
     """
 
     check: Callable[[], None] = lambda: None
@@ -145,9 +147,9 @@ def join_run(
     shares = _shares(options, machine, here, masks) if terms.threads is None else ()
     share = shares[here.index(launch.rank)] if shares else None
     with ExitStack() as stack:
-        folder = None
-        if any(len(ranks) > 1 for ranks in members):
-            folder = stack.enter_context(common_folder(launch.rank, gather, here, terms.parent))
+        folder = stack.enter_context(common_folder(launch.rank, gather, here, terms.parent))
+        if terms.parent is None:
+            stack.enter_context(private_files(folder, launch.rank, (folder / BEGAN).stat().st_ctime_ns))
         ranks = Ranks(
             launch.rank,
             launch.size,

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +16,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.signed import SignedCodec
+from nano_loop.distributed.files.table import MadeFolders
 from nano_loop.distributed.launch.shared_folder import private_folder, refuse_foreign_folder, shared_memory_device
 from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
 from nano_loop.errors import NanoError, error_message
 
 _INTERVAL = 0.01  # seconds between two looks at a store, which may be on another host
 _LONGEST = 1 << 20  # characters of a text
+#: A file that is newer than what was there before the run, and older than all that a rank does in the run.
+BEGAN = "began"
 
 #: Returns the texts of all ranks, by rank, when all have called it with theirs.
 Gather = Callable[[str], list[str]]
@@ -116,7 +119,7 @@ def gather_in_group(ranks: Ranks) -> Gather:
 
 @contextmanager
 def common_folder(rank: int, gather: Gather, here: list[int], parent: Path | None = None) -> Iterator[Path]:
-    """Give the private folder that the first of the ranks of this host makes for them. Collective.
+    """Give the private folder that the first of the ranks of this host makes for them, with `BEGAN` in it. Collective.
 
     Parameters
     ----------
@@ -136,12 +139,19 @@ def common_folder(rank: int, gather: Gather, here: list[int], parent: Path | Non
         yield folder
 
 
-def _made(parent: Path | None) -> AbstractContextManager[Path]:
-    if parent is None:
-        return private_folder()
-    folder = parent / "host"
-    folder.mkdir(mode=0o700)
-    return nullcontext(folder)
+@contextmanager
+def _made(parent: Path | None) -> Iterator[Path]:
+    if parent is not None:
+        folder = parent / "host"
+        folder.mkdir(mode=0o700)
+        yield folder
+        return
+    with private_folder() as folder:
+        (folder / BEGAN).touch()
+        try:
+            yield folder
+        finally:
+            MadeFolders(folder).clean()
 
 
 def _read(text: str, rank: int) -> Any:

@@ -253,6 +253,8 @@ def _take_over(settings: dict[str, Any]) -> None:
     if settings["working_folder"] is not None:
         os.chdir(settings["working_folder"])
     sys.argv[:] = settings["argv"]
+    if settings["script"] is not None:  # which processes that are spawned import
+        sys.modules["__main__"].__file__ = settings["script"]
     importlib.invalidate_caches()
 
 

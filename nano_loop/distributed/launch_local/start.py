@@ -57,6 +57,7 @@ def write_start(slot: RankSlot, verbose: bool) -> str:
         "cpus": cpus_of(slot),
         "folder": str(folder),
         "argv": [*map(str, sys.argv)],
+        "script": getattr(sys.modules["__main__"], "__file__", None),
         "environ": environment_of(slot, os.environ),
         "working_folder": working_folder(),
         "verbose": verbose,

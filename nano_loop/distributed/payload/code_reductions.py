@@ -6,6 +6,7 @@ import importlib
 import io
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -62,9 +63,8 @@ def _set_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor
 def _reduce_parametrized(module: nn.Module) -> Reduction:
     """Pickle a module whose class torch has made for it alone, and that refuses."""
     computed: Any = module.parametrizations
-    state = nn.Module.__getstate__(module)  # type: ignore[no-untyped-call]
-    make = _parametrized, (parametrize.type_before_parametrizations(module), [*computed])
-    return *make, state, None, None, _set_parametrized
+    kind: Any = parametrize.type_before_parametrizations(module)
+    return _parametrized, (kind, [*computed]), kind.__getstate__(module), None, None, _set_parametrized
 
 
 def _parametrized(kind: type[nn.Module], names: list[str]) -> nn.Module:
@@ -99,6 +99,24 @@ def reduce_function(function: FunctionType) -> Reduction | None:
     return context and (_call, (context, uncompiled(function)))
 
 
+def in_main(value: type | FunctionType, reduction: Reduction) -> Reduction:
+    """Let a class or a function of the script be an attribute of `__main__` in the other process, too.
+
+    There `pickle` looks for it, when a worker saves an object of the class, or sends it to a process of its own.
+    """
+    if sys.modules.get(value.__module__) is not sys.modules["__main__"] or _at_its_name(value) is not value:
+        return reduction
+    make, arguments, *others = reduction
+    return _made_in_main, (value.__module__, value.__qualname__, make, arguments), *others
+
+
+def _made_in_main(module: str, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    value, main = make(*arguments), sys.modules["__main__"]
+    value.__qualname__ = name  # of a nested class, cloudpickle keeps the last part; its outer class has it
+    setattr(sys.modules.setdefault(module, main), name, value)
+    return value
+
+
 def is_sent_by_name(function: Callable[..., Any]) -> bool:
     """Whether a worker imports a function, rather than gets its code and the global variables that it uses."""
     outer = _importable(function) if isinstance(function, FunctionType) else None
@@ -111,19 +129,47 @@ def is_sent_by_name(function: Callable[..., Any]) -> bool:
 
 def _importable(function: FunctionType) -> Any:
     """Return what another process finds where `function` says that it is from; None if it has nothing there."""
-    by_value = ("__main__", *cloudpickle.list_registry_pickle_by_value())  # what a user has registered
-    if any(f"{function.__module__}.".startswith(f"{name}.") for name in by_value):
+    if any(f"{function.__module__}.".startswith(f"{name}.") for name in _by_value()):
         return None
-    value: Any = sys.modules.get(function.__module__)
-    for name in function.__qualname__.split("."):
-        value = getattr(value, name, None)
-    return value
+    return _at_its_name(function)
+
+
+def _at_its_name(value: type | FunctionType) -> Any:
+    """Return what this process has under the module and the name of a class or a function; None if nothing."""
+    there: Any = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        there = getattr(there, name, None)
+    return there
 
 
 def reduce_imported(module: ModuleType) -> Reduction | None:
-    """Pickle by name what a library has put in place of its module; cloudpickle knows plain modules alone."""
-    replaced = type(module) is not ModuleType and sys.modules.get(module.__name__) is module
-    return (importlib.import_module, (module.__name__,)) if replaced else None
+    """Pickle by name what cloudpickle takes for a module of the program's own.
+
+    These are a library's object in place of its module, and a module that is only an attribute of an imported one, as
+    compiled code has them.
+    """
+    if sys.modules.get(module.__name__) is module:
+        return None if type(module) is ModuleType else (importlib.import_module, (module.__name__,))
+    parent = sys.modules.get(module.__name__.rpartition(".")[0])
+    owners = (owner for owner in [parent, *sys.modules.values()] if isinstance(owner, ModuleType) and _is_named(owner))
+    places = ((owner, name) for owner in owners for name, value in [*vars(owner).items()] if value is module)
+    place = next(places, None)
+    return place and (getattr, place)
+
+
+def reduce_operator(operator: Any) -> Reduction:
+    """Pickle an operator of `torch.ops` by its name, such as ``aten.mul.Tensor``."""
+    return attrgetter(str(operator)), (torch.ops,)
+
+
+def _is_named(module: ModuleType) -> bool:
+    """Return whether another process gets the same module by its name."""
+    return sys.modules.get(module.__name__) is module and module.__name__ not in _by_value()
+
+
+def _by_value() -> tuple[str, ...]:
+    """Return the modules whose contents are sent: the script, and those that the user has registered."""
+    return ("__main__", *cloudpickle.list_registry_pickle_by_value())
 
 
 def _call(function: Callable[[Any], Any], argument: Any) -> Any:

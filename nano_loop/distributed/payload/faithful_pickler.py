@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pickle import PickleBuffer
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nano_loop.distributed.payload.buffers import reduce_storage
+from nano_loop.distributed.payload.code_reductions import in_main
 from nano_loop.distributed.payload.reductions import REDUCTIONS
 
 _PROTOCOL = 5
@@ -41,10 +43,10 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._changing[id(storage)] = storage
         if kind is torch.UntypedStorage and value.device.type == "cpu":
             return reduce_storage(value, id(value) in self._changing)
-        for base, reduce in REDUCTIONS.items():
-            if issubclass(kind, base):
-                return reduce(value) or super().reducer_override(value)
-        return super().reducer_override(value)
+        reduce = next((reduce for base, reduce in REDUCTIONS.items() if issubclass(kind, base)), lambda value: None)
+        reduction = reduce(value) or super().reducer_override(value)
+        is_code = isinstance(reduction, tuple) and issubclass(kind, (type, FunctionType))
+        return in_main(value, reduction) if is_code else reduction
 
 
 def _about_to_change(kind: type, value: Any) -> Iterator[torch.Tensor]:

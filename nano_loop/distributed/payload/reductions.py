@@ -16,7 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nano_loop.distributed.payload.buffers import Reduction, reduce_array, reduce_typed_storage, reduced, typed_storages
-from nano_loop.distributed.payload.code_reductions import reduce_function, reduce_imported, reduce_module
+from nano_loop.distributed.payload.code_reductions import (
+    reduce_function,
+    reduce_imported,
+    reduce_module,
+    reduce_operator,
+)
 from nano_loop.patching.torch_private import TENSOR_HOOKS, is_watched_by_scheduler, kept_iterator, without_kept_iterator
 
 # --- tensors, generators ---
@@ -98,4 +103,6 @@ REDUCTIONS: dict[type, Callable[[Any], Reduction | None]] = {
     np.ndarray: reduce_array,
     FunctionType: reduce_function,
     ModuleType: reduce_imported,
+    type(torch.ops.aten.mul): reduce_operator,
+    type(torch.ops.aten.mul.Tensor): reduce_operator,
 }

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
 
-from nano_loop.data.bound_worker import BoundWorker
 from nano_loop.data.random_states import generators_of, part_ways
+from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.sharding.length_advice import LengthAdvice
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState

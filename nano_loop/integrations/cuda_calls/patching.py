@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from nano_loop.integrations.cuda_calls.cuda_module import FUNCTIONS, NVTX, REFUSED, TENSOR_TYPES, refused
 from nano_loop.integrations.cuda_calls.devices import on_cpu, with_device_first, with_devices
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.patch_table import process_wide
 
 _FILLED = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 #: Functions of torch that take a device.
@@ -32,7 +33,7 @@ _FACTORIES = (
 #: Methods of tensors that do.
 _METHODS = ["type", "new_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"]
 
-_patches: ExitStack | None = None
+_patches: list[ExitStack] = process_wide("patches of CUDA", [])  # one at the most
 _lock = threading.Lock()
 
 
@@ -49,9 +50,8 @@ def patch_cuda() -> None:
     Names that were imported from torch before, as by ``from torch import zeros``, are not replaced. A second call has
     no effect.
     """
-    global _patches
     with _lock:
-        if _patches is not None:
+        if _patches:
             return
         # torch.compile looks up torch's functions when it is imported, which each optimizer does: the original ones.
         torch.compiler.disable(_nothing)  # type: ignore[no-untyped-call]
@@ -59,16 +59,14 @@ def patch_cuda() -> None:
             for owner, name, make in _replacements():
                 if hasattr(owner, name):
                     stack.enter_context(replaced(owner, name, make))
-            _patches = stack.pop_all()
+            _patches.append(stack.pop_all())
 
 
 def unpatch_cuda() -> None:
     """Put back all that `patch_cuda` has replaced. Without such a call before, it has no effect."""
-    global _patches
     with _lock:
-        if _patches is not None:
-            _patches.close()
-            _patches = None
+        while _patches:
+            _patches.pop().close()
 
 
 def _nothing() -> None:
@@ -126,20 +124,27 @@ def _instead(replacement: Any, original: Any) -> Any:
     return call
 
 
-def _returning_itself(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self
+def _wrapping(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what makes the replacement of a function by one that takes the original first."""
 
-    return call
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        return replacement
+
+    return make
 
 
-def _returning_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+@_wrapping
+def _returning_itself(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
 
-    return call
+
+@_wrapping
+def _returning_nothing(original: Any, *args: Any, **kwargs: Any) -> None:
+    """Do nothing."""
 
 
 def _with_generators(original: Any) -> Any:
@@ -155,12 +160,9 @@ def _with_generators(original: Any) -> Any:
     return Meta("Generator", (), {})
 
 
-def _with_map_location(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original(f, _location(map_location), *args, **kwargs)
-
-    return load
+@_wrapping
+def _with_map_location(original: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return original(f, _location(map_location), *args, **kwargs)
 
 
 def _location(map_location: Any) -> Any:
@@ -187,66 +189,56 @@ def _cpu_of_all(mapping: dict[Any, Any]) -> Callable[[Any, str], Any]:
     return place
 
 
-def _with_cpu_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-        if device_type == "cuda":
-            device_type, dtype = "cpu", torch.bfloat16 if dtype in (None, torch.float16) else dtype
-        original(self, device_type, dtype, *args, **kwargs)
-
-    return init
-
-
-def _without_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-        if device == "cuda":
-            original(self, "cpu", enabled=False)
-        else:
-            original(self, device, *args, **kwargs)
-
-    return init
+@_wrapping
+def _with_cpu_autocast(
+    original: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    if device_type == "cuda":
+        device_type, dtype = "cpu", torch.bfloat16 if dtype in (None, torch.float16) else dtype
+    original(self, device_type, dtype, *args, **kwargs)
 
 
-def _without_pinning(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in ("pin_memory", "pin_memory_device"):
-            kwargs.pop(name, None)
-        original(self, *args, **kwargs)
-
-    return init
+@_wrapping
+def _without_scaling(original: Any, self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+    if device == "cuda":
+        original(self, "cpu", enabled=False)
+    else:
+        original(self, device, *args, **kwargs)
 
 
-def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(self: Any, module: nn.Module, *args: Any, dim: int = 0, **kwargs: Any) -> None:
-        nn.Module.__init__(self)
-        # As torch's own does where it finds no device.
-        self.module, self.device_ids, self.dim, self.output_device = module, [], dim, None
-
-    return init
+@_wrapping
+def _without_pinning(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    for name in ("pin_memory", "pin_memory_device"):
+        kwargs.pop(name, None)
+    original(self, *args, **kwargs)
 
 
-def _without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(
-        self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any
-    ) -> None:
-        original(self, module, None, None, *args, **kw)
-
-    return init
+@_wrapping
+def _without_devices(original: Any, self: Any, module: nn.Module, *args: Any, dim: int = 0, **kwargs: Any) -> None:
+    nn.Module.__init__(self)
+    # As torch's own does where it finds no device.
+    self.module, self.device_ids, self.dim, self.output_device = module, [], dim, None
 
 
-def _with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("backend") is not None:
-            kwargs["backend"] = _gloo(kwargs["backend"])
-        kwargs.pop("device_id", None)
-        return original(*map(_gloo, args), **kwargs)
+@_wrapping
+def _without_device_ids(
+    original: Any,
+    self: Any,
+    module: nn.Module,
+    device_ids: Any = None,
+    output_device: Any = None,
+    *args: Any,
+    **kw: Any,
+) -> None:
+    original(self, module, None, None, *args, **kw)
 
-    return call
+
+@_wrapping
+def _with_gloo(original: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("backend") is not None:
+        kwargs["backend"] = _gloo(kwargs["backend"])
+    kwargs.pop("device_id", None)
+    return original(*map(_gloo, args), **kwargs)
 
 
 def _gloo(value: Any) -> Any:

@@ -6,11 +6,7 @@ Importing Fabric sets environment variables, adds a handler to its logger, chang
 
 from __future__ import annotations
 
-import gc
-import logging
-import os
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
@@ -21,9 +17,9 @@ from typing import Any
 import torch
 
 from nano_loop.config.precisions import PrecisionKind
+from nano_loop.integrations.quiet_import import leaving_no_trace
 from nano_loop.precision.autocast.autocast import cpu_autocast
 
-_IMPORTED = "lightning_fabric"
 _COMPARED = "torchmetrics"
 
 
@@ -50,36 +46,11 @@ def _torchmetrics_by_version() -> Iterator[None]:
             del sys.modules[_COMPARED]
 
 
-@contextmanager
-def _leaving_no_trace() -> Iterator[None]:
-    if _IMPORTED in sys.modules:  # the user imported it, so its effects are already there
-        yield
-        return
-    environment, compile_, format_ = dict(os.environ), torch.compile, warnings.formatwarning
-    rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")  # by which Lightning logs, if that was imported
-    log = getattr(rank_zero, "log", None)
-    collects = gc.isenabled()
-    gc.disable()  # the import creates no garbage, and collection would take a fifth of its time
-    logger = logging.getLogger(_IMPORTED)
-    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
-    try:
-        with warnings.catch_warnings(), _torchmetrics_by_version():
-            # In a notebook without ipywidgets, tqdm says so when a package that Fabric imports imports it.
-            warnings.filterwarnings("ignore", "IProgress not found")
-            yield
-    finally:
-        if collects:
-            gc.enable()
-        os.environ.clear()
-        os.environ.update(environment)
-        torch.compile, warnings.formatwarning = compile_, format_
-        if rank_zero is not None:
-            rank_zero.log = log  # type: ignore[attr-defined]
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
+# By which Lightning logs, if it is imported.
+_rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")
+_REPLACED = ((torch, "compile"), *([] if _rank_zero is None else [(_rank_zero, "log")]))
 
-
-with _leaving_no_trace():
+with leaving_no_trace("lightning_fabric", *_REPLACED), _torchmetrics_by_version():
     from lightning_fabric import Fabric
     from lightning_fabric.plugins import ClusterEnvironment, Precision
     from lightning_fabric.plugins.environments.lightning import LightningEnvironment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 
 import torch
@@ -9,11 +10,9 @@ from torch import Tensor
 
 from nano_loop.patching.operators.operators import overridden, plainly
 
-_repairs = ExitStack()  # never closed, since IPEX's kernels stay until the process ends
-_in_force = False
 
-
-def repair() -> None:
+@functools.cache  # which keeps the replacements: IPEX's kernels stay until the process ends
+def repair() -> ExitStack:
     """Replace four of IPEX's kernels in the whole process, until it ends. Call it after the import of IPEX.
 
     - The kernels of ``layer_norm`` and ``group_norm`` have no derivative that is registered with torch. In eager mode
@@ -22,15 +21,13 @@ def repair() -> None:
     - Under autocast, ``group_norm`` of IPEX returns bf16 for an fp32 input, and torch's returns fp32.
     - ``mean`` of IPEX returns the sum for ``dim=None``.
     """
-    global _in_force
-    if _in_force:
-        return
-    for name in ("layer_norm", "group_norm"):
-        torch_s_own = getattr(torch.ops.aten, name).default.decompose
-        _repairs.enter_context(overridden(name, plainly(torch_s_own), "AutogradCPU"))
-    _repairs.enter_context(overridden("group_norm", lambda _: torch.library.fallthrough_kernel, "AutocastCPU"))
-    _repairs.enter_context(overridden("mean.dim", plainly(_mean), "CPU"))
-    _in_force = True
+    with ExitStack() as repairs:
+        for name in ("layer_norm", "group_norm"):
+            torch_s_own = getattr(torch.ops.aten, name).default.decompose
+            repairs.enter_context(overridden(name, plainly(torch_s_own), "AutogradCPU"))
+        repairs.enter_context(overridden("group_norm", lambda _: torch.library.fallthrough_kernel, "AutocastCPU"))
+        repairs.enter_context(overridden("mean.dim", plainly(_mean), "CPU"))
+        return repairs.pop_all()
 
 
 def _mean(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -5,9 +5,12 @@ This is the only module that imports IPEX. IPEX was archived in March 2026; 2.8.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import sys
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from importlib import import_module, metadata
 
 import torch
@@ -15,8 +18,10 @@ from typing_extensions import override
 
 from nano_loop.config.options import Options
 from nano_loop.errors import NanoConfigError, NanoError, error_message
-from nano_loop.integrations.ipex.quiet_import import leaving_no_trace
 from nano_loop.integrations.ipex.repairs import repair
+from nano_loop.integrations.quiet_import import leaving_no_trace
+from nano_loop.kernels.dropout.bernoulli import by_torch
+from nano_loop.patching.operators.operators import overridden, plainly
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -101,11 +106,11 @@ class Ipex(Step):
         version = _installed_version()
         if version is None:
             expected = f"IPEX is not installed, and works with torch 2.8 only (this is torch {_torch_version()})"
-            raise ImportError(error_message(self._given, expected, self._install()))
+            raise ImportError(error_message(self._request, expected, self._install()))
         self._check_version(version)
         if any(isinstance(model, torch.jit.ScriptModule) for model in parts.models):
             expected = "IPEX's passes over TorchScript make the backward of scripted models fail under autocast"
-            raise NanoConfigError(error_message(self._given, expected, "Leave it out, or pass the model unscripted"))
+            raise NanoConfigError(error_message(self._request, expected, "Leave it out, or pass the model unscripted"))
         return None
 
     @override
@@ -115,7 +120,7 @@ class Ipex(Step):
         return f"kernels of IPEX {_installed_version()}, until the process ends; weights stay plain fp32, not packed"
 
     @property
-    def _given(self) -> str:
+    def _request(self) -> str:
         """The argument or the environment variable that requested IPEX."""
         return self.options.as_written["use_ipex"]
 
@@ -130,23 +135,37 @@ class Ipex(Step):
             return
         torch_version = _torch_version()
         expected = f"IPEX {_minor(version)} works with torch {_minor(version)} only, and this is torch {torch_version}"
-        raise NanoConfigError(error_message(self._given, expected, self._install()))
+        raise NanoConfigError(error_message(self._request, expected, self._install()))
 
     def _check_instructions(self) -> None:
         if self.machine.architecture in ("x86_64", "AMD64") and "avx2" in self.machine.instruction_sets:
             return
         expected = f"IPEX needs an x86-64 CPU with AVX2, and this is {self.machine.name} ({self.machine.architecture})"
-        raise NanoConfigError(error_message(self._given, expected, "Leave it out"))
+        raise NanoConfigError(error_message(self._request, expected, "Leave it out"))
 
     def _import_quietly(self) -> None:
-        if _MODULE in sys.modules:  # the user imported it, so its effects are already there
+        if _MODULE in sys.modules:
             return
         try:
-            with leaving_no_trace(*_REPLACED):
+            with leaving_no_trace(_MODULE, *_REPLACED), _silent():
                 import_module(_MODULE)
         except (Exception, SystemExit) as error:  # the import loads libraries, and may end the process
-            got = f"{self._given}: importing IPEX raised {type(error).__name__}"
+            got = f"{self._request}: importing IPEX raised {type(error).__name__}"
             raise NanoError(error_message(got, str(error), "Leave it out, or reinstall IPEX")) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Suppress the log messages of the import, and torch's warning about kernels that it overrides."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    os.environ["TORCH_WARM_POOL"] = "0"  # otherwise torch's compiler, if imported too, starts worker processes
+    try:
+        # torch warns only once per process, from C++, about an overridden kernel. This override uses up the warning.
+        with overridden("bernoulli_.float", plainly(by_torch), "CPU"):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _installed_version() -> str | None:

@@ -1,4 +1,7 @@
-/* Packs bf16 numbers as the products of AVX-512 take them: two numbers that are summed together in one word. */
+/* Packs numbers as the bf16 products of AVX-512 take them: two numbers that are summed together in one word.
+
+   A source is of bf16 numbers or, if it is `wide`, of fp32 numbers. These are rounded to the nearest, and of two as near to
+   the even one. Below 2^-126 they become 0, for which the products take such a number in any case. */
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -15,16 +18,33 @@ INLINE __mmask32 first_of_32(int64_t count) {
     return count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (__mmask32)((1u << count) - 1);
 }
 
+/* The place so many numbers behind another one. */
+INLINE const void *element(const int wide, const void *from, int64_t count) {
+    return (const char *)from + count * (wide ? 4 : 2);
+}
+
+/* 32 numbers in bf16. */
+INLINE __m512i loaded(const int wide, __mmask32 here, const void *from) {
+    if (!wide) return _mm512_maskz_loadu_epi16(here, from);
+    __m512 low = _mm512_maskz_loadu_ps((__mmask16)here, from);
+    __m512 high = _mm512_maskz_loadu_ps((__mmask16)(here >> 16), element(1, from, 16));
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
 /* Writes 32 words: each of 32 numbers of `low`, with the one of `high` beside it, or with 0 if `high` is NULL. */
-INLINE void interleave(const uint16_t *low, const uint16_t *high, __mmask32 here, uint32_t *to) {
+INLINE void interleave_of(const int wide, const void *low, const void *high, __mmask32 here, uint32_t *to) {
     const __m512i firsts = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
                                             37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i lasts = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54,
                                            22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
-    __m512i a = _mm512_maskz_loadu_epi16(here, low);
-    __m512i b = high ? _mm512_maskz_loadu_epi16(here, high) : _mm512_setzero_si512();
+    __m512i a = loaded(wide, here, low);
+    __m512i b = high ? loaded(wide, here, high) : _mm512_setzero_si512();
     _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, firsts, b));
     _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, lasts, b));
+}
+
+INLINE void interleave(const uint16_t *low, const uint16_t *high, __mmask32 here, uint32_t *to) {
+    interleave_of(0, low, high, here, to);
 }
 
 /* 16 words of as many numbers, with those of `high` in the upper halves. */
@@ -63,13 +83,13 @@ INLINE void transpose(__m512i *r) {
 
 /* Packs 16 columns of a tile: rows of a matrix whose transpose is the second factor. Each pair of its columns has a row of
    words. Rows, and the second column of the last pair, that are not there are zero. */
-INLINE void pack_group(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+INLINE void pack_group_of(const int wide, const void *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
     int64_t pairs = divided(width, 2);
     for (int64_t pair = 0; pair < pairs; pair += 16) {
         __m512i r[16];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++)
-            r[i] = i < rows ? _mm512_maskz_loadu_epi16(first_of_32(width - 2 * pair), from + i * row + 2 * pair)
+            r[i] = i < rows ? loaded(wide, first_of_32(width - 2 * pair), element(wide, from, i * row + 2 * pair))
                             : _mm512_setzero_si512();
         transpose(r);
         int64_t count = least(16, pairs - pair);
@@ -78,21 +98,34 @@ INLINE void pack_group(const uint16_t *from, int64_t row, int64_t rows, int64_t 
 }
 
 /* Packs a matrix of rows, whose transpose is the second factor: tiles of 64 rows. */
-static inline void pack_transposed(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+INLINE void pack_transposed_of(const int wide, const void *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
     for (int64_t tile = 0; tile < rows; tile += TILE, to += divided(width, 2) * TILE)
         for (int64_t group = 0; group < TILE; group += 16)
-            pack_group(from + (tile + group) * row, row, rows - tile - group, width, to + group);
+            pack_group_of(wide, element(wide, from, (tile + group) * row), row, rows - tile - group, width, to + group);
 }
 
 /* Packs a matrix that is the second factor itself: tiles of 64 columns, in which each pair of rows has a row of words.
    Columns, and the second row of the last pair, that are not there are zero. */
-static inline void pack_pairs(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+INLINE void pack_pairs_of(const int wide, const void *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
     int64_t pairs = divided(rows, 2);
     for (int64_t tile = 0; tile < width; tile += TILE, to += pairs * TILE)
         for (int64_t pair = 0; pair < pairs; pair++) {
-            const uint16_t *low = from + 2 * pair * row + tile;
-            const uint16_t *high = 2 * pair + 1 < rows ? low + row : 0;
+            const void *low = element(wide, from, 2 * pair * row + tile);
+            const void *high = 2 * pair + 1 < rows ? element(wide, low, row) : 0;
             for (int64_t at = 0; at < TILE; at += 32)
-                interleave(low + at, high ? high + at : 0, first_of_32(width - tile - at), to + pair * TILE + at);
+                interleave_of(wide, element(wide, low, at), high ? element(wide, high, at) : 0,
+                              first_of_32(width - tile - at), to + pair * TILE + at);
         }
+}
+
+INLINE void pack_group(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+    pack_group_of(0, from, row, rows, width, to);
+}
+
+static inline void pack_transposed(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+    pack_transposed_of(0, from, row, rows, width, to);
+}
+
+static inline void pack_pairs(const uint16_t *from, int64_t row, int64_t rows, int64_t width, uint32_t *to) {
+    pack_pairs_of(0, from, row, rows, width, to);
 }

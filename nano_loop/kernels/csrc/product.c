@@ -1,9 +1,12 @@
-/* Products of bf16 matrices by the bf16 instructions of AVX-512: A B, or A B plus a row, each of them transposed or not.
+/* Products of matrices by the bf16 instructions of AVX-512: A B, or A B plus a row, each of them transposed or not, and
+   of as many pairs of matrices. Each factor has bf16 numbers, or fp32 numbers, which are rounded to bf16 where they are
+   packed.
 
-   B is packed in tiles of 64 columns, whose panels stay in the second cache while all rows of A pass; A is read where it
-   lies if its rows are contiguous. If it is transposed, as in the gradient of a weight, all of B is packed once for all
-   threads, and A in chunks of some rows. What is needed next is fetched into the cache meanwhile. Sums are in fp32. An
-   element is computed by one thread, in an order that does not depend on their number. */
+   B is packed in tiles of 64 columns, whose panels stay in the second cache while all rows of A pass. A is read where it
+   lies if its rows are contiguous; of fp32 numbers, a few rows are rounded at a time. If it is transposed, as in the
+   gradient of a weight, all of B is packed once for all threads, and A in chunks of some rows. What is needed next is
+   fetched into the cache meanwhile. Sums are in fp32. An element is computed by one thread, in an order that does not
+   depend on their number. */
 #include <stdint.h>
 #include <string.h>
 
@@ -11,7 +14,8 @@
 typedef struct {
     int64_t rows, columns, depth;
     int64_t a[2], b[2], out_row;
-    int64_t is_wide; /* whether the result has fp32 numbers */
+    int64_t batch, of_batch[3];                         /* how many products, and from each to the next: A, B, result */
+    int64_t a_is_wide, b_is_wide, bias_is_wide, is_wide; /* whether A, B, the row and the result have fp32 numbers */
 } Call;
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
@@ -44,6 +48,7 @@ typedef struct {
     int64_t tiles, tiles_of_chunk;         /* of columns */
     int64_t packs_a;
     int64_t shared, own, sums;             /* bytes: packed for all threads, packed by a thread, and its sums */
+    int64_t rounded, rounded_row;          /* bytes of rows of A that a thread rounds, among its own, and of one of them */
 } Plan;
 
 /* Among which parts of rows and columns `threads` threads divide the work, for the fewest cycles of the slowest. */
@@ -73,6 +78,7 @@ static Plan plan_of(const Call *call, int64_t threads) {
     plan.blocks = divided(plan.pairs, most_pairs);
     plan.pairs_of_block = divided(plan.pairs, plan.blocks);
     plan.blocks = divided(plan.pairs, plan.pairs_of_block);
+    plan.rounded = plan.rounded_row = 0;
     if (plan.packs_a) {
         plan.tiles_of_chunk = plan.tiles;
         plan.shared = 4 * plan.tiles * TILE * plan.pairs;
@@ -84,15 +90,29 @@ static Plan plan_of(const Call *call, int64_t threads) {
     int64_t chunks = divided(plan.tiles_of_part, plan.tiles_of_chunk);
     plan.tiles_of_chunk = divided(plan.tiles_of_part, chunks);
     plan.shared = 0;
-    plan.own = 4 * plan.tiles_of_chunk * TILE * plan.pairs_of_block;
+    if (call->a_is_wide) { /* one cache line more, so that the rows do not share a set */
+        plan.rounded_row = up_to(4 * plan.pairs_of_block, 64) + 64;
+        plan.rounded = ROWS * plan.rounded_row;
+    }
+    plan.own = 4 * plan.tiles_of_chunk * TILE * plan.pairs_of_block + plan.rounded;
     plan.sums = plan.blocks > 1 ? 4 * up_to(plan.rows_of_part, ROWS) * plan.tiles_of_chunk * TILE : 0;
     return plan;
 }
 
+static int64_t bytes_of(const Plan *plan) {
+    return plan->shared + plan->row_parts * plan->column_parts * (plan->own + plan->sums);
+}
+
+/* Whether each thread computes whole products. */
+static int is_by_batch(const Call *call, int threads) {
+    return call->batch >= 4 * threads || (call->batch > 1 && call->batch % threads == 0);
+}
+
 /* Bytes of memory that a call takes, of all threads. */
 int64_t product_bytes(const Call *call, int threads) {
-    Plan plan = plan_of(call, threads);
-    return plan.shared + plan.row_parts * plan.column_parts * (plan.own + plan.sums);
+    int by_batch = is_by_batch(call, threads);
+    Plan plan = plan_of(call, by_batch ? 1 : threads);
+    return (by_batch ? threads : 1) * bytes_of(&plan);
 }
 
 /* ----------------------------------------------------------------------------------------------- fetching */
@@ -130,10 +150,10 @@ INLINE void fetch(Ahead *ahead) {
 typedef struct {
     float *sums;          /* CHUNK or ROWS rows of TILE numbers, if the depth is divided */
     int64_t begins, ends; /* whether this is the first and the last part of the depth */
-    const uint16_t *bias; /* of the tile's columns, or NULL */
+    const void *bias; /* of the tile's columns, or NULL */
     char *out;
     int64_t out_row, columns;
-    int64_t is_wide;
+    int64_t is_wide, bias_is_wide;
 } Target;
 
 INLINE void store(const int rows, __m512 sums[ROWS][4], const Target *to) {
@@ -141,8 +161,10 @@ INLINE void store(const int rows, __m512 sums[ROWS][4], const Target *to) {
     for (int j = 0; j < 4; j++) {
         __mmask16 here = first(to->columns - 16 * j);
         __m512 added = _mm512_setzero_ps();
-        if (to->bias) {
-            __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, to->bias + 16 * j));
+        if (to->bias && to->bias_is_wide) {
+            added = _mm512_maskz_loadu_ps(here, element(1, to->bias, 16 * j));
+        } else if (to->bias) {
+            __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, element(0, to->bias, 16 * j)));
             added = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
         }
 #pragma GCC unroll 6
@@ -220,15 +242,21 @@ static void add_tile(int64_t rows, int64_t pairs, int odd, const char *a, int64_
 typedef struct {
     const Call *call;
     const Plan *plan;
-    const uint16_t *a, *b, *bias;
+    const void *a, *b, *bias;
     char *out;
 } Work;
+
+/* The place of an element of A. */
+INLINE const void *place_in_a(const Work *work, int64_t row, int64_t at) {
+    const Call *call = work->call;
+    return element(call->a_is_wide != 0, work->a, row * call->a[0] + at * call->a[1]);
+}
 
 static Target target_of(const Work *work, float *sums, int64_t row, int64_t tile, int64_t block) {
     const Call *call = work->call;
     Target to = {sums, block == 0, block + 1 == work->plan->blocks, 0, 0, call->out_row, call->columns - tile * TILE,
-                 call->is_wide};
-    to.bias = work->bias ? work->bias + tile * TILE : 0;
+                 call->is_wide, call->bias_is_wide};
+    to.bias = work->bias ? element(call->bias_is_wide != 0, work->bias, tile * TILE) : 0;
     to.out = work->out + (call->is_wide ? 4 : 2) * (row * call->out_row + tile * TILE);
     return to;
 }
@@ -236,37 +264,59 @@ static Target target_of(const Work *work, float *sums, int64_t row, int64_t tile
 /* Packs some tiles of columns of a part of the depth. */
 static void pack_b(const Work *work, int64_t tile, int64_t tiles, int64_t from, int64_t depth, uint32_t *to) {
     const Call *call = work->call;
-    const uint16_t *b = work->b + from * call->b[0] + tile * TILE * call->b[1];
+    const void *b = element(call->b_is_wide != 0, work->b, from * call->b[0] + tile * TILE * call->b[1]);
     int64_t columns = least(tiles * TILE, call->columns - tile * TILE);
-    if (call->b[1] == 1) pack_pairs(b, call->b[0], depth, columns, to);
-    else pack_transposed(b, call->b[1], columns, depth, to);
+    if (call->b[1] == 1) {
+        if (call->b_is_wide) pack_pairs_of(1, b, call->b[0], depth, columns, to);
+        else pack_pairs_of(0, b, call->b[0], depth, columns, to);
+    } else {
+        if (call->b_is_wide) pack_transposed_of(1, b, call->b[1], columns, depth, to);
+        else pack_transposed_of(0, b, call->b[1], columns, depth, to);
+    }
 }
 
 /* Packs some rows of A, which lie side by side, for a part of the depth: for each pair, CHUNK words. */
-static void pack_a(const Work *work, int64_t row, int64_t rows, int64_t from, int64_t depth, uint32_t *to) {
-    int64_t of_depth = work->call->a[1];
+INLINE void pack_a_of(const int wide, const Work *work, int64_t row, int64_t rows, int64_t from, int64_t depth,
+                      uint32_t *to) {
     for (int64_t k = 0; k < depth; k += 2, to += CHUNK) {
-        const uint16_t *low = work->a + (from + k) * of_depth + row, *high = k + 1 < depth ? low + of_depth : 0;
-        interleave(low, high, first_of_32(rows), to);
+        const void *low = place_in_a(work, row, from + k), *high = k + 1 < depth ? place_in_a(work, row, from + k + 1) : 0;
+        interleave_of(wide, low, high, first_of_32(rows), to);
         __m512i words[2];
-        interleave(low + 32, high ? high + 32 : 0, first_of_32(least(rows, CHUNK) - 32), (uint32_t *)words);
+        interleave_of(wide, element(wide, low, 32), high ? element(wide, high, 32) : 0, first_of_32(least(rows, CHUNK) - 32),
+                      (uint32_t *)words);
         _mm512_storeu_si512(to + 32, words[0]);
+    }
+}
+
+static void pack_a(const Work *work, int64_t row, int64_t rows, int64_t from, int64_t depth, uint32_t *to) {
+    if (work->call->a_is_wide) pack_a_of(1, work, row, rows, from, depth, to);
+    else pack_a_of(0, work, row, rows, from, depth, to);
+}
+
+/* Rounds rows of A, of fp32 numbers, for a part of the depth. */
+static void round_rows(const Work *work, int64_t row, int64_t rows, int64_t from, int64_t depth, char *to) {
+    for (int64_t i = 0; i < rows; i++, to += work->plan->rounded_row) {
+        const void *numbers = place_in_a(work, row + i, from);
+        for (int64_t k = 0; k < depth; k += 32)
+            _mm512_storeu_si512(to + 2 * k, loaded(1, first_of_32(depth - k), element(1, numbers, k)));
     }
 }
 
 /* The rows of A of the next tile of sums, and the next panels of B. */
 static Ahead ahead_of_rows(const Work *work, int64_t row, int64_t from, int64_t depth, int64_t steps) {
     const Call *call = work->call;
+    int64_t size = call->a_is_wide ? 4 : 2;
     if (row + ROWS >= call->rows) return ahead_of(work->a, 0, 0, 0, 1, 0);
-    return ahead_of(work->a + (row + ROWS) * call->a[0] + from, 3, 2 * call->a[0], 64, divided(2 * depth, 64), steps);
+    return ahead_of(place_in_a(work, row + ROWS, from), 3, size * call->a[0], 64, divided(size * depth, 64), steps);
 }
 
 static Ahead ahead_of_panels(const Work *work, int64_t tile, int64_t tiles, int64_t steps) {
     const Call *call = work->call;
     if (tile + tiles >= divided(call->columns, TILE)) return ahead_of(work->b, 0, 0, 0, 1, 0);
-    const uint16_t *b = work->b + tile * TILE * call->b[1];
-    if (call->b[1] != 1) return ahead_of(b, 6, 2 * call->b[1], 64, divided(2 * call->depth, 64), steps);
-    return ahead_of(b, tiles > 2 ? 2 : tiles > 1 ? 1 : 0, 64, 2 * call->b[0], call->depth, steps);
+    int64_t size = call->b_is_wide ? 4 : 2, lines = tiles * size / 2; /* of a row: half of them, at most four */
+    const void *b = element(call->b_is_wide != 0, work->b, tile * TILE * call->b[1]);
+    if (call->b[1] != 1) return ahead_of(b, 6, size * call->b[1], 64, divided(size * call->depth, 64), steps);
+    return ahead_of(b, lines > 2 ? 2 : lines > 1 ? 1 : 0, 64, size * call->b[0], call->depth, steps);
 }
 
 /* Computes some rows of some tiles of columns. */
@@ -274,6 +324,7 @@ static void compute(const Work *work, int64_t row, int64_t rows, int64_t tile, i
     const Call *call = work->call;
     const Plan *plan = work->plan;
     uint32_t *packed = (uint32_t *)own;
+    char *rounded = own + plan->own - plan->rounded;
     float *sums = (float *)(own + plan->own);
     for (int64_t block = 0; block < plan->blocks; block++) {
         int64_t from = 2 * block * plan->pairs_of_block, depth = least(call->depth - from, 2 * plan->pairs_of_block);
@@ -282,10 +333,15 @@ static void compute(const Work *work, int64_t row, int64_t rows, int64_t tile, i
         Ahead of_b = ahead_of_panels(work, tile + tiles, tiles, steps);
         for (int64_t i = 0; i < rows; i += ROWS) {
             Ahead of_a = ahead_of_rows(work, row + i, from, depth, tiles * (pairs / STEP));
-            const char *a = (const char *)(work->a + (row + i) * call->a[0] + from);
+            const char *a = place_in_a(work, row + i, from);
+            int64_t a_row = 2 * call->a[0];
+            if (call->a_is_wide) {
+                round_rows(work, row + i, least(ROWS, rows - i), from, depth, rounded);
+                a = rounded, a_row = plan->rounded_row;
+            }
             for (int64_t t = 0; t < tiles; t++) {
                 Target to = target_of(work, sums + (i * tiles + t * ROWS) * TILE, row + i, tile + t, block);
-                add_tile(least(ROWS, rows - i), pairs, (int)(depth % 2), a, 2 * call->a[0], 4, packed + t * pairs * TILE,
+                add_tile(least(ROWS, rows - i), pairs, (int)(depth % 2), a, a_row, 4, packed + t * pairs * TILE,
                          &to, &of_a, &of_b);
             }
         }
@@ -303,7 +359,7 @@ static void compute_packed(const Work *work, int64_t row, int64_t rows, const ui
         pack_a(work, row, rows, from, depth, packed);
         Ahead of_a = ahead_of(work->a, 0, 0, 0, 1, 0), of_b = of_a;
         if (next < work->call->rows)
-            of_a = ahead_of(work->a + from * work->call->a[1] + next, 1, 64, 2 * work->call->a[1], depth,
+            of_a = ahead_of(place_in_a(work, next, from), 1, 64, (work->call->a_is_wide ? 4 : 2) * work->call->a[1], depth,
                             divided(rows, ROWS) * plan->tiles * (pairs / STEP));
         for (int64_t t = 0; t < plan->tiles; t++)
             for (int64_t i = 0; i < rows; i += ROWS) {
@@ -339,25 +395,46 @@ static void compute_part(const Work *work, int64_t part, char *scratch) {
     }
 }
 
-/* Writes A B, plus `bias` if it is not NULL, in bf16 or in fp32. Columns of `out` lie side by side. OpenMP may give fewer
-   threads than are asked for: each then computes several parts. */
-void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint16_t *bias, void *out, char *scratch,
-             int threads) {
+/* One of the products of a call. */
+static Work work_of(const Call *call, const Plan *plan, const void *a, const void *b, const void *bias, char *out,
+                    int64_t at) {
+    Work work = {call, plan, 0, 0, bias, out + (call->is_wide ? 4 : 2) * at * call->of_batch[2]};
+    work.a = element(call->a_is_wide != 0, a, at * call->of_batch[0]);
+    work.b = element(call->b_is_wide != 0, b, at * call->of_batch[1]);
+    return work;
+}
+
+/* Writes A B, plus `bias` if it is not NULL, in bf16 or in fp32, for each product of the batch. Columns of `out` lie side
+   by side. OpenMP may give fewer threads than are asked for: each then computes several parts. */
+void product(const Call *call, const void *a, const void *b, const void *bias, char *out, char *scratch, int threads) {
+    if (is_by_batch(call, threads)) {
+        Plan plan = plan_of(call, 1);
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (int64_t i = 0; i < call->batch; i++) {
+            char *own = scratch + omp_get_thread_num() * bytes_of(&plan);
+            Work work = work_of(call, &plan, a, b, bias, out, i);
+            if (plan.packs_a) pack_all(&work, 0, 1, own);
+            compute_part(&work, 0, own);
+        }
+        return;
+    }
     Plan plan = plan_of(call, threads);
-    Work work = {call, &plan, a, b, bias, out};
     int64_t parts = plan.row_parts * plan.column_parts;
 #pragma omp parallel num_threads((int)parts)
     {
         int64_t thread = omp_get_thread_num(), given = omp_get_num_threads();
-        if (plan.packs_a) pack_all(&work, thread, given, scratch);
+        for (int64_t i = 0; i < call->batch; i++) {
+            Work work = work_of(call, &plan, a, b, bias, out, i);
+            if (plan.packs_a) pack_all(&work, thread, given, scratch);
 #pragma omp barrier
-        for (int64_t part = thread; part < parts; part += given) compute_part(&work, part, scratch);
+            for (int64_t part = thread; part < parts; part += given) compute_part(&work, part, scratch);
+#pragma omp barrier
+        }
     }
 }
 #else
 int product_is_supported(void) { return 0; }
 int product_is_first_guess(void) { return 0; }
 int64_t product_bytes(const Call *call, int threads) { return 0; }
-void product(const Call *call, const uint16_t *a, const uint16_t *b, const uint16_t *bias, void *out, char *scratch,
-             int threads) {}
+void product(const Call *call, const void *a, const void *b, const void *bias, char *out, char *scratch, int threads) {}
 #endif

@@ -1,4 +1,6 @@
-"""Products of bf16 matrices by a C function (``product.c``): the linear layers of a model, and their gradients.
+"""Products of matrices in bf16 by a C function (``product.c``): the linear layers of a model, and their gradients.
+
+Matrices are of bf16 or fp32 numbers. The function rounds the latter where it packs them, which reads them in any case.
 
 oneDNN copies matrices whose rows do not begin at a cache line, as those of a vocabulary of 50,257 words, and waits for
 memory where this function fetches ahead. It needs a CPU with AVX-512's bf16 instructions.
@@ -15,7 +17,8 @@ from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
 
 KERNEL = CompiledKernel("product", needs_avx512_bf16=True)
 #: Minimum of rows, columns and depth: with fewer, most of a tile is empty, or packing takes as long as the product.
-_FEWEST = 32
+FEWEST = 32
+_DIMENSIONS = 2
 
 _INT = ctypes.c_int64
 
@@ -25,49 +28,72 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("rows", "columns", "depth")),
-        *(("a", _INT * 2), ("b", _INT * 2), ("out_row", _INT), ("is_wide", _INT)),
+        *(("a", _INT * 2), ("b", _INT * 2), ("out_row", _INT), ("batch", _INT), ("of_batch", _INT * 3)),
+        *((name, _INT) for name in ("a_is_wide", "b_is_wide", "bias_is_wide", "is_wide")),
     )
 
 
 def fits(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the kernel supports these arguments of `product`."""
-    if min(*a.shape, b.size(1)) < _FEWEST or 1 not in a.stride() or 1 not in b.stride():
+    if min(*a.shape[-2:], b.size(-1)) < FEWEST or not (_is_matrix(a) and _is_matrix(b)):
         return False
-    if min(a.stride()) < 1 or min(b.stride()) < 1 or (bias is not None and bias.stride() != (1,)):
+    if bias is not None and bias.stride() != (1,):
         return False
-    if not all(each.data_ptr() for each in (a, b, bias) if each is not None):  # the storage was released
+    if not all(tensor.data_ptr() for tensor in (a, b, bias) if tensor is not None):  # the storage was released
         return False
     return KERNEL.unavailable is None and _bytes(_call(a, b)) <= SCRATCH_BOUND
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Compute a b, or a b + bias.
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Compute a b, or a b + bias, from a and b in bf16.
 
     Parameters
     ----------
     a, b : torch.Tensor
-        bfloat16, of shapes (M, K) and (K, N), of which `fits` is True: one of the strides of each is 1.
+        bfloat16 or float32, which is rounded to bfloat16, of shapes (M, K) and (K, N), or (B, M, K) and (B, K, N), of
+        which `fits` is True: one of the strides of the matrices is 1.
     bias : torch.Tensor, optional
-        bfloat16, of shape (N,).
+        bfloat16 or float32, of shape (N,).
     out : torch.Tensor, optional
-        bfloat16 or float32, of shape (M, N), with the columns of a row side by side. Is overwritten.
+        bfloat16 or float32, of shape (M, N) or (B, M, N), with the columns of a row side by side. Is overwritten.
+    dtype : torch.dtype
+        That of the result without `out`: bfloat16 or float32.
 
     Returns
     -------
     torch.Tensor
-        Of shape (M, N): `out` if it was given, else bfloat16. Sums are in fp32, and do not depend on the number of
+        Of shape (M, N) or (B, M, N): `out` if it was passed. Sums are in fp32, and do not depend on the number of
         threads.
     """
-    out = torch.empty(a.size(0), b.size(1), dtype=torch.bfloat16, device="cpu") if out is None else out
+    out = torch.empty(*a.shape[:-1], b.size(-1), dtype=dtype, device="cpu") if out is None else out
     call = _call(a, b)
-    call.out_row, call.is_wide = out.stride(0), out.dtype is torch.float32
+    call.out_row, call.is_wide = out.stride(-2), out.dtype is torch.float32
+    call.bias_is_wide = bias is not None and bias.dtype is torch.float32
+    if out.dim() > _DIMENSIONS:
+        call.of_batch[2] = out.stride(0)
     KERNEL("product", call, a, b, bias, out, scratch(_bytes(call)))
     return out
 
 
+def _is_matrix(tensor: Tensor) -> bool:
+    strides = tensor.stride()[-_DIMENSIONS:]
+    return min(strides) == 1
+
+
 def _call(a: Tensor, b: Tensor) -> _Call:
-    (rows, depth), columns = a.shape, b.size(1)
-    return _Call(rows, columns, depth, (_INT * 2)(*a.stride()), (_INT * 2)(*b.stride()), columns)
+    (rows, depth), columns = a.shape[-_DIMENSIONS:], b.size(-1)
+    strides = [(_INT * 2)(*tensor.stride()[-_DIMENSIONS:]) for tensor in (a, b)]
+    call = _Call(rows, columns, depth, *strides, columns, 1)
+    call.a_is_wide, call.b_is_wide = a.dtype is torch.float32, b.dtype is torch.float32
+    if a.dim() > _DIMENSIONS:
+        call.batch, call.of_batch = a.size(0), (_INT * 3)(a.stride(0), b.stride(0))
+    return call
 
 
 def _bytes(call: _Call) -> int:

@@ -28,7 +28,7 @@ class _NestedBackwards(threading.local):
     runner: Callable[..., None] | None = None
 
 
-_nested = _NestedBackwards()
+_backwards = _NestedBackwards()
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -37,10 +37,10 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     To be called inside a backward, and within `nested_backwards_noticed`, without which an inner backward is taken
     for the outermost.
     """
-    if _nested.waiting is None:
+    if _backwards.waiting is None:
         queue_callback(function)
     else:
-        _nested.waiting.append(function)
+        _backwards.waiting.append(function)
 
 
 def nested_backwards_noticed() -> AbstractContextManager[None]:
@@ -57,30 +57,30 @@ def backwards_run_by(runner: Callable[..., None]) -> Iterator[None]:
     runner : callable
         Takes the function that runs a backward, and its arguments.
     """
-    before, _nested.runner = _nested.runner, runner
+    before, _backwards.runner = _backwards.runner, runner
     try:
         yield
     finally:
-        _nested.runner = before
+        _backwards.runner = before
 
 
 def _noticing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
-        if _nested.runner is not None:
-            return _nested.runner(noticed, *args, **kwargs)
+        if _backwards.runner is not None:
+            return _backwards.runner(noticed, *args, **kwargs)
         return noticed(*args, **kwargs)
 
     def noticed(*args: Any, **kwargs: Any) -> None:
-        if _nested.waiting is not None or not in_backward():
+        if _backwards.waiting is not None or not in_backward():
             return original(*args, **kwargs)
         waiting: list[Callable[[], None]] = []
-        _nested.waiting = waiting
+        _backwards.waiting = waiting
         queue_callback(lambda: _run(waiting))  # here the outer backward is still the one that is running
         try:
             return original(*args, **kwargs)
         finally:
-            _nested.waiting = None
+            _backwards.waiting = None
 
     return backward
 

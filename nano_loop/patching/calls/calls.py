@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.exports import is_exporting, plain_models_exported
 from nano_loop.patching.ownership import NO_RULES, NONE, Rule, call_state, forget_graphs, note_graph
-from nano_loop.patching.patch_table import shared_change
+from nano_loop.patching.patch_table import process_wide, shared_change
 from nano_loop.patching.torch_private import constant_when_traced, in_backward, next_node_number
 
 #: Takes a function and its arguments, and returns its outputs.
@@ -43,9 +43,10 @@ _TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "to
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
 # By the id of a module; several if runs of several threads, or nested runs, have set it up.
-_interceptors: dict[int, tuple[CallInterceptor, ...]] = {}
+_interceptors: dict[int, tuple[CallInterceptor, ...]] = process_wide("interceptors of calls, by module", {})
 _lock = threading.Lock()
-_traced: set[int] = set()  # the ids of interceptors with a call that `torch.compile` has traced
+#: The ids of interceptors with a call that `torch.compile` has traced.
+_traced: set[int] = process_wide("traced interceptors", set())
 _FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
 
 
@@ -103,7 +104,7 @@ class CallInterceptor:
         wrapped = [around(module) for around in self._arounds.values()]
         functions = [function for function in wrapped if function is not None]
         if functions:
-            self.inner[id(module)] = functools.reduce(_nested, functions)
+            self.inner[id(module)] = functools.reduce(_composed, functions)
 
     def cover(self, modules: Iterable[nn.Module]) -> None:
         """Route calls into these modules to this interceptor."""
@@ -161,21 +162,9 @@ class CallInterceptors:
         self._undoing = ExitStack()
 
     def add(self, model: nn.Module, name: str, layer: CallWrapper) -> CallInterceptor:
-        """Add a layer around every outermost call into `model` and its submodules, until `close`.
+        """Add a layer around every outermost call into `model` until `close`, and return all of its layers.
 
-        Parameters
-        ----------
-        model : torch.nn.Module
-            The model. It is not changed.
-        name : str
-            The name of the layer. A second layer with the same name replaces the first.
-        layer : callable
-            Takes the next inner call and returns a call around it.
-
-        Returns
-        -------
-        CallInterceptor
-            All layers of this run around calls into the model.
+        A second layer with the same name replaces the first. The model is not changed.
         """
         interceptor = self.for_model(model)
         interceptor.add(name, layer)
@@ -206,7 +195,7 @@ class CallInterceptors:
         return interceptor
 
 
-def _nested(outer: Call, inner: Call) -> Call:
+def _composed(outer: Call, inner: Call) -> Call:
     """Return a function around calls of a module that consists of two."""
 
     def around(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import own_iterator, stop_kept_workers, without_kept_iterator
 
 Loader = DataLoader[Any]
@@ -65,7 +66,7 @@ def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
 
 
 @contextmanager
-def found(find: Callable[[Loader], LoaderChange | None]) -> Iterator[None]:
+def implicit_loaders_changed(find: Callable[[Loader], LoaderChange | None]) -> Iterator[None]:
     """Change the loaders that this thread uses in the body, and that have no change yet.
 
     They are not kept alive. The processes that this one forks are not concerned.
@@ -173,8 +174,9 @@ class _Finding:
             del self._stand_ins[key]
 
 
-_stand_ins: dict[int, tuple[Loader, _StandIn]] = {}  # by the id of a loader, which is kept alive so that the id is its
-_findings: list[_Finding] = []
+# By the id of a loader, which is kept alive so that the id is its.
+_stand_ins: dict[int, tuple[Loader, _StandIn]] = process_wide("stand-ins of loaders, by loader", {})
+_findings: list[_Finding] = process_wide("changes of implicit loaders", [])
 
 
 def _this_thread() -> tuple[int, int]:

@@ -7,14 +7,14 @@ A wrapper is an `Optimizer` that keeps another one in an attribute and calls its
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from nano_loop.errors import NanoWarning, error_message
-from nano_loop.patching.nested_tensors import find
 from nano_loop.patching.torch_private import has_hooks
+from nano_loop.patching.walk import find, walk
 
 
 def innermost(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
@@ -22,26 +22,15 @@ def innermost(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
     An optimizer without hooks and without an optimizer inside is left out, with a `NanoWarning`.
     """
-    innermost: dict[int, Optimizer] = {}
-    for optimizer in optimizers:
-        for inner in _inside(optimizer, set()):
-            if has_hooks(inner):
-                innermost[id(inner)] = inner
-            else:
-                _warn(inner)
-    return list(innermost.values())
-
-
-def _inside(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
-    """Yield `optimizer` itself, or what it wraps."""
-    if id(optimizer) in seen:
-        return
-    seen.add(id(optimizer))
-    wrapped = _wrapped(optimizer)
-    if not wrapped:
-        yield optimizer
-    for inner_optimizer in wrapped:
-        yield from _inside(inner_optimizer, seen)
+    innermost = []
+    for optimizer in walk(optimizers, _wrapped):
+        if _wrapped(optimizer):
+            continue
+        if has_hooks(optimizer):
+            innermost.append(optimizer)
+        else:
+            _warn(optimizer)
+    return innermost
 
 
 def _wrapped(optimizer: Optimizer) -> list[Optimizer]:

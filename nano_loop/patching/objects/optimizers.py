@@ -7,13 +7,14 @@ Loading a checkpoint of an NCHW run into a channels_last model is enough.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from nano_loop.patching.patch_table import shared_change
 
 # --- closures ---
 
@@ -59,8 +60,6 @@ def once_gradients_exist(check: Callable[[Optimizer], None]) -> Callable[[Optimi
 
 # --- layouts ---
 
-_guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
 
 def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
     """Keep the strides of gradients and state equal to those of the parameters, until `undoing` is closed.
@@ -72,22 +71,25 @@ def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        The optimizer, whose state is changed. A second call has no effect.
+        The optimizer, whose state is changed. Several users share one guard.
     undoing : contextlib.ExitStack
         Removes the hooks when it is closed.
     """
-    if optimizer in _guarded:
-        return
-    _guarded.add(optimizer)
-    undoing.callback(_guarded.discard, optimizer)
+    undoing.enter_context(shared_change(("guarded layout", id(optimizer)), lambda: _guarded(optimizer)))
+
+
+@contextmanager
+def _guarded(optimizer: Optimizer) -> Iterator[None]:
     guard = _Guard()
     relay_state(optimizer)
-    for handle in (
-        optimizer.register_step_pre_hook(once_gradients_exist(guard.check)),
-        optimizer.register_load_state_dict_post_hook(relay_state),
-        optimizer.register_state_dict_post_hook(portable_state),
-    ):
-        undoing.callback(handle.remove)
+    with ExitStack() as stack:
+        for handle in (
+            optimizer.register_step_pre_hook(once_gradients_exist(guard.check)),
+            optimizer.register_load_state_dict_post_hook(relay_state),
+            optimizer.register_state_dict_post_hook(portable_state),
+        ):
+            stack.callback(handle.remove)
+        yield
 
 
 class _Guard:

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from nano_loop.patching.operators.operators import Kernel, overridden
+from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import copy_as_torch, current_node_number, in_backward, next_node_number, version
 from nano_loop.patching.user_code import users_place
 
@@ -189,7 +190,7 @@ class CastRecorder:
             yield
 
 
-_recorders: dict[int, CastRecorder] = {}  # by threads
+_recorders: dict[int, CastRecorder] = process_wide("cast recorders, by thread", {})
 
 
 def _recording(original: Kernel | None) -> Kernel:

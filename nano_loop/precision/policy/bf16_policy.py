@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nano_loop.kernels.rnn import lstm_layer
 from nano_loop.patching.calls.calls import is_forward
-from nano_loop.patching.nested_tensors import find, map_tensors
+from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.torch_private import (
     FLASH_ATTENTION,
     TorchDispatchMode,
@@ -26,6 +26,7 @@ from nano_loop.patching.torch_private import (
     is_compiled,
     next_node_number,
 )
+from nano_loop.patching.walk import find
 
 #: What is equal for calls that take about as long: the module's id, its method, and the size of the inputs.
 Kind = tuple[int, str | None, int]

@@ -193,7 +193,7 @@ def judged(setup, make, steps, forget=True):
     step = make(setup)
     undivided = []
     if forget:
-        user_code._given.clear()
+        user_code._warned.clear()
         duplicate_work._counts.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -234,7 +234,7 @@ def test_few_steps_are_not_warned_of_until_many_calls_have_taken_them(team):
         setup.close()
         results = []
         duplicate_work._counts.clear()
-        user_code._given.clear()
+        user_code._warned.clear()
         for _ in range(14):
             run = Setup(setup.ranks)
             torch.manual_seed(0)  # models begin equal

@@ -8,6 +8,9 @@ import pytest
 
 from nano_loop.distributed.files.caches import cache_folders
 from nano_loop.distributed.files.folder import discard, explaining_full_disk, place_of, workers_files
+from nano_loop.distributed.files.originals import real
+from nano_loop.distributed.files.private_files import private_files
+from nano_loop.distributed.files.table import MadeFolders
 
 
 def test_folder_lies_on_disk_for_its_owner_alone_and_is_deleted_after_an_error(tmp_path, monkeypatch):
@@ -72,3 +75,20 @@ def test_cache_that_holds_the_working_folder_is_no_cache(tmp_path, monkeypatch):
     folders = cache_folders()
     assert str(tmp_path / "cache") in folders
     assert str(tmp_path) not in folders
+
+
+def test_folder_is_noted_when_rank_0_can_see_it(tmp_path, monkeypatch):
+    def mkdir(path, mode=0o777):
+        os_mkdir(path, mode)
+        if path == str(tmp_path / "new"):
+            with pytest.raises(FileExistsError):
+                os_mkdir(path)
+            claimed.append(MadeFolders(tmp_path / "run").claim(path))  # as rank 0's `os.mkdir` does
+
+    claimed, os_mkdir = [], os.mkdir
+    (tmp_path / "run").mkdir()
+    with private_files(tmp_path / "run", 1, since=0):
+        monkeypatch.setattr(real, "mkdir", mkdir)
+        os.mkdir(tmp_path / "new")
+        monkeypatch.undo()
+    assert claimed == [True]

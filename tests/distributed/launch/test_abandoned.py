@@ -32,6 +32,10 @@ def test_folder_of_a_process_that_is_gone_is_deleted_with_what_its_workers_wrote
     (run / "payload").touch()
     written.mkdir(parents=True)
     (run / "files").symlink_to(written)
+    for name in ("files", "temporary"):  # of a rank of torchrun's
+        (tmp_path / "disk" / f"nano_loop-{gone}-{name}").mkdir()
+        (run / "rank 1").mkdir(exist_ok=True)
+        (run / "rank 1" / name).symlink_to(tmp_path / "disk" / f"nano_loop-{gone}-{name}")
     delete_abandoned(tmp_path, "nano_loop-")
     assert names(tmp_path) == ["disk"]
     assert names(tmp_path / "disk") == []

@@ -5,11 +5,13 @@ import gc
 import itertools
 import operator
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import threading
 import tracemalloc
+import types
 import warnings
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from nano_loop.api.torch_nano import TorchNano
+from nano_loop.distributed.payload.code_reductions import reduce_imported
 from nano_loop.distributed.payload.payload import dump, load
 from nano_loop.errors import NanoError
 
@@ -337,12 +340,24 @@ def test_tied_weights_stay_tied_and_stay_the_optimizers(send):
     assert send((model, optimizer), check) == (True, True)
 
 
+class Locked(nn.LSTM):
+    """Leaves out what cannot be pickled, as its base does."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {name: value for name, value in super().__getstate__().items() if name != "lock"}
+
+
 def test_hooks_parametrizations_and_local_classes_arrive(send):
     class Scaled(nn.Linear):
         def forward(self, x):
             return super().forward(x) * 2
 
-    model = nn.Sequential(weight_norm(nn.Linear(3, 3)), Scaled(3, 2), nn.LSTM(2, 2), nn.LazyLinear(2))
+    lstm = weight_norm(Locked(2, 2), "weight_hh_l0")
+    model = nn.Sequential(weight_norm(nn.Linear(3, 3)), Scaled(3, 2), lstm, nn.LazyLinear(2))
     model[1].register_forward_hook(lambda module, args, output: output + 1)
     x = torch.rand(2, 3)
     expected = model[2](model[1](model[0](x)))[0].tolist()
@@ -544,8 +559,19 @@ def test_function_that_wraps_a_compiled_one_is_itself(send):
     assert send(Caller().wrapped(), lambda it: it(torch.tensor(1))) == (3, 2)
 
 
+def _operators():
+    return torch.ops.aten, torch.ops.aten.mul, torch.ops.aten.mul.Tensor
+
+
+def test_operators_and_modules_that_are_only_attributes_are_sent_by_their_names(send, monkeypatch):
+    bare = types.ModuleType("bare")  # as compiled code names its own
+    monkeypatch.setattr(parametrize, "bare", bare, raising=False)
+    assert reduce_imported(bare) == (getattr, (parametrize, "bare"))
+    assert send(_operators(), lambda there: [*map(operator.is_, there, _operators())]) == [True] * 3
+
+
 SCRIPT = """
-import sys
+import enum, sys
 from pathlib import Path
 import torch
 from nano_loop import TorchNano, nano
@@ -561,16 +587,24 @@ class Nano(TorchNano):
     def train(self, model, x):
         return model(x).tolist()
 
+class Outer:
+    class Kind(enum.Enum):
+        LINEAR = Model
+
+    def double(x):
+        return 2 * x
+
 @nano(verbose=False)
 def train(model, x):
     return model(x).tolist()
 
 model, x = Model(2, 2), torch.ones(1, 2)
-dump((train.__wrapped__, Nano(verbose=False), (model, x), model(x).tolist()), Path(sys.argv[1]), {})
+saved = [Model, Outer, Outer.Kind.LINEAR, Outer.double]
+dump((train.__wrapped__, Nano(verbose=False), (model, x), model(x).tolist(), saved), Path(sys.argv[1]), {})
 """
 
 
-def test_functions_and_classes_of_a_script_arrive_by_value(team, tmp_path):
+def test_functions_and_classes_of_a_script_arrive_by_value_and_pickle_finds_them(team, tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "folder"
     script.write_text(SCRIPT)
     folder.mkdir()
@@ -578,7 +612,10 @@ def test_functions_and_classes_of_a_script_arrive_by_value(team, tmp_path):
     subprocess.run([sys.executable, script, folder], env=environment, check=True)
 
     def check(ranks):
-        train, runner, arguments, expected = load(folder)
+        train, runner, arguments, expected, saved = load(folder)
+        again = pickle.loads(pickle.dumps([*saved, arguments]))
+        assert [*map(operator.is_, again, saved)] == [True] * 4
+        assert again[-1][0](arguments[1]).tolist() == expected
         return train(*arguments) == expected, runner.train(*arguments) == expected, isinstance(runner, TorchNano)
 
     assert team(2)(check) == [(True, True, True)] * 2

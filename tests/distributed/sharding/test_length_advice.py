@@ -88,7 +88,7 @@ def warned(ranks, loop, set_up, times=2):
     step.observe(parts)
     if set_up:
         step.apply(parts)
-    user_code._given.clear()
+    user_code._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(times):

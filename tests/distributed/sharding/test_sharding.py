@@ -27,7 +27,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from nano_loop.data.bound_worker import BoundWorker
+from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.sharding.sharding import BatchSharding, forget_last_served, served_whole_by_mode
 from nano_loop.patching.objects.loaders import changed

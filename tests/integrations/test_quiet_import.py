@@ -1,12 +1,14 @@
 """An import that changes the process is followed by putting back what it changed."""
 
 import contextlib
+import gc
 import logging
 import os
+import warnings
 
 import pytest
 
-from nano_loop.integrations.ipex.quiet_import import leaving_no_trace
+from nano_loop.integrations.quiet_import import leaving_no_trace
 
 
 class Own:
@@ -23,7 +25,13 @@ def change_everything():
     os.environ["ADDED_BY_AN_IMPORT"] = "1"
     os.environ["KNOWN"] = "changed"
     logging.setLoggerClass(Loud)
-    logging.root.addHandler(logging.NullHandler())
+    for name in (None, "loud"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
+        logging.getLogger(name).setLevel("DEBUG")
+    logging.getLogger("loud").propagate = False
+    warnings.formatwarning = print
+    warnings.simplefilter("ignore")
+    gc.enable()
     Own.kept = Own.__repr__ = "after"
 
 
@@ -36,14 +44,14 @@ def state():
     return [
         dict(os.environ),
         logging.getLoggerClass(),
-        logging.root.handlers[:],
-        logging.root.manager.disable,
+        *((log.handlers[:], log.level, log.propagate) for log in (logging.root, logging.getLogger("loud"))),
+        (warnings.formatwarning, warnings.filters[:], gc.isenabled()),
         dict(vars(Own)),
     ]
 
 
 def import_that(raises):
-    with leaving_no_trace((Own, "kept"), (Own, "__repr__")):
+    with leaving_no_trace("loud", (Own, "kept"), (Own, "__repr__")):
         change_everything()
         if raises:
             raise ImportError
@@ -58,20 +66,19 @@ def test_everything_is_put_back_also_after_a_failure(known, raises):
 
 
 def test_variable_that_is_removed_comes_back(known):
-    with leaving_no_trace():
+    with leaving_no_trace("loud"):
         del os.environ["KNOWN"]
     assert os.environ["KNOWN"] == "before"
 
 
-def test_logging_is_silent_inside(caplog):
-    with leaving_no_trace():
-        logging.getLogger("loud").critical("inside")
-    logging.getLogger("loud").warning("outside")
-    assert [record.message for record in caplog.records] == ["outside"]
+def test_import_by_the_user_keeps_its_effects(known):
+    with leaving_no_trace("os"):
+        os.environ["KNOWN"] = "by the user"
+    assert os.environ["KNOWN"] == "by the user"
 
 
 def test_attributes_that_are_not_named_are_left_alone():
-    with leaving_no_trace((Own, "kept")):
+    with leaving_no_trace("loud", (Own, "kept")):
         Own.new = 1
     assert Own.new == 1
     del Own.new

@@ -1,7 +1,9 @@
-"""DataLoader's warning about its number of workers, for a process that is bound to a part of its CPUs."""
+"""The worker processes of a loader: the CPUs that their rank has for them, and torch's warning about their number."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +11,25 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from nano_loop.patching.attributes import replaced
+
+
+class BoundWorker:
+    """Binds a loader's worker process to some logical CPUs, and then calls the loader's own ``worker_init_fn``.
+
+    If the system refuses the CPUs, nothing is bound.
+    """
+
+    def __init__(self, cpus: tuple[int, ...], then: Callable[[int], Any] | None) -> None:
+        self.cpus = cpus
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        """Do both in the worker of that number."""
+        if hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # they are not this process's to use, and it works on others as well
+                os.sched_setaffinity(0, self.cpus)
+        if self.then is not None:
+            self.then(worker)
 
 
 def advice_of_plain_run(cpus: int) -> AbstractContextManager[None]:

@@ -1,0 +1,67 @@
+"""The bounded walk of the user's objects: from some of them to what they hold, each once, the nearest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+CONTAINERS = (list, tuple, set, frozenset, dict)
+
+
+def walk(
+    start: Iterable[Any], contents: Callable[[Any], Iterable[Any]], *, depth: int = 1000, most: int = 1 << 20
+) -> Iterator[Any]:
+    """Yield objects, then what these hold, and so on. What holds itself is no problem.
+
+    Parameters
+    ----------
+    start : iterable
+        The first objects.
+    contents : callable
+        Takes an object, and returns what it holds; nothing for one that is not looked into.
+    depth : int
+        How many steps an object may be away from the first ones.
+    most : int
+        The number of objects after which the walk ends.
+    """
+    seen: dict[int, Any] = {}  # kept alive, so that their ids are not reused
+    level = start
+    for _ in range(depth + 1):
+        new = []
+        for value in level:
+            if id(value) not in seen:
+                if len(seen) >= most:
+                    return
+                seen[id(value)] = value
+                new.append(value)
+                yield value
+        if not new:
+            return
+        level = (item for value in new for item in contents(value))
+
+
+def find(kind: type | tuple[type, ...], value: Any) -> Iterator[Any]:
+    """Yield every instance of `kind` in `value`: itself, or in lists, tuples, sets and dicts, without duplicates."""
+    if isinstance(value, kind):
+        return iter((value,))
+    reached = walk([value], lambda holder: () if isinstance(holder, kind) else items_of(holder))
+    return (item for item in reached if isinstance(item, kind))
+
+
+def items_of(value: Any) -> Iterable[Any]:
+    """Return the items of a container, and the values of a dict; nothing for other objects."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, CONTAINERS) else ()
+
+
+def attributes_of(value: Any) -> Iterator[Any]:
+    """Yield the attributes of an object without calling its code, as properties are."""
+    with suppress(TypeError):  # it has slots alone
+        yield from vars(value).values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            with suppress(AttributeError):  # not assigned
+                yield object.__getattribute__(value, name)

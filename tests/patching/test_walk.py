@@ -1,0 +1,48 @@
+import pytest
+
+from nano_loop.patching.walk import attributes_of, find, items_of, walk
+
+
+def test_find_looks_into_lists_tuples_sets_and_dicts_and_names_each_object_once():
+    assert sorted(find(str, ["a", ("b",), {"key": "c"}, {"d"}, "a"])) == ["a", "b", "c", "d"]
+
+
+def test_find_returns_the_value_itself_and_does_not_look_into_it():
+    assert list(find(list, [["a"]])) == [[["a"]]]
+
+
+def test_find_does_not_follow_a_list_that_holds_itself_for_ever():
+    loop = ["a"]
+    loop.append(loop)
+    assert list(find(str, loop)) == ["a"]
+
+
+def test_find_looks_into_lists_that_are_nested_deeper_than_python_recurses():
+    nested = "a"
+    for _ in range(900):
+        nested = [(nested,), {"key": [nested]}][0]
+    assert list(find(str, nested)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"), [({"depth": 0}, "ab"), ({"depth": 1}, "abc"), ({"most": 3}, "ab"), ({}, "abcd")]
+)
+def test_walk_takes_the_nearest_objects_first_and_ends_at_its_bounds(bounds, expected):
+    reached = walk(["a", ["c", ["d"]], "b"], items_of, **bounds)
+    assert "".join(value for value in reached if isinstance(value, str)) == expected
+
+
+def test_attributes_are_read_without_running_code_of_the_object():
+    class Base:
+        __slots__ = ("slot", "unset")
+
+    class Holder(Base):
+        __slots__ = ("__dict__",)
+
+        @property
+        def refuses(self):
+            raise AssertionError
+
+    holder = Holder()
+    holder.slot, holder.attribute = 1, 2
+    assert sorted(value for value in attributes_of(holder) if isinstance(value, int)) == [1, 2]
