@@ -28,12 +28,8 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
 
     Parameters
     ----------
-    command : str
-        The command.
     own : mapping
         The command's own arguments.
-    script : Script
-        The script, with the options of nano_loop that the command line sets.
     to_stderr : bool
         Whether what the script prints goes to standard error.
 

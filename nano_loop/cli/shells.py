@@ -53,15 +53,7 @@ def shell_of(environ: Mapping[str, str]) -> str:
 
 
 def lines_for(shell: str, changes: Mapping[str, str | None]) -> bytes:
-    """Return the lines that make changes of the environment, in the encoding of the environment.
-
-    Parameters
-    ----------
-    shell : str
-        A name in `SHELLS`.
-    changes : mapping
-        The value of each variable; None to unset it.
-    """
+    """Return the lines that make changes of the environment, in its encoding. A value of None unsets a variable."""
     of = SHELLS[shell]
     lines = [of.unset(name) if value is None else of.export(name, value) for name, value in changes.items()]
     return os.fsencode("".join(f"{line}\n" for line in lines))

@@ -18,15 +18,6 @@ def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
 
     The blocks are the modules in the outermost lists and sequences that have two of equal structure. Others in such a
     list are among them, in separate groups, since what surrounds a block is not compiled.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model.
-
-    Returns
-    -------
-    list of list of torch.nn.Module
     """
     groups: dict[Hashable, list[nn.Module]] = defaultdict(list)
     for block in _blocks_in(model):

@@ -24,16 +24,10 @@ def is_inductor(options: Mapping[str, Any]) -> bool:
 
 
 def with_operators(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return arguments of `torch.compile` with which Inductor keeps these operators whole.
+    """Return arguments of `torch.compile` with which Inductor keeps the operators of these names whole.
 
-    It also draws random numbers as the plain loop does.
-
-    Parameters
-    ----------
-    given : mapping
-        The user's arguments, whose options prevail. Another backend than Inductor gets them as they are.
-    names : collection of str
-        Of the names in `nano_loop.compile.graphs`.
+    It also draws random numbers as the plain loop does. The user's options prevail. Another backend than Inductor gets
+    the arguments as they are.
     """
     if not is_inductor(options):
         return dict(options)

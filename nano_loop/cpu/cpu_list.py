@@ -12,17 +12,7 @@ _PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Parse a list of CPU ids.
-
-    Parameters
-    ----------
-    text : str
-        Comma-separated ids and ranges, as in the kernel's ``cpulist`` files. Blank means no CPU.
-
-    Returns
-    -------
-    tuple of int
-        The ids, sorted, without duplicates.
+    """Return the ids in a list such as ``0-3,8``, sorted, without duplicates. Blank means no CPU.
 
     Raises
     ------
@@ -41,18 +31,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """Format CPU ids as a list of ranges: ``(0, 1, 2, 3, 8)`` as ``"0-3,8"``.
-
-    Parameters
-    ----------
-    cpus : iterable of int
-        The ids, in any order. Duplicates are removed.
-
-    Returns
-    -------
-    str
-        The list, in the format of `parse_cpu_list`; empty for no CPU.
-    """
+    """Format CPU ids, in any order, as a list of ranges: ``(0, 1, 2, 3, 8)`` as ``"0-3,8"``; empty for no CPU."""
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in _runs(sorted(set(cpus))))
 
 

@@ -111,19 +111,10 @@ def given_shares(machine: Machine, cpu_for_each_process: Sequence[Sequence[int]]
 
 
 def restricted(machine: Machine, share: Share, num_processes: int) -> Machine:
-    """Return the machine limited to `share`: its CPUs, and a part of the quota.
+    """Return the machine limited to `share`: its CPUs, and one of `num_processes` equal parts of the quota.
 
     A share from `partition` has at most ``quota / num_processes`` CPUs, so each gets a thread. A share from
     `given_shares` may have more CPUs than its part of the quota.
-
-    Parameters
-    ----------
-    machine : Machine
-        The host, as passed to `partition` or `given_shares`.
-    share : Share
-        The share of this process.
-    num_processes : int
-        The number of parts into which the quota is divided, at least 1.
     """
     quota = None if machine.quota is None else machine.quota / num_processes
     return dataclasses.replace(machine, allowed=share.cpus, quota=quota)

@@ -30,22 +30,7 @@ def read_online(tree: Tree, blocks: Sequence[Block]) -> tuple[int, ...]:
 
 
 def read_logical_cpus(tree: Tree, online: Sequence[int], blocks: Sequence[Block]) -> tuple[LogicalCpu, ...]:
-    """Return the CPUs `online` with their topology.
-
-    Parameters
-    ----------
-    tree : Tree
-        The files of /sys.
-    online : sequence of int
-        The ids of the CPUs.
-    blocks : sequence of Block
-        The blocks of /proc/cpuinfo.
-
-    Returns
-    -------
-    tuple of LogicalCpu
-        One CPU for each id, in the order of `online`.
-    """
+    """Return the CPUs `online`, in this order, with their topology; `blocks` are those of /proc/cpuinfo."""
     packages = _read_packages(tree, online, blocks)
     nodes = _read_nodes(tree)
     cores = _read_cores(tree, online, packages, blocks)

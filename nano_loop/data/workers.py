@@ -14,14 +14,9 @@ from nano_loop.patching.attributes import replaced
 
 
 class BoundWorker:
-    """Binds a loader's worker process to some CPUs, and then does what the loader's own ``worker_init_fn`` does.
+    """Binds a loader's worker process to some logical CPUs, and then calls the loader's own ``worker_init_fn``.
 
-    Parameters
-    ----------
-    cpus : tuple of int
-        The logical CPUs; if the system refuses them, nothing is bound.
-    then : callable, optional
-        The loader's own.
+    If the system refuses the CPUs, nothing is bound.
     """
 
     def __init__(self, cpus: tuple[int, ...], then: Callable[[int], Any] | None) -> None:

@@ -11,19 +11,10 @@ _DECODE, _SIZE, _MODE = "_nano_loop_decode", "_nano_loop_size", "_nano_loop_mode
 
 
 class DeferredImage(Image.Image):
-    """The result of ``image.convert(mode)``, whose pixels may not be needed.
+    """The result of ``image.convert(mode)``, whose pixels may not be needed; `decode` returns the plain image.
 
     Size and mode are known. Any other attribute decodes the image and turns this object into a plain `PIL.Image.Image`
     with the attributes of the decoded one, as `PIL.ImageFile` does with an opened file.
-
-    Parameters
-    ----------
-    size : tuple of int
-        Width and height in pixels.
-    mode : str
-        The mode after the conversion.
-    decode : callable
-        Returns the plain image.
     """
 
     def __init__(self, size: tuple[int, int], mode: str, decode: Callable[[], Image.Image]) -> None:

@@ -64,12 +64,10 @@ _lock = threading.RLock()  # a finalizer may run in the thread that holds it
 
 
 def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = ALONE) -> Store:
-    """Return the cache for datasets. Collective.
+    """Return the cache for datasets, any of which keeps a cache in memory alive. Collective.
 
     Parameters
     ----------
-    datasets : sequence of Dataset
-        Any of these keeps a cache in memory alive.
     choice : int, str or None
         Bytes of memory, the path of a folder, or None for a quarter of the memory.
     ranks : Ranks

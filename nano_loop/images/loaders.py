@@ -27,14 +27,10 @@ _PAIRS = frozenset(
 
 
 class Images(Dataset[Any]):
-    """A dataset whose items are fetched through the cache. Its attributes are those of the dataset.
+    """A dataset whose items are fetched through the cache. Its attributes are those of the user's dataset.
 
     Parameters
     ----------
-    dataset : Dataset
-        The user's dataset.
-    store : Store
-        The cache.
     exact : bool
         Whether pixels have to be the same.
     batched : bool
@@ -87,15 +83,7 @@ class Images(Dataset[Any]):
 
 
 class CachedImages(LoaderChange):
-    """Fetches through the cache.
-
-    Parameters
-    ----------
-    store : Store
-        The cache.
-    exact : bool
-        Whether pixels have to be the same.
-    """
+    """Fetches through the cache, with the same pixels if `exact`."""
 
     def __init__(self, store: Store, exact: bool) -> None:
         self._store = store

@@ -35,15 +35,7 @@ _CONVERTED_TO = ("RGB", "L", "RGBA")
 
 @contextmanager
 def fetching(reading: Reading, deferring: bool = False) -> Iterator[None]:
-    """Take images from the cache in the body, in this thread.
-
-    Parameters
-    ----------
-    reading : Reading
-        The cache and the pipelines.
-    deferring : bool
-        Whether results may be `Pending`.
-    """
+    """Take images from the cache in the body, in this thread. Results may be `Pending` if it is `deferring`."""
     before = current.reading, current.deferring
     with ExitStack() as stack:
         stack.enter_context(replaced(Image, "open", _opening))

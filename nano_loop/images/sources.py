@@ -54,14 +54,7 @@ def _state(path: str, status: os.stat_result) -> FileState:
 class Source:
     """The file of an image that `PIL.Image.open` has returned and that is not loaded yet.
 
-    Parameters
-    ----------
-    image : PIL.ImageFile.ImageFile
-        The image.
-    state : FileState
-        The state of its file.
-    is_own : bool
-        Whether Pillow has opened the file, and not the program.
+    `is_own` says whether Pillow has opened the file, and not the program.
     """
 
     def __init__(self, image: Any, state: FileState, is_own: bool) -> None:

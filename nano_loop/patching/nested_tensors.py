@@ -134,8 +134,9 @@ class Substitution:
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share a storage."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    """Whether two tensors share memory. Empty ones have none: their address is 0."""
+    address = one.untyped_storage().data_ptr()
+    return address != 0 and address == other.untyped_storage().data_ptr()
 
 
 def _holds(container: Any, key: Any, item: Any) -> bool:

@@ -45,19 +45,9 @@ class Event(Protocol):
 
 
 def times_of(events: Iterable[Event], wall: float) -> dict[str, float]:
-    """Return the time of each kind of work in some steps.
+    """Return the time of each kind of work in some steps, in the unit of the events.
 
-    Parameters
-    ----------
-    events : iterable of Event
-        The events of the thread of the loop.
-    wall : float
-        The time of the steps. What no event covers is Python's.
-
-    Returns
-    -------
-    dict
-        By kind, in the unit of the events.
+    The events are those of the thread of the loop. What no event covers of `wall`, the time of the steps, is Python's.
     """
     times = dict.fromkeys(KINDS, 0.0)
     for event in events:

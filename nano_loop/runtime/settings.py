@@ -44,14 +44,8 @@ class Settings:
     def prepare(self, caller: object, modules: Sequence[str]) -> None:
         """Start what the next run will need and what takes long, if `caller` is a function or a class of the script.
 
-        In a module that is imported, it is not known whether there will be a run.
-
-        Parameters
-        ----------
-        caller : object
-            The function or the class.
-        modules : sequence of str
-            The modules of nano_loop that the run takes.
+        In a module that is imported, it is not known whether there will be a run. `modules` are those of nano_loop that
+        the run imports.
         """
         if getattr(caller, "__module__", None) == "__main__":
             prepare(self.options, self.machine, modules)

@@ -111,10 +111,6 @@ def search(
 
     Parameters
     ----------
-    task : RunTask
-        The user's loop.
-    settings : Settings
-        The options that the search begins with.
     fixed : collection of str
         The options that stay as they are.
     seconds : float

@@ -142,13 +142,7 @@ class TrialProcesses:
 
 
 class Line:
-    """The side of a process of a trial: it waits until it is asked for steps, and answers.
-
-    Parameters
-    ----------
-    slot : RankSlot
-        The process's.
-    """
+    """The side of a process of a trial: it waits until it is asked for steps, and answers."""
 
     def __init__(self, slot: RankSlot) -> None:
         folder, rank = slot.ranks.folder, slot.ranks.rank

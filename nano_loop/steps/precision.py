@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, error_message
-from nano_loop.patching.calls.calls import DTYPES, Call, CallInterceptor, CallWrapper, is_forward
-from nano_loop.patching.calls.custom_functions import backwards_run_by
+from nano_loop.patching.calls.calls import DTYPES, Call, CallInterceptor, CallWrapper
+from nano_loop.patching.calls.custom_functions import backwards_under_autocast
 from nano_loop.patching.nested_tensors import map_tensors, shares_memory
 from nano_loop.patching.ownership import Rule
 from nano_loop.patching.torch_private import next_node_number
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
-from nano_loop.precision.autocast.dtype_errors import is_about_dtypes
 from nano_loop.precision.autocast.mixed_dtypes import mixed_dtypes_accepted
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
@@ -37,9 +36,8 @@ from nano_loop.steps.step import SkipReason, Step
 class Precision(Step):
     """Enters autocast for each outermost call into a model, and exits it when the call returns.
 
-    Autocast caches bf16 copies of the weights until it exits, so a single autocast around the whole loop would keep
-    using the weights of the first step. In methods other than ``forward``, which may change the weights or contain the
-    whole loop, the cache is disabled.
+    Autocast's cache of bf16 weights is disabled: the model may change a weight between two uses. The layers that use
+    weights several times keep their casts during a call.
     """
 
     name = "precision"
@@ -78,7 +76,7 @@ class Precision(Step):
                 in_force({}),
                 activations_noticed(),
                 mixed_dtypes_accepted(),
-                backwards_run_by(_under_autocast_if_needed[dtype]),
+                backwards_under_autocast(CallUnderAutocast),
             ):
                 self.undoing.enter_context(context)
         for model in parts.models:
@@ -215,14 +213,14 @@ def _under_autocast(
             if torch.is_autocast_enabled("cpu"):
                 return call(function, *args, **kwargs)
             if torch.compiler.is_compiling():
-                with cpu_autocast(dtype, keep_casts=is_forward(function)):
+                with cpu_autocast(dtype):
                     outputs = call(function, *args, **kwargs)
                 return in_fp32(outputs, to_fp32)
             if policy is not None:
                 kind = kind_of(function, args, kwargs)
                 if kind not in policy.in_bf16:
                     return counted_or_not(kind, function, args, kwargs)
-            with CallUnderAutocast(dtype, is_forward(function)) as context:
+            with CallUnderAutocast(dtype) as context:
                 outputs = call(function, *args, **kwargs)
             return in_fp32(outputs, context.activations.in_fp32)
 
@@ -235,11 +233,7 @@ def _under_autocast(
                 looked_at, start = counting is None, next_node_number()
             elif not pays and only_if_it_pays:
                 return call(function, *args, **kwargs)
-            # Autocast locks its cache while it casts a weight, and a cast that is counted runs Python. So a counted
-            # call does without the cache: it would hold that lock and wait for the interpreter's, while another thread
-            # that runs one of our kernels holds the interpreter's and waits for the cache.
-            keep_casts = counting is None and is_forward(function)
-            with CallUnderAutocast(dtype, keep_casts) as context, counting or _NOT_COUNTED:
+            with CallUnderAutocast(dtype) as context, counting or _NOT_COUNTED:
                 outputs = call(function, *args, **kwargs)
             if looked_at:
                 policy.look_at(kind, start, outputs)
@@ -248,22 +242,3 @@ def _under_autocast(
         return with_autocast
 
     return layer
-
-
-def _again_under_autocast(dtype: torch.dtype) -> Callable[[Callable[[], Any]], Any]:
-    """Return a function that runs backwards of custom autograd functions, and under autocast what torch refuses."""
-
-    def run(backward: Callable[[], Any]) -> Any:
-        try:
-            return backward()
-        except RuntimeError as error:
-            if not is_about_dtypes(error):
-                raise
-        with CallUnderAutocast(dtype, keep_casts=False):
-            return backward()
-
-    return run
-
-
-#: One for each dtype, since the runs of a process share them.
-_under_autocast_if_needed = {dtype: _again_under_autocast(dtype) for dtype in LOW_DTYPES}

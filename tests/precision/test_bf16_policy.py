@@ -128,16 +128,6 @@ def test_a_checkpoint_recomputes_in_the_precision_of_its_forward(run):
     assert all(torch.equal(each, fp32) for each in others)
 
 
-def test_a_counted_call_casts_without_the_locked_cache_of_autocast(run):
-    """A thread that is counted holds the lock of the cache and waits for the interpreter's: see the step."""
-    model, _ = run(LARGE[1])
-    model.layer.register_forward_pre_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
-    kept = []
-    for _ in range(2):
-        model(LARGE[0])
-    assert kept == [False, True]
-
-
 def test_bf16_stays_bf16_and_says_that_it_does_not_pay(run):
     x, layer = SMALL
     model, made = run(layer, precision="bf16")
@@ -154,26 +144,6 @@ def test_bf16_that_pays_for_one_size_says_nothing(run):
     model, made = run(nn.Linear(256, 512), precision="bf16")
     for rows in (512, 512, *[8] * 102):
         model(torch.zeros(rows, 256))
-    assert made.final_result() is None
-
-
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x):
-        return {"out": self.layer(self.layer(x).tanh())}
-
-
-def test_bf16_counts_no_call_that_uses_a_weight_twice(run):
-    """Without the cache of autocast, the gradients of both uses would be added in fp32."""
-    model, made = run(Twice(), precision="bf16")
-    model.layer.layer.register_forward_pre_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
-    kept = []
-    for _ in range(bf16_policy.CALLS_WORTH_SAYING + 2):
-        model.layer(SMALL[0])
-    assert all(kept)
     assert made.final_result() is None
 
 

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -134,6 +135,33 @@ def test_custom_function_that_saves_bf16_has_its_backward(net):
     weight.grad = None
     expected = trained(model, F.linear(X, model.layer.weight, model.layer.bias) @ weight.t()), weight.grad
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+class Counted(Product):
+    """Counts its backwards, of which a part succeeds before the products, and notes their dtypes."""
+
+    calls: ClassVar[list] = []
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (gradient * 2).sum()
+        gradients = Product.backward(ctx, gradient)
+        Counted.calls.append(gradients[0].dtype)
+        return gradients
+
+
+def test_backward_of_a_custom_function_runs_once_in_the_dtypes_of_its_forward(net):
+    weight = torch.rand(5, 2, requires_grad=True)
+    model = net(lambda h: Counted.apply(h, weight))
+    model(X).sum().backward()
+
+    def in_fp32(h):
+        with disable_casts():
+            return Counted.apply(h, weight)
+
+    model = net(in_fp32)
+    model(X).sum().backward()
+    assert Counted.calls == [torch.bfloat16, torch.float32]
 
 
 def test_custom_function_of_others_raises_as_torch_does(net):

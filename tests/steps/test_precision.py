@@ -1,10 +1,12 @@
 """Models run under bf16 autocast; what goes in and out stays fp32."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nano_loop import NanoWarning, disable_casts
 from nano_loop.precision.policy.lstms import can_train_lstms
@@ -100,6 +102,87 @@ def test_method_that_holds_the_whole_loop_computes_with_the_weights_of_each_step
     losses = model.fit(optimizer)
     assert losses == sorted(set(losses), reverse=True)
     assert losses[-1] < losses[0] / 2
+
+
+def clamped(layer):
+    with torch.no_grad():
+        layer.weight.clamp_(-0.01, 0.01)
+
+
+def clamped_by_data(layer):
+    layer.weight.data.clamp_(-0.01, 0.01)
+
+
+def swapped(layer):
+    layer.weight.data = layer.weight.data.flip(0)
+
+
+def written_by_numpy(layer):
+    layer.weight.detach().numpy()[0] = 3
+
+
+def renormed(layer):
+    nn.functional.embedding(torch.arange(2), layer.weight, max_norm=0.1)
+
+
+@pytest.mark.parametrize("change", [clamped, clamped_by_data, swapped, written_by_numpy, renormed])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["model", "checkpoint"])
+def test_weight_that_forward_changes_is_cast_anew(step, change, wrapped):
+    class Changing(Net):
+        def forward(self, x):
+            first = self.outer(x)
+            change(self.outer)
+            return first, checkpoint(self.outer, x, use_reentrant=False) if wrapped else self.outer(x)
+
+    torch.manual_seed(0)
+    model = Changing()
+    plain = copy.deepcopy(model)
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    for output, expected in zip(model(X), plain(X), strict=True):
+        torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
+
+
+def test_pass_without_gradients_before_one_with_them_leaves_the_weights_theirs(step):
+    class Recycling(Net):
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.inner(x)
+            return self.inner(x)
+
+    model = Recycling()
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    model(X).sum().backward()
+    assert model.inner.weight.grad is not None
+
+
+def test_selective_checkpoints_of_a_weight_that_is_used_twice(step):
+    def policy(context, operator, *args, **kwargs):
+        is_product = operator is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Checkpointed(Net):
+        def forward(self, x):
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            for _ in range(2):
+                x = checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+            return x
+
+    model = Checkpointed()
+    plain = copy.deepcopy(model)
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    for one in (model, plain):
+        one(X).sum().backward()
+    torch.testing.assert_close(model.inner.weight.grad, plain.inner.weight.grad, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_recurrent_layers_cast_their_weights_once_a_call(step, kind):
+    model = kind(64, 64)
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    with torch.profiler.profile(record_shapes=True) as profile:
+        model(torch.rand(20, 1024, 64))
+    casts = [event.input_shapes[0] for event in profile.events() if event.name == "aten::_to_copy"]
+    assert sum(shape == [*model.weight_hh_l0.shape] for shape in casts) == 2, "of the input and of the state"
 
 
 def test_autocast_that_the_model_turns_off_stays_off(net):

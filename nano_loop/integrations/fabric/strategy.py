@@ -23,13 +23,7 @@ from nano_loop.integrations.fabric.fabric import (
 
 
 class RanksEnvironment(ClusterEnvironment):
-    """Gives Fabric the place of this rank, which nano_loop has found.
-
-    Parameters
-    ----------
-    ranks : Ranks
-        Replaced when a run begins, by the ranks of that run.
-    """
+    """Gives Fabric the place of this rank, which nano_loop has found: in the ranks of the run, while there is one."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -127,20 +121,10 @@ class RanksStrategy(DDPStrategy):
 
 
 def fabric_arguments(precision: str, ranks: Ranks) -> dict[str, Any]:
-    """Return what `Fabric.__init__` needs on the CPU.
+    """Return what `Fabric.__init__` needs on the CPU, in Fabric's name of a precision, for the ranks of the next run.
 
-    Parameters
-    ----------
-    precision : str
-        Fabric's name of the precision in force.
-    ranks : Ranks
-        How many ranks the next run will have.
-
-    Returns
-    -------
-    dict
-        The strategy and the cluster environment are given outright, for Fabric takes a mere ``SLURM_NTASKS`` in the
-        environment for a launch.
+    The strategy and the cluster environment are passed outright, since Fabric takes a mere ``SLURM_NTASKS`` in the
+    environment for a launch.
     """
     plugin = OwnPrecision(PRECISIONS[precision])
     if ranks.size == 1:

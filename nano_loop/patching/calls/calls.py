@@ -162,21 +162,9 @@ class CallInterceptors:
         self._undoing = ExitStack()
 
     def add(self, model: nn.Module, name: str, layer: CallWrapper) -> CallInterceptor:
-        """Add a layer around every outermost call into `model` and its submodules, until `close`.
+        """Add a layer around every outermost call into `model` until `close`, and return all of its layers.
 
-        Parameters
-        ----------
-        model : torch.nn.Module
-            The model. It is not changed.
-        name : str
-            The name of the layer. A second layer with the same name replaces the first.
-        layer : callable
-            Takes the next inner call and returns a call around it.
-
-        Returns
-        -------
-        CallInterceptor
-            All layers of this run around calls into the model.
+        A second layer with the same name replaces the first. The model is not changed.
         """
         interceptor = self.for_model(model)
         interceptor.add(name, layer)

@@ -126,15 +126,8 @@ def overridden_together(
 ) -> AbstractContextManager[None]:
     """Replace the kernels of several operators by functions, which is faster than one by one.
 
-    Parameters
-    ----------
-    name : hashable
-        Identifies the replacements.
-    make : callable
-        Returns the functions by operator, such as ``bernoulli_.float``. They take the dispatch key set, followed by the
-        arguments of the operator. `make` is called for the first user only.
-    dispatch_key : str
-        The dispatch key of the kernels, such as ``CPU``.
+    `name` identifies the replacements. `make` returns the functions by operator, and is called for the first user only;
+    see `overridden`.
     """
     return shared_change((name, dispatch_key), lambda: _registered(make(), dispatch_key))
 

@@ -114,7 +114,7 @@ def upcast_of(tensor: Tensor, input: Tensor) -> Upcast | None:
     ----------
     tensor : torch.Tensor
         A view has another shape, but the same elements in the same order.
-    given : torch.Tensor
+    input : torch.Tensor
         What the loop or the model has, of which `tensor` is a view. There is no cast if something looks at the gradient
         of it, or of the result of the cast.
     """

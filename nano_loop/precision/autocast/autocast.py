@@ -15,17 +15,33 @@ from nano_loop.patching.nested_tensors import map_tensors
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def cpu_autocast(dtype: torch.dtype, keep_casts: bool = True) -> AbstractContextManager[Any]:
+def cpu_autocast(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Return a context in which torch runs matrix products and convolutions in another dtype on the CPU.
+
+    Autocast's cache of weights is disabled: it would return the cast of a weight that was changed since, and on torch
+    2.8, under gradients, one without history that was made under `torch.no_grad`.
 
     Parameters
     ----------
     dtype : torch.dtype
         `torch.bfloat16` or `torch.float16`.
-    keep_casts : bool
-        Whether autocast caches the cast of each weight. Correct only if no weight changes inside the context.
     """
-    return torch.autocast("cpu", dtype, cache_enabled=keep_casts)
+    return torch.autocast("cpu", dtype, cache_enabled=False)
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Let autocast keep its casts of weights in the body, where no code but torch's may run.
+
+    A recurrent layer multiplies by the same weights in each time step.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 @contextmanager

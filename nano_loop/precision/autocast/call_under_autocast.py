@@ -24,14 +24,12 @@ class CallUnderAutocast:
     ----------
     dtype : torch.dtype
         See `cpu_autocast`.
-    keep_casts : bool
-        See `cpu_autocast`.
     """
 
-    __slots__ = ("_before", "_dtype", "_keep_casts", "_outer", "_outer_casts", "activations")
+    __slots__ = ("_before", "_dtype", "_outer", "_outer_casts", "activations")
 
-    def __init__(self, dtype: torch.dtype, keep_casts: bool) -> None:
-        self._dtype, self._keep_casts = dtype, keep_casts
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         #: What the body's operators have noted.
         self.activations = Activations()
 
@@ -43,7 +41,7 @@ class CallUnderAutocast:
         torch.autocast_increment_nesting()
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", self._dtype)
-        torch.set_autocast_cache_enabled(self._keep_casts)
+        torch.set_autocast_cache_enabled(False)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:

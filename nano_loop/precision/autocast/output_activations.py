@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nano_loop.patching.nested_tensors import shares_memory
 from nano_loop.patching.operators.operators import overridden_together
 from nano_loop.patching.operators.upcasts import copy_in, keep_source
 from nano_loop.patching.torch_private import below_autocast, in_functorch, version
@@ -89,9 +90,8 @@ class Activations:
         """Return the call whose result is `tensor`, or of which it is a view."""
         if not _is_plain_low(tensor) or in_functorch():
             return None
-        address = _address(tensor)
         for noted in reversed(self._noted):
-            if _is_plain_low(noted.result) and _address(noted.result) == address:
+            if _is_plain_low(noted.result) and shares_memory(noted.result, tensor):
                 connected = noted.differentiable or not tensor.requires_grad
                 return noted if connected and noted.still_holds() else None
         return None
@@ -99,10 +99,6 @@ class Activations:
 
 def _is_plain_low(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.dtype in LOW_DTYPES and tensor.layout is torch.strided
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _same_view(view: Tensor, result: Tensor, computed: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from nano_loop.kernels.norm.norms import computes_group_norm
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.torch_private import INNER_CONVOLUTION, calls_only_forward, direct_parameters, in_functorch
-from nano_loop.precision.autocast.autocast import to_fp32
+from nano_loop.precision.autocast.autocast import to_fp32, weights_cast_once
 
 #: Minimum number of multiplications. Below it, the overhead in Python exceeds the gain.
 WORTH_IT = 1 << 20
@@ -172,6 +173,8 @@ def in_fp32_where_faster(layer: nn.Module) -> Call | None:
     rule = RULES.get(type(layer))
     if type(layer) is nn.Linear:
         return _around_linear(layer)
+    if rule is recurrence_is_faster:
+        return _around_recurrence
     return None if rule is None else _around(rule)
 
 
@@ -193,15 +196,22 @@ def _around_linear(layer: nn.Linear) -> Call | None:
 
 
 def _around(rule: Callable[[Any, Tensor], bool]) -> Call:
-    most = 2 if rule is recurrence_is_faster else 1
-
     def call(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         # One condition, since most calls go on as they are, and this is run for each of them.
-        if kwargs or not 0 < len(args) <= most or type(args[0]) not in _PLAIN or not rule(self, args[0]):
+        if kwargs or len(args) != 1 or type(args[0]) not in _PLAIN or not rule(self, args[0]):
             return function(self, *args, **kwargs)
         return in_fp32(function, self, args)
 
     return call
+
+
+def _around_recurrence(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """As `_around`. Without hooks of the user, nothing can change a weight between two time steps."""
+    most = 2  # the input and the state
+    if not kwargs and 0 < len(args) <= most and type(args[0]) in _PLAIN and recurrence_is_faster(self, args[0]):
+        return in_fp32(function, self, args)
+    with weights_cast_once() if calls_only_forward(self) else nullcontext():
+        return function(self, *args, **kwargs)
 
 
 def in_fp32(function: Call, layer: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -38,7 +38,9 @@ def unguarded(model):
         sqlite3.connect("database")
     torch.distributed.barrier()
 
-functions = lambda: [open, os.open, os.mkdir, os.stat, shutil.rmtree, sqlite3.connect, tempfile.mkstemp, sys.meta_path[:]]
+def functions():
+    return [open, os.open, os.mkdir, os.stat, shutil.rmtree, sqlite3.connect, tempfile.mkstemp, sys.meta_path[:]]
+
 before = functions()
 read = [train(Line(), time) for time in range(2)]
 try:
@@ -81,4 +83,4 @@ def test_run_writes_rank_0s_files_and_each_rank_reads_its_own_back(host_of, tmp_
     assert (folder / "log.csv").read_text() == "0 0\n0 1\n"
     assert sorted(path.name for path in (folder / "out").iterdir()) == ["0", "1"]
     assert all((folder / f"by compiled code {rank}").exists() for rank in range(2))
-    assert [path for path in temporary.glob("nano_loop-*")] == []
+    assert list(temporary.glob("nano_loop-*")) == []
