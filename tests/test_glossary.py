@@ -40,7 +40,7 @@ LEFT = {
     "autotune": 78,
     "distributed": 2,
     "kernels": 77,
-    "precision": 62,
+    "precision": 61,
     "steps": 7,
 }
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.errors import NanoWarning, error_message
+from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 from nano_loop.patching.calls.calls import DTYPES, Call, CallInterceptor, CallWrapper
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
-from nano_loop.patching.nested_tensors import map_tensors, shares_memory
+from nano_loop.patching.nested_tensors import Substitution, shares_memory
 from nano_loop.patching.ownership import Rule
 from nano_loop.patching.torch_private import next_node_number
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
@@ -62,7 +62,12 @@ class Precision(Step):
             return SkipReason("meta_device", "the model's parameters are on the meta device, where nothing is computed")
         dtypes = [_uncast_dtype(model) for model in parts.models]
         if dtypes and all(dtypes):
-            return SkipReason("uncast_dtype", f"the model's parameters are {dtypes[0]}, which autocast does not cast")
+            detail = f"the model's parameters are {dtypes[0]}, which autocast does not cast"
+            if not self.options.auto_precision:
+                got = f"{self.options.as_written['precision']} was asked for, and {detail}"
+                hint = 'Pass model.float(), or precision="auto"'
+                raise NanoConfigError(error_message(got, "it is for models with fp32 parameters", hint))
+            return SkipReason("uncast_dtype", detail)
         return None
 
     @override
@@ -205,7 +210,7 @@ def _under_autocast(
 
         if type(outputs) is Tensor and not state:  # as most models have it
             return cast(outputs)
-        return map_tensors(outward if state else cast, outputs)
+        return Substitution(outward if state else cast)(outputs)
 
     def layer(call: Call) -> Call:
         def with_autocast(function: Call, /, *args: Any, **kwargs: Any) -> Any:

@@ -11,11 +11,13 @@ from nano_loop.patching.user_code import users_frame
 
 # torch has no class for these errors, and words each in its own way.
 _ABOUT_DTYPES = re.compile(
-    r"bfloat16|expected scalar type|same (dtype|type|scalar type)|equal to src\.dtype|dtypes match|expected dtype",
+    r"bfloat16|\bHalf\b|expected scalar type|"
+    r"same (dtype|type|scalar type)|equal to src\.dtype|dtypes match|expected dtype",
     re.IGNORECASE,
 )
 _ADVICE = "Put it under `with nano_loop.disable_casts():`, where it computes in fp32, or name it in fp32_ops"
-_UNDER_AUTOCAST = 'under precision="bf16", torch\'s autocast gives it tensors that it refuses, such as bf16 with fp32'
+_UNDER_AUTOCAST = "autocast gives it tensors that torch refuses, such as bf16 or fp16 with fp32"
+_NO_KERNEL, _IN_FP32 = "torch has no kernel of it in this dtype", _ADVICE.partition(", or name")[0]
 
 
 def explain(error: BaseException, needed: str = _UNDER_AUTOCAST, advice: str = _ADVICE) -> None:
@@ -50,6 +52,8 @@ def is_about_dtypes(error: BaseException) -> bool:
 def _explanation(error: RuntimeError, needed: str, advice: str) -> str | None:
     if not is_about_dtypes(error) or any(advice in note for note in getattr(error, "__notes__", ())):
         return None
+    if "not implemented" in str(error):
+        needed, advice = _NO_KERNEL, _IN_FP32
     frame = users_frame(traceback.extract_tb(error.__traceback__))
     got = "An operation of the model"
     if frame is not None:

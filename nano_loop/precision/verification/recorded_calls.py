@@ -17,7 +17,7 @@ from nano_loop.patching.calls.calls import Call, is_forward
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.torch_private import in_backward, in_functorch
 from nano_loop.patching.walk import find
-from nano_loop.precision.verification.traces import copied
+from nano_loop.precision.verification.traces import converted, copied
 from nano_loop.runtime.objects.training_objects import class_name
 
 #: Why a model is not compared that no gradient has reached.
@@ -125,7 +125,7 @@ class RecordedCalls:
         if self._copy is None:
             self._copy = copied(self.model)
             if self._is_converted:
-                self._copy.float()
+                converted(self._copy, torch.float32)
         method = "__call__" if is_forward(function) else function.__name__
         if len(self._calls) == _MOST_CALLS:
             self._calls[0].close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +110,7 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
         return in_precision
 
     interceptors = CallInterceptors()
-    interceptors.add(model.to(dtype), "by hand", layer).is_plain = True
+    interceptors.add(converted(model, dtype), "by hand", layer).is_plain = True
     for module in model.modules() if kind.autocast is not None and not can_train_lstms(kind.autocast) else ():
         if isinstance(module, nn.LSTM):
             module.forward = disable_casts()(module.forward)  # type: ignore[method-assign]
@@ -120,13 +120,31 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
         interceptors.close()
 
 
+def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copied model in a dtype. Its own `to` may be a closure over the user's model."""
+    return nn.Module.to(model, dtype)
+
+
+@contextmanager
+def gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Put the gradients of the user's parameters aside: a copy may reach a module that is none of its own."""
+    gradients = [(parameter, parameter.grad) for parameter in {id(one): one for one in parameters}.values()]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
 @contextmanager
 def in_fp64(model: nn.Module) -> Iterator[nn.Module]:
     """Run a model in fp64, with what it makes by itself."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        yield model.double()
+        yield converted(model, torch.float64)
     finally:
         torch.set_default_dtype(before)
 
