@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from nano_loop.integrations.lightning.compiled import CompiledMixin
 from nano_loop.integrations.lightning.package import lightning_is_missing, register
+from nano_loop.integrations.lightning.precision import ProductsPrecisionMixin, refuse_other
 from nano_loop.integrations.lightning.strategy import NanoStrategyMixin
 from nano_loop.integrations.lightning.trainer import NanoTrainerMixin
 
 try:
     import pytorch_lightning as pl
+    from pytorch_lightning.plugins.precision import Precision
     from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
 except ModuleNotFoundError as error:
     raise lightning_is_missing("pytorch_lightning", __name__) from error
 
-__all__ = ["CompiledModule", "NanoStrategy", "Trainer"]
+__all__ = ["CompiledModule", "NanoStrategy", "ProductsPrecision", "Trainer", "precision"]
 
 
 class NanoStrategy(NanoStrategyMixin, ParallelStrategy):  # type: ignore[misc, unused-ignore]
@@ -27,10 +29,36 @@ class CompiledModule(CompiledMixin, pl.LightningModule):  # type: ignore[misc, u
     """What `Trainer.compile` returns; see `CompiledMixin`."""
 
 
+class ProductsPrecision(ProductsPrecisionMixin, Precision):  # type: ignore[misc, unused-ignore]
+    """What `precision` returns; see `ProductsPrecisionMixin`."""
+
+
+def precision(name: str) -> ProductsPrecision:
+    """Return the plugin of a precision that Lightning and Fabric do not know.
+
+    Parameters
+    ----------
+    name : str
+        ``"bf16-products"``: large products round their inputs to bf16, and all else is fp32.
+
+    Raises
+    ------
+    NanoConfigError
+        If it is another one.
+
+    Examples
+    --------
+    >>> trainer = Trainer(plugins=precision("bf16-products"))  # Lightning's own  # doctest: +SKIP
+    """
+    refuse_other(name)
+    return ProductsPrecision()
+
+
 class Trainer(NanoTrainerMixin, pl.Trainer):  # type: ignore[misc, unused-ignore]
     """Lightning's Trainer with this strategy; see `NanoTrainerMixin`."""
 
     _nano_strategy, _nano_compiled, _nano_lightning_module = NanoStrategy, CompiledModule, pl.LightningModule
+    _nano_precision = ProductsPrecision
 
 
 NanoStrategy.__doc__, Trainer.__doc__ = NanoStrategyMixin.__doc__, NanoTrainerMixin.__doc__  # for `help`

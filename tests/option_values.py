@@ -40,6 +40,7 @@ SPELLINGS = {
         *((value, "16-mixed") for value in (16, "16-mixed")),
         *((value, "bf16-mixed") for value in ("bf16", "bf16-mixed")),
         ("bf16-true", "bf16-true"),
+        ("bf16-products", "bf16-products"),
         ("auto", "auto"),
     ],
     checks.cpu_for_each_process: [

@@ -76,7 +76,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "private_names_of_others": {
         "distributed.files.private_files": "tempfile decides on folders, and numpy opens files, by private functions",
         "distributed.launch_local.start": "Python documents sys._xoptions, and has no other name for its -X options",
-        "distributed.launch_local.worker": "multiprocessing has no public way to let a worker have children",
+        "distributed.launch.running": "multiprocessing has no public way to let a worker have children",
         "distributed.launch_ray.cluster": "Ray names its own errors and the free resources of nodes in private modules",
     },
     "state_outside_the_table": {
@@ -90,7 +90,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.files.private_files": "a worker keeps its files private until it ends",
         "distributed.launch_external.store": "a server outlives the runs that meet on it",
         "distributed.launch_local.kept_server": "the process that forks the next run's workers",
-        "distributed.launch_local.worker_warnings": "a warning is shown once in a process",
+        "distributed.launch.worker_warnings": "a warning is shown once in a process",
         "images.lifetime": "the cache lives as long as the datasets that it is for",
         "patching.operators.operators": "a call in another thread may still be on its way to a function of a run",
         "patching.operators.upcasts": "what is known of a tensor ends with it",

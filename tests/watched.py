@@ -1,8 +1,9 @@
-"""A model that notes how it is run, for tests that ask whether it is accelerated."""
+"""A model that notes how it is run, and a loop, for tests that ask whether it is accelerated."""
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 
 class Net(nn.Module):
@@ -17,6 +18,23 @@ class Net(nn.Module):
         out = self.layer(x)
         self.seen.append(out.dtype)
         return out
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.randn(8, 3), torch.arange(8) % 2), batch_size=4)
+
+
+def make(model=Net, optimizer=torch.optim.AdamW):
+    net = model()
+    return net, optimizer(net.parameters(), lr=0.1), loader()
+
+
+def fit(model, optimizer, loader=(), loss=nn.functional.cross_entropy):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return model
 
 
 def is_fused(optimizer):

@@ -10,10 +10,11 @@ import click
 from nano_loop.cli.findings import Finding, findings_of
 from nano_loop.cli.findings.memory import in_words
 from nano_loop.cli.inspected import Inspected, inspect_system, python_version
-from nano_loop.cli.libraries import allocators_of, openmp_of
+from nano_loop.cli.libraries import openmp_of
 from nano_loop.cli.output import print_json, styled
 from nano_loop.cli.torch_inspected import inspect_torch
 from nano_loop.cpu import format_cpu_list
+from nano_loop.cpu.glibc import allocators_of
 from nano_loop.version import __version__
 
 #: Names of instruction sets that matter to training, as Linux has them.

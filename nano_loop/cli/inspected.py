@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nano_loop.cli.libraries import libraries_in
 from nano_loop.cpu import Host, Machine, read_machine
 from nano_loop.cpu.cgroup import read_cpuset, read_memory_limit
+from nano_loop.cpu.glibc import libraries_in
 from nano_loop.cpu.host import live_host
 from nano_loop.cpu.tree import Tree, parse_number
 

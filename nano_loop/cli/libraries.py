@@ -7,23 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 #: Whose OpenMP runtime each library is.
 OPENMP = {"libgomp": "GNU", "libiomp5": "Intel", "libomp": "LLVM"}
 
 _NAME = re.compile(r"^(lib\w+?)(?:[-.].*)?$")
-
-
-def libraries_in(maps: str) -> tuple[str, ...]:
-    """Return the paths of the shared libraries in the text of ``/proc/<pid>/maps``, sorted."""
-    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if ".so" in line}
-    return tuple(sorted(path for path in paths if path.startswith("/")))
-
-
-def allocators_of(libraries: Iterable[str]) -> tuple[str, ...]:
-    """Return the allocators among libraries, sorted."""
-    files = [Path(library).name for library in libraries]
-    return tuple(name for name in sorted(ALLOCATORS) if any(name in file for file in files))
 
 
 def openmp_of(libraries: Iterable[str]) -> tuple[str, ...]:

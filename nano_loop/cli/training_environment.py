@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nano_loop.cli.libraries import allocators_of, find_library, preloaded
+from nano_loop.cli.libraries import find_library, preloaded
 from nano_loop.config.exports import EXPORTS, Exports, read_exports
 from nano_loop.cpu import Machine
-from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, USERS_OWN, is_glibc
+from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, USERS_OWN, allocators_of, is_glibc
 from nano_loop.errors import NanoConfigError, error_message
 
 #: What to preload, by its name as an option: the library, and the package that has it.

@@ -115,6 +115,7 @@ class Options:
         checks.precision,
         'Precision of the models. `"bf16"`: bf16 autocast around each call into a model, with outputs in fp32. '
         '`"auto"`: that where the CPU has bf16 instructions and a call is large enough for bf16 to pay, else fp32. '
+        '`"bf16-products"`: fp32, with the inputs of large matrix products rounded to bf16. '
         '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
         "`16`: fp16 autocast, with loss scaling that the loop does not see.",
     )
@@ -324,8 +325,8 @@ class Options:
 
     @property
     def reduced_precision(self) -> bool:
-        """Whether models compute in bf16. Call `resolved` first."""
-        return self.kind.compute_name == "bfloat16"
+        """Whether tensors inside models are bf16. Call `resolved` first."""
+        return "bfloat16" in (self.kind.autocast_name, self.kind.parameters_name)
 
     @property
     def kind(self) -> PrecisionKind:

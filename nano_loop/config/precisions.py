@@ -23,12 +23,14 @@ class PrecisionKind:
     parameters_name: str | None = None
     #: The dtype to which autocast casts the inputs of matrix products and convolutions. None: no autocast.
     autocast_name: str | None = None
+    #: Whether each large product of fp32 tensors rounds its inputs to bf16 by itself, with sums and results in fp32.
+    rounds_products: bool = False
     scaled: bool = False  # whether gradients are scaled inside the model, since small ones are zero in its dtype
     summary: str = ""  # what the report says
 
     @property
     def compute_name(self) -> str:
-        """The name of the dtype in which models compute matrix products."""
+        """The name of the dtype of matrix products, as the model's operators have it."""
         return self.autocast_name or self.parameters_name or "float32"
 
     @property
@@ -40,6 +42,11 @@ class PrecisionKind:
     def autocast(self) -> torch.dtype | None:
         """The dtype of `autocast_name`."""
         return None if self.autocast_name is None else _dtype(self.autocast_name)
+
+    @property
+    def autocast_by_hand(self) -> torch.dtype | None:
+        """The dtype of the autocast by which a person writes it, or None."""
+        return _dtype("bfloat16") if self.rounds_products else self.autocast
 
     @property
     def compute(self) -> torch.dtype:
@@ -61,6 +68,7 @@ PRECISIONS = {
         PrecisionKind("32-true"),
         PrecisionKind("64-true", parameters_name="float64", summary="parameters and inputs fp64, outputs fp32"),
         PrecisionKind("bf16-mixed", autocast_name="bfloat16", summary="bf16 autocast, outputs fp32"),
+        PrecisionKind("bf16-products", rounds_products=True, summary="fp32, with bf16 inside of large products"),
         PrecisionKind("bf16-true", parameters_name="bfloat16", summary="parameters and inputs bf16, outputs fp32"),
         PrecisionKind(
             "16-mixed", autocast_name="float16", scaled=True, summary="fp16 autocast, outputs fp32, scaled gradients"

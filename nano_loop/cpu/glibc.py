@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 # From malloc.h.
@@ -26,7 +26,7 @@ VARIABLES = {
 SETTINGS_AS_VARIABLES = {VARIABLES[parameter]: str(value) for parameter, value in SETTINGS.items()}
 #: Variables by which a user sets these parameters.
 USERS_OWN = ("GLIBC_TUNABLES", *VARIABLES.values())
-_OTHERS = ("jemalloc", "tcmalloc", "mimalloc")
+ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
 def is_glibc() -> bool:
@@ -53,7 +53,18 @@ def allocator_of_this_process() -> str | None:
 def other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:
     """Return the name of the allocator that replaces glibc's, found among the libraries mapped into this process."""
     try:
-        libraries = {Path(line.split()[-1]).name for line in maps.read_text().splitlines() if ".so" in line}
+        return next(iter(allocators_of(libraries_in(maps.read_text()))), None)
     except OSError:
         return None
-    return next((name for name in _OTHERS if any(name in library for library in libraries)), None)
+
+
+def libraries_in(maps: str) -> tuple[str, ...]:
+    """Return the paths of the shared libraries in the text of ``/proc/<pid>/maps``, sorted."""
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if ".so" in line}
+    return tuple(sorted(path for path in paths if path.startswith("/")))
+
+
+def allocators_of(libraries: Iterable[str]) -> tuple[str, ...]:
+    """Return the allocators among libraries, sorted."""
+    files = [Path(library).name for library in libraries]
+    return tuple(name for name in sorted(ALLOCATORS) if any(name in file for file in files))

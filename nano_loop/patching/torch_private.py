@@ -39,7 +39,8 @@ FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 
 #: Operators without a public name: attention by blocks on the CPU, the convolution below every other, and products of
 #: sparse matrices.
-FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+FLASH_ATTENTION = getattr(torch.ops.aten, FLASH_KERNEL)
 INNER_CONVOLUTION = "_convolution"
 SPARSE_PRODUCTS = ("_sparse_mm", "_sparse_mm.reduce", "_sparse_addmm")
 

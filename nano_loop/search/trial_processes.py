@@ -112,7 +112,7 @@ class TrialProcesses:
             self._ending.callback(server.finish, str(place))
         slots = _slots(options, machine, folder)
         state = State.of_this_process(machine.num_threads)
-        write_payload(Assignment(task, slots, state, options.process_group_backend), folder, task.names)
+        write_payload(Assignment(task, state, options, slots), folder, task.names)
         self._requests = [self._opened(folder / f"{_REQUESTS}-{rank}") for rank in range(len(slots))]
         self._answers = [self._opened(folder / f"{_ANSWERS}-{rank}") for rank in range(len(slots))]
         self._texts = [b""] * len(slots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nano_loop.integrations.ipex import Ipex
 from nano_loop.steps.allocator import Allocator
+from nano_loop.steps.bf16_products import Bf16Products
 from nano_loop.steps.broadcast import Broadcast
 from nano_loop.steps.channels_last import ChannelsLast
 from nano_loop.steps.compile import Compile
@@ -39,6 +40,7 @@ STEPS: tuple[type[Step], ...] = (
     Rounding,  # before FusedOptimizer, which looks at the parameters that a step will update
     FusedOptimizer,  # after the layouts are final: its kernels need state and gradients with the parameters' strides
     Precision,  # after ChannelsLast, so that each input is converted once, in fp32
+    Bf16Products,  # in any place: it swaps kernels, not models
     LossScaling,  # in any place: it surrounds backwards and steps, not models
     OperatorLists,  # in any place: it affects what is computed under autocast
     GradientAveraging,  # in any place: it hooks gradients, not models

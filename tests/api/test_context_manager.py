@@ -1,6 +1,5 @@
 """accelerated(): a loop in the body of a with statement."""
 
-import copy
 import inspect
 
 import pytest
@@ -43,22 +42,6 @@ def test_loop_computes_what_the_decorated_one_does(precision):
     assert all(map(torch.equal, actual, expected))
     assert "fused_optimizer" in run.report.applied
     assert "fast_fetch" in run.report.applied
-
-
-def test_everything_is_as_it_was_when_the_body_is_left_or_raises():
-    net, optimizer, loader = job()
-    with slow_bf16_is_fine():
-        for error in (None, KeyError):
-            try:
-                with accelerated(net, optimizer, loader, precision="bf16", verbose=False):
-                    assert in_bf16(net) == [True]
-                    assert is_fused(optimizer)
-                    if error:
-                        raise error
-            except KeyError:
-                assert error
-            assert in_bf16(net) == [False]
-            assert not is_fused(optimizer)
 
 
 def test_what_is_made_in_the_body_is_set_up_by_the_run():
@@ -124,26 +107,6 @@ def test_options_are_those_of_nano_by_keyword():
     parameters = inspect.signature(nano_loop.accelerated).parameters
     options = [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
     assert options == list(OPTIONS)
-
-
-def test_model_of_two_runs_computes_as_the_innermost_says():
-    net = Net()
-    plain = copy.deepcopy(net)
-    with slow_bf16_is_fine(), accelerated(net, precision="bf16", verbose=False):
-        with accelerated(net, verbose=False):
-            net(torch.ones(1, 3))
-        assert in_bf16(net) == [True]
-    assert torch.equal(net(torch.ones(1, 3)), plain(torch.ones(1, 3)))
-
-
-def test_report_of_a_context_in_a_loop_is_printed_once(capsys):
-    model = nn.Linear(2, 7)
-    lines = []
-    for _ in range(3):
-        with accelerated(model, fast_dropout=False):
-            pass
-        lines.append(len(capsys.readouterr().err.splitlines()))
-    assert lines[1:] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,16 @@ import traceback
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from watched import Net, in_bf16, is_fused, seeded  # noqa: F401 - a fixture
+from watched import Net, fit, in_bf16, is_fused, make, seeded  # noqa: F401 - a fixture
 
 import nano_loop
-from nano_loop import NanoConfigError, NanoError, SetupReport, nano
+from nano_loop import NanoConfigError, NanoError, nano
 from nano_loop.cpu import reading
 
 # A CPU without bf16 instructions is warned about, which other tests hold.
 pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
 bf16 = nano(precision="bf16", verbose=False)
 quiet = nano(verbose=False)
-fused_only = nano(fused_optimizer=True, verbose=False)
 
 
 class Penalty(nn.Module):
@@ -32,20 +30,6 @@ class Penalty(nn.Module):
     def forward(self, out, target):
         self.seen.append(torch.mm(out, out.T).dtype)
         return nn.functional.cross_entropy(out, target)
-
-
-def make(model=Net):
-    net = model()
-    data = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
-    return net, torch.optim.AdamW(net.parameters(), lr=0.1), DataLoader(data, batch_size=4)
-
-
-def fit(model, optimizer, loader, loss=nn.functional.cross_entropy):
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss(model(x), y).backward()
-        optimizer.step()
-    return model
 
 
 # --- what is found among the arguments ---
@@ -334,41 +318,6 @@ def test_decorated_lambda_partial_and_object_train():
         assert set(net.seen) == {torch.bfloat16}
 
 
-def generate(model):
-    yield model
-
-
-async def wait(model):
-    return model
-
-
-async def generate_later(model):
-    yield model
-
-
-@pytest.mark.parametrize(
-    ("function", "kind"),
-    [
-        (generate, "a generator function"),
-        (wait, "an async function"),
-        (generate_later, "an async generator function"),
-        (Trainer, "a class"),
-        (functools.partial(generate), "a generator function"),
-    ],
-    ids=["generator", "async", "async generator", "class", "partial"],
-)
-@pytest.mark.parametrize("decorate", [nano, nano(), bf16], ids=["bare", "empty", "options"])
-def test_what_cannot_train_is_told_when_it_is_decorated(decorate, function, kind):
-    with pytest.raises(NanoConfigError, match=f"is {kind}: .+ plain function"):
-        decorate(function)
-
-
-@pytest.mark.parametrize("thing", ["train", None, 3, classmethod(generate)])
-def test_what_cannot_be_called_is_told_when_it_is_decorated(thing):
-    with pytest.raises(NanoConfigError, match="plain function"):
-        nano()(thing)
-
-
 @pytest.mark.parametrize("function", [max, dict.update])
 def test_function_whose_parameters_python_does_not_know_works_or_is_told(function):
     try:
@@ -472,28 +421,6 @@ def test_argument_called_like_our_own_names_is_the_function_s():
 # --- the report ---
 
 
-def test_report_is_none_before_the_first_call_and_the_last_call_s_after():
-    train = bf16(fit)
-    assert train.report is None
-    train(*make())
-    first = train.report
-    assert isinstance(first, SetupReport)
-    train(*make()[:2], [])
-    assert train.report is not first
-    assert first["fast_fetch"].status == "applied"
-    assert "fast_fetch" not in train.report.applied + train.report.skipped  # there was no loader to speak of
-
-
-def test_report_is_there_when_the_function_raised():
-    @bf16
-    def train(model):
-        raise LookupError
-
-    with pytest.raises(LookupError):
-        train(Net())
-    assert "precision" in train.report.applied
-
-
 def test_each_function_has_its_own_report():
     first, second = bf16(fit), quiet(fit)
     first(*make())
@@ -501,91 +428,6 @@ def test_each_function_has_its_own_report():
     second(*make())
     assert "precision" in first.report.applied
     assert "precision" not in second.report.applied
-
-
-def test_report_is_printed_once_a_call_to_standard_error(capfd):
-    train = nano(fit)
-    train(*make())
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err == f"{train.report}\n"
-    assert err.count("nano_loop ") == 1
-
-
-# --- calls within calls ---
-
-
-def test_function_that_calls_itself():
-    net, optimizer, loader = make()
-
-    @bf16
-    def train(model, optimizer, loader, depth):
-        before = in_bf16(model), is_fused(optimizer)
-        if depth:
-            train(model, optimizer, loader, depth - 1)
-        fit(model, optimizer, loader)
-        assert before == (in_bf16(model), is_fused(optimizer)) == ([True], True)
-        return depth
-
-    assert train(net, optimizer, loader, 2) == 2
-    assert (in_bf16(net), is_fused(optimizer)) == ([False], False)
-
-
-def test_function_that_calls_itself_with_a_step_asked_for_by_name():
-    net, optimizer, loader = make()
-
-    @nano(fused_optimizer=True, fast_fetch=True, verbose=False)
-    def train(model, optimizer, loader, depth):
-        if depth:
-            train(model, optimizer, loader, depth - 1)
-        assert is_fused(optimizer)
-        return fit(model, optimizer, loader)
-
-    assert train(net, optimizer, loader, 1) is net
-    assert not is_fused(optimizer)
-
-
-def test_function_that_calls_another_one_on_the_same_model():
-    net, optimizer, loader = make()
-    inner = quiet(lambda model, optimizer: (in_bf16(model), is_fused(optimizer)))
-
-    @bf16
-    def outer(model, optimizer, loader):
-        inner(model, optimizer)
-        fit(model, optimizer, loader)
-        return in_bf16(model), is_fused(optimizer)
-
-    assert outer(net, optimizer, loader) == ([True], True)
-    assert (in_bf16(net), is_fused(optimizer)) == ([False], False)
-
-
-def test_reduced_precision_within_fp32_ends_with_its_own_call():
-    net, optimizer, loader = make()
-
-    @quiet
-    def outer(model, optimizer, loader):
-        during = bf16(lambda model: in_bf16(model))(model)
-        fit(model, optimizer, loader)
-        return during, in_bf16(model), is_fused(optimizer)
-
-    assert outer(net, optimizer, loader) == ([True], [False], True)
-
-
-def test_inner_call_that_raises_leaves_the_outer_one_at_work():
-    net, optimizer, loader = make()
-
-    @bf16
-    def inner(model, optimizer):
-        raise LookupError
-
-    @bf16
-    def outer(model, optimizer, loader):
-        with pytest.raises(LookupError):
-            inner(model, optimizer)
-        fit(model, optimizer, loader)
-        return in_bf16(model), is_fused(optimizer)
-
-    assert outer(net, optimizer, loader) == ([True], True)
 
 
 def test_inner_call_s_end_leaves_the_outer_one_s_allocator_settings(monkeypatch):
@@ -609,37 +451,6 @@ def test_inner_call_s_end_leaves_the_outer_one_s_allocator_settings(monkeypatch)
 # --- errors of the loop ---
 
 
-class OwnError(Exception):
-    """Cannot be made again from its arguments."""
-
-    def __init__(self, first, second):
-        super().__init__("mine")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [OwnError(1, 2), ValueError("no"), StopIteration(3), KeyboardInterrupt(), SystemExit(0), SystemExit("out")],
-    ids=repr,
-)
-def test_error_of_the_loop_is_the_very_same_and_all_is_undone(error):
-    net, optimizer, loader = make()
-
-    @bf16
-    def train(model, optimizer, loader):
-        fit(model, optimizer, loader)
-        assert (in_bf16(model), is_fused(optimizer)) == ([True], True)
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        train(net, optimizer, loader)
-    assert caught.value is error
-    assert error.__cause__ is None
-    assert error.__context__ is None
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    assert (last.filename, last.line) == (__file__, "raise error")
-    assert (in_bf16(net), is_fused(optimizer)) == ([False], False)
-
-
 def test_error_in_the_model_reaches_the_user_s_line():
     class Broken(Net):
         def forward(self, x):
@@ -652,33 +463,6 @@ def test_error_in_the_model_reaches_the_user_s_line():
     assert any(frame.line == "return self.no_such_layer(x)" for frame in traceback.extract_tb(caught.tb))
 
 
-def test_function_trains_again_after_an_error():
-    net, optimizer, loader = make()
-
-    @bf16
-    def train(model, optimizer, loader, fail):
-        if fail:
-            raise LookupError
-        return in_bf16(fit(model, optimizer, loader))
-
-    with pytest.raises(LookupError):
-        train(net, optimizer, loader, fail=True)
-    assert train(net, optimizer, loader, fail=False) == [True]
-
-
-def test_step_asked_for_that_does_not_apply_is_told_and_undone():
-    net = Net()
-    optimizer = torch.optim.RMSprop(net.parameters())
-
-    @nano(precision="bf16", fused_optimizer=True, verbose=False)
-    def train(model, optimizer):
-        pytest.fail("the loop must not start")
-
-    with pytest.raises(NanoConfigError, match=r"fused_optimizer=True: RMSprop has no fused CPU kernel\. Leave it out"):
-        train(net, optimizer)
-    assert in_bf16(net) == [False]
-
-
 def test_options_are_read_from_the_environment_at_each_call(monkeypatch):
     train = quiet(in_bf16)
     assert train(Net()) == [False]
@@ -687,23 +471,6 @@ def test_options_are_read_from_the_environment_at_each_call(monkeypatch):
     assert train.report.from_environment == ("NANO_LOOP_PRECISION=bf16",)
     monkeypatch.delenv("NANO_LOOP_PRECISION")
     assert train(Net()) == [False]
-
-
-def test_report_of_a_function_called_every_epoch_is_printed_once(capsys):
-    @nano
-    def train(model, optimizer):
-        pass
-
-    model = nn.Linear(2, 1)
-    sgd, adam = torch.optim.SGD(model.parameters()), torch.optim.Adam(model.parameters())
-    lines = []
-    for optimizer in (sgd, sgd, sgd, adam, adam):
-        train(model, optimizer)
-        lines.append(len(capsys.readouterr().err.splitlines()))
-    assert lines[1:3] == [0, 0]
-    assert lines[0] == lines[3] > 3
-    assert lines[4] == 0
-    assert train.report["fused_optimizer"].detail == "Adam", "the object is there after each call"
 
 
 def test_second_call_does_not_read_the_hardware_again(monkeypatch):

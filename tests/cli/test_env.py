@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nano_loop.cli.libraries import libraries_in
 from nano_loop.cli.main import main
 from nano_loop.config.exports import EXPORTS
-from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, is_glibc
+from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, is_glibc, libraries_in
 
 PROGRAMS = Path(sys.executable).parent
 EVAL, INIT = 'eval "$(nano-loop env --shell bash {})"', ". nano-loop-init {}"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from nano_loop.cli.libraries import allocators_of, find_library, libraries_in, openmp_of, preloaded
+from nano_loop.cli.libraries import find_library, openmp_of, preloaded
+from nano_loop.cpu.glibc import allocators_of, libraries_in
 
 
 def test_libraries_are_read_with_spaces_in_their_paths():

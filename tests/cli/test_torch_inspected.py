@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nano_loop.cli import torch_inspected
-from nano_loop.cli.libraries import libraries_in
+from nano_loop.cpu.glibc import libraries_in
 from nano_loop.errors import NanoError
 
 

@@ -39,6 +39,17 @@ def near(found, expected, **tolerance):
         torch.testing.assert_close(one, other, **tolerance)
 
 
+def same(function, names, *tensors):
+    """Hold a function to what it computes and draws compiled; return the operators that it was compiled to."""
+    seen = []
+    near(gradients(compiled(function, names, seen), tensors), gradients(function, tensors))
+    return seen
+
+
+def is_torchs(seen):
+    return not any("nano_loop" in each for each in seen)
+
+
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize(("causal", "dropout_p"), [(False, 0.0), (True, 0.0), (False, 0.2)])
 def test_attention_under_autocast_is_that_of_our_kernels(causal, dropout_p, in_blocks, monkeypatch):
@@ -70,7 +81,7 @@ def test_attention_that_we_do_not_compute_is_torchs(tensors, wrap):
     seen = []
     found = gradients(wrap(compiled(F.scaled_dot_product_attention, [ATTENTION], seen)), tensors)
     near(found, gradients(wrap(F.scaled_dot_product_attention), tensors))
-    assert not any("nano_loop" in each for each in seen)
+    assert is_torchs(seen)
 
 
 def dropped_twice(x):
@@ -78,8 +89,7 @@ def dropped_twice(x):
 
 
 def test_dropout_draws_the_masks_of_the_plain_loop():
-    x, seen = torch.randn(64, 65, requires_grad=True), []
-    near(gradients(compiled(dropped_twice, [DROPOUT], seen), [x]), gradients(dropped_twice, [x]))
+    seen = same(dropped_twice, [DROPOUT], torch.randn(64, 65, requires_grad=True))
     assert seen.count("nano_loop.kept.default") == 2
 
 
@@ -94,8 +104,7 @@ def test_dropout_draws_the_masks_of_the_plain_loop():
     ids=["evaluation", "nothing", "everything", "in place"],
 )
 def test_dropout_of_other_kinds_is_the_plain_loops(function):
-    x = torch.randn(33, 9, requires_grad=True)
-    near(gradients(compiled(function, [DROPOUT]), [x]), gradients(function, [x]))
+    same(function, [DROPOUT], torch.randn(33, 9, requires_grad=True))
 
 
 def test_dropout_has_other_masks_at_each_call_and_without_gradients():
@@ -122,10 +131,8 @@ def test_batch_norm_and_its_running_statistics_are_the_plain_loops(layout):
 
 
 def test_batch_norm_in_evaluation_is_torchs():
-    layer, seen = nn.BatchNorm2d(6).eval(), []
-    x = torch.randn(2, 6, 4, 4, requires_grad=True)
-    near(gradients(compiled(lambda x: layer(x), [BATCH_NORM], seen), [x]), gradients(layer, [x]))
-    assert not any("nano_loop" in each for each in seen)
+    layer = nn.BatchNorm2d(6).eval()
+    assert is_torchs(same(lambda x: layer(x), [BATCH_NORM], torch.randn(2, 6, 4, 4, requires_grad=True)))
 
 
 @pytest.mark.parametrize(
@@ -134,8 +141,7 @@ def test_batch_norm_in_evaluation_is_torchs():
     ids=["F.relu", "torch.relu", "in place"],
 )
 def test_relu_keeps_bytes_and_is_torchs(function):
-    seen, x = [], torch.tensor([-2.0, -0.0, 0.0, 1e-30, 3.0], requires_grad=True)
-    near(gradients(compiled(function, [RELU], seen), [x]), gradients(function, [x]))
+    seen = same(function, [RELU], torch.tensor([-2.0, -0.0, 0.0, 1e-30, 3.0], requires_grad=True))
     assert "aten.sign.default" in seen
 
 
@@ -144,26 +150,21 @@ def test_relu_in_place_changes_what_others_see():
         y = x * 1
         return F.relu(y, inplace=True) + y
 
-    x = torch.randn(50, requires_grad=True)
-    near(gradients(compiled(call, [RELU]), [x]), gradients(call, [x]))
+    same(call, [RELU], torch.randn(50, requires_grad=True))
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_cross_entropy_is_our_operator(reduction):
-    seen, target = [], torch.randint(1000, (128,))
+@pytest.mark.parametrize(
+    "options",
+    [*({"reduction": each} for each in ("none", "mean", "sum")), {"weight": torch.ones(1000) / 2}],
+    ids=["none", "mean", "sum", "weights"],
+)
+def test_cross_entropy_is_our_operator_unless_classes_have_weights(options):
+    target = torch.randint(1000, (128,))
     target[:5] = -100
     logits = torch.randn(128, 1000, requires_grad=True)
-    function = functools.partial(F.cross_entropy, target=target, reduction=reduction)
-    near(gradients(compiled(lambda x: function(x), [CROSS_ENTROPY], seen), [logits]), gradients(function, [logits]))
-    assert "nano_loop.cross_entropy_backward.default" in seen
-
-
-def test_class_weights_are_torchs():
-    seen, target = [], torch.randint(1000, (128,))
-    logits, weight = torch.randn(128, 1000, requires_grad=True), torch.rand(1000)
-    function = functools.partial(F.cross_entropy, target=target, weight=weight)
-    near(gradients(compiled(lambda x: function(x), [CROSS_ENTROPY], seen), [logits]), gradients(function, [logits]))
-    assert not any("nano_loop" in each for each in seen)
+    seen = same(lambda x: F.cross_entropy(x, target, **options), [CROSS_ENTROPY], logits)
+    assert ("nano_loop.cross_entropy_backward.default" in seen) == ("weight" not in options)
+    assert is_torchs(seen) == ("weight" in options)
 
 
 def test_sizes_that_vary_are_compiled_once_more_at_most():

@@ -17,14 +17,18 @@ from torch.utils.data import DataLoader
 
 import nano_loop
 from nano_loop.cpu import read_machine
+from nano_loop.kernels import rounding
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels.linear import product
 from nano_loop.precision.autocast import loss_scale
 from nano_loop.precision.policy.lstms import can_train_lstms
+from nano_loop.steps import bf16_products
 
 from .nested import differences, leaves, mapped
 from .records import laid_otherwise, record, record_strides, surroundings
+from .rounded import RoundedProducts
 
 # What later versions may switch on by themselves with reduced precision, and what changes numerics then.
 SAME_NUMERICS = {"fast_dropout": False, "fast_attention": False, "fast_convolution": False, "fast_norm": False}
@@ -50,6 +54,10 @@ class Config:
         return {"bf16": torch.bfloat16, 16: torch.float16}.get(self.options.get("precision"))
 
     @property
+    def rounds_products(self):
+        return self.options.get("precision") == "bf16-products"
+
+    @property
     def dtype(self):
         return torch.float64 if self.options.get("precision") == 64 else None
 
@@ -66,6 +74,9 @@ BF16 = Config("bf16", {"precision": "bf16", "fused_optimizer": False, **SAME_NUM
 # What precision="bf16" alone gives: the fused optimizer, and kernels that sum in another order.
 SHIPPED = Config("bf16-as-shipped", {"precision": "bf16"}, within_spread=True)
 SHIPPED_NHWC = replace(SHIPPED, name="channels_last-as-shipped", options={"precision": "bf16", "channels_last": True})
+# What rounds the inputs of every product.
+PRODUCTS = Config("bf16-products", {"precision": "bf16-products"}, within_spread=True)
+PRODUCTS_NHWC = replace(PRODUCTS, name="channels_last-products", options={**PRODUCTS.options, "channels_last": True})
 FP64 = Config("fp64", {"precision": 64, "fused_optimizer": False})
 # Without a scale, which a loop by hand would have to know of; tests/steps/test_loss_scale.py has loops that do.
 FP16 = Config("fp16", {"precision": 16, "fused_optimizer": False})
@@ -89,8 +100,16 @@ def has_ipex():
 WITH_IPEX = (IPEX, IPEX_BF16) if has_ipex() else ()
 if WITH_IPEX:
     torch.compile(repr, backend="eager")  # wraps methods of optimizers, once, as importing IPEX does
-ALL = (EXACT, FUSED, BF16, SHIPPED, FP64, FP16, *WITH_IPEX)
-CONVOLUTIONS = (*ALL, NHWC, NHWC_FUSED, NHWC_BF16, SHIPPED_NHWC, *((IPEX_NHWC_BF16,) if WITH_IPEX else ()))
+ALL = (EXACT, FUSED, BF16, SHIPPED, PRODUCTS, FP64, FP16, *WITH_IPEX)
+CONVOLUTIONS = (
+    *ALL,
+    NHWC,
+    NHWC_FUSED,
+    NHWC_BF16,
+    SHIPPED_NHWC,
+    PRODUCTS_NHWC,
+    *((IPEX_NHWC_BF16,) if WITH_IPEX else ()),
+)
 
 OF_IPEX = {False: 1e-5, True: 0.02}  # relative to each tensor's largest value, in fp32 and in bf16
 
@@ -114,13 +133,15 @@ def written_by_hand(config):
                 args, kwargs = mapped((args, kwargs), in_channels_last)
             if config.dtype:
                 args, kwargs = mapped((args, kwargs), lambda each: each.to(config.dtype) if is_real(each) else each)
-            with torch.autocast("cpu", config.autocast) if config.autocast else contextlib.nullcontext():
+            autocast = torch.autocast("cpu", config.autocast) if config.autocast else contextlib.nullcontext()
+            with autocast, RoundedProducts() if config.rounds_products else contextlib.nullcontext():
                 out = call(*args, **kwargs)
             if config.dtype:
                 return mapped(out, from_fp64)
             return mapped(out, in_fp32) if config.autocast else out
 
-        return run if config.autocast or config.dtype or config.channels_last else call
+        is_plain = not (config.autocast or config.dtype or config.channels_last or config.rounds_products)
+        return call if is_plain else run
 
     return around
 
@@ -157,6 +178,18 @@ WITH_LSTMS = {"test_packed_sequences_through_an_lstm", "test_a_hidden_state_carr
 WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has state of its own
 
 
+# `RoundedProducts` does not see products in recomputed, composed and transformed code, nor those of second derivatives.
+WITHOUT_PRODUCTS = {
+    "test_activation_checkpointing_inside_forward",
+    "test_activation_checkpointing_of_an_fp32_region",
+    "test_gradients_of_each_sample",
+    "test_packed_sequences_through_an_lstm",
+    "test_gradient_penalty_through_convolutions",
+    "test_disable_casts_around_the_loops_calls",  # it is for autocast
+}
+SLOW = (FP16, PRODUCTS, PRODUCTS_NHWC)
+
+
 def pair(*builds, configs=ALL):
     """
     Turn a loop into a test that it does the same plain and accelerated.
@@ -167,10 +200,11 @@ def pair(*builds, configs=ALL):
 
     def decorate(loop):
         cases = [
-            pytest.param(build, config, id=case_id(build, config), marks=[pytest.mark.slow] * (config is FP16))
+            pytest.param(build, config, id=case_id(build, config), marks=[pytest.mark.slow] * (config in SLOW))
             for build in builds
             for config in configs
             if loop.__name__ not in WITH_LSTMS or config.autocast is None or can_train_lstms(config.autocast)
+            if not config.rounds_products or loop.__name__ not in WITHOUT_PRODUCTS
             if not config.dtype or (loop.__name__ not in WITHOUT_FP64 and getattr(build, "name", "") != WRAPPED_TWICE)
         ]
 
@@ -244,6 +278,8 @@ def beyond_spread(build, loop, config, actual, expected):
             yield run_plain(moved(build, seed), loop, written_by_hand(config), config.channels_last)["seen"]
 
     found = beyond(spread(variants(VARIANTS), expected), actual, expected)
+    if found and config.rounds_products:  # by another order of operators, too, which four variants may not show
+        return [*beyond(spread(variants(MORE_VARIANTS), expected), actual, expected).values()]
     if found and not read_machine().has_fast_bf16:
         many = [*variants(MORE_VARIANTS)]
         exact = run_plain(build, loop, untouched, config.channels_last)["seen"]
@@ -490,7 +526,17 @@ def every_size_worth_it(config):
     with pytest.MonkeyPatch.context() as patch:
         for kernel in (attention, convolution, bernoulli) if config.within_spread else ():
             patch.setattr(kernel, "WORTH_IT", 1)
+        if config.rounds_products:
+            rounding_every_product(patch)
         yield
+
+
+def rounding_every_product(patch):
+    """Let products of all sizes round their inputs."""
+    for kind in rounding.MIN_MULTIPLICATIONS:
+        patch.setitem(rounding.MIN_MULTIPLICATIONS, kind, 1)
+    patch.setattr(product, "FEWEST", 1)
+    patch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
 
 
 @contextlib.contextmanager

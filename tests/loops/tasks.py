@@ -80,14 +80,31 @@ def job(name="", model=Net, optimizer=SGD, loader=vectors, **more):
     return named(name, build)
 
 
+def steps(loader, *optimizers):
+    """Yield each batch, before which the gradients are zeroed, and after which the optimizers step."""
+    for batch in loader:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        yield batch
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def train(loss_of, loader, *optimizers):
+    """Take a step for each batch; gives each step's loss."""
+    losses = []
+    for batch in steps(loader, *optimizers):
+        loss = loss_of(*batch)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def entropy(call):
+    """The loss of a classifier."""
+    return lambda x, y: nn.functional.cross_entropy(call(x), y)
+
+
 def fit(model, optimizer, loader, by_hand, epochs=2):
     """The plainest loop; gives each step's loss."""
-    losses = []
-    for _ in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(by_hand(model)(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses
+    return [loss for _ in range(epochs) for loss in train(entropy(by_hand(model)), loader, optimizer)]

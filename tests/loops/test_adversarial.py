@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
 
 from .pairs import CONVOLUTIONS, pair, untouched
-from .tasks import ADAM, ADAMW, images, job, vectors
+from .tasks import ADAM, ADAMW, entropy, images, job, steps, train, vectors
 
 
 def gan():
@@ -28,17 +28,12 @@ def test_gan(generator, critic, for_generator, for_critic, loader, by_hand=untou
             fake = by_hand(generator)(torch.randn(len(real), 4))
             yes, no = torch.ones(len(real), 1), torch.zeros(len(real), 1)
 
-            for_critic.zero_grad()
-            on_real = binary_cross_entropy_with_logits(by_hand(critic)(real), yes)
-            on_fake = binary_cross_entropy_with_logits(by_hand(critic)(fake.detach()), no)
-            (on_real + on_fake).backward()
-            for_critic.step()
+            def judged(images, label):
+                return binary_cross_entropy_with_logits(by_hand(critic)(images), label)
 
-            for_generator.zero_grad()
-            fooled = binary_cross_entropy_with_logits(by_hand(critic)(fake), yes)
-            fooled.backward()
-            for_generator.step()
-            losses.append((on_real.item(), on_fake.item(), fooled.item()))
+            both = (real, yes, fake.detach(), no)
+            losses += train(lambda x, y, fake, no: judged(x, y) + judged(fake, no), [both], for_critic)
+            losses += train(judged, [(fake, yes)], for_generator)
     return losses
 
 
@@ -60,17 +55,13 @@ def test_convolutional_gan(generator, critic, for_generator, for_critic, loader,
     for real, _ in loader:
         fake = by_hand(generator)(torch.randn(len(real), 4, 1, 1))
 
-        for_critic.zero_grad()
-        on_real, on_fake = by_hand(critic)(real), by_hand(critic)(fake.detach())
-        apart = (softplus(-on_real) + softplus(on_fake)).mean()
-        apart.backward()
-        for_critic.step()
-
-        for_generator.zero_grad()
-        fooled = softplus(-by_hand(critic)(fake)).mean()
-        fooled.backward()
-        for_generator.step()
-        losses.append((apart.item(), fooled.item(), fake.detach().contiguous()))
+        apart = train(
+            lambda real, fake: (softplus(-by_hand(critic)(real)) + softplus(by_hand(critic)(fake))).mean(),
+            [(real, fake.detach())],
+            for_critic,
+        )
+        fooled = train(lambda fake: softplus(-by_hand(critic)(fake)).mean(), [(fake,)], for_generator)
+        losses.append((apart, fooled, fake.detach().contiguous()))
     return losses
 
 
@@ -86,17 +77,13 @@ def smooth_net():
 def test_gradient_penalty(model, optimizer, loader, by_hand=untouched):
     """WGAN-GP: the gradient at the input is part of the loss, so backward goes through a backward."""
     penalties = []
-    for real, _ in loader:
+    for real, _ in steps(loader, optimizer):
         fake = torch.randn_like(real)
         between = torch.lerp(real, fake, torch.rand(len(real), 1)).requires_grad_()
         score = by_hand(model)(between)
         (slope,) = torch.autograd.grad(score.sum(), between, create_graph=True)
         penalty = ((slope.norm(2, dim=1) - 1) ** 2).mean()
-
-        optimizer.zero_grad()
-        loss = by_hand(model)(fake).mean() - by_hand(model)(real).mean() + 10 * penalty
-        loss.backward()
-        optimizer.step()
+        (by_hand(model)(fake).mean() - by_hand(model)(real).mean() + 10 * penalty).backward()
         penalties.append((penalty.item(), slope.detach()))
     return penalties
 
@@ -108,42 +95,34 @@ def smooth_convolutions():
 @pair(smooth(model=smooth_convolutions, loader=images), configs=CONVOLUTIONS)
 def test_gradient_penalty_through_convolutions(model, optimizer, loader, by_hand=untouched):
     penalties = []
-    for real, _ in loader:
+    for real, _ in steps(loader, optimizer):
         real.requires_grad_()
         score = by_hand(model)(real)
         (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
         penalty = (slope.square().sum((1, 2, 3)) - 1).square().mean()
-        optimizer.zero_grad()
         (score.mean() + penalty).backward()
-        optimizer.step()
         penalties.append((penalty.item(), real.grad.contiguous()))
     return penalties
 
 
 @pair(job(optimizer=ADAMW))
 def test_two_forwards_and_one_backward(model, optimizer, loader, by_hand=untouched):
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
+    def loss(x, y):
         first = by_hand(model)(x)
         second = by_hand(model)(x + 0.1 * torch.randn_like(x))
-        loss = cross_entropy(first, y) + (first - second).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return cross_entropy(first, y) + (first - second).square().mean()
+
+    return train(loss, loader, optimizer)
 
 
 @pair(job(optimizer=ADAMW))
 def test_one_forward_and_two_backwards(model, optimizer, loader, by_hand=untouched):
     norms = []
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         out = by_hand(model)(x)
         cross_entropy(out, y).backward(retain_graph=True)
         norms.append(model.head.weight.grad.norm())
         out.square().mean().backward()
-        optimizer.step()
     return norms
 
 
@@ -155,8 +134,6 @@ def test_an_adversarial_example(model, optimizer, loader, by_hand=untouched):
         x.requires_grad_()
         cross_entropy(by_hand(model)(x), y).backward()
         worse = (x + 0.05 * x.grad.sign()).detach()
-        optimizer.zero_grad()
-        cross_entropy(by_hand(model)(worse), y).backward()
-        optimizer.step()
+        train(entropy(by_hand(model)), [(worse, y)], optimizer)
         moved.append(worse)
     return moved

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, dropout, relu, scaled_dot_product_attention
+from torch.nn.functional import dropout, relu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from nano_loop import nano
 
 from .nested import differences
 from .pairs import BF16, EXACT, FUSED, WITH_IPEX, Config, pair, run_accelerated, run_plain, untouched
-from .tasks import ADAMW, Net, Normed, job, vectors
+from .tasks import ADAMW, Net, Normed, fit, job, vectors
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +62,7 @@ def compiled(backend, model=Net):
 
 
 def train(model, optimizer, loader, by_hand=untouched):
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = cross_entropy(by_hand(model)(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = fit(model, optimizer, loader, by_hand, epochs=1)
     model.eval()
     with torch.no_grad():
         return losses, by_hand(model)(torch.ones(8, 6))
@@ -195,6 +189,11 @@ IN_ORDER = [
 ]
 
 
+def assert_near(actual, expected):
+    found = [*differences(actual["seen"], expected["seen"], 1e-4)]
+    assert not found, "\n".join(found)
+
+
 @inductors
 @pytest.mark.parametrize(("model", "config"), IN_ORDER, ids=lambda each: getattr(each, "name", each))
 def test_blocks_that_inductor_compiles_draw_and_compute_what_the_plain_loop_does(model, config):
@@ -202,11 +201,8 @@ def test_blocks_that_inductor_compiles_draw_and_compute_what_the_plain_loop_does
     build = job(model=BLOCKS[model], loader=lambda: vectors(size=20, shuffle=False))
     actual, _ = run_accelerated(build, train, config)
     plain = run_plain(build, train)
-    found = [
-        *differences(actual["seen"], plain["seen"], config.tolerance),
-        *differences(actual["random"], plain["random"]),
-    ]
-    assert not found, "\n".join(found)
+    assert_near(actual, plain)
+    assert not [*differences(actual["random"], plain["random"])]
 
 
 @inductors
@@ -239,11 +235,10 @@ def test_a_checkpoint_inside_of_a_compiled_model_computes_again_with_the_masks_o
 def test_two_ranks_compute_with_compiled_blocks_what_they_compute_without():
     build = job(model=BLOCKS["attention"], loader=lambda: vectors(size=16, shuffle=False))
     eager, compiled = (
-        run_accelerated(build, train, Config("two ranks", {"num_processes": 2, **more}))[0]["seen"]
+        run_accelerated(build, train, Config("two ranks", {"num_processes": 2, **more}))[0]
         for more in ({}, {"compile": True})
     )
-    found = [*differences(compiled, eager, 1e-4)]
-    assert not found, "\n".join(found)
+    assert_near(compiled, eager)
 
 
 def distance(actual, expected):
@@ -274,6 +269,4 @@ def test_a_model_that_nano_loop_compiles_by_inductor():
     build = job(model=tanh_net, loader=full_batches)
     config = Config("compile", {"compile": True}, tolerance=1e-4, raises=True)
     actual, _ = run_accelerated(build, train, config)
-    expected = run_plain(build, train)
-    found = [*differences(actual["seen"], expected["seen"], config.tolerance)]
-    assert not found, "\n".join(found)
+    assert_near(actual, run_plain(build, train))

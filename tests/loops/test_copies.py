@@ -9,13 +9,12 @@ import textwrap
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from nano_loop import nano
 
 from .pairs import BF16, CONVOLUTIONS, EXACT, FUSED, NHWC_BF16, WITH_IPEX, pair, slow_bf16_is_fine, untouched
-from .tasks import ADAM, ConvNet, Net, fit, images, job
+from .tasks import ADAM, ConvNet, Net, entropy, fit, images, job, train
 
 NETS = job("", optimizer=ADAM), job("convolutional", model=ConvNet, optimizer=ADAM, loader=images)
 
@@ -26,9 +25,7 @@ def test_ema_by_deepcopy(model, optimizer, loader, by_hand=untouched):
     average = copy.deepcopy(model).eval()
     outputs = []
     for x, y in loader:
-        optimizer.zero_grad()
-        cross_entropy(by_hand(model)(x), y).backward()
-        optimizer.step()
+        train(entropy(by_hand(model)), [(x, y)], optimizer)
         with torch.no_grad():
             for old, new in zip(average.parameters(), model.parameters(), strict=True):
                 old.lerp_(new, 0.1)
@@ -43,9 +40,7 @@ def test_ema_by_averaged_model(model, optimizer, loader, by_hand=untouched):
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     outputs = []
     for x, y in loader:
-        optimizer.zero_grad()
-        cross_entropy(by_hand(model)(x), y).backward()
-        optimizer.step()
+        train(entropy(by_hand(model)), [(x, y)], optimizer)
         average.update_parameters(model)
         with torch.no_grad():
             outputs.append(average(x))
@@ -149,7 +144,7 @@ def net_of_the_user(tmp_path, monkeypatch):
 )
 def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_the_user, options):
     @nano(verbose=False, **options)
-    def train(model, optimizer, x):
+    def save(model, optimizer, x):
         model(x).square().mean().backward()
         optimizer.step()
         torch.save(model, tmp_path / "saved.pt")
@@ -160,7 +155,7 @@ def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_
 
     model, x = net_of_the_user.Net(), torch.randn(2, 3, 5, 5)
     with slow_bf16_is_fine():
-        train(model, torch.optim.Adam(model.parameters()), x)
+        save(model, torch.optim.Adam(model.parameters()), x)
     torch.save((x, model(x).detach()), tmp_path / "example.pt")
     reader = [sys.executable, "-W", "error", tmp_path / "reader.py", tmp_path]
     done = subprocess.run(reader, capture_output=True, text=True, cwd=tmp_path, timeout=120)
@@ -171,13 +166,13 @@ def test_a_copy_trains_on_after_the_run():
     """A copy taken inside an accelerated loop is a model like any other for the next one."""
 
     @nano(precision="bf16", verbose=False)
-    def train(model, x):
+    def take(model, x):
         return copy.deepcopy(model), model(x)
 
     model, x = Net().eval(), torch.randn(4, 6)
     with slow_bf16_is_fine():
-        copied, first = train(model, x)
-        _, second = train(copied, x)
+        copied, first = take(model, x)
+        _, second = take(copied, x)
     assert torch.equal(first, second)
     assert torch.equal(copied(x), model(x))
     assert not torch.equal(copied(x), first)

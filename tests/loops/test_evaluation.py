@@ -24,7 +24,7 @@ from .pairs import (
     untouched,
 )
 from .records import laid_otherwise, record, record_strides
-from .tasks import ADAM, ADAMW, ConvNet, Net, fit, images, job, vectors
+from .tasks import ADAM, ADAMW, ConvNet, Net, entropy, fit, images, job, steps, train, vectors
 
 
 def with_validation(name="", model=Net, loader=vectors):
@@ -56,13 +56,10 @@ def test_evaluation_each_epoch(model, optimizer, loader, validation, by_hand=unt
 @pair(job(optimizer=ADAM))
 def test_the_loop_ends_early(model, optimizer, loader, by_hand=untouched):
     for step, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = cross_entropy(by_hand(model)(x), y)
-        loss.backward()
-        optimizer.step()
+        losses = train(entropy(by_hand(model)), [(x, y)], optimizer)
         if step == 2:
             break
-    return step, loss.item(), [x for x, _ in loader]
+    return step, losses, [x for x, _ in loader]
 
 
 @pair(job())
@@ -109,9 +106,7 @@ def test_an_error_inside_forward_that_the_loop_catches(model, optimizer, loader,
         except ValueError as error:
             outputs.append((str(error), torch.is_autocast_enabled("cpu")))
             continue
-        optimizer.zero_grad()
-        cross_entropy(out, y).backward()
-        optimizer.step()
+        train(cross_entropy, [(out, y)], optimizer)
         outputs.append((out, torch.is_autocast_enabled("cpu")))
     outputs.append(by_hand(model)(torch.ones(8, 6)))
     assert any(isinstance(first, str) for first, _ in outputs[:-1])
@@ -131,12 +126,10 @@ def test_a_model_called_in_another_thread(model, optimizer, loader, by_hand=unto
 @pair(job())
 def test_autocast_is_off_between_the_calls(model, optimizer, loader, by_hand=untouched):
     weight, dtypes = torch.randn(3, 3), set()
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         out = by_hand(model)(x)
         dtypes |= {(out @ weight).dtype, nn.functional.linear(out, weight).dtype, out.dtype}
         cross_entropy(out, y).backward()
-        optimizer.step()
     return dtypes
 
 
@@ -183,7 +176,8 @@ def looks(recorded):
     return mapped(recorded, lambda tensor: torch.empty(0, dtype=tensor.dtype))
 
 
-def nested_runs(model, optimizer, loader, by_hand=untouched):
+@pair(job(optimizer=ADAM), configs=[EXACT, FUSED, BF16, *WITH_IPEX])
+def test_a_run_within_a_run(model, optimizer, loader, by_hand=untouched):
     """Evaluates by a function that is accelerated itself, in other ways than the loop is."""
     losses = []
 
@@ -197,8 +191,3 @@ def nested_runs(model, optimizer, loader, by_hand=untouched):
         with slow_bf16_is_fine():
             losses.append(evaluate(model, loader))
     return losses
-
-
-@pair(job(optimizer=ADAM), configs=[EXACT, FUSED, BF16, *WITH_IPEX])
-def test_a_run_within_a_run(model, optimizer, loader, by_hand=untouched):
-    return nested_runs(model, optimizer, loader, by_hand)

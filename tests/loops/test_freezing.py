@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from .pairs import EXACT, WITH_IPEX, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, fit, images, job, vectors
+from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, fit, images, job, train, vectors
 
 
 @pair(job("sgd"), job("adamw", optimizer=ADAMW))
@@ -106,16 +106,14 @@ def a_frozen_teacher():
 @pair(a_frozen_teacher)
 def test_a_student_and_its_teacher(model, optimizer, loader, teacher, criterion, by_hand=untouched):
     """With a loss among the arguments, which is no model."""
-    losses = []
-    for x, y in loader:
+
+    def loss(x, y):
         with torch.no_grad():
             target = by_hand(teacher)(x).softmax(1)
-        optimizer.zero_grad()
         out = by_hand(model)(x)
-        loss = cross_entropy(out, y) + criterion(out.log_softmax(1), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        return cross_entropy(out, y) + criterion(out.log_softmax(1), target)
+
+    losses = train(loss, loader, optimizer)
     assert type(criterion) is nn.KLDivLoss
     return losses
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from .pairs import EXACT, FUSED, WITH_IPEX, named, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, Net, fit, job, vectors
+from .tasks import ADAM, ADAMW, SGD, Net, entropy, fit, job, steps, train, vectors
 
 ADAGRAD = functools.partial(torch.optim.Adagrad, lr=0.1)
 
@@ -43,24 +43,17 @@ class Words(nn.Module):
 
 
 WITHOUT_MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1)
-SPARSE = [(True, WITHOUT_MOMENTUM), (True, SGD), (True, ADAGRAD), (True, torch.optim.SparseAdam)]
-SPARSE += [(False, WITHOUT_MOMENTUM), (False, SGD), (False, ADAGRAD), (False, torch.optim.SparseAdam)]
+KINDS = WITHOUT_MOMENTUM, SGD, ADAGRAD, torch.optim.SparseAdam
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, of Adagrad
-@pair(*(words(*case) for case in SPARSE))
+@pair(*(words(module, kind) for module in (True, False) for kind in KINDS))
 def test_sparse_gradients(model, sparse, dense, loader, by_hand=untouched):
     losses = []
-    for _, y in loader:
-        optimizers = [sparse, dense] if dense else [sparse]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = cross_entropy(by_hand(model)(y), y)
-        loss.backward()
+    for _, y in steps(loader, *filter(None, (sparse, dense))):
+        losses.append(cross_entropy(by_hand(model)(y), y))
+        losses[-1].backward()
         assert model.table.weight.grad.is_sparse
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
     return losses
 
 
@@ -107,16 +100,11 @@ def test_activation_checkpointing_inside_forward(model, optimizer, loader, by_ha
 
 @pair(*RECOMPUTING)
 def test_activation_checkpointing_in_the_loop(model, optimizer, loader, by_hand=untouched):
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
+    def call(x):
         hidden = by_hand(model.first)(x)
-        hidden = checkpoint(by_hand(model.middle), hidden, use_reentrant=model.reentrant)
-        loss = cross_entropy(by_hand(model.last)(hidden), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return by_hand(model.last)(checkpoint(by_hand(model.middle), hidden, use_reentrant=model.reentrant))
+
+    return train(entropy(call), loader, optimizer)
 
 
 def deep():
@@ -125,26 +113,12 @@ def deep():
 
 @pair(job(model=deep))
 def test_the_whole_model_checkpointed(model, optimizer, loader, by_hand=untouched):
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = cross_entropy(checkpoint(by_hand(model), x, use_reentrant=False), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train(entropy(lambda x: checkpoint(by_hand(model), x, use_reentrant=False)), loader, optimizer)
 
 
 @pair(job(model=deep), configs=[EXACT, FUSED, *WITH_IPEX[:1]])  # in fp32: by hand, nothing is around the pieces
 def test_a_sequence_checkpointed_in_segments(model, optimizer, loader, by_hand=untouched):
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = cross_entropy(checkpoint_sequential(model, 2, x, use_reentrant=False), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train(entropy(lambda x: checkpoint_sequential(model, 2, x, use_reentrant=False)), loader, optimizer)
 
 
 def parametrized(kind):
@@ -212,11 +186,8 @@ def test_functional_calls(model, optimizer, loader, by_hand=untouched):
         loss = cross_entropy(by_hand(model)(x), y)
         gradients = torch.autograd.grad(loss, weights.values(), create_graph=True)
         moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), gradients, strict=True)}
-        optimizer.zero_grad()
-        after = cross_entropy(by_hand(functools.partial(functional_call, model, moved))(x), y)
-        after.backward()
-        optimizer.step()
-        losses.append((loss.item(), after.item()))
+        after = train(entropy(by_hand(functools.partial(functional_call, model, moved))), [(x, y)], optimizer)
+        losses.append((loss.item(), after))
     return losses
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from .pairs import pair, untouched
-from .tasks import ADAMW, images, job, vectors
+from .tasks import ADAMW, images, job, steps, vectors
 
 
 @dataclass
@@ -66,13 +66,11 @@ def dicts():
 @pair(job(model=Everything, optimizer=ADAMW, loader=dicts))
 def test_nested_outputs_keep_their_types(model, optimizer, loader, by_hand=untouched):
     outputs = []
-    for batch in loader:
-        optimizer.zero_grad()
+    for batch in steps(loader, optimizer):
         out = by_hand(model)(batch, labels=batch["y"], extra=None)
         fields = by_hand(model)(batch, kind="dict")
         means = by_hand(model)(batch=batch, kind="named tuple")
         (out.loss + cross_entropy(fields.logits, batch["y"]) + means.width.mean()).backward()
-        optimizer.step()
         outputs += [out, fields, means, by_hand(model)(batch, kind="list")]
     return outputs
 
@@ -95,13 +93,11 @@ def sequences():
 @pair(job(model=Recurrent, optimizer=ADAMW, loader=sequences))
 def test_packed_sequences_through_an_lstm(model, optimizer, loader, by_hand=untouched):
     outputs = []
-    for x, lengths, y in loader:
-        optimizer.zero_grad()
+    for x, lengths, y in steps(loader, optimizer):
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         out, state, logits = by_hand(model)(packed)
         padded, sizes = pad_packed_sequence(out, batch_first=True)
         cross_entropy(logits, y).backward()
-        optimizer.step()
         outputs += [padded, sizes, state, logits, by_hand(model.lstm)(x)]
     return outputs
 
@@ -110,11 +106,9 @@ def test_packed_sequences_through_an_lstm(model, optimizer, loader, by_hand=unto
 def test_a_hidden_state_carried_from_call_to_call(model, optimizer, loader, by_hand=untouched):
     """Truncated backpropagation through time: what came out, detached, goes in again."""
     state, losses = None, []
-    for x, _, y in loader:
-        optimizer.zero_grad()
+    for x, _, y in steps(loader, optimizer):
         _, state, logits = by_hand(model)(x, state)
         cross_entropy(logits, y).backward()
-        optimizer.step()
         state = tuple(t.detach() for t in state)
         losses.append(logits)
     return losses, state
@@ -136,12 +130,10 @@ class TwoImages(nn.Module):
 @pair(job(model=TwoImages, optimizer=ADAMW, loader=images))
 def test_nested_inputs(model, optimizer, loader, by_hand=untouched):
     outputs = []
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         given = [x, x.flip(0)]
         out = by_hand(model)(given, {"volume": x.unsqueeze(1)}, weight=torch.tensor(2.0))
         cross_entropy(out["logits"], y).backward()
-        optimizer.step()
         assert given[0] is x
         assert x.is_contiguous()
         outputs.append(out)
@@ -163,12 +155,10 @@ class Scores(nn.Module):
 @pair(job(model=Scores))
 def test_outputs_that_are_not_floats(model, optimizer, loader, by_hand=untouched):
     outputs = []
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         out = by_hand(model)(x)
         assert out[6] is x
         cross_entropy(out[0], y).backward()
-        optimizer.step()
         outputs.append(out)
     return outputs
 
@@ -187,11 +177,9 @@ class NoOutput(nn.Module):
 def test_outputs_kept_on_the_model(model, optimizer, loader, by_hand=untouched):
     """What a model keeps for its caller is not an output of the call: it stays as autocast made it."""
     outputs = []
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         assert by_hand(model)(x, 2 * x) is None
         cross_entropy(model.kept[0].float(), y).backward()
-        optimizer.step()
         outputs.append([t.detach() for t in model.kept])
     model.kept = None
     return outputs
@@ -200,12 +188,10 @@ def test_outputs_kept_on_the_model(model, optimizer, loader, by_hand=untouched):
 @pair(job(loader=lambda: vectors(shuffle=False, drop_last=True)))
 def test_outputs_edited_in_place(model, optimizer, loader, by_hand=untouched):
     outputs = []
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         out = by_hand(model)(x)
         out += 1
         out[:, 0] = 0
         cross_entropy(out, y).backward()
-        optimizer.step()
         outputs.append((out, out.is_leaf, out.is_contiguous()))
     return outputs

@@ -24,7 +24,7 @@ from .pairs import (
     slow_bf16_is_fine,
     untouched,
 )
-from .tasks import ADAM, SGD, ConvNet, fit, images, job
+from .tasks import ADAM, SGD, ConvNet, fit, images, job, steps
 
 # Another layout sums in another order: a step differs by 1e-6, and a few steps of SGD stay below 1e-4.
 LOOSE = Config("loose", NHWC.options, tolerance=1e-4)
@@ -38,24 +38,30 @@ class Flattening(ConvNet):
         return self.head(x.view(x.size(0), -1))
 
 
-def against_plain(build, loop, config=LOOSE):
+def against_plain(model, loop, config=LOOSE):
     """The loop accelerated against the very same loop in the usual layout."""
-    actual, _ = run_accelerated(build, loop, config)
-    expected = run_plain(build, loop)
+
+    def with_untouched_calls(model, optimizer, loader, by_hand=untouched):
+        return loop(model, optimizer, loader)
+
+    build = job(model=model, loader=images)
+    actual, _ = run_accelerated(build, with_untouched_calls, config)
+    expected = run_plain(build, with_untouched_calls)
     found = [*differences(actual["seen"], expected["seen"], config.tolerance)]
     assert not found, "\n".join(found)
 
 
-def plainest(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+def plainest(model, optimizer, loader):
+    return fit(model, optimizer, loader, untouched)
 
 
 @pytest.mark.parametrize("model", [ConvNet, Flattening])
 def test_close_to_the_usual_layout(model):
-    against_plain(job(model=model, loader=images), plainest)
+    against_plain(model, plainest)
 
 
-def views_in_the_loop(model, optimizer, loader, by_hand=untouched):
+def views_in_the_loop(model, optimizer, loader):
+    """Views outputs, inputs, gradients and weights, as loops do that log norms or flatten by hand."""
     outputs = []
     for x, y in loader:
         optimizer.zero_grad()
@@ -69,23 +75,17 @@ def views_in_the_loop(model, optimizer, loader, by_hand=untouched):
     return outputs
 
 
-def test_views_in_the_loop():
-    """Of outputs, of inputs, of gradients and weights: as loops write them that log norms or flatten by hand."""
-    against_plain(job(model=ConvNet, loader=images), views_in_the_loop)
-
-
-def weights_through_a_vector(model, optimizer, loader, by_hand=untouched):
-    fit(model, optimizer, loader, by_hand, epochs=1)
+def weights_through_a_vector(model, optimizer, loader):
+    """It reads with `view`, and what it writes lies otherwise than the momentum that is there already."""
+    plainest(model, optimizer, loader)
     vector = parameters_to_vector(model.parameters())
     vector_to_parameters(vector * 0.9, model.parameters())
-    return vector, fit(model, optimizer, loader, by_hand, epochs=1)
+    return vector, plainest(model, optimizer, loader)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused_optimizer": False}], ids=["fused", "unfused"])
 def test_weights_replaced_through_a_vector(options):
-    """It reads with `view`, and what it writes lies otherwise than the momentum that is there already."""
-    config = replace(LOOSE, options={"channels_last": True, **options})
-    against_plain(job(model=ConvNet, loader=images), weights_through_a_vector, config)
+    against_plain(ConvNet, weights_through_a_vector, replace(LOOSE, options={"channels_last": True, **options}))
 
 
 @pytest.mark.parametrize("config", [NHWC, NHWC_FUSED, NHWC_BF16], ids=lambda c: c.name)
@@ -131,24 +131,19 @@ def test_nothing_of_a_batch_is_changed_in_place():
     assert all(torch.equal(x, value) for x, value in zip(batches, values, strict=True))
 
 
-def edits_through_views(model, optimizer, loader, by_hand=untouched):
+def edits_through_views(model, optimizer, loader):
     """Prunes weights and edits gradients through flat views of them, which a copy in a view's place would lose."""
     losses = []
     for x, y in loader:
         optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
+        losses.append(cross_entropy(model(x), y))
+        losses[-1].backward()
         weight = model.features[0].weight
         weight.grad.view(-1)[::3] = 0
         weight.grad.view(8, -1).mul_(0.5)
         optimizer.step()
         weight.data.view(-1)[:20] = 0
-        losses.append(loss.detach())
     return losses
-
-
-def test_weights_and_gradients_edited_through_views():
-    against_plain(job(model=ConvNet, loader=images), edits_through_views)
 
 
 class InPlace(ConvNet):
@@ -159,19 +154,12 @@ class InPlace(ConvNet):
         return super().forward(x)
 
 
-def batches_after_the_call(model, optimizer, loader, by_hand=untouched):
+def batches_after_the_call(model, optimizer, loader):
     outputs = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y) + x.square().mean()
-        loss.backward()
-        optimizer.step()
-        outputs.append((loss.detach(), x))
+    for x, y in steps(loader, optimizer):
+        outputs.append((cross_entropy(model(x), y) + x.square().mean(), x))
+        outputs[-1][0].backward()
     return outputs
-
-
-def test_a_model_that_changes_its_input_in_place():
-    against_plain(job(model=InPlace, loader=images), batches_after_the_call)
 
 
 class Filling(ConvNet):
@@ -182,21 +170,33 @@ class Filling(ConvNet):
         batch["logits"] = self.head(batch["features"].flatten(1))
 
 
-def filled_batches(model, optimizer, loader, by_hand=untouched):
+def filled_batches(model, optimizer, loader):
     outputs = []
-    for x, y in loader:
+    for x, y in steps(loader, optimizer):
         batch = {"x": x}
         model(batch)
         assert batch["x"] is x
-        optimizer.zero_grad()
         cross_entropy(batch["logits"], y).backward()
-        optimizer.step()
         outputs.append(batch)
     return outputs
 
 
-def test_a_model_that_fills_the_dict_it_is_given():
-    against_plain(job(model=Filling, loader=images), filled_batches)
+def initialised_again(model, optimizer, loader):
+    """`orthogonal_` writes through `view_as`."""
+    nn.init.orthogonal_(model.features[0].weight)
+    nn.init.xavier_uniform_(model.features[3].weight)
+    return plainest(model, optimizer, loader)
+
+
+@pytest.mark.parametrize(
+    ("model", "loop"),
+    [
+        *((ConvNet, views_in_the_loop), (ConvNet, edits_through_views), (ConvNet, initialised_again)),
+        *((InPlace, batches_after_the_call), (Filling, filled_batches)),
+    ],
+)
+def test_loop_that_counts_on_the_usual_layout(model, loop):
+    against_plain(model, loop)
 
 
 def pickled(model):
@@ -225,16 +225,5 @@ def test_a_compiled_model_that_counts_on_the_usual_layout():
     config = replace(LOOSE, options={"channels_last": True, "compile": {"backend": "eager"}})
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="Cannot view a tensor"):
-        against_plain(job(model=Flattening, loader=images), plainest, config)
+        against_plain(Flattening, plainest, config)
     torch._dynamo.reset()
-
-
-def test_weights_initialised_again_inside_the_run():
-    """`orthogonal_` writes through `view_as`."""
-
-    def loop(model, optimizer, loader, by_hand=untouched):
-        torch.nn.init.orthogonal_(model.features[0].weight)
-        torch.nn.init.xavier_uniform_(model.features[3].weight)
-        return fit(model, optimizer, loader, by_hand)
-
-    against_plain(job(model=ConvNet, loader=images), loop)

@@ -3,11 +3,10 @@
 import functools
 
 import pytest
-from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler as schedulers
 
 from .pairs import EXACT, FUSED, WITH_IPEX, pair, untouched
-from .tasks import ADAMW, job
+from .tasks import ADAMW, entropy, job, train
 
 STEPS = 15
 
@@ -45,17 +44,13 @@ SCHEDULERS = {
 }
 
 
-def train(model, optimizer, loader, scheduler, by_hand):
+def schedule(model, optimizer, loader, scheduler, by_hand):
     """Every scheduler steps once a batch; gives the rates it set and those found in the optimizer."""
     rates = []
     for _ in range(3):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = cross_entropy(by_hand(model)(x), y)
-            loss.backward()
-            optimizer.step()
-            takes_a_metric = isinstance(scheduler, schedulers.ReduceLROnPlateau)
-            scheduler.step(loss.item()) if takes_a_metric else scheduler.step()
+        for batch in loader:
+            loss = train(entropy(by_hand(model)), [batch], optimizer)
+            scheduler.step(*loss * isinstance(scheduler, schedulers.ReduceLROnPlateau))
             rates.append((scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]))
     assert len({rate for _, rate in rates}) > 1
     assert len(rates) == STEPS
@@ -66,7 +61,7 @@ def train(model, optimizer, loader, scheduler, by_hand):
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR of torch 2.8, of itself
 @pair(*(job(name, scheduler=factory) for name, factory in SCHEDULERS.items()), configs=[EXACT, FUSED, *WITH_IPEX])
 def test_scheduler_built_before(model, optimizer, loader, scheduler, by_hand=untouched):
-    return train(model, optimizer, loader, scheduler, by_hand)
+    return schedule(model, optimizer, loader, scheduler, by_hand)
 
 
 def naming(name):
@@ -76,4 +71,4 @@ def naming(name):
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 @pair(*map(naming, SCHEDULERS), configs=[EXACT, FUSED, *WITH_IPEX])
 def test_scheduler_built_after(model, optimizer, loader, scheduler, by_hand=untouched):
-    return train(model, optimizer, loader, SCHEDULERS[scheduler](optimizer), by_hand)
+    return schedule(model, optimizer, loader, SCHEDULERS[scheduler](optimizer), by_hand)

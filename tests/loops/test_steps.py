@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 
 from .pairs import ALL, BF16, CONVOLUTIONS, EXACT, FUSED, SHIPPED, WITH_IPEX, named, pair, untouched
-from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, fit, images, job, vectors
+from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, fit, images, job, steps, train, vectors
 
 EACH_FUSED_KIND = {
     "sgd": SGD,
@@ -28,18 +28,8 @@ def two_optimizers():
 
 @pair(two_optimizers)
 def test_two_optimizers_over_one_model(model, first, second, loader, by_hand=untouched):
-    losses = []
-    for epoch in range(3):
-        for x, y in loader:
-            first.zero_grad()
-            second.zero_grad()
-            loss = cross_entropy(by_hand(model)(x), y)
-            loss.backward()
-            if epoch != 1:
-                first.step()
-            second.step()
-            losses.append(loss.item())
-    return losses
+    optimizers = [first, second]
+    return [train(entropy(by_hand(model)), loader, *each) for each in (optimizers, [second], optimizers)]
 
 
 def optimizers_in_a_list():
@@ -53,16 +43,7 @@ def optimizers_in_a_list():
 
 @pair(optimizers_in_a_list)
 def test_arguments_in_lists_and_dicts(models, optimizers, *, loaders, by_hand=untouched):
-    losses = []
-    for x, y in loaders[0]:
-        loss = cross_entropy(by_hand(models["net"])(x), y)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train(entropy(by_hand(models["net"])), loaders[0], *optimizers)
 
 
 @pair(job("adamw", optimizer=ADAMW), job("norms", Normed))
@@ -82,24 +63,19 @@ def test_gradients_are_accumulated(model, optimizer, loader, by_hand=untouched):
 @pair(job("sgd"), job("adamw", optimizer=ADAMW))
 def test_gradients_are_clipped_by_norm(model, optimizer, loader, by_hand=untouched):
     norms = []
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         cross_entropy(by_hand(model)(x), y).backward()
         norms.append(clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
     return norms
 
 
 @pair(job("sgd"), job("adamw", optimizer=ADAMW))
 def test_gradients_are_clipped_by_value(model, optimizer, loader, by_hand=untouched):
     losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = cross_entropy(by_hand(model)(x), y)
-        loss.backward()
+    for x, y in steps(loader, optimizer):
+        losses.append(cross_entropy(by_hand(model)(x), y))
+        losses[-1].backward()
         clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-        losses.append(loss.detach())
     return losses
 
 
@@ -124,13 +100,15 @@ def lbfgs_in_double():
     """In fp32 its line searches make of a last digit a thousandth: kernels that add in another order drift apart."""
     arguments = lbfgs()
     arguments["model"].double()
+    data = arguments["loader"].dataset
+    data.tensors = data.tensors[0].double(), data.tensors[1]
     return arguments
 
 
-def fit_with_lbfgs(model, optimizer, loader, by_hand=untouched):
+def fit_by_closures(model, optimizer, loader, by_hand=untouched):
+    """Give each loss that a closure has computed, and those that the steps return."""
     calls, losses = [], []
     for x, y in loader:
-        x = x.to(model[0].weight.dtype)
 
         def closure(x=x, y=y):
             optimizer.zero_grad()
@@ -143,25 +121,12 @@ def fit_with_lbfgs(model, optimizer, loader, by_hand=untouched):
     return calls, losses
 
 
-test_lbfgs_calls_its_closure = pair(lbfgs, configs=(EXACT, FUSED, BF16))(fit_with_lbfgs)
-test_lbfgs_calls_its_closure_in_double = pair(lbfgs_in_double, configs=(EXACT, FUSED, BF16, SHIPPED, *WITH_IPEX))(
-    fit_with_lbfgs
+LBFGS_CONFIGS = EXACT, FUSED, BF16
+test_lbfgs_calls_its_closure = pair(lbfgs, configs=LBFGS_CONFIGS)(fit_by_closures)
+test_lbfgs_calls_its_closure_in_double = pair(lbfgs_in_double, configs=(*LBFGS_CONFIGS, SHIPPED, *WITH_IPEX))(
+    fit_by_closures
 )
-
-
-@pair(job("sgd"), job("adamw", optimizer=ADAMW))
-def test_step_returns_what_its_closure_gives(model, optimizer, loader, by_hand=untouched):
-    losses = []
-    for x, y in loader:
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = cross_entropy(by_hand(model)(x), y)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).item())
-    return losses
+test_step_returns_what_its_closure_gives = pair(job("sgd"), job("adamw", optimizer=ADAMW))(fit_by_closures)
 
 
 @pair(job("sgd"), job("adam", optimizer=ADAM))
@@ -214,10 +179,8 @@ def test_weights_replaced_through_a_vector(model, optimizer, loader, by_hand=unt
 @pair(job("sgd"), job("adam", optimizer=ADAM))
 def test_weights_edited_in_place(model, optimizer, loader, by_hand=untouched):
     mask = (torch.rand_like(model.head.weight) > 0.5).float()
-    for x, y in loader:
-        optimizer.zero_grad()
-        cross_entropy(by_hand(model)(x), y).backward()
-        optimizer.step()
+    for batch in loader:
+        train(entropy(by_hand(model)), [batch], optimizer)
         with torch.no_grad():
             for p in model.parameters():
                 p.clamp_(-0.5, 0.5)
@@ -234,11 +197,7 @@ def odd_parameters():
 
 @pair(odd_parameters)
 def test_parameters_of_odd_layouts_and_dtypes(model, optimizer, loader, by_hand=untouched):
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = cross_entropy(by_hand(model)(x), y) + model.extra.sin().sum()
-        loss.backward()
-        optimizer.step()
+    return train(lambda x, y: cross_entropy(by_hand(model)(x), y) + model.extra.sin().sum(), loader, optimizer)
 
 
 @pair(job("sgd"), job("adam", optimizer=ADAM), configs=ALL)
@@ -261,14 +220,7 @@ def in_double():
 
 @pair(in_double, configs=[EXACT, FUSED])
 def test_a_model_in_double_precision(model, optimizer, loader, by_hand=untouched):
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = cross_entropy(by_hand(model)(x.double()), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
+    return train(lambda x, y: cross_entropy(by_hand(model)(x.double()), y), loader, optimizer)
 
 
 def one_linear():

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, mse_loss, softsign
 from nano_loop import disable_casts, nano
 
 from .pairs import CONVOLUTIONS, pair, slow_bf16_is_fine, untouched
-from .tasks import ADAMW, ConvNet, Net, fit, images, job, vectors
+from .tasks import ADAMW, ConvNet, Net, entropy, fit, images, job, steps, train, vectors
 
 
 class Watching(nn.Linear):
@@ -55,12 +55,10 @@ def autoencoder(name=""):
 @pair(autoencoder())
 def test_a_submodule_called_directly(model, optimizer, loader, by_hand=untouched):
     codes = []
-    for x, _ in loader:
-        optimizer.zero_grad()
+    for x, _ in steps(loader, optimizer):
         code = by_hand(model.encoder)(x)
         out = by_hand(model.decoder)(code)
         mse_loss(out, x).backward()
-        optimizer.step()
         codes += [code, out]
     return codes, [layer.saw for layer in model.layers]
 
@@ -68,11 +66,9 @@ def test_a_submodule_called_directly(model, optimizer, loader, by_hand=untouched
 @pair(autoencoder())
 def test_a_loss_method_on_the_model(model, optimizer, loader, by_hand=untouched):
     results = []
-    for x, _ in loader:
-        optimizer.zero_grad()
+    for x, _ in steps(loader, optimizer):
         found = by_hand(model.my_loss)(x, x, scale=0.5)
         found["loss"].backward()
-        optimizer.step()
         results.append(found)
     return results, [layer.saw for layer in model.layers]
 
@@ -80,22 +76,17 @@ def test_a_loss_method_on_the_model(model, optimizer, loader, by_hand=untouched)
 @pair(autoencoder())
 def test_several_methods_on_the_model(model, optimizer, loader, by_hand=untouched):
     results = []
-    for batch in loader:
-        optimizer.zero_grad()
-        loss = by_hand(model.training_step)((batch[0], batch[0]))
-        code = by_hand(model.encode)(batch[0])
+    for x, _ in steps(loader, optimizer):
+        loss = by_hand(model.training_step)((x, x))
+        code = by_hand(model.encode)(x)
         (loss + code.abs().mean()).backward()
-        optimizer.step()
         results += [loss, code]
     return results, [layer.saw for layer in model.layers]
 
 
 @pair(autoencoder())
 def test_forward_called_by_its_name(model, optimizer, loader, by_hand=untouched):
-    for x, _ in loader:
-        optimizer.zero_grad()
-        mse_loss(by_hand(model.forward)(x), x).backward()
-        optimizer.step()
+    train(lambda x, _: mse_loss(by_hand(model.forward)(x), x), loader, optimizer)
     return [layer.saw for layer in model.layers]
 
 
@@ -103,12 +94,12 @@ def test_methods_and_submodules_run_in_bf16_and_give_fp32():
     """What the loops above compare, in so many words."""
 
     @nano(precision="bf16", verbose=False)
-    def train(model, x):
+    def compute(model, x):
         return model.my_loss(x, x), model.encoder(x), model.decoder(torch.randn(2, 4)), model.encode(x)
 
     model = Autoencoder()
     with slow_bf16_is_fine():
-        found, *others = train(model, torch.randn(2, 6))
+        found, *others = compute(model, torch.randn(2, 6))
     assert {t.dtype for t in (*found.values(), *others)} == {torch.float32}
     assert {seen for layer in model.layers for seen in layer.saw} == {(torch.bfloat16, True)}
 
@@ -120,14 +111,12 @@ def sequential():
 @pair(job(model=sequential))
 def test_a_sequential_model_indexed_sliced_and_walked(model, optimizer, loader, by_hand=untouched):
     outputs = [len(model), [type(layer).__name__ for layer in model]]
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         features = by_hand(model[:-1])(x) + by_hand(model[0])(x)
         for layer in model[1]:
             features = by_hand(layer)(features)
         out = by_hand(model[-1])(features)
         cross_entropy(out, y).backward()
-        optimizer.step()
         outputs += [features, out]
     return outputs
 
@@ -139,11 +128,9 @@ def in_containers():
 
 @pair(job(model=in_containers))
 def test_modules_in_a_dict_and_a_list(model, optimizer, loader, by_hand=untouched):
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         stem = by_hand(model["stem"])(x)
         sum(cross_entropy(by_hand(head)(stem), y) for head in model["heads"]).backward()
-        optimizer.step()
     return list(model), stem
 
 
@@ -238,12 +225,20 @@ class WithFp32Part(nn.Module):
 
     def forward(self, x):
         x = self.first(x)
-        with torch.autocast("cpu", enabled=False):
+        with self.region():
             x = self.delicate(x.float()).exp().clamp(max=3)
         return self.last(x)
 
+    def region(self):
+        return torch.autocast("cpu", enabled=False)
 
-@pair(job(model=WithFp32Part))
+
+class WithDisabledCasts(WithFp32Part):
+    def region(self):
+        return disable_casts()
+
+
+@pair(job("autocast", model=WithFp32Part), job("disable_casts", model=WithDisabledCasts))
 def test_an_fp32_region_of_the_users_inside_forward(model, optimizer, loader, by_hand=untouched):
     losses = fit(model, optimizer, loader, by_hand)
     return losses, model.first.saw, model.delicate.saw, model.last.saw
@@ -253,29 +248,11 @@ def test_an_fp32_region_of_the_users_inside_forward(model, optimizer, loader, by
 def test_autocast_of_the_user_around_the_loops_calls(model, optimizer, loader, by_hand=untouched):
     """The user's own autocast works as ever, whatever the precision, and the outputs stay as it makes them."""
     outputs = []
-    for x, _ in loader:
-        optimizer.zero_grad()
+    for x, _ in steps(loader, optimizer):
         with torch.autocast("cpu", torch.bfloat16):
-            out = model(x)
-        loss = mse_loss(out.float(), x)
-        loss.backward()
-        optimizer.step()
-        outputs.append(out)
+            outputs.append(model(x))
+        mse_loss(outputs[-1].float(), x).backward()
     return outputs, [layer.saw for layer in model.layers]
-
-
-class WithDisabledCasts(WithFp32Part):
-    def forward(self, x):
-        x = self.first(x)
-        with disable_casts():
-            x = self.delicate(x.float()).exp().clamp(max=3)
-        return self.last(x)
-
-
-@pair(job(model=WithDisabledCasts))
-def test_disable_casts_inside_forward(model, optimizer, loader, by_hand=untouched):
-    losses = fit(model, optimizer, loader, by_hand)
-    return losses, model.first.saw, model.delicate.saw, model.last.saw
 
 
 @pair(job(model=Autoencoder))
@@ -283,12 +260,10 @@ def test_disable_casts_around_the_loops_calls(model, optimizer, loader, by_hand=
     """Without `by_hand`: what runs inside is plain fp32."""
     outputs = []
     for x, _ in loader:
-        optimizer.zero_grad()
-        with disable_casts():
-            out = model(x)
-            outputs += [out, model.my_loss(x, x)["loss"]]
-        mse_loss(out, x).backward()
-        optimizer.step()
+        for _ in steps([x], optimizer):
+            with disable_casts():
+                outputs += [model(x), model.my_loss(x, x)["loss"]]
+            mse_loss(outputs[-2], x).backward()
         outputs.append(by_hand(model.encoder)(x))
     return outputs, [layer.saw for layer in model.layers]
 
@@ -303,13 +278,10 @@ def tied():
 @pair(job(model=tied, optimizer=ADAMW))
 def test_weights_and_modules_shared_within_the_model(model, optimizer, loader, by_hand=untouched):
     outputs = []
-    for _, y in loader:
-        optimizer.zero_grad()
+    for _, y in steps(loader, optimizer):
         hidden = by_hand(model["mix"])(by_hand(model["embed"])(y))
-        out = by_hand(model["out"])(by_hand(model["again"])(hidden))
-        cross_entropy(out, y).backward()
-        optimizer.step()
-        outputs.append(out)
+        outputs.append(by_hand(model["out"])(by_hand(model["again"])(hidden)))
+        cross_entropy(outputs[-1], y).backward()
     assert model["out"].weight is model["embed"].weight
     assert model["again"] is model["mix"]
     return outputs
@@ -324,14 +296,7 @@ def two_models_with_one_part():
 
 @pair(two_models_with_one_part)
 def test_a_module_shared_between_two_models(first, second, optimizer, loader, by_hand=untouched):
-    losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = cross_entropy(by_hand(first)(x), y) + cross_entropy(by_hand(second)(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train(lambda *batch: sum(entropy(by_hand(model))(*batch) for model in (first, second)), loader, optimizer)
 
 
 def a_model_and_its_part():
@@ -353,13 +318,11 @@ class SplitNet(ConvNet):
 @pair(job(model=SplitNet, loader=images), configs=CONVOLUTIONS)
 def test_convolutional_parts_called_directly(model, optimizer, loader, by_hand=untouched):
     maps = []
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         features = by_hand(model.features)(x)
         first, _ = by_hand(model.halves)(x)
         loss = cross_entropy(by_hand(model.head)(features.flatten(1)), y) + first.square().mean()
         loss.backward()
-        optimizer.step()
         maps += [features, first]
     return maps
 
@@ -377,14 +340,7 @@ class Agent(Net):
     """Trains itself: a method of the model holds the loop, as agents of reinforcement learning often have it."""
 
     def update(self, optimizer, batches, by_hand):
-        losses = []
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss = cross_entropy(by_hand(self)(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
+        return train(entropy(by_hand(self)), batches, optimizer)
 
     def descend(self, batches, by_hand):
         """Gradient descent without an optimizer."""
@@ -429,10 +385,8 @@ class Remembering(nn.Linear):
 def test_containers_that_the_model_and_the_loop_share(model, optimizer, loader, by_hand=untouched):
     """What a method gives is the model's own list, and what the model is given is the loop's own."""
     collected = []
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(loader, optimizer):
         cross_entropy(by_hand(model)(x, collected), y).backward()
-        optimizer.step()
         notes, cache = model.notes()
         notes.append(y)
         cache["seen"] = len(collected)
@@ -444,11 +398,7 @@ def test_containers_that_the_model_and_the_loop_share(model, optimizer, loader, 
 def test_a_module_of_the_loops_own_is_left_alone(model, optimizer, loader, by_hand=untouched):
     """A head that the loop makes for itself is no part of the model, so it runs plain."""
     probe = Watching(16, 3)
-    for x, y in loader:
-        optimizer.zero_grad()
-        features = by_hand(model.encoder)(x)
-        cross_entropy(probe(features), y).backward()
-        optimizer.step()
+    train(entropy(lambda x: probe(by_hand(model.encoder)(x))), loader, optimizer)
     return probe.saw
 
 
@@ -456,8 +406,5 @@ def test_a_module_of_the_loops_own_is_left_alone(model, optimizer, loader, by_ha
 def test_a_replaced_module_called_directly(model, optimizer, loader, by_hand=untouched):
     model.head = Watching(16, 3)
     optimizer.add_param_group({"params": model.head.parameters()})
-    for x, y in loader:
-        optimizer.zero_grad()
-        cross_entropy(by_hand(model.head)(by_hand(model.encoder)(x)), y).backward()
-        optimizer.step()
+    train(entropy(lambda x: by_hand(model.head)(by_hand(model.encoder)(x))), loader, optimizer)
     return model.head.saw

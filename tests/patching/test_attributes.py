@@ -2,8 +2,6 @@
 
 import threading
 
-import pytest
-
 from nano_loop.patching.attributes import replaced, suspended
 
 
@@ -33,22 +31,6 @@ def test_inherited_attribute_is_inherited_again_afterwards():
         assert Child().greet() == "BASE"
         assert Base().greet() == "base"
     assert "greet" not in vars(Child)
-
-
-def test_attribute_stays_replaced_until_the_last_one_leaves():
-    first, second = replaced(Base, "greet", louder), replaced(Base, "greet", louder)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert Base().greet() == "BASE"
-    second.__exit__(None, None, None)
-    assert Base().greet() == "base"
-
-
-def test_attribute_is_put_back_after_an_exception():
-    with pytest.raises(ZeroDivisionError), replaced(Base, "greet", louder):
-        raise ZeroDivisionError
-    assert Base().greet() == "base"
 
 
 def test_somebody_elses_later_replacement_is_left_alone():

@@ -52,15 +52,26 @@ def interceptors():
     interceptors.close()
 
 
-def counting(log, name="layer"):
-    def layer(call):
-        def counted(function, *args, **kwargs):
-            log.append(name)
-            return call(function, *args, **kwargs)
+@pytest.fixture
+def log():
+    return []
 
-        return counted
 
-    return layer
+@pytest.fixture
+def count(interceptors, log):
+    """Let a layer around a model's calls log its name."""
+
+    def count(model, name="layer", place="layer", interceptors=interceptors):
+        def layer(call):
+            def counted(function, *args, **kwargs):
+                log.append(name)
+                return call(function, *args, **kwargs)
+
+            return counted
+
+        interceptors.add(model, place, layer)
+
+    return count
 
 
 X = torch.ones(1, 3)
@@ -79,9 +90,8 @@ X = torch.ones(1, 3)
     ],
     ids=["call", "forward", "submodule", "indexed", "method", "method of a mixin", "by keyword"],
 )
-def test_every_way_in_passes_the_layer_once(net, interceptors, enter):
-    log = []
-    interceptors.add(net, "layer", counting(log))
+def test_every_way_in_passes_the_layer_once(net, count, log, enter):
+    count(net)
     enter(net)
     assert log == ["layer"]
 
@@ -91,64 +101,58 @@ def test_every_way_in_passes_the_layer_once(net, interceptors, enter):
     [lambda net: net.train(), lambda net: net.width, lambda net: net.state_dict(), lambda net: net.helper(X)],
     ids=["train", "property", "state_dict", "staticmethod"],
 )
-def test_what_computes_nothing_is_no_way_in(net, interceptors, touch):
-    log = []
-    interceptors.add(net, "layer", counting(log))
+def test_what_computes_nothing_is_no_way_in(net, count, log, touch):
+    count(net)
     touch(net)
     assert log == []
 
 
-def test_reading_a_parametrized_weight_is_no_call(interceptors):
-    log, model = [], nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)))
-    interceptors.add(model, "layer", counting(log))
+def test_reading_a_parametrized_weight_is_no_call(count, log):
+    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)))
+    count(model)
     assert model[0].weight.shape == (3, 3)
     assert log == []
     model(X)
     assert log == ["layer"]
 
 
-def test_generator_method_is_left_alone(net, interceptors):
-    log = []
-    interceptors.add(net, "layer", counting(log))
+def test_generator_method_is_left_alone(net, count, log):
+    count(net)
     assert list(net.pieces()) == [net.encoder]
     assert log == []
 
 
-def test_other_models_of_the_same_class_are_not_touched(net, interceptors):
-    log = []
-    interceptors.add(net, "layer", counting(log))
+def test_other_models_of_the_same_class_are_not_touched(net, count, log):
+    count(net)
     Net()(X)
     nn.Linear(3, 1)(X)
     assert log == []
 
 
-def test_layers_are_nested_in_the_order_in_which_they_were_added(net, interceptors):
-    log = []
-    interceptors.add(net, "outer", counting(log, "outer"))
-    interceptors.add(net, "inner", counting(log, "inner"))
+def test_layers_are_nested_in_the_order_in_which_they_were_added(net, count, log):
+    count(net, "outer", "outer")
+    count(net, "inner", "inner")
     net(X)
     assert log == ["outer", "inner"]
 
 
-def test_layer_of_a_name_takes_the_place_of_the_one_before(net, interceptors):
-    log = []
-    interceptors.add(net, "layer", counting(log, "first"))
-    interceptors.add(net, "layer", counting(log, "second"))
+def test_layer_of_a_name_takes_the_place_of_the_one_before(net, count, log):
+    count(net, "first")
+    count(net, "second")
     net(X)
     assert log == ["second"]
 
 
-def test_next_call_is_outermost_again_after_an_exception(net, interceptors):
-    log = []
-    interceptors.add(net, "layer", counting(log))
+def test_next_call_is_outermost_again_after_an_exception(net, count, log):
+    count(net)
     with pytest.raises(RuntimeError):
         net(torch.ones(1, 99))
     net(X)
     assert log == ["layer", "layer"]
 
 
-def test_each_thread_has_its_own_outermost_call(net, interceptors):
-    log, inside, go_on = [], threading.Event(), threading.Event()
+def test_each_thread_has_its_own_outermost_call(net, count, log):
+    inside, go_on = threading.Event(), threading.Event()
 
     class Waits(nn.Module):
         def forward(self, x):
@@ -157,8 +161,8 @@ def test_each_thread_has_its_own_outermost_call(net, interceptors):
             return x
 
     waiting = Waits()
-    interceptors.add(waiting, "layer", counting(log, "waiting"))
-    interceptors.add(net, "layer", counting(log, "net"))
+    count(waiting, "waiting")
+    count(net, "net")
     thread = threading.Thread(target=waiting, args=(X,))
     thread.start()
     assert inside.wait(10)
@@ -168,64 +172,60 @@ def test_each_thread_has_its_own_outermost_call(net, interceptors):
     assert log == ["waiting", "net"]
 
 
-def test_nothing_hangs_on_the_model(net, interceptors):
-    before = {name: (type(module), dict(vars(module))) for name, module in net.named_modules()}
-    interceptors.add(net, "layer", counting([]))
-    after = {name: (type(module), dict(vars(module))) for name, module in net.named_modules()}
-    assert {name: (kind, list(attributes)) for name, (kind, attributes) in before.items()} == {
-        name: (kind, list(attributes)) for name, (kind, attributes) in after.items()
-    }
+def test_nothing_hangs_on_the_model(net, count):
+    def state():
+        return {name: (type(module), list(vars(module))) for name, module in net.named_modules()}
+
+    before = state()
+    count(net)
+    assert state() == before
     assert type(net) is Net
     assert type(net.encoder) is nn.Linear
 
 
-def test_copies_and_pickles_are_plain(net, interceptors):
-    log = []
-    interceptors.add(net, "layer", counting(log))
+def test_copies_and_pickles_are_plain(net, count, log):
+    count(net)
     for clone in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert type(clone) is Net
         clone(X)
     assert log == []
 
 
-def test_close_leaves_the_classes_as_they_were(net):
+def test_close_leaves_the_classes_as_they_were(net, interceptors, count):
     classes = (nn.Module, Net, Mixin, nn.Linear, nn.Sequential)
     before = [dict(vars(owner)) for owner in classes]
-    interceptors = CallInterceptors()
-    interceptors.add(net, "layer", counting([]))
+    count(net)
     assert "forward" in vars(Net)
     assert vars(Net)["forward"] is not before[1]["forward"]
     interceptors.close()
     assert [dict(vars(owner)) for owner in classes] == before
 
 
-def test_run_inside_a_run_has_its_own_layers_and_leaves_the_outer_ones(net, interceptors):
-    log = []
-    interceptors.add(net, "layer", counting(log, "outer run"))
+def test_run_inside_a_run_has_its_own_layers_and_leaves_the_outer_ones(net, count, log):
+    count(net, "outer run")
     inner = CallInterceptors()
-    inner.add(net, "layer", counting(log, "inner run"))
+    count(net, "inner run", interceptors=inner)
     net(X)
     inner.close()
     net(X)
     assert log == ["inner run", "outer run"]
 
 
-def test_submodule_set_up_after_its_parent_keeps_one_layer_a_call(net, interceptors):
-    log = []
-    interceptors.add(net, "layer", counting(log, "net"))
-    interceptors.add(net.encoder, "layer", counting(log, "encoder"))
+def test_submodule_set_up_after_its_parent_keeps_one_layer_a_call(net, count, log):
+    count(net, "net")
+    count(net.encoder, "encoder")
     net(X)
     net.encoder(X)
     assert log == ["net", "encoder"]
 
 
-def test_module_with_a_call_of_its_own_is_entered(interceptors):
+def test_module_with_a_call_of_its_own_is_entered(count, log):
     class Calls(nn.Module):
         def __call__(self, x):
             return x + 1
 
-    log, model = [], Calls()
-    interceptors.add(model, "layer", counting(log))
+    model = Calls()
+    count(model)
     assert model(1) == 2
     assert log == ["layer"]
 

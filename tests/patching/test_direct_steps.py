@@ -43,6 +43,14 @@ def fill(optimizer, seed, skip=()):
         parameter.grad = None if place in skip else gradient
 
 
+def step(*optimizers, seed, skip=(), **settings):
+    """Step the optimizers with the gradients of a seed, after their first group has got some settings."""
+    for each in optimizers:
+        fill(each, seed, skip)
+        each.param_groups[0].update(settings)
+        assert each.step() is None
+
+
 def values(optimizer):
     found = []
     for group in optimizer.param_groups:
@@ -71,27 +79,24 @@ def refused(monkeypatch):
     return refuse
 
 
+def by_torch():
+    """Hold a block to calling torch's own step, which is refused."""
+    return pytest.raises(AssertionError, match="torch's own step")
+
+
 @OF_EACH_KIND
 def test_steps_are_torchs_bit_for_bit_while_the_loop_changes_the_settings(kind, settings, refused):
     direct, plain = build(kind, settings), build(kind, settings)
     for seed in range(6):
-        for each in (direct, plain):
-            fill(each, seed)
-            each.param_groups[0]["lr"] = 0.01 * (seed + 1)
-        plain.step()
+        step(plain, seed=seed, lr=0.01 * (seed + 1))
     with stepped_directly(direct):
-        fill(direct, 0)
-        direct.param_groups[0]["lr"] = 0.01
-        assert direct.step() is None  # torch's own, which makes the state
+        step(direct, seed=0, lr=0.01)  # torch's own, which makes the state
         refused(kind)
         for seed in range(1, 6):
-            fill(direct, seed)
-            direct.param_groups[0]["lr"] = 0.01 * (seed + 1)
-            assert direct.step() is None
+            step(direct, seed=seed, lr=0.01 * (seed + 1))
     assert_equal(direct, plain)
-    fill(direct, 7)
-    with pytest.raises(AssertionError, match="torch's own step"):
-        direct.step()
+    with by_torch():
+        step(direct, seed=7)
 
 
 @OF_EACH_KIND
@@ -103,55 +108,43 @@ def test_groups_of_several_settings_and_missing_gradients_are_torchs_too(kind, s
 
     direct, plain = grouped(), grouped()
     skipped = ((), (1,), (2, 3), (0, 1, 2, 3))
+    for seed, skip in enumerate(skipped):
+        step(plain, seed=seed, skip=skip)
     with stepped_directly(direct):
-        for seed, skip in enumerate(skipped):
-            fill(plain, seed, skip)
-            plain.step()
-        fill(direct, 0)
-        direct.step()
+        step(direct, seed=0)
         refused(kind)
         for seed, skip in enumerate(skipped[1:], 1):
-            fill(direct, seed, skip)
-            direct.step()
+            step(direct, seed=seed, skip=skip)
     assert_equal(direct, plain)
 
 
 # torch's fused SGD raises where some momenta are missing; the fused_optimizer step adds them.
 @pytest.mark.parametrize("name", [name for name, (_, settings) in KINDS.items() if "momentum" not in settings])
 def test_parameter_whose_gradient_comes_late_is_stepped_by_torch(name):
-    kind, settings = KINDS[name]
-    direct, plain = build(kind, settings), build(kind, settings)
+    direct, plain = build(*KINDS[name]), build(*KINDS[name])
     with stepped_directly(direct):
         for seed, skip in enumerate(((0,), (0,), (), ())):
-            for each in (direct, plain):
-                fill(each, seed, skip)
-                each.step()
+            step(direct, plain, seed=seed, skip=skip)
     assert_equal(direct, plain)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"amsgrad": True},
-        {"lr": torch.tensor(0.01)},
-        {"fused": False, "foreach": True},
-        {"fused": False, "differentiable": False},
-    ],
-    ids=["amsgrad", "a tensor as lr", "foreach", "not fused"],
-)
-def test_unusual_settings_are_left_to_torch(change, refused):
-    def built():
-        return AdamW(model().parameters(), **{"lr": 0.01, "fused": True, **change})
+UNUSUAL = {
+    "amsgrad": {"amsgrad": True},
+    "a tensor as lr": {"lr": torch.tensor(0.01)},
+    "foreach": {"fused": False, "foreach": True},
+    "not fused": {"fused": False, "differentiable": False},
+}
 
-    direct, plain = built(), built()
+
+@pytest.mark.parametrize("change", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_settings_are_left_to_torch(change, refused):
+    direct, plain = (AdamW(model().parameters(), **{"lr": 0.01, "fused": True, **change}) for _ in range(2))
     with stepped_directly(direct):
         for seed in range(3):
-            for each in (direct, plain):
-                fill(each, seed)
-                each.step()
+            step(direct, plain, seed=seed)
         assert_equal(direct, plain)
         refused(AdamW)
-        with pytest.raises(AssertionError, match="torch's own step"):
+        with by_torch():
             direct.step()
 
 
@@ -163,19 +156,16 @@ def test_mixture_of_dtypes_and_a_gradient_scale_are_left_to_torch(refused):
     direct, plain = mixed(), mixed()
     with stepped_directly(direct):
         for seed in range(3):
-            for each in (direct, plain):
-                fill(each, seed)
-                each.grad_scale = torch.tensor(4.0) if seed == 2 else None
-                each.step()
+            direct.grad_scale = plain.grad_scale = torch.tensor(4.0) if seed == 2 else None
+            step(direct, plain, seed=seed)
     assert_equal(direct, plain)
     scaled = build(AdamW, {})
     with stepped_directly(scaled):
-        fill(scaled, 0)
-        scaled.step()
+        step(scaled, seed=0)
         refused(AdamW)
         scaled.step()
         scaled.found_inf = torch.tensor(1.0)
-        with pytest.raises(AssertionError, match="torch's own step"):
+        with by_torch():
             scaled.step()
 
 
@@ -214,8 +204,7 @@ def test_hooks_run_in_torchs_order_and_may_change_the_arguments(kind, settings):
 def test_closure_is_called_by_torch():
     direct = build(AdamW, {})
     with stepped_directly(direct):
-        fill(direct, 0)
-        direct.step()
+        step(direct, seed=0)
         assert direct.step(lambda: 3) == 3
         assert direct.step(closure=lambda: 4) == 4
     assert next(iter(direct.state.values()))["step"] == 3
@@ -238,8 +227,7 @@ def test_gradients_are_dropped_or_filled_with_zeros(kind, settings):
 def test_profiler_sees_torchs_labels():
     direct = build(AdamW, {})
     with stepped_directly(direct):
-        fill(direct, 0)
-        direct.step()
+        step(direct, seed=0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             direct.step()
             direct.zero_grad()
@@ -250,10 +238,9 @@ def test_profiler_sees_torchs_labels():
 def test_steps_are_torchs_while_labels_are_needed(refused):
     direct = build(AdamW, {})
     with stepped_directly(direct):
-        fill(direct, 0)
-        direct.step()
+        step(direct, seed=0)
         refused(AdamW)
-        with steps_labelled(), steps_labelled(), pytest.raises(AssertionError, match="torch's own step"):
+        with steps_labelled(), steps_labelled(), by_torch():
             direct.step()
         direct.step()
 
@@ -261,13 +248,11 @@ def test_steps_are_torchs_while_labels_are_needed(refused):
 def test_classes_are_restored_and_other_optimizers_of_a_class_are_torchs(refused):
     direct, other = build(AdamW, {}), build(AdamW, {})
     before = {kind: dict(vars(kind)) for kind in (Adam, AdamW, SGD)}
-    for each in (direct, other):
-        fill(each, 0)
-        each.step()
+    step(direct, other, seed=0)
     refused(AdamW)
     with stepped_directly(direct), stepped_directly(direct):
         direct.step()
-        with pytest.raises(AssertionError, match="torch's own step"):
+        with by_torch():
             other.step()
         assert type(direct) is AdamW
         assert set(vars(direct)) == set(vars(other))
@@ -275,7 +260,7 @@ def test_classes_are_restored_and_other_optimizers_of_a_class_are_torchs(refused
         twin = copy.deepcopy(direct)
         build(AdamW, {})  # torch looks whether the class is wrapped already
     assert {kind: dict(vars(kind)) for kind in (Adam, AdamW, SGD)} == before
-    with pytest.raises(AssertionError, match="torch's own step"):
+    with by_torch():
         twin.step()
 
 
@@ -285,9 +270,8 @@ def test_both_classes_of_a_family_can_be_direct_and_hooks_run_once():
     with stepped_directly(adam), stepped_directly(adamw):
         for each in (adam, adamw):
             each.register_step_pre_hook(lambda *given: counted.append(1))
-            for seed in range(3):  # the first is torch's own
-                fill(each, seed)
-                each.step()
+        for seed in range(3):  # the first is torch's own
+            step(adam, adamw, seed=seed)
     assert len(counted) == 6
 
 
@@ -296,17 +280,17 @@ def test_scheduler_knows_of_the_step(is_built_before, recwarn):
     direct, plain = build(SGD, {"lr": 1.0}), build(SGD, {"lr": 1.0})
     of_plain = StepLR(plain, 1)
     scheduler = StepLR(direct, 1) if is_built_before else None
+
+    def step_both(seed):
+        step(direct, plain, seed=seed)
+        scheduler.step()
+        of_plain.step()
+
     with stepped_directly(direct):
         scheduler = scheduler or StepLR(direct, 1)
         for seed in range(3):
-            for optimizer, each in ((direct, scheduler), (plain, of_plain)):
-                fill(optimizer, seed)
-                optimizer.step()
-                each.step()
-    for optimizer, each in ((direct, scheduler), (plain, of_plain)):  # also when the run has ended
-        fill(optimizer, 4)
-        optimizer.step()
-        each.step()
+            step_both(seed)
+    step_both(4)  # also when the run has ended
     assert_equal(direct, plain)
     assert not recwarn.list
 
@@ -315,16 +299,12 @@ def test_state_that_is_loaded_is_the_one_that_is_stepped():
     direct, plain = build(AdamW, {}), build(AdamW, {})
     with stepped_directly(direct):
         for seed in range(3):
-            for each in (direct, plain):
-                fill(each, seed)
-                each.step()
+            step(direct, plain, seed=seed)
         saved = copy.deepcopy(plain.state_dict())
+        step(direct, plain, seed=3)
         for each in (direct, plain):
-            fill(each, 3)
-            each.step()
             each.load_state_dict(copy.deepcopy(saved))
-            fill(each, 4)
-            each.step()
+        step(direct, plain, seed=4)
     assert_equal(direct, plain)
 
 
@@ -342,8 +322,7 @@ def test_step_that_somebody_else_has_wrapped_is_left_alone(monkeypatch):
     with stepped_directly(direct):
         assert AdamW.step is wrapped
         for seed in range(2):
-            fill(direct, seed)
-            direct.step()
+            step(direct, seed=seed)
     assert len(calls) == 2
 
 
@@ -354,6 +333,5 @@ def test_compiled_loop_traces_torchs_own_step():
         for seed in range(2):
             fill(direct, seed)
             compiled()
-            fill(plain, seed)
-            plain.step()
+            step(plain, seed=seed)
     assert_equal(direct, plain)

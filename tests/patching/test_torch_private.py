@@ -11,112 +11,50 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from nano_loop import disable_casts
+from nano_loop.patching import torch_private as private
 from nano_loop.patching.operators.operators import overridden
-from nano_loop.patching.torch_private import (
-    FILE_CLASSES,
-    FLASH_ATTENTION,
-    INNER_CONVOLUTION,
-    SPARSE_PRODUCTS,
-    TENSOR_HOOKS,
-    TorchDispatchMode,
-    as_without_autocast_kernel,
-    base_of,
-    below_autocast,
-    below_torch_functions,
-    bytes_of,
-    call_compiled,
-    calls_only_forward,
-    compile_call,
-    compile_context,
-    compiled_call,
-    constant_when_traced,
-    current_node_number,
-    direct_parameters,
-    foreach_add,
-    foreach_copy,
-    foreach_divide,
-    foreach_increment,
-    foreach_multiply,
-    forget_compiled,
-    forget_empty_hooks,
-    forget_fused_check,
-    forget_group_count,
-    fused_adam,
-    fused_check_pending,
-    fused_sgd,
-    graph_pass,
-    graph_task,
-    has_hooks,
-    has_tensor_hooks,
-    hooks_after_step,
-    hooks_before_step,
-    image_preset,
-    in_backward,
-    in_functorch,
-    in_mode_of_others,
-    is_compiled,
-    is_loss,
-    is_profiling,
-    is_watched_by_scheduler,
-    kept_iterator,
-    mode_options,
-    next_node_number,
-    own_iterator,
-    plain_call,
-    put_back_signal_handlers,
-    queue_callback,
-    reaches,
-    shared_storage,
-    softmax_backward,
-    stop_kept_workers,
-    uncompiled,
-    unhooked_step,
-    version,
-    with_parameters,
-    without_kept_iterator,
-)
 
 
 def test_operators_without_a_public_name_are_there():
-    assert FLASH_ATTENTION.default.name() == "aten::_scaled_dot_product_flash_attention_for_cpu"
-    for name in (INNER_CONVOLUTION, *SPARSE_PRODUCTS):
+    assert private.FLASH_ATTENTION.default.name() == "aten::_scaled_dot_product_flash_attention_for_cpu"
+    for name in (private.INNER_CONVOLUTION, *private.SPARSE_PRODUCTS):
         packet, _, overload = name.partition(".")
         assert getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def test_parameters_of_a_layer_are_read_and_replaced_in_a_twin():
     layer = nn.Linear(2, 2, bias=False)
-    assert direct_parameters(layer) == {"weight": layer.weight, "bias": None}
+    assert private.direct_parameters(layer) == {"weight": layer.weight, "bias": None}
     weight = nn.Parameter(torch.zeros(2, 2))
-    twin = with_parameters(layer, {"weight": weight, "bias": None})
+    twin = private.with_parameters(layer, {"weight": weight, "bias": None})
     assert (type(twin), twin.weight is weight, layer.weight is weight) == (nn.Linear, True, False)
 
 
 def test_hooks_of_a_tensor_are_seen():
     tensor = torch.zeros(1, requires_grad=True)
-    assert not has_tensor_hooks(tensor)
+    assert not private.has_tensor_hooks(tensor)
     tensor.register_hook(print)
-    assert has_tensor_hooks(tensor)
+    assert private.has_tensor_hooks(tensor)
 
 
 def test_preset_of_torchvision_is_that_of_its_weights():
     models = pytest.importorskip("torchvision.models")
-    assert models.ResNet18_Weights.DEFAULT.transforms.func is image_preset()
+    assert models.ResNet18_Weights.DEFAULT.transforms.func is private.image_preset()
 
 
 def test_trainer_puts_its_signal_handlers_back():
     trainer = Mock()
-    put_back_signal_handlers(trainer)
+    private.put_back_signal_handlers(trainer)
     trainer._signal_connector.teardown.assert_called_once_with()
-    put_back_signal_handlers(None)
+    private.put_back_signal_handlers(None)
 
 
 def test_compiled_models_are_told_from_others():
     model = nn.Linear(2, 2)
-    assert not is_compiled(model)
-    assert is_compiled(torch.compile(model, backend="eager"))
+    assert not private.is_compiled(model)
+    assert private.is_compiled(torch.compile(model, backend="eager"))
     model.compile(backend="eager")
-    assert is_compiled(model)
+    assert private.is_compiled(model)
 
 
 def test_function_is_marked_as_the_public_decorator_marks_it():
@@ -125,37 +63,37 @@ def test_function_is_marked_as_the_public_decorator_marks_it():
     def theirs(): ...
 
     torch.compiler.assume_constant_result(theirs)
-    assert vars(constant_when_traced(ours)) == vars(theirs) != {}
+    assert vars(private.constant_when_traced(ours)) == vars(theirs) != {}
 
 
 def test_compiling_can_be_taken_back():
     model = nn.Linear(2, 2)
     before = dict(vars(model))
     model.compile(backend="eager")
-    forget_compiled(model)
-    assert not is_compiled(model)
+    private.forget_compiled(model)
+    assert not private.is_compiled(model)
     assert vars(model).keys() - before.keys() <= {"_compiled_call_impl"}
 
 
 def test_modules_call_a_function_that_was_compiled_for_them_until_it_is_taken_back():
     model = nn.Linear(2, 2)
-    call_compiled(model, lambda module, x: plain_call(module, x) + 1)
-    assert is_compiled(model)
+    private.call_compiled(model, lambda module, x: private.plain_call(module, x) + 1)
+    assert private.is_compiled(model)
     compiled = model(torch.ones(2))
-    forget_compiled(model)
+    private.forget_compiled(model)
     assert torch.equal(compiled, model(torch.ones(2)) + 1)
 
 
 def test_modes_of_torch_compile_are_options():
-    assert mode_options(None, None) == mode_options("default", None) == {}
-    assert mode_options("max-autotune-no-cudagraphs", None)["max_autotune"] is True
+    assert private.mode_options(None, None) == private.mode_options("default", None) == {}
+    assert private.mode_options("max-autotune-no-cudagraphs", None)["max_autotune"] is True
 
 
 def test_pass_over_graphs_is_one_that_inductor_caches():
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     seen = []
-    made = graph_pass(seen.append, lambda: "identity")
+    made = private.graph_pass(seen.append, lambda: "identity")
     made(torch.fx.Graph())
     assert len(seen) == 1
     assert isinstance(made, CustomGraphPass)
@@ -165,17 +103,17 @@ def test_pass_over_graphs_is_one_that_inductor_caches():
 
 def test_backward_is_told_from_forward():
     seen, x = [], torch.ones(1, requires_grad=True)
-    x.register_hook(lambda gradient: seen.append(in_backward()))
+    x.register_hook(lambda gradient: seen.append(private.in_backward()))
     x.sum().backward()
-    assert (seen, in_backward()) == ([True], False)
+    assert (seen, private.in_backward()) == ([True], False)
 
 
 def test_backwards_are_numbered():
     seen, x = [], torch.ones(1, requires_grad=True)
-    x.register_hook(lambda gradient: seen.append(graph_task()))
+    x.register_hook(lambda gradient: seen.append(private.graph_task()))
     x.sum().backward()
     x.sum().backward()
-    assert graph_task() == -1
+    assert private.graph_task() == -1
     assert -1 not in seen
     assert len(set(seen)) == 2
 
@@ -187,7 +125,7 @@ def test_callback_runs_before_backward_returns_and_may_raise():
         seen.append(x.grad.clone())
         raise ValueError("from the callback")
 
-    x.register_hook(lambda gradient: queue_callback(callback))
+    x.register_hook(lambda gradient: private.queue_callback(callback))
     with pytest.raises(ValueError, match="from the callback"):
         x.sum().backward()
     assert seen == [torch.ones(1)]
@@ -198,41 +136,41 @@ def test_dict_of_hooks_goes_when_it_is_empty_and_only_then():
     assert x._post_accumulate_grad_hooks is None
     ours, users = (x.register_post_accumulate_grad_hook(lambda parameter: None) for _ in range(2))
     ours.remove()
-    forget_empty_hooks(x)
+    private.forget_empty_hooks(x)
     assert len(x._post_accumulate_grad_hooks) == 1
     users.remove()
-    forget_empty_hooks(x)
+    private.forget_empty_hooks(x)
     assert x._post_accumulate_grad_hooks is None
 
 
 def test_transforms_are_told_from_plain_calls():
     seen = []
-    torch.func.grad(lambda x: seen.append(in_functorch()) or x.sum())(torch.ones(1))
-    assert (seen, in_functorch()) == ([True], False)
+    torch.func.grad(lambda x: seen.append(private.in_functorch()) or x.sum())(torch.ones(1))
+    assert (seen, private.in_functorch()) == ([True], False)
 
 
 def test_no_mode_of_torch_functions_sees_what_is_below_them():
     bf16 = torch.ones(2, dtype=torch.bfloat16)
     with disable_casts():
-        with below_torch_functions():
+        with private.below_torch_functions():
             assert (bf16 + bf16).dtype is torch.bfloat16
         assert (bf16 + bf16).dtype is torch.float32
 
 
 def test_changes_in_place_are_counted_outside_of_inference_mode():
     tensor = torch.ones(1)
-    before = version(tensor)
+    before = private.version(tensor)
     tensor.add_(1)
-    assert version(tensor) == before + 1
+    assert private.version(tensor) == before + 1
     with torch.inference_mode():
-        assert version(torch.ones(1)) == 0
+        assert private.version(torch.ones(1)) == 0
 
 
 def test_gradient_of_a_softmax_is_autograds():
     x = torch.rand(2, 5, requires_grad=True)
     gradient = torch.rand(2, 5)
     (expected,) = torch.autograd.grad(x.softmax(-1), x, gradient)
-    torch.testing.assert_close(softmax_backward(gradient, x.softmax(-1).detach()), expected)
+    torch.testing.assert_close(private.softmax_backward(gradient, x.softmax(-1).detach()), expected)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
@@ -240,12 +178,12 @@ def test_first_fused_step_leaves_a_mark_that_can_be_removed(kind):
     weight = nn.Parameter(torch.ones(2))
     optimizer = kind([weight], lr=0.1)
     before = set(vars(optimizer))
-    assert fused_check_pending(optimizer)
+    assert private.fused_check_pending(optimizer)
     optimizer.param_groups[0]["fused"] = True
     weight.sum().backward()
     optimizer.step()
-    assert not fused_check_pending(optimizer)
-    forget_fused_check(optimizer)
+    assert not private.fused_check_pending(optimizer)
+    private.forget_fused_check(optimizer)
     assert set(vars(optimizer)) == before
 
 
@@ -258,25 +196,25 @@ def test_step_of_an_optimizer_can_be_taken_apart():
         optimizer.register_step_post_hook(last),
         register_optimizer_step_pre_hook(of_all),
     ]
-    assert list(hooks_before_step(optimizer)) == [of_all, first]
-    assert list(hooks_after_step(optimizer)) == [last]
+    assert list(private.hooks_before_step(optimizer)) == [of_all, first]
+    assert list(private.hooks_after_step(optimizer)) == [last]
     weight.grad = torch.ones(3)
-    body = unhooked_step(torch.optim.SGD.step)
+    body = private.unhooked_step(torch.optim.SGD.step)
     body(optimizer)
     for handle in handles:
         handle.remove()
     assert torch.equal(weight.detach(), torch.full((3,), 0.5))
     assert not first.called
     assert not last.called
-    assert unhooked_step(body) is None
-    assert unhooked_step(lambda self: None) is None
+    assert private.unhooked_step(body) is None
+    assert private.unhooked_step(lambda self: None) is None
 
 
 def test_running_profiler_is_seen():
-    assert not is_profiling()
+    assert not private.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert is_profiling()
-    assert not is_profiling()
+        assert private.is_profiling()
+    assert not private.is_profiling()
 
 
 @pytest.mark.parametrize("is_decoupled", [True, False])
@@ -289,14 +227,14 @@ def test_fused_kernels_are_those_of_the_optimizers(is_decoupled):
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
     for _ in range(2):
         optimizer.step()
-        foreach_increment([counter])
-        fused_adam([ours], [weight.grad], [mean], [square], [counter], is_decoupled=is_decoupled, **numbers)
+        private.foreach_increment([counter])
+        private.fused_adam([ours], [weight.grad], [mean], [square], [counter], is_decoupled=is_decoupled, **numbers)
     assert torch.equal(ours, weight.detach())
     assert torch.equal(counter, torch.tensor(2.0))
     momentum = torch.ones(3)
     numbers = {"lr": 0.5, "momentum": 0.5, "weight_decay": 0, "dampening": 0, "nesterov": False, "maximize": False}
     ours = torch.ones(3)
-    fused_sgd([ours], [torch.ones(3)], [momentum], **numbers)
+    private.fused_sgd([ours], [torch.ones(3)], [momentum], **numbers)
     assert torch.equal(momentum, torch.full((3,), 1.5))
     assert torch.equal(ours, torch.full((3,), 0.25))
 
@@ -306,15 +244,15 @@ def test_hooks_of_optimizers_come_with_their_init():
         def __init__(self):
             pass
 
-    assert has_hooks(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-    assert not has_hooks(Bare())
+    assert private.has_hooks(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    assert not private.has_hooks(Bare())
 
 
 def test_operators_below_autocast_are_not_cast():
     x = torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert (x @ x).dtype is torch.bfloat16
-        with below_autocast():
+        with private.below_autocast():
             assert (x @ x).dtype is torch.float32
 
 
@@ -322,7 +260,7 @@ def test_operator_can_be_called_as_without_a_kernel_for_autocast():
     seen = []
 
     def relu(keys, x):
-        seen.append(as_without_autocast_kernel(torch.ops.aten.relu.default, keys, x))
+        seen.append(private.as_without_autocast_kernel(torch.ops.aten.relu.default, keys, x))
         return seen[-1]
 
     with overridden("relu", lambda _: relu, "AutocastCPU"), torch.autocast("cpu", torch.bfloat16):
@@ -332,46 +270,46 @@ def test_operator_can_be_called_as_without_a_kernel_for_autocast():
 
 
 def test_losses_are_told_from_models():
-    assert is_loss(nn.CrossEntropyLoss())
-    assert is_loss(nn.MSELoss())
-    assert is_loss(nn.TripletMarginLoss())
-    assert not is_loss(nn.ReLU())
+    assert private.is_loss(nn.CrossEntropyLoss())
+    assert private.is_loss(nn.MSELoss())
+    assert private.is_loss(nn.TripletMarginLoss())
+    assert not private.is_loss(nn.ReLU())
 
 
 def test_hooks_of_tensors_are_called_so():
     tensor = torch.ones(1, requires_grad=True)
-    assert [getattr(tensor, name) for name in TENSOR_HOOKS] == [None, None]
+    assert [getattr(tensor, name) for name in private.TENSOR_HOOKS] == [None, None]
     tensor.register_hook(print)
     tensor.register_post_accumulate_grad_hook(print)
-    assert [[*getattr(tensor, name).values()] for name in TENSOR_HOOKS] == [[print], [print]]
+    assert [[*getattr(tensor, name).values()] for name in private.TENSOR_HOOKS] == [[print], [print]]
 
 
 def test_loader_keeps_its_iterator_and_ends_its_workers():
     loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
-    assert kept_iterator(loader) is None
+    assert private.kept_iterator(loader) is None
     assert [int(each) for each in loader] == [1, 2]
-    iterator = kept_iterator(loader)
+    iterator = private.kept_iterator(loader)
     assert iterator is not None
-    assert own_iterator(loader) == {"_iterator": iterator}
-    assert without_kept_iterator(vars(loader)) == {**vars(loader), "_iterator": None}
+    assert private.own_iterator(loader) == {"_iterator": iterator}
+    assert private.without_kept_iterator(vars(loader)) == {**vars(loader), "_iterator": None}
     (process,) = torch.multiprocessing.active_children()
-    stop_kept_workers(loader)
-    assert kept_iterator(loader) is None
+    private.stop_kept_workers(loader)
+    assert private.kept_iterator(loader) is None
     process.join(10)
     assert process.exitcode is not None
 
 
 def test_step_that_a_scheduler_watches_is_told_from_others():
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
-    assert not is_watched_by_scheduler(optimizer.step)
+    assert not private.is_watched_by_scheduler(optimizer.step)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert is_watched_by_scheduler(vars(optimizer)["step"])
+    assert private.is_watched_by_scheduler(vars(optimizer)["step"])
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_bytes_of_a_typed_storage_are_its_memory():
     tensor = torch.arange(3.0)
-    assert bytes_of(tensor.storage()).data_ptr() == tensor.data_ptr()
+    assert private.bytes_of(tensor.storage()).data_ptr() == tensor.data_ptr()
 
 
 def test_compiled_functions_are_found_and_compiled_again():
@@ -379,17 +317,17 @@ def test_compiled_functions_are_found_and_compiled_again():
         return 2 * x
 
     compiled = torch.compile(double, backend="eager")
-    assert compile_context(double) is None
-    assert uncompiled(compiled) is double
-    assert compile_context(compiled)(double)(torch.ones(1)) == 2
+    assert private.compile_context(double) is None
+    assert private.uncompiled(compiled) is double
+    assert private.compile_context(compiled)(double)(torch.ones(1)) == 2
 
 
 def test_call_of_a_module_is_compiled_by_the_context_of_another():
     one, other = nn.Linear(1, 1), nn.Linear(1, 1)
-    assert compiled_call(one) is None
+    assert private.compiled_call(one) is None
     one.compile(backend="eager")
-    compile_call(other, compile_context(compiled_call(one)))
-    assert is_compiled(other)
+    private.compile_call(other, private.compile_context(private.compiled_call(one)))
+    assert private.is_compiled(other)
     assert other(torch.ones(1, 1)).shape == (1, 1)
 
 
@@ -403,24 +341,24 @@ def test_autograd_nodes_are_numbered_as_they_are_made_and_known_in_their_backwar
 
         @staticmethod
         def backward(ctx, gradient):
-            seen.append(current_node_number())
+            seen.append(private.current_node_number())
             return gradient
 
     x = torch.ones(1, requires_grad=True)
-    first = next_node_number()
+    first = private.next_node_number()
     out = Noting.apply(x)
-    assert next_node_number() == first + 1
-    assert current_node_number() is None
+    assert private.next_node_number() == first + 1
+    assert private.current_node_number() is None
     out.backward()
     assert seen == [first]
-    assert current_node_number() is None
+    assert private.current_node_number() is None
 
 
 def test_tensors_are_copied_in_groups_of_any_layouts_and_dtypes():
     targets = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(3, 2).t()]
     targets += [torch.zeros(2, dtype=torch.complex64).conj(), torch.zeros(2, dtype=torch.complex64).conj().imag]
     sources = [torch.rand(3, 2).t(), torch.rand(4), torch.rand(2, 3), torch.rand(2) * 1j, torch.rand(2)]
-    foreach_copy(targets, sources)
+    private.foreach_copy(targets, sources)
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source.to(target.dtype))
 
@@ -432,9 +370,9 @@ def test_tensors_are_added_and_scaled_in_groups(lazy):
         return [*both, torch.full((2,), -3j).conj().imag] if lazy else both
 
     for change, expected in (
-        (lambda each: foreach_add(each, [torch.ones_like(one) for one in each]), (2, 3, 4)),
-        (lambda each: foreach_multiply(each, 3), (3, 6, 9)),
-        (lambda each: foreach_divide(each, 2), (0.5, 1, 1.5)),
+        (lambda each: private.foreach_add(each, [torch.ones_like(one) for one in each]), (2, 3, 4)),
+        (lambda each: private.foreach_multiply(each, 3), (3, 6, 9)),
+        (lambda each: private.foreach_divide(each, 2), (0.5, 1, 1.5)),
     ):
         targets = tensors()
         change(targets)
@@ -447,7 +385,7 @@ def test_groups_are_numbered_from_0_again(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     with pytest.raises(RuntimeError):  # there is no such rank
         torch.distributed.init_process_group("gloo", store=store, rank=1, world_size=1)
-    forget_group_count()
+    private.forget_group_count()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         assert torch.distributed.group.WORLD.group_name == "0"
@@ -456,7 +394,7 @@ def test_groups_are_numbered_from_0_again(tmp_path):
 
 
 def test_torch_opens_files_by_the_named_classes(tmp_path, monkeypatch):
-    module, writer, reader = FILE_CLASSES
+    module, writer, reader = private.FILE_CLASSES
     saved, opened = tmp_path / "saved.pt", []
     for name in (writer, reader):
         original = getattr(sys.modules[module], name)
@@ -471,7 +409,7 @@ def test_torch_opens_files_by_the_named_classes(tmp_path, monkeypatch):
 
 
 def test_dispatch_mode_sees_operators_below_autocast():
-    class Noting(TorchDispatchMode):
+    class Noting(private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append((func.overloadpacket, getattr(args[-1], "dtype", None)))
             return func(*args, **(kwargs or {}))
@@ -487,7 +425,7 @@ def test_hooks_and_compiled_calls_of_a_module_are_seen():
         return None
 
     module = torch.nn.Linear(2, 2)
-    assert calls_only_forward(module)
+    assert private.calls_only_forward(module)
     for register in (
         module.register_forward_hook,
         module.register_forward_pre_hook,
@@ -495,38 +433,38 @@ def test_hooks_and_compiled_calls_of_a_module_are_seen():
         module.register_full_backward_pre_hook,
     ):
         handle = register(hook)
-        assert not calls_only_forward(module)
+        assert not private.calls_only_forward(module)
         handle.remove()
     module.compile(backend="eager")
-    assert not calls_only_forward(module)
+    assert not private.calls_only_forward(module)
 
 
 def test_base_of_a_view_is_the_whole_tensor():
     tensor = torch.ones(2, 3)
-    assert base_of(tensor.view(-1)[1:]) is tensor
-    assert base_of(tensor) is tensor
+    assert private.base_of(tensor.view(-1)[1:]) is tensor
+    assert private.base_of(tensor) is tensor
 
 
 def test_modes_of_others_are_known():
-    class Theirs(TorchDispatchMode):
+    class Theirs(private.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            found.append(in_mode_of_others())  # while it runs, it does not see its own operators
+            found.append(private.in_mode_of_others())  # while it runs, it does not see its own operators
             return function(*args, **(kwargs or {}))
 
     class Ours(Theirs):
         __module__ = "nano_loop.of_this_test"
 
     found = []
-    assert not in_mode_of_others()
+    assert not private.in_mode_of_others()
     with Ours():
-        assert not in_mode_of_others()
+        assert not private.in_mode_of_others()
         with Theirs():
-            assert in_mode_of_others()
-    assert not in_mode_of_others()
+            assert private.in_mode_of_others()
+    assert not private.in_mode_of_others()
 
 
 def test_shared_storage_is_of_processes():
-    storage = shared_storage(64)
+    storage = private.shared_storage(64)
     assert storage.is_shared()
     assert storage.nbytes() == 64
 
@@ -535,7 +473,7 @@ def test_leaf_is_reached_by_the_backward_that_does_not_say_what_to_reach():
     seen = []
     weight, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     middle = weight * other
-    middle.register_hook(lambda gradient: seen.append(reaches(middle.grad_fn.next_functions[1][0])))
+    middle.register_hook(lambda gradient: seen.append(private.reaches(middle.grad_fn.next_functions[1][0])))
     out = middle.sum()
     out.backward(retain_graph=True)
     assert seen == [True]

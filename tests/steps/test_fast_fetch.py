@@ -1,6 +1,5 @@
 """Batches are the default loader's, bit for bit and in its order, and its random draws are made."""
 
-import pickle
 from contextlib import contextmanager
 
 import numpy as np
@@ -181,17 +180,6 @@ def test_collate_fn_put_on_the_loader_in_the_loop_is_obeyed(step, dataset):
     assert torch.equal(next(iter(loader))[1], torch.arange(4))
 
 
-def test_loader_keeps_its_class_attributes_and_pickles_plain(step, dataset):
-    loader = DataLoader(dataset, batch_size=4)
-    before = dict(vars(loader))
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
-    assert type(loader) is DataLoader
-    assert vars(loader) == before
-    assert loader.dataset is dataset
-    assert len(loader) == 6
-    assert isinstance(pickle.loads(pickle.dumps(loader)).dataset, TensorDataset)
-
-
 def test_loader_set_up_twice_and_in_a_run_within_a_run_is_fast_until_the_last_has_ended(step, dataset):
     loader = DataLoader(dataset, batch_size=4)
     outer, inner = step(FastFetch), step(FastFetch)
@@ -203,17 +191,6 @@ def test_loader_set_up_twice_and_in_a_run_within_a_run_is_fast_until_the_last_ha
     outer.undo()
     with only_whole_batches(), pytest.raises(AssertionError, match="one by one"):
         next(iter(loader))
-
-
-def test_subclass_with_an_iter_of_its_own_still_has_it(step, dataset):
-    class Doubles(DataLoader):
-        def __iter__(self):
-            for batch in super().__iter__():
-                yield from (batch, batch)
-
-    loader = Doubles(dataset, batch_size=4)
-    step(FastFetch).apply(TrainingObjects(loaders=[loader]))
-    assert len(list(loader)) == 12
 
 
 def test_tensors_replaced_in_the_dataset_are_seen(step, dataset):
@@ -230,14 +207,3 @@ def test_writing_into_a_batch_does_not_reach_the_dataset(step, dataset):
     for batch in loader:
         batch[0].zero_()
     assert torch.equal(dataset.tensors[0], before)
-
-
-def test_undoing_leaves_no_trace(step, dataset):
-    before = dict(vars(DataLoader))
-    loader = DataLoader(dataset, batch_size=4)
-    made = step(FastFetch)
-    made.apply(TrainingObjects(loaders=[loader]))
-    made.undo()
-    assert dict(vars(DataLoader)) == before
-    with only_whole_batches(), pytest.raises(AssertionError, match="one by one"):
-        next(iter(loader))

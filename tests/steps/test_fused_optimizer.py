@@ -37,23 +37,6 @@ def test_kernel_is_switched_on_and_off_again(step, kind):
     assert flags(given.optimizers[0]) == [(None, None)]
 
 
-@pytest.mark.parametrize("kind", SWITCHED.values(), ids=SWITCHED)
-def test_updates_are_those_of_the_plain_optimizer(step, kind):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    twin = copy.deepcopy(model)
-    plain = kind(twin.parameters(), lr=0.1, weight_decay=0.01)
-    given = parts(kind, model, weight_decay=0.01)
-    step(FusedOptimizer).apply(given)
-    for _ in range(5):
-        x = torch.rand(4, 3)
-        for each, optimizer in ((model, given.optimizers[0]), (twin, plain)):
-            optimizer.zero_grad()
-            each(x).square().sum().backward()
-            optimizer.step()
-    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
-
-
 class OwnStep(torch.optim.SGD):
     def step(self, closure=None):
         return super().step(closure)
@@ -155,17 +138,6 @@ def test_groups_are_switched_one_by_one(step):
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "foreach": True}], lr=0.1)
     step(FusedOptimizer).apply(TrainingObjects([model], [optimizer]))
     assert flags(optimizer) == [(True, False), (None, True)]
-
-
-def test_group_added_in_the_loop_is_stepped_too(step):
-    frozen, model = nn.Linear(3, 3), nn.Linear(3, 2)
-    given = parts(torch.optim.SGD, model)
-    step(FusedOptimizer).apply(given)
-    given.optimizers[0].add_param_group({"params": list(frozen.parameters())})
-    before = frozen.weight.detach().clone()
-    model(frozen(torch.ones(1, 3))).sum().backward()
-    given.optimizers[0].step()
-    assert not torch.equal(before, frozen.weight)
 
 
 def test_checkpoint_shows_the_users_flags_and_loading_one_switches_again(step):

@@ -57,6 +57,21 @@ def at_step(optimizer, step):
     optimizer.load_state_dict(state)
 
 
+@pytest.fixture
+def ramped(of_four):
+    """Make an optimizer of one of four ranks that has taken some steps; return it, its weight and the step."""
+
+    def make(taken=1000, lr=0.5, kind=torch.optim.SGD, **options):
+        one = weight()
+        optimizer = kind([one], lr=lr, **options)
+        made = of_four(optimizer)
+        if taken is not None:
+            at_step(optimizer, taken)
+        return optimizer, one, made
+
+    return make
+
+
 def test_it_is_for_several_ranks_that_want_it(step):
     assert step(LearningRate, ranks=FOUR).enabled
     assert not step(LearningRate, ranks=FOUR, auto_lr=False).enabled
@@ -65,11 +80,8 @@ def test_it_is_for_several_ranks_that_want_it(step):
 
 
 @pytest.mark.parametrize(("taken", "ratio"), [(0, 1), (1, 1.003), (500, 2.5), (999, 3.997), (1000, 4), (5000, 4)])
-def test_ratio_grows_from_one_to_the_number_of_ranks(of_four, taken, ratio):
-    one = weight()
-    optimizer = torch.optim.SGD([one], lr=0.5)
-    of_four(optimizer)
-    at_step(optimizer, taken)
+def test_ratio_grows_from_one_to_the_number_of_ranks(ramped, taken, ratio):
+    optimizer, one, _ = ramped(taken)
     assert moved(optimizer, one) == pytest.approx(0.5 * ratio)
     assert optimizer.param_groups[0]["lr"] == 0.5
 
@@ -81,11 +93,9 @@ def test_report_says_how_far_and_how_long(step):
     assert made.apply(given) == "ramps to 2× over 1,000 steps (auto_lr)"
 
 
-def test_first_step_is_the_users_to_the_bit_and_each_step_counts(of_four, monkeypatch):
+def test_first_step_is_the_users_to_the_bit_and_each_step_counts(ramped, monkeypatch):
     monkeypatch.setattr(learning_rate, "WARM_UP", 2)
-    one = weight()
-    optimizer = torch.optim.SGD([one], lr=0.5)
-    made = of_four(optimizer)
+    optimizer, one, made = ramped(None)
     made.apply(TrainingObjects(optimizers=[optimizer]))  # set up again: no second ramp
     assert [moved(optimizer, one) for _ in range(4)] == [0.5, 0.5 * 2.5, 2.0, 2.0]
 
@@ -149,11 +159,8 @@ def test_schedulers_see_what_they_would_see_without_it(of_four, name, built_firs
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": False}])
-def test_tensor_stays_the_same_object_and_value(of_four, options):
-    one, lr = weight(), torch.tensor(0.5)
-    optimizer = torch.optim.Adam([one], lr=lr, **options)
-    of_four(optimizer)
-    at_step(optimizer, 1000)
+def test_tensor_stays_the_same_object_and_value(ramped, options):
+    optimizer, one, _ = ramped(lr=torch.tensor(0.5), kind=torch.optim.Adam, **options)
     lr = optimizer.param_groups[0]["lr"]  # load_state_dict copies it
     assert moved(optimizer, one) == pytest.approx(2.0, rel=1e-5)
     assert optimizer.param_groups[0]["lr"] is lr
@@ -170,54 +177,35 @@ def test_fused_kernels_take_the_scaled_rate(step, of_four):
     assert moved(optimizer, one) == 2.0
 
 
-def test_closure_sees_the_users_rate(of_four):
-    one = weight()
-    optimizer = torch.optim.SGD([one], lr=0.5)
-    of_four(optimizer)
-    at_step(optimizer, 1000)
-    seen = []
+def test_closure_sees_the_users_rate_and_one_that_it_sets_is_scaled_and_stays(ramped):
+    optimizer, one, _ = ramped()
+    rates = [0.5, 0.5, 0.25]
 
     def closure():
         seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["lr"] = rates[len(seen) - 1]
         one.grad = torch.ones(())
         return 7.0
 
+    seen = []
     assert optimizer.step(closure) == 7.0
     assert optimizer.step(closure=closure) == 7.0
-    assert seen == [0.5, 0.5]
     assert one.item() == -4.0
-
-
-def test_rate_that_the_closure_sets_is_scaled_and_stays(of_four):
-    one = weight()
-    optimizer = torch.optim.SGD([one], lr=0.5)
-    of_four(optimizer)
-    at_step(optimizer, 1000)
-
-    def closure():
-        optimizer.param_groups[0]["lr"] = 0.25
-        one.grad = torch.ones(())
-
     optimizer.step(closure)
-    assert one.item() == -1.0
+    assert one.item() == -5.0
+    assert seen == [0.5, 0.5, 0.5]
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_rate_that_the_step_itself_sets_stays(of_four):
+def test_rate_that_the_step_itself_sets_stays(ramped):
     class Decays(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
             self.param_groups[0]["lr"] = 0.25
 
-    optimizer = Decays([weight()], lr=0.5)
-    of_four(optimizer)
-    at_step(optimizer, 1000)
+    optimizer, *_ = ramped(kind=Decays)
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-def fail():
-    raise ValueError("in the closure")
 
 
 class Fails(torch.optim.SGD):
@@ -232,33 +220,29 @@ class Fails(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_step_that_raises_neither_counts_nor_scales_twice(of_four, monkeypatch):
+def test_step_that_raises_neither_counts_nor_scales_twice(ramped, monkeypatch):
     monkeypatch.setattr(learning_rate, "WARM_UP", 1)
-    one = weight()
-    optimizer = Fails([one], lr=0.5)
-    made = of_four(optimizer)
-    at_step(optimizer, 1)
-    with pytest.raises(ValueError, match="in the step"):
-        optimizer.step()
-    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
-    assert optimizer.state_dict()["param_groups"][0]["auto_lr_step"] == 1
-    optimizer.failed = False
-    with pytest.raises(ValueError, match="in the step"):
-        optimizer.step()
+    optimizer, one, made = ramped(1, kind=Fails)
+
+    def fail():
+        optimizer.failed = False
+        with pytest.raises(ValueError, match="in the step"):
+            optimizer.step()
+
+    fail()
+    group = optimizer.state_dict()["param_groups"][0]
+    assert (group["lr"], group["auto_lr_step"]) == (0.5, 1)
+    fail()
     assert moved(optimizer, one) == 2.0
-    optimizer.failed = False
-    with pytest.raises(ValueError, match="in the step"):
-        optimizer.step()
+    fail()
     made.undo()
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_closure_that_raises_leaves_the_users_rate(of_four):
-    optimizer = torch.optim.SGD([weight()], lr=0.5)
-    of_four(optimizer)
-    at_step(optimizer, 1000)
-    with pytest.raises(ValueError, match="in the closure"):
-        optimizer.step(fail)
+def test_closure_that_raises_leaves_the_users_rate(ramped):
+    optimizer, *_ = ramped()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -282,40 +266,30 @@ def saved_and_loaded(state):
     return torch.load(buffer)
 
 
-def test_steps_are_in_the_checkpoint_and_never_in_the_groups(of_four, monkeypatch):
+def test_steps_are_in_the_checkpoint_and_never_in_the_groups(ramped, monkeypatch):
     monkeypatch.setattr(learning_rate, "WARM_UP", 10)
-    one = weight()
-    optimizer = torch.optim.SGD([one], lr=0.5)
-    of_four(optimizer)
+    optimizer, one, _ = ramped(None)
     for _ in range(5):
         moved(optimizer, one)
     state = saved_and_loaded(optimizer.state_dict())
     assert state["param_groups"][0]["auto_lr_step"] == 5
     assert "auto_lr_step" not in optimizer.param_groups[0]
-
-    other = weight()
-    resumed = torch.optim.SGD([other], lr=0.1)
-    of_four(resumed)
+    resumed, other, _ = ramped(None, lr=0.1)
     resumed.load_state_dict(state)
     assert state["param_groups"][0]["auto_lr_step"] == 5
     assert resumed.param_groups[0].keys() == optimizer.param_groups[0].keys()
     assert moved(resumed, other) == pytest.approx(0.5 * 2.5)
 
 
-def test_checkpoint_of_a_run_without_it_starts_the_ramp(of_four):
-    one = weight()
-    optimizer = torch.optim.SGD([one], lr=0.5)
-    of_four(optimizer)
-    at_step(optimizer, 1000)
+def test_checkpoint_of_a_run_without_it_starts_the_ramp(ramped):
+    optimizer, one, _ = ramped()
     optimizer.load_state_dict(torch.optim.SGD([weight()], lr=0.5).state_dict())
     assert moved(optimizer, one) == 0.5
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_checkpoint_loads_into_a_plain_optimizer(of_four, kind):
-    one = weight()
-    optimizer = kind([one], lr=0.5)
-    of_four(optimizer)
+def test_checkpoint_loads_into_a_plain_optimizer(ramped, kind):
+    optimizer, one, _ = ramped(None, kind=kind)
     moved(optimizer, one)
     other = weight()
     plain = kind([other], lr=0.1)
@@ -323,21 +297,19 @@ def test_checkpoint_loads_into_a_plain_optimizer(of_four, kind):
     assert moved(plain, other) == pytest.approx(0.5, rel=0.1)
 
 
-def test_copies_and_what_is_left_are_plain(of_four):
-    optimizer = torch.optim.SGD([weight()], lr=0.5)
-    made = of_four(optimizer)
-    at_step(optimizer, 1000)
+def test_copies_and_what_is_left_are_plain(ramped):
+    optimizer, one, made = ramped()
     twin = copy.deepcopy(optimizer)
     assert moved(twin, twin.param_groups[0]["params"][0]) == 0.5
     made.undo()
-    assert moved(optimizer, optimizer.param_groups[0]["params"][0]) == 0.5
+    assert moved(optimizer, one) == 0.5
     assert "auto_lr_step" not in optimizer.state_dict()["param_groups"][0]
 
 
 # --- from call to call ---
 
 
-def test_ramp_goes_on_in_the_next_run_of_the_optimizer(of_four, monkeypatch):
+def test_ramp_goes_on_in_the_next_run_of_the_optimizer(of_four, ramped, monkeypatch):
     monkeypatch.setattr(learning_rate, "WARM_UP", 4)
     one = weight()
     optimizer, steps = torch.optim.SGD([one], lr=1.0), []
@@ -346,22 +318,17 @@ def test_ramp_goes_on_in_the_next_run_of_the_optimizer(of_four, monkeypatch):
         steps += [moved(optimizer, one), moved(optimizer, one)]
         made.undo()
     assert steps == pytest.approx([1, 1.75, 2.5, 3.25, 4, 4])
-    other = weight()
-    another = torch.optim.SGD([other], lr=1.0)
-    of_four(another)
+    another, other, _ = ramped(None, lr=1.0)
     assert moved(another, other) == 1.0, "the next optimizer begins anew"
 
 
 @pytest.mark.parametrize("taken", [None, 2])
-def test_checkpoint_that_was_loaded_between_two_runs_counts(of_four, monkeypatch, taken):
+def test_checkpoint_that_was_loaded_between_two_runs_counts(of_four, ramped, monkeypatch, taken):
     monkeypatch.setattr(learning_rate, "WARM_UP", 4)
-    one = weight()
-    optimizer = torch.optim.SGD([one], lr=1.0)
-    checkpoint = optimizer.state_dict()
+    checkpoint = torch.optim.SGD([weight()], lr=1.0).state_dict()
     if taken is not None:
         checkpoint["param_groups"][0]["auto_lr_step"] = taken
-    made = of_four(optimizer)
-    at_step(optimizer, 1000)
+    optimizer, one, made = ramped(lr=1.0)
     made.undo()
     optimizer.load_state_dict(checkpoint)
     assert moved(optimizer, one) == 1.0, "outside a run, nothing is scaled"

@@ -12,6 +12,7 @@ from torch import nn
 from nano_loop import TorchNano, all_gather, nano
 
 QUIET = {"verbose": False}
+in_bf16 = nano(precision="bf16-true", **QUIET)
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
 
@@ -77,16 +78,15 @@ def test_small_updates_are_not_lost_in_bf16_true_as_they_are_by_hand(kind):
 def test_updates_of_bf16_true_are_right_in_the_mean():
     model = nn.Linear(1, 20_000, bias=False)
     nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), 2.0**-11)
 
-    @nano(precision="bf16-true", **QUIET)
+    @in_bf16
     def steps(model, optimizer):
         for _ in range(8):
             optimizer.zero_grad()
             model(torch.ones(1, 1)).sum().backward()
             optimizer.step()
 
-    steps(model, optimizer)
+    steps(model, torch.optim.SGD(model.parameters(), 2.0**-11))
     assert model.weight.mean().item() == pytest.approx(1 - 8 * 2.0**-11, abs=1e-4)
     assert model.weight.unique().numel() > 1
 
@@ -94,7 +94,7 @@ def test_updates_of_bf16_true_are_right_in_the_mean():
 def test_gradients_are_those_by_hand_and_clipping_sees_them():
     model, seen = network(), []
 
-    @nano(precision="bf16-true", **QUIET)
+    @in_bf16
     def step(model, optimizer):
         nn.functional.mse_loss(model(X), Y).backward()
         seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
@@ -111,9 +111,8 @@ def test_gradients_are_those_by_hand_and_clipping_sees_them():
 
 def test_closures_run_in_bf16():
     model, seen = network(), []
-    optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=3)
 
-    @nano(precision="bf16-true", **QUIET)
+    @in_bf16
     def step(model, optimizer):
         def closure():
             seen.append(model[0].weight.dtype)
@@ -126,7 +125,7 @@ def test_closures_run_in_bf16():
         optimizer.step(closure)
         return before, closure().item()
 
-    before, after = step(model, optimizer)
+    before, after = step(model, torch.optim.LBFGS(model.parameters(), 0.01, max_iter=3))
     assert after < before
     assert set(seen) == {torch.bfloat16}
 
@@ -141,7 +140,7 @@ def test_loop_goes_on_after_a_step_that_raises():
 
     failed, model = [], network()
 
-    @nano(precision="bf16-true", **QUIET)
+    @in_bf16
     def loop(model, optimizer):
         nn.functional.mse_loss(model(X), Y).backward()
         with pytest.raises(ArithmeticError):
@@ -187,15 +186,10 @@ def test_class_has_the_precision_and_its_dtype():
 
 
 def test_weights_in_the_run_take_half_the_memory():
-    sizes = {}
-    for precision in (32, "bf16-true"):
+    def size(model):
+        return sum(each.untyped_storage().nbytes() for each in model.parameters())
 
-        @nano(precision=precision, **QUIET)
-        def size(model):
-            return sum(each.untyped_storage().nbytes() for each in model.parameters())
-
-        sizes[precision] = size(network())
-    assert sizes["bf16-true"] * 2 == sizes[32]
+    assert in_bf16(size)(network()) * 2 == size(network())
 
 
 @pytest.mark.parametrize("precision", [64, "bf16-true"])
@@ -277,7 +271,7 @@ def test_optimizers_that_exchange_weights_do_so_in_fp32():
         return evaluated, {each.dtype for each in model.parameters()}
 
     found, expected = network(), network()
-    evaluated, dtypes = nano(precision="bf16-true", **QUIET)(loop)(found, Averaging(found.parameters(), 0.01))
+    evaluated, dtypes = in_bf16(loop)(found, Averaging(found.parameters(), 0.01))
     exact, _ = loop(expected, Averaging(expected.parameters(), 0.01))
     assert dtypes == {torch.bfloat16}
     for mine, other in zip(evaluated, exact, strict=True):

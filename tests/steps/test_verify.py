@@ -46,6 +46,13 @@ def parts(kind=Attending, steps=2):
     return model, torch.optim.AdamW(model.parameters()), torch.utils.data.DataLoader(data, 8)
 
 
+def verified(loop, model, *others, **options):
+    """Verify a loop over a model and an optimizer; return what it has returned, and the result."""
+    run = nano(verify=True, verbose=False, **options)(loop)
+    value = run(model, torch.optim.SGD(model.parameters(), lr=0.1), *others)
+    return value, run.report["verify"]
+
+
 OTHERS = (16, 64, "bf16-true")
 
 
@@ -104,11 +111,8 @@ def test_the_gradients_that_reach_the_outputs_are_those_of_the_loop():
         model(torch.ones(2, 4))["used"].sum().backward()
         optimizer.step()
 
-    model = Two()
-    train = nano(verify=True, verbose=False)(train)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    gradients = {row.name: row for row in train.report["verify"].data["Two"].gradients}
-    assert set(gradients) == {"used.weight", "used.bias"}
+    _, result = verified(train, Two())
+    assert {row.name for row in result.data["Two"].gradients} == {"used.weight", "used.bias"}
 
 
 def test_calls_of_submodules_and_methods_are_compared_together():
@@ -130,9 +134,8 @@ def test_calls_of_submodules_and_methods_are_compared_together():
 
     model = Encoding()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 4)), 4)
-    train = nano(precision="bf16", verify=True, verbose=False)(train)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    found = train.report["verify"].data["Encoding"]
+    _, result = verified(train, model, loader, precision="bf16")
+    found = result.data["Encoding"]
     assert found.ok, str(found)
     assert {row.name for row in found.gradients} == {name for name, _ in model.named_parameters()}
     assert {row.name for row in found.outputs} == {"encoder", "decoder"}
@@ -186,22 +189,20 @@ def test_a_model_that_does_not_run_in_fp64_is_said_and_trained():
         optimizer.step()
         return True
 
-    model = Single()
-    run = nano(verify=True, verbose=False)(train)
     with pytest.warns(NanoWarning, match="verify of Single raised RuntimeError.*Leave verify out"):
-        assert run(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert run.report["verify"].status == "skipped"
+        trained, result = verified(train, Single())
+    assert trained
+    assert result.status == "skipped"
 
 
 def test_two_models_of_one_class_have_two_names():
-    def train(first, second, optimizer):
+    def train(first, optimizer, second):
         (first(torch.ones(2, 4)).sum() + second(torch.ones(2, 4)).sum()).backward()
+        optimizer.add_param_group({"params": second.parameters()})
         optimizer.step()
 
-    models = nn.Linear(4, 3), nn.Linear(4, 3)
-    run = nano(verify=True, verbose=False)(train)
-    run(*models, torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1))
-    assert set(run.report["verify"].data) == {"Linear", "Linear 2"}
+    _, result = verified(train, nn.Linear(4, 3), nn.Linear(4, 3))
+    assert set(result.data) == {"Linear", "Linear 2"}
 
 
 def test_a_loop_without_a_step_says_so():
@@ -217,25 +218,22 @@ def test_a_loop_without_a_step_says_so():
 
 
 def test_nothing_of_the_model_is_changed_or_kept():
-    model, optimizer, loader = parts(Convolutional, steps=1)
+    model, _, loader = parts(Convolutional, steps=1)
     seen = []
     model[0].register_forward_hook(lambda *_: seen.append(1))
     before = copy.deepcopy(model.state_dict())
 
-    @nano(precision="bf16", verify=True, verbose=False)
-    def step_of_nothing(model, optimizer, loader):
+    def step_of_nothing(model, optimizer):
         for x, y in loader:
             F.cross_entropy(model(x), y).backward()
             optimizer.param_groups[0]["lr"] = 0.0
             optimizer.step()
 
-    step_of_nothing(model, optimizer, loader)
-    assert step_of_nothing.report["verify"].data["Convolutional"].ok
+    assert verified(step_of_nothing, model, precision="bf16")[1].data["Convolutional"].ok
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}  # by the loop's one call
     assert model[1].num_batches_tracked == 1
     assert len(seen) > 1  # hooks of modules run on the copies too
-    del step_of_nothing
     gc.collect()
     kept = [each for each in gc.get_objects() if isinstance(each, Convolutional)]
     assert kept == [model]
@@ -287,28 +285,27 @@ def steps_of(call, verify, step=lambda optimizer: optimizer.step(), **options):
 
 
 X = torch.arange(8.0).view(2, 4) / 8
-HARMLESS = {
-    "a list that the model fills": lambda model, other, memory: model.with_memory(X, memory)[0],
-    "a parameter that the model returns": lambda model, other, memory: sum(model.with_memory(X, memory)),
+# Each call, how often it fills the list in two steps, and what becomes of its verification.
+CALLS = {
+    "a list that the model fills": (lambda model, other, memory: model.with_memory(X, memory)[0], 2, None),
+    "a parameter that the model returns": (lambda model, other, memory: sum(model.with_memory(X, memory)), 2, None),
+    "another module": (
+        lambda model, other, memory: model.with_other(other, X),
+        0,
+        "a call takes a Linear, and verify copies tensors",
+    ),
+    "a transform": (lambda model, other, memory: torch.func.vmap(model)(X), 0, ""),
 }
 
 
-@pytest.mark.parametrize("call", HARMLESS.values(), ids=HARMLESS)
-def test_what_the_model_writes_and_returns_stays_the_loop_s(call):
-    plain, _, length = steps_of(call, verify=False)
-    found, report, length_with = steps_of(call, verify=True)
+@pytest.mark.parametrize(("call", "length", "told"), CALLS.values(), ids=CALLS)
+def test_call_computes_the_same_whether_or_not_it_can_be_compared(call, length, told):
+    plain, _, _ = steps_of(call, verify=False)
+    with pytest.warns(NanoWarning, match=told) if told else contextlib.nullcontext():
+        found, report, filled = steps_of(call, verify=True)
     assert all(map(torch.equal, found, plain))
-    assert length == length_with == 2
-    assert report["verify"].data["Mixing"].ok
-
-
-def test_a_call_that_takes_another_module_is_not_repeated():
-    call = HARMLESS | {"": lambda model, other, memory: model.with_other(other, X)}
-    plain, _, _ = steps_of(call[""], verify=False)
-    with pytest.warns(NanoWarning, match="a call takes a Linear, and verify copies tensors"):
-        found, report, _ = steps_of(call[""], verify=True)
-    assert all(map(torch.equal, found, plain))
-    assert report["verify"].status == "skipped"
+    assert filled == length
+    assert report["verify"].data["Mixing"].ok if told is None else report["verify"].status == "skipped"
 
 
 def test_a_module_that_the_model_reaches_otherwise_keeps_its_gradient(monkeypatch):
@@ -335,39 +332,28 @@ def test_a_module_that_the_model_reaches_otherwise_keeps_its_gradient(monkeypatc
     assert len(found) == len(plain) == 2
 
 
-def test_a_transformed_call_passes_through():
-    call = lambda model, other, memory: torch.func.vmap(model)(X)  # noqa: E731
-    found, report, _ = steps_of(call, verify=True)
-    assert all(map(torch.equal, found, steps_of(call, verify=False)[0]))
-    assert report["verify"].status == "skipped"
-
-
 @torch.no_grad()
 def step_without_gradients(optimizer):
     optimizer.step()
 
 
-def test_a_step_without_gradients_enabled_is_compared():
-    call = lambda model, other, memory: model(X)  # noqa: E731
-    assert steps_of(call, True, step_without_gradients)[1]["verify"].data["Mixing"].ok
-
-
-def test_a_loss_scaled_by_the_user_is_compared_without_an_accusation():
-    scaled = lambda model, other, memory: model(X) * 4096  # noqa: E731
-    _, report, _ = steps_of(scaled, True, precision=16)
+@pytest.mark.parametrize(
+    ("scale", "options"),
+    [(1, {"step": step_without_gradients}), (4096, {"precision": 16})],
+    ids=["without gradients enabled", "scaled by the user"],
+)
+def test_step_is_compared_without_an_accusation(scale, options):
+    _, report, _ = steps_of(lambda model, other, memory: model(X) * scale, True, **options)
     assert report["verify"].data["Mixing"].ok, str(report["verify"].data)
 
 
 def test_frozen_models_are_left_out():
-    teacher, student = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
-
-    def train(student, teacher, optimizer):
+    def train(student, optimizer, teacher):
         F.mse_loss(student(X), teacher(X)).backward()
         optimizer.step()
 
-    run = nano(verify=True, verbose=False)(train)
-    run(student, teacher, torch.optim.SGD(student.parameters(), lr=0.1))
-    assert set(run.report["verify"].data) == {"Linear"}
+    _, result = verified(train, nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+    assert set(result.data) == {"Linear"}
 
 
 def test_a_single_step_with_a_closure_is_compared_at_the_end():
@@ -380,10 +366,7 @@ def test_a_single_step_with_a_closure_is_compared_at_the_end():
 
         optimizer.step(closure)
 
-    model = Mixing()
-    run = nano(verify=True, verbose=False)(train)
-    run(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert run.report["verify"].data["Mixing"].ok
+    assert verified(train, Mixing())[1].data["Mixing"].ok
 
 
 def with_forward_of_the_original(model):

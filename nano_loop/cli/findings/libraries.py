@@ -8,7 +8,8 @@ from pathlib import Path
 
 from nano_loop.cli.findings.finding import Finding
 from nano_loop.cli.inspected import Inspected
-from nano_loop.cli.libraries import allocators_of, openmp_of, preloaded
+from nano_loop.cli.libraries import openmp_of, preloaded
+from nano_loop.cpu.glibc import allocators_of
 
 
 def preload_is_missing(inspected: Inspected) -> Iterator[Finding]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nano_loop.config.options import Options
 from nano_loop.data.random_states import process_states, set_process_states
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.task import Task
@@ -73,18 +74,23 @@ class Assignment:
     ----------
     task : Task
         What every rank does.
-    slots : list of RankSlot
-        The slots of all ranks, by rank.
     state : State
         torch's settings, and the random states.
-    process_group_backend : str or None
-        torch.distributed's name of what connects the ranks; None means shared memory.
+    options : Options
+        The options of the run.
+    slots : list of RankSlot
+        The slots of all ranks, by rank; empty where they are known when the ranks have joined.
     """
 
     task: Task
-    slots: list[RankSlot]
     state: State
-    process_group_backend: str | None
+    options: Options
+    slots: list[RankSlot] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.options.num_processes or 1
 
 
 def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> int:

@@ -1,9 +1,12 @@
-"""The task of a run in a worker process, from the state that it takes over to its end."""
+"""The work of a worker process, from its payload to its last report, and what every rank notes of a run."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -11,65 +14,81 @@ import torch
 
 from nano_loop.data.workers import advice_of_plain_run
 from nano_loop.distributed.comm.rank_slot import RankSlot
-from nano_loop.distributed.files.private_files import explaining
+from nano_loop.distributed.files.private_files import explaining, guard_files, redirect_files
 from nano_loop.distributed.launch.active_runs import active_run, whole_process
-from nano_loop.distributed.launch.assignment import Assignment, State
-from nano_loop.distributed.launch.group import local_group
+from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment
+from nano_loop.distributed.launch.failure import flush_output
+from nano_loop.distributed.launch.reports import Reporter
 from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.worker_warnings import sent
+from nano_loop.distributed.payload.payload import load
+from nano_loop.integrations.fabric.rank_zero import note_rank
+
+Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 
 
-def run_task(assignment: Assignment, rank: int) -> None:
-    """Join a run in a worker process, which its launcher has started for it, and do the task.
+def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: Path, verbose: bool) -> None:
+    """Do what a worker process is for: read its payload, do the task, and report how that has ended.
 
     What is changed in the process (torch's settings, its seeds, its files) is left changed: it ends with the run.
 
     Parameters
     ----------
-    assignment : Assignment
-        What the caller has sent.
-    rank : int
-        Which of the slots is this process's.
-    """
-    slot = assignment.slots[rank]
-    folder = slot.ranks.folder
-    assert folder is not None
-
-    @contextmanager
-    def connected() -> Iterator[RankSlot]:
-        alone = slot.ranks.size == 1  # a run beside the caller, who is none of its ranks
-        with nullcontext() if alone else local_group(slot.ranks, assignment.process_group_backend):
-            yield slot
-
-    state = assignment.state, slot.machine.num_threads
-    run_joined(assignment.task, *state, connected(), slot.ranks.size, folder)
-
-
-def run_joined(
-    task: Task, state: State, threads: int, connected: AbstractContextManager[RankSlot], size: int, folder: Path
-) -> None:
-    """Do a task in a worker process; see `run_task`.
-
-    Parameters
-    ----------
-    task : Task
-        What to do.
-    state : State
-        That of the caller's process.
-    threads : int
-        The most compute threads that this process may have.
-    connected : context manager
-        Connects this process with the other ranks, and gives its slot.
-    size : int
-        How many ranks there are.
+    reporter : Reporter
+        The connection to rank 0.
     folder : pathlib.Path
-        The run's folder on this host, for what this process writes (`nano_loop.distributed.files.folder`).
+        The private folder for what this process writes (`nano_loop.distributed.files.folder`).
+    join : callable
+        Takes the assignment and this rank, and returns a context in which the ranks are connected.
+    payload : pathlib.Path
+        The folder with the payload.
+    made : pathlib.Path
+        See `redirect_files`.
+    verbose : bool
+        Whether warnings are shown with the rest of its standard error; else they are sent to rank 0.
     """
-    state.take_over(threads)
-    # An optimizer that was pickled has lost the mark of its scheduler, not the scheduler.
-    warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-    whole = whole_process("this worker process", of_ranks(size))
-    with explaining(folder), whole, connected as slot, running(slot, task):
-        task.run_in(slot)
+    note_rank(reporter.rank)
+    if not verbose:
+        sent(reporter.report)
+    where = ""
+    try:
+        keep_sockets_in(folder)
+        redirect_files(folder, reporter.rank, made)
+        if (payload / WORKER_INIT).exists():
+            where = " in worker_init"
+            load(payload / WORKER_INIT)()
+            where = ""
+        assignment: Assignment = load(payload / PAYLOAD)
+        task = assignment.task
+        if not task.reads_more:
+            guard_files()  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off
+        gc.freeze()  # what has been imported stays; the garbage collector need not go through it again and again
+        gc.enable()
+        reporter.report("ready")
+        whole = whole_process("this worker process", of_ranks(assignment.size))
+        with explaining(folder), whole, join(assignment, reporter.rank) as slot:
+            assignment.state.take_over(slot.machine.num_threads)
+            # An optimizer that was pickled has lost the mark of its scheduler, not the scheduler.
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step")
+            with running(slot, task):
+                task.run_in(slot)
+    except BaseException as error:
+        reporter.report_failure(error, where)
+    else:
+        flush_output()
+        reporter.report("finished")
+
+
+def keep_sockets_in(folder: Path) -> None:
+    """Let multiprocessing, which loaders use, have its temporary folder where rank 0 deletes it.
+
+    And where paths are short: that of a socket has 107 characters at the most, and this process's temporary folder lies
+    deep in the caller's.
+    """
+    place = folder / f"pymp-{os.getpid()}"
+    place.mkdir(mode=0o700)
+    # There is no public name for it; multiprocessing's own children inherit it in the same way.
+    multiprocessing.current_process()._config["tempdir"] = str(place)  # type: ignore[attr-defined]
 
 
 @contextmanager

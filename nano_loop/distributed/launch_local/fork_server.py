@@ -22,7 +22,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,10 +31,13 @@ import torch
 
 from nano_loop.cpu.glibc import allocator_of_this_process
 from nano_loop.cpu.parent_process import end_with
+from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.private_files import prepare
+from nano_loop.distributed.launch.assignment import Assignment
+from nano_loop.distributed.launch.group import local_group
+from nano_loop.distributed.launch.reports import DUMP, Frames, Reporter, framed
+from nano_loop.distributed.launch.running import work
 from nano_loop.distributed.launch_local import stack_dump
-from nano_loop.distributed.launch_local.frames import DUMP, Frames, framed
-from nano_loop.distributed.launch_local.worker import main
 
 _DESCRIPTORS = 4  # that come with each request for a worker: its channel, reports, standard output, standard error
 
@@ -199,7 +203,9 @@ class ForkServer:
             os.unlink(start)
             _take_over(settings)
             stack_dump.dump_on_signal(settings["folder"], settings["rank"])
-            main(Path(settings["folder"]), settings["rank"], streams[0], settings["verbose"])
+            folder, reporter = Path(settings["folder"]), Reporter(settings["rank"], partial(_write, streams[0]))
+            work(reporter, folder, _joined, payload=folder, made=folder, verbose=settings["verbose"])
+            os._exit(0)  # threads of the user's may be running; there is nothing to clean up that rank 0 does not
         except BaseException:
             traceback.print_exc()
         finally:
@@ -230,6 +236,20 @@ def _handle_of(process: int) -> int | None:
 def _say(connection: socket.socket, header: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the caller is gone, or does not ask any more
         connection.sendall(framed(header))
+
+
+@contextlib.contextmanager
+def _joined(assignment: Assignment, rank: int) -> Iterator[RankSlot]:
+    """Connect a worker with the other ranks; a run beside the caller, who is none of its ranks, may have one alone."""
+    slot = assignment.slots[rank]
+    backend = assignment.options.process_group_backend
+    with contextlib.nullcontext() if slot.ranks.size == 1 else local_group(slot.ranks, backend):
+        yield slot
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _take_streams(output: int, errors: int) -> None:

@@ -21,11 +21,11 @@ from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.worker_warnings import noted
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_local.kept_server import keep, server_for, start_early
 from nano_loop.distributed.launch_local.process import forked
 from nano_loop.distributed.launch_local.server import Server
-from nano_loop.distributed.launch_local.worker_warnings import noted
 
 
 class Local(Launcher):
@@ -58,7 +58,7 @@ class Local(Launcher):
                 with interrupts.heard():
                     state = State.of_this_process(machine.num_threads)
                     # While the other process imports torch.
-                    assignment = Assignment(task, slots, state, options.process_group_backend)
+                    assignment = Assignment(task, state, options, slots)
                     slots[0].copied = write_payload(assignment, folder, task.names, options.worker_init)
                 workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"))
                 stack.callback(workers.end)

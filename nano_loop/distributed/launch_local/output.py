@@ -7,7 +7,7 @@ import fcntl
 import os
 from typing import Any
 
-from nano_loop.distributed.launch_local.frames import read_available
+from nano_loop.distributed.launch.reports import read_available
 
 _LAST_WORDS = 4000  # characters that are kept for a message
 _LONGEST_WORDS = 400  # of one line there: faulthandler ends with the names of all extension modules, 10,000 characters

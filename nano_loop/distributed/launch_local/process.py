@@ -14,22 +14,19 @@ from typing import Any
 from nano_loop.distributed.comm.limits import limit_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.failure import Failure, Kind, died
+from nano_loop.distributed.launch.reports import DUMP, KILL, Frames, ReportingWorker, read_available
 from nano_loop.distributed.launch_local import stack_dump
-from nano_loop.distributed.launch_local.frames import DUMP, KILL, Frames, read_available
 from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, NO_SIGNAL, Server
 from nano_loop.distributed.launch_local.start import write_start
-from nano_loop.distributed.launch_local.worker_warnings import Awaiting
 from nano_loop.errors import NanoWorkerError, error_message
 
-_EXCEPTION = 1.0  # seconds that a failure waits for the exception itself, which has to be pickled first
 _TAKES = "each worker process takes three pipes, a socket, and a file in the run's private folder"
-_SILENCE = 1.0  # seconds from a worker's last word to the news of its end
 _ENDING = 10.0  # seconds that a killed process may take to end
 _STOPPED = ("T", "t")  # states of a process, as in /proc
 
 
-class WorkerProcess:
+class WorkerProcess(ReportingWorker):
     """A `Worker` that is a process of this host, with the pipes from it.
 
     Parameters
@@ -45,20 +42,13 @@ class WorkerProcess:
     """
 
     def __init__(self, server: Server, slot: RankSlot, verbose: bool = False, quiet: bool = False) -> None:
-        self.rank = slot.ranks.rank
+        super().__init__(slot.ranks.rank)
         self._folder = str(slot.ranks.folder)
-        self.ready = self.finished = False
         self._server = server
-        self._failure: Failure | None = None
-        self._failed_at = 0.0
-        self._silent_since: float | None = None
-        self._frames = Frames()
         self._replies: dict[str, Any] = {}  # what the server tells of it
         self._reply_frames = Frames()
         self._channel_is_open = True
-        self._reports: int | None = None
         self._outputs: list[Output] = []
-        self._warnings = Awaiting()
         self._resources = contextlib.ExitStack()
         try:
             start = write_start(slot, verbose)
@@ -71,20 +61,13 @@ class WorkerProcess:
     def sources(self) -> Sequence[Any]:
         """See `Worker.sources`."""
         outputs = [output.descriptor for output in self._outputs if output.is_open]
-        reports = [] if self._reports is None else [self._reports]
+        reports = [] if self.reports is None else [self.reports]
         return [*self._server_sources, *outputs, *reports]
 
-    def poll(self) -> Failure | None:
-        """See `Worker.poll`."""
+    def has_ended(self) -> bool:
+        """See `ReportingWorker.has_ended`."""
         self._read_replies()
-        ended = self._has_ended  # asked first: what is in the pipes then is all that there will be
-        self._read_what_is_there()
-        if self._failure is not None:
-            waiting = self._reports is not None and not ended
-            return None if waiting and time.monotonic() < self._failed_at + _EXCEPTION else self._failure
-        if self.finished:
-            return None
-        return self._death() if ended else self._silence()
+        return self._has_ended
 
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
@@ -118,12 +101,12 @@ class WorkerProcess:
             self._read_replies()
         self._channel_is_open = False
         self._channel.close()
-        self._read_what_is_there()
+        self.read_reports()
         for output in self._outputs:
             output.finish()
-        self._warnings.show(self._outputs[-1].say)
+        self.warnings.show(self._outputs[-1].say)
         self._outputs = []
-        self._reports = None
+        self.reports = None
         self._resources.close()
 
     @property
@@ -158,22 +141,18 @@ class WorkerProcess:
                 pipes.append(pipe())
                 self._resources.callback(os.close, pipes[-1][0])
                 stack.callback(os.close, pipes[-1][1])
-            (self._reports, *outputs), writing = zip(*pipes, strict=True)
+            (self.reports, *outputs), writing = zip(*pipes, strict=True)
             self._outputs = [Output(*output, f"[rank {self.rank}] ") for output in zip(outputs, shown, strict=True)]
             return self._server.fork(start, writing)
 
-    def _silence(self) -> Failure | None:
-        """Return the failure of a worker that can report no more, and of which nobody says that it has ended."""
-        if self._reports is not None:
-            return None
-        self._silent_since = self._silent_since or time.monotonic()
-        if time.monotonic() < self._silent_since + _SILENCE:
-            return None
+    def silence(self) -> Failure:
+        """See `ReportingWorker.silence`."""
         what = "has closed its connection to rank 0, or ended"
         advice = "Close only descriptors that the loop has opened itself (see os.closerange, subprocess.Popen)"
         return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
 
-    def _death(self) -> Failure:
+    def death(self) -> Failure:
+        """See `ReportingWorker.death`."""
         refusal = self._server.refusal or self._replies.get("refused")
         words = self._outputs[-1].last_words or self._server.last_words if self._outputs else ""
         if refusal is not None:
@@ -181,30 +160,11 @@ class WorkerProcess:
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
         return died(self.rank, self._replies.get("exited", self._server.exitcode), words)
 
-    def _read_what_is_there(self) -> None:
+    def read_reports(self) -> None:
+        """See `ReportingWorker.read_reports`; what it writes to its standard streams is shown."""
         for output in self._outputs:
             output.relay()
-        if self._reports is None:
-            return
-        data, ended = read_available(self._reports)
-        for header, content in self._frames.feed(data):
-            self._take(header, content)
-        if ended:
-            self._reports = None
-
-    def _take(self, header: dict[str, Any], content: bytes) -> None:
-        kind = header["kind"]
-        self.ready = self.ready or kind == "ready"
-        self.finished = self.finished or kind == "finished"
-        if kind == "failed":
-            self._failure = Failure.of_words(header["failure"])
-            self._failed_at = time.monotonic()
-        elif kind == "warning":
-            self._warnings.take(header)
-        elif kind == "exception":
-            assert self._failure is not None
-            self._failure.pickled = content
-            self._failed_at = 0.0  # complete
+        super().read_reports()
 
 
 def forked(

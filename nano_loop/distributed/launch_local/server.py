@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from nano_loop.distributed.launch_local.frames import Frames, framed, read_available
+from nano_loop.distributed.launch.reports import Frames, framed, read_available
 from nano_loop.distributed.launch_local.output import Output, above_stdio, pipe
 
 #: SIGPIPE may end the caller's process.

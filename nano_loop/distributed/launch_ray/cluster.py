@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +24,10 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nano_loop.distributed.launch.failure import Failure, Kind
-from nano_loop.distributed.launch_local.frames import Frames, read_available
+from nano_loop.distributed.launch.reports import DUMP, ReportingWorker
 from nano_loop.distributed.launch_local.output import Output
-from nano_loop.distributed.launch_local.worker_warnings import Awaiting
 from nano_loop.distributed.launch_ray.caller import changes_undone_by
-from nano_loop.distributed.launch_ray.rank_connections import ask
+from nano_loop.distributed.launch_ray.rank_connections import FORGET
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 
 # For an actor that has ended: Ray tells no signal.
@@ -37,10 +35,13 @@ _ADVICE = (
     "See its standard error and Ray's logs on that node; if memory ran out there, lower the batch size or the ranks "
     "of a node (a larger cpu_for_each_process)"
 )
+_SHARED = (
+    "Put files that all ranks read where all nodes see them under the same path, such as NFS; what rank 0 writes lies "
+    "on its node"
+)
 _GONE = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
 _INTERVAL = 0.1  # seconds between two looks for Ctrl-C
 _LONGEST = 2000  # characters of what Ray says
-_SILENCE = 0.7  # seconds from the end of a connection to the news of what has ended it; an echo waits longer
 _ANSWER = 1.0  # seconds that a rank has to say where it is
 _ENDING = 10.0  # seconds that a killed process may take to end
 _TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -180,8 +181,8 @@ class Placement:
             remove_placement_group(self._group)
 
 
-class Actor:
-    """A process that Ray has started for a rank; a `Worker` once it is connected and runs the task.
+class Actor(ReportingWorker):
+    """A process that Ray has started for a rank, as a `Worker`.
 
     Parameters
     ----------
@@ -193,19 +194,14 @@ class Actor:
         Ray's options, which say where it starts.
     """
 
+    patience = 0.7
+
     def __init__(self, rank: int, node: Node, **placed: Any) -> None:
-        self.rank, self.node = rank, node
-        self.ready, self.finished = True, False  # an actor that has not read its payload is no worker yet
-        #: Rank 0's end of its connection, once there is one.
-        self.connection: socket.socket | None = None
+        super().__init__(rank)
+        self.node = node
+        self._connection: socket.socket | None = None
         self._handle = _actor_class().options(max_restarts=0, **placed).remote(f"rank {rank}")
         self._running: Any = None
-        self._frames = Frames()
-        self._warnings = Awaiting()
-        self._silent_since: float | None = None
-        self._failure: Failure | None = None
-        self._answers: list[str] = []
-        self._reading = threading.Lock()
 
     def begin(self, setting: dict[str, Any]) -> Any:
         """Have the process prepare itself, and return the reference of what it says of itself."""
@@ -215,12 +211,20 @@ class Actor:
         """Call a method of its `RankWorker`, and return the reference of the result."""
         return self._handle.call.remote(name, *args)
 
+    def connect(self, connection: socket.socket) -> None:
+        """Take rank 0's end of its connection, which `close` closes."""
+        self._connection, self.reports = connection, connection.fileno()
+
     def run(self, *args: Any) -> None:
-        """Have the actor run the task, before it is watched as a `Worker`."""
+        """Have the actor read the payload and do the task."""
         self._running = self.call("run", *args)
 
+    def forget_payload(self) -> None:
+        """Have it delete its node's copy of the payload."""
+        self._ask(FORGET)
+
     def result(self, reference: Any) -> Any:
-        """Return the result of a call that has ended; if the actor has failed, its `Failure`.
+        """Return the result of a call that has ended; if the actor has ended, its `Failure`.
 
         Raises
         ------
@@ -228,7 +232,7 @@ class Actor:
             If it does not find nano_loop or what it needs.
         """
         try:
-            result = ray.get(reference)
+            return ray.get(reference)
         except _GONE as error:
             reason = " ".join(str(error).split())
             with contextlib.suppress(ValueError):  # Ray's text goes on with ids and hints for its own developers
@@ -243,31 +247,42 @@ class Actor:
                 hint += 'ray.init(runtime_env={"working_dir": ".", "py_modules": [...]})'
                 raise NanoError(error_message(got, expected, hint)) from None
             return self._died(f"failed ({type(cause).__name__}: {str(cause)[:500]})")
-        if isinstance(result, Failure) and result.kind is not Kind.LEFT and result.late is None:
-            result.what = f"on {self.node} {result.what}"
-        return result
 
     @property
     def sources(self) -> Sequence[Any]:
         """See `Worker.sources`."""
-        return [self._socket.fileno()] if self._silent_since is None else []
+        return [] if self.reports is None else [self.reports]
 
-    def poll(self) -> Failure | None:
-        """See `Worker.poll`."""
-        self._read()
-        if self._failure is None and not self.finished:
-            self._failure = self._outcome()
-        return self._failure
+    def has_ended(self) -> bool:
+        """See `ReportingWorker.has_ended`."""
+        return self._running is not None and bool(ray.wait([self._running], timeout=0)[0])
+
+    def death(self) -> Failure:
+        """See `ReportingWorker.death`."""
+        failure = self.result(self._running)
+        return failure if isinstance(failure, Failure) else self.silence()
+
+    def silence(self) -> Failure:
+        """See `ReportingWorker.silence`; Ray says nothing yet."""
+        return self._died("is gone: its process or its node has ended")
+
+    def reported(self, failure: Failure) -> Failure:
+        """Add the node to what has happened there, and what to do about a file that is not there."""
+        if failure.kind is not Kind.LEFT and failure.late is None:
+            failure.what = f"on {self.node} {failure.what}"
+        if "raised FileNotFoundError" in failure.what:
+            failure.advice = _SHARED
+        return failure
 
     def stack_dump(self) -> str:
         """See `Worker.stack_dump`."""
-        self._answers.clear()
-        ask(self._socket)
+        self.stacks.clear()
+        self._ask(DUMP)
         deadline = time.monotonic() + _ANSWER
-        while not self._answers and self.sources and time.monotonic() < deadline:
-            self._read()  # the thread that watches may be this one
+        while not self.stacks and self.sources and time.monotonic() < deadline:
+            self.read_reports()  # the thread that watches may be this one
             time.sleep(0.02)
-        return self._answers[0] if self._answers else ""
+        return self.stacks[0] if self.stacks else ""
 
     def kill(self) -> None:
         """End the process at once."""
@@ -278,47 +293,22 @@ class Actor:
         """See `Worker.close`."""
         self.kill()
         deadline = time.monotonic() + _ENDING
-        while self._silent_since is None and time.monotonic() < deadline:
-            self._read()
+        while self.reports is not None and time.monotonic() < deadline:
+            self.read_reports()
             time.sleep(0.01)
-        self._warnings.show(Output(-1, sys.stderr, f"[rank {self.rank}] ").say)
-        self._socket.close()
-        self._running = None
+        self.warnings.show(Output(-1, sys.stderr, f"[rank {self.rank}] ").say)
+        self.reports = self._running = None
+        if self._connection is not None:
+            self._connection.close()
 
-    @property
-    def _socket(self) -> socket.socket:
-        assert self.connection is not None
-        return self.connection
+    def _ask(self, request: bytes) -> None:
+        with contextlib.suppress(OSError):
+            if self._connection is not None:
+                self._connection.send(request)
 
     def _died(self, what: str, traceback: str | None = None) -> Failure:
         """Return the failure of the actor, of which it has said nothing itself."""
         return Failure(self.rank, Kind.CAUSE, f"on {self.node} {what}", _ADVICE, traceback=traceback)
-
-    def _outcome(self) -> Failure | None:
-        """Return how the task has failed, if it has; note that it has returned."""
-        if self._running is not None and ray.wait([self._running], timeout=0)[0]:
-            failure: Failure | None = self.result(self._running)
-            self.finished = failure is None
-            return failure
-        if self._silent_since is None or time.monotonic() < self._silent_since + _SILENCE:
-            return None
-        return self._died("is gone: its process or its node has ended")  # and Ray says nothing yet
-
-    def _read(self) -> None:
-        with self._reading:
-            if self._silent_since is not None:
-                return
-            try:
-                data, ended = read_available(self._socket.fileno())
-            except OSError:  # the kernel has given the other host up
-                data, ended = b"", True
-            for header, content in self._frames.feed(data):
-                if header["kind"] == "warning":
-                    self._warnings.take(header)
-                elif header["kind"] == "whereabouts":
-                    self._answers.append(content.decode(errors="replace"))
-            if ended:
-                self._silent_since = time.monotonic()
 
 
 def put(content: Any) -> Any:

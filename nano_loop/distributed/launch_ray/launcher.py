@@ -20,19 +20,19 @@ from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.signed import secret_of
 from nano_loop.distributed.files.private_files import folders_made_together
-from nano_loop.distributed.launch.assignment import State, write_payload
+from nano_loop.distributed.launch.assignment import Assignment, State, write_payload
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.group import refuse_existing_group
 from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.launch.worker_warnings import noted
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import Terms, join_run
-from nano_loop.distributed.launch_local.worker_warnings import noted
 from nano_loop.distributed.launch_ray.caller import changes_undone_by
-from nano_loop.distributed.launch_ray.worker import Call, threads_for
+from nano_loop.distributed.launch_ray.worker import threads_for
 from nano_loop.errors import error_message
 
 _OLDEST = (2, 51)  # it places by the labels of nodes
@@ -60,23 +60,27 @@ class RayLauncher(Launcher):
                 folder = stack.enter_context(private_folder())
                 stack.enter_context(folders_made_together(folder))
                 with interrupts.heard():
-                    call = Call(task, _placed(options), State.of_this_process(machine.num_threads))
-                    copied = write_payload(call, folder, task.names, options.worker_init)
+                    assignment = Assignment(task, State.of_this_process(machine.num_threads), _placed(options))
+                    copied = write_payload(assignment, folder, task.names, options.worker_init)
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
             secret = secret_of(os.environ) or secrets.token_hex(32).encode()
-            actors, placement = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
+            actors, placement, folders = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
             workers = Workers(actors)
             stack.callback(workers.end)
             stack.enter_context(noted())
-            stack.enter_context(interrupts.noticed(workers.interrupt))
-            stack.callback(interrupts.hold)
             address, threads = placement.nodes[0].address, threads_for(machine, placement.share(0))
             terms = Terms(workers.check, address, secret, threads, watched=True)
             waiting = timedelta(seconds=options.timeout)
             store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
             for actor in actors:
-                actor.run(address, store.port, placement.nodes[actor.rank].address, placement.share(actor.rank))
+                actor.run(folders[actor], address, store.port, actor.node.address, placement.share(actor.rank))
+            with interrupts.heard():
+                workers.wait_until_ready(options.timeout)
+            for actor in actors:
+                actor.forget_payload()
+            stack.enter_context(interrupts.noticed(workers.interrupt))
+            stack.callback(interrupts.hold)
             connected = _joined_first(store, options, machine, terms, interrupts)
             with running_together(workers, connected, options.timeout, interrupts.heard, task.loop) as slot:
                 slot.copied = copied

@@ -1,7 +1,7 @@
 """A connection from each actor to rank 0, which breaks at once when one of the two processes ends.
 
 Ray takes up to half a minute to notice that a node is lost. The kernel closes a connection when a process ends, and
-finds out within seconds that the other host is silent. What travels besides is text: warnings, and where a rank is.
+finds out within seconds that the other host is silent. The reports of a rank travel on it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
-from nano_loop.distributed.launch_local.frames import framed
+from nano_loop.distributed.launch.reports import DUMP, Reporter
 
-_QUESTION = b"?"
+#: The request to delete the payload.
+FORGET = b"f"
 _GREETING = 5.0  # seconds that a new connection may take to say who it is
 _RANK = 8  # digits of a rank, behind the token
 _LONGEST_STACK = 20_000  # characters
@@ -77,7 +77,7 @@ class RankConnections:
         return -1
 
 
-class ConnectionToRank0:
+class ConnectionToRank0(Reporter):
     """A worker's end. The process ends when rank 0's does.
 
     Parameters
@@ -88,44 +88,40 @@ class ConnectionToRank0:
         This process's.
     token : str
         See `RankConnections`.
+    forget : callable
+        Deletes the payload; called when all ranks have read it.
     end : callable
         Ends this process; called when rank 0 has ended.
     """
 
-    def __init__(self, place: tuple[str, int], rank: int, token: str, end: Callable[[], object]) -> None:
+    def __init__(
+        self, place: tuple[str, int], rank: int, token: str, forget: Callable[[], object], end: Callable[[], object]
+    ) -> None:
         self._socket = socket.create_connection(place, timeout=30)
+        super().__init__(rank, self._socket.sendall)
         self._socket.sendall(f"{token}{rank:0{_RANK}}".encode())
         self._socket.settimeout(None)
         _keep_alive(self._socket)
-        self._end = end
-        self._sending = threading.Lock()
+        self._forget, self._end = forget, end
         self._thread = threading.get_ident()  # of the loop
         threading.Thread(target=self._listen, name="nano_loop connection to rank 0", daemon=True).start()
 
-    def send(self, header: dict[str, Any], content: bytes = b"") -> None:
-        """Send text to rank 0, if that is still there."""
-        with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(framed(header, content))
-
     def _listen(self) -> None:
-        heard = _QUESTION
-        while heard:
-            try:
-                heard = self._socket.recv(64)
-            except OSError:
-                heard = b""
-            if _QUESTION in heard:
+        while requests := self._requests():
+            if FORGET in requests:
+                self._forget()
+            if DUMP in requests:
                 frame = sys._current_frames().get(self._thread)
                 stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-                self.send({"kind": "whereabouts"}, stack[-_LONGEST_STACK:].encode())
+                self.report("stack", stack[-_LONGEST_STACK:].encode())
         self._socket.close()
         self._end()
 
-
-def ask(connection: socket.socket) -> None:
-    """Ask a worker where it is in its Python code."""
-    with contextlib.suppress(OSError):
-        connection.send(_QUESTION)
+    def _requests(self) -> bytes:
+        try:
+            return self._socket.recv(64)
+        except OSError:
+            return b""
 
 
 def _keep_alive(connection: socket.socket) -> None:

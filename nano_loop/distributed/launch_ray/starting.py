@@ -24,8 +24,8 @@ _CONNECTING = 30.0  # seconds that the actors' connections may take, which they 
 @contextmanager
 def started(
     options: Options, payload: Path, secret: bytes, check: Callable[[], None]
-) -> Iterator[tuple[list[Actor], Placement]]:
-    """Start the actors of a run and have them read the payload; end them on leaving.
+) -> Iterator[tuple[list[Actor], Placement, dict[Actor, str]]]:
+    """Start the actors of a run and bring the payload to them; end them on leaving.
 
     Parameters
     ----------
@@ -40,15 +40,15 @@ def started(
 
     Yields
     ------
-    list of Actor, Placement
-        The actors, by rank from 1 on, each with its payload, and where all ranks are.
+    list of Actor, Placement, dict
+        The actors, by rank from 1 on, where all ranks are, and the folder of each actor's payload.
 
     Raises
     ------
     NanoError
         If there are too few CPUs, or a node does not fit.
     NanoWorkerError
-        If an actor ends, or cannot read the payload.
+        If an actor ends.
     """
     with ExitStack() as stack:
         placement = stack.enter_context(reserved(options, check))
@@ -74,15 +74,17 @@ def started(
         connections = listener.accept({actor.rank for actor in actors}, _CONNECTING, check)
         for actor in actors:
             _refuse_unconnected(actor, actor.rank in connections, listener)
-            actor.connection = connections[actor.rank]
+            actor.connect(connections[actor.rank])
             stack.callback(actor.close)
         seeing = [actor for actor in actors if presences[actor]["sees"] and actor.node.id == placement.nodes[0].id]
-        _send(payload, actors, seeing, check)
-        yield actors, placement
+        folders = _send(payload, actors, seeing, check)
+        yield actors, placement, folders
 
 
-def _send(payload: Path, actors: Sequence[Actor], seeing: Collection[Actor], check: Callable[[], None]) -> None:
-    """Have every actor read the payload: from the caller's folder, or from one that the first of its node writes."""
+def _send(
+    payload: Path, actors: Sequence[Actor], seeing: Collection[Actor], check: Callable[[], None]
+) -> dict[Actor, str]:
+    """Return the folder of the payload for each actor: the caller's, or one that the first actor of its node writes."""
     first: dict[str, Actor] = {}
     for actor in actors:
         if actor not in seeing:
@@ -94,8 +96,7 @@ def _send(payload: Path, actors: Sequence[Actor], seeing: Collection[Actor], che
         written = results({actor: actor.call("write", name, shared) for actor in first.values()}, check)
         folders = {actor.node.id: folder for actor, folder in written.items()}
         del shared  # Ray frees it
-    results({actor: actor.call("load", folders.get(actor.node.id, str(payload))) for actor in actors}, check)
-    results({actor: actor.call("forget") for actor in first.values()}, check)
+    return {actor: folders.get(actor.node.id, str(payload)) for actor in actors}
 
 
 def _named(path: Path, payload: Path) -> tuple[str, Any]:

@@ -19,6 +19,7 @@ from nano_loop.distributed.comm.tensor_collectives import gathered, reduced
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.strategy import RanksEnvironment
 from nano_loop.integrations.lightning.launching import FITTING, RunLauncher
+from nano_loop.integrations.lightning.precision import PRODUCTS, ProductsPrecisionMixin
 from nano_loop.runtime.objects.checks import check_kinds
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -27,7 +28,8 @@ from nano_loop.runtime.settings import Settings
 
 #: Options that Lightning's Trainer has itself, with what to write instead.
 LIGHTNINGS = {"num_processes": "devices=", "precision": "precision="}
-_REDUCED = "bf16-mixed"
+#: Precisions of Lightning in which a run has kernels for them; in others, Lightning's plugin does all.
+_REDUCED = ("bf16-mixed", PRODUCTS)
 
 
 def _read(options: dict[str, Any]) -> Settings:
@@ -112,8 +114,8 @@ class NanoStrategyMixin:
 
     def settings(self, *, alone: bool = False) -> Settings:
         """Return what a run is started with; `alone` in this process alone."""
-        reduced = self.precision_plugin.precision == _REDUCED  # type: ignore[attr-defined]
-        options = {**self._nano_options, "precision": "bf16" if reduced else 32}
+        precision = self.precision_plugin.precision  # type: ignore[attr-defined]
+        options = {**self._nano_options, "precision": precision if precision in _REDUCED else 32}
         if alone:
             options.pop("cpu_for_each_process", None)  # lists for several processes
         elif self.num_processes > 1:
@@ -126,6 +128,8 @@ class NanoStrategyMixin:
         if set(devices) - {"cpu"}:
             got = f"strategy='nano' with devices of type {', '.join(sorted(set(devices)))}"
             raise NanoConfigError(error_message(got, "it trains on CPUs", 'Pass accelerator="cpu" to the Trainer'))
+        if isinstance(self.precision_plugin, ProductsPrecisionMixin):  # type: ignore[attr-defined]
+            self.precision_plugin.is_left_to_run = True  # type: ignore[attr-defined]
         settings = self.settings()
         self._refuse_another(settings.options)
         self._nano_ranks = self.cluster_environment.ranks = settings.expected_ranks()  # type: ignore[attr-defined]

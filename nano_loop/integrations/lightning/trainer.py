@@ -15,6 +15,7 @@ from nano_loop.config.options import CHECKS, Options
 from nano_loop.distributed.launch_external.environment import found_launch, local_size
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message, shown
 from nano_loop.integrations.lightning.compiled import refuse_compiled_twice
+from nano_loop.integrations.lightning.precision import PRODUCTS
 from nano_loop.runtime.objects.report import SetupReport
 from nano_loop.runtime.settings import Settings
 
@@ -39,7 +40,8 @@ class NanoTrainerMixin:
     distributed_backend, process_group_backend : str
         The options.
     precision : int or str
-        Lightning's names, ``"bf16"`` for ``"bf16-mixed"``, or ``"auto"``: that where the CPU has bf16 instructions.
+        Lightning's names, ``"bf16"`` for ``"bf16-mixed"``, ``"bf16-products"``, or ``"auto"``: ``"bf16-mixed"`` where
+        the CPU has bf16 instructions.
     **others
         The other options of `nano_loop.nano`, and all arguments of Lightning's Trainer but ``strategy``.
 
@@ -58,6 +60,7 @@ class NanoTrainerMixin:
     _nano_strategy: ClassVar[Any]
     _nano_compiled: ClassVar[Any]
     _nano_lightning_module: ClassVar[type]
+    _nano_precision: ClassVar[type]
 
     def __init__(
         self,
@@ -80,6 +83,9 @@ class NanoTrainerMixin:
         if "num_processes" in overriding:
             num_processes, devices = overriding["num_processes"], None
         devices = _devices(accelerator, num_processes, devices)
+        if precision == PRODUCTS:
+            others["plugins"] = [*_as_list(others.get("plugins")), self._nano_precision()]
+            precision = None
         super().__init__(  # type: ignore[call-arg]
             **others,
             accelerator="cpu",
@@ -169,6 +175,12 @@ def _devices(accelerator: Any, num_processes: Any, devices: Any) -> Any:
         return here if devices in (None, "auto") else devices
     Settings.read({"num_processes": num_processes})  # raises for what is no number of processes
     return num_processes
+
+
+def _as_list(plugins: Any) -> list[Any]:
+    if plugins is None:
+        return []
+    return list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
 
 
 def _lightnings(precision: Any) -> Any:

@@ -23,6 +23,8 @@ _PAIR = 2
 _DIMENSIONS = 4  # batch, heads, rows, columns
 
 _INT = ctypes.c_int64
+#: `mask_kind` of the C file.
+_MASK_KINDS = {torch.bool: 1, torch.bfloat16: 2, torch.float32: 3}
 _NAMES = ("query", "key", "value", "out", "of_query", "of_key", "of_value", "of_out")
 
 
@@ -32,7 +34,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("batch", "heads", "group", "length", "keys", "width", "value_width")),
         *((name, _INT * 3) for name in _NAMES),
-        *(("mask", _INT * 4), ("mask_kind", _INT), ("causal", _INT)),
+        *(("mask", _INT * 4), ("mask_kind", _INT), ("causal", _INT), ("is_wide", _INT)),
         *(("scale", ctypes.c_double), ("kept", ctypes.c_double)),
     )
 
@@ -102,7 +104,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, kept, log_sums = ctx.saved_tensors
         dropout_p, is_causal, scale = ctx.numbers
-        copies = [_laid_out_as(tensor) for tensor in (query, key, value)]
+        copies = [laid_out_as(tensor) for tensor in (query, key, value)]
         gradient = with_columns(gradient)
         backward(gradient, log_sums, query, key, value, mask, kept, dropout_p, is_causal, scale, copies)
         return *copies, *[None] * 5
@@ -117,6 +119,7 @@ def forward(
     dropout_p: float,
     is_causal: bool,
     scale: float,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output of attention, and the logarithm of the sum of the exponentials of each row.
 
@@ -125,15 +128,19 @@ def forward(
     query, key, value : torch.Tensor
         bfloat16, of four dimensions: (batch, heads, rows, columns), with columns side by side.
     mask : torch.Tensor or None
-        bool or bfloat16, of shape (batch, heads, L, S).
+        bool, bfloat16 or float32, of shape (batch, heads, L, S).
     kept : torch.Tensor or None
         uint8, of the same shape: 0 where the dropout has dropped a probability.
     dropout_p, is_causal, scale
         As in `blocked_attention`.
+    out : torch.Tensor, optional
+        bfloat16 or float32. The output is written to it.
     """
-    out = by_rows(query.size(0), query.size(1), query.size(2), value.size(3))
+    if out is None:
+        out = by_rows(query.size(0), query.size(1), query.size(2), value.size(3))
     log_sums = torch.empty(query.shape[:3], dtype=torch.float32)
     call = _call(query, key, value, mask, dropout_p, is_causal, scale)
+    call.is_wide = out.dtype is torch.float32
     _note(call, "out", out)
     _run("forward", call, query, key, value, mask, kept, out, log_sums)
     return out, log_sums
@@ -152,8 +159,12 @@ def backward(
     scale: float,
     found: Sequence[Tensor],
 ) -> None:
-    """Write the gradients of query, key and value, from that of the output, into the three tensors of `found`."""
+    """Write the gradients of query, key and value, from that of the output, into the three tensors of `found`.
+
+    They are bfloat16 or float32, and all else is bfloat16.
+    """
     call = _call(query, key, value, mask, dropout_p, is_causal, scale)
+    call.is_wide = found[0].dtype is torch.float32
     for name, each in zip(("of_query", "of_key", "of_value", "of_out"), (*found, gradient), strict=True):
         _note(call, name, each)
     _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *found)
@@ -187,16 +198,18 @@ def with_columns(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def by_rows(batch: int, heads: int, rows: int, columns: int) -> Tensor:
+def by_rows(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return an empty tensor in which the heads of a row lie side by side, as in the projection that follows."""
-    return torch.empty(batch, rows, heads, columns, dtype=torch.bfloat16).transpose(1, 2)
+    return torch.empty(batch, rows, heads, columns, dtype=dtype).transpose(1, 2)
 
 
-def _laid_out_as(tensor: Tensor) -> Tensor:
-    """Return an empty tensor with heads and rows in the order of another tensor."""
+def laid_out_as(tensor: Tensor, columns: int | None = None) -> Tensor:
+    """Return an empty tensor with heads and rows in the order of another tensor, and with its dtype."""
+    batch, heads, rows, own_columns = tensor.shape
+    columns = own_columns if columns is None else columns
     if tensor.stride(1) < tensor.stride(2):
-        return by_rows(*tensor.shape)
-    return torch.empty(tensor.shape, dtype=torch.bfloat16)
+        return by_rows(batch, heads, rows, columns, tensor.dtype)
+    return tensor.new_empty(batch, heads, rows, columns)
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor) -> _Call:
@@ -213,7 +226,7 @@ def _call(
     call = _sizes(query, key, value)
     call.causal, call.scale, call.kept = is_causal, scale, 1 - dropout_p
     if mask is not None:
-        call.mask, call.mask_kind = (_INT * 4)(*mask.stride()), 1 if mask.dtype is torch.bool else 2
+        call.mask, call.mask_kind = (_INT * 4)(*mask.stride()), _MASK_KINDS[mask.dtype]
     return call
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nano_loop.kernels.convolution import weight_gradient
+from nano_loop.kernels.convolution.rounded_convolution import rounds_inputs
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
@@ -105,6 +106,9 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
+        call = Arguments(*args)
+        if rounds_inputs(call.inputs, call.weight, _multiplied_pixels(call), call.groups):
+            return _rounded_backward(original, keys, call)
         if belongs_to_set_up_model():
             return faster_backward(original, rule_for(OPERATOR))(keys, *args)
         found: _Gradients = original(keys, *args)
@@ -206,6 +210,25 @@ def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.Dispatch
         theirs = kernel(keys, *given[:-1], left)
         ours = [b if asked else a for a, b, asked in zip(ours, theirs, left, strict=True)]
     return ours[0], ours[1], ours[2]
+
+
+def _multiplied_pixels(call: Arguments) -> int:
+    """Return how many pixels are multiplied with the whole weight."""
+    pixels = call.inputs if call.transposed else call.gradient
+    return pixels.numel() // max(pixels.size(1), 1) if pixels.dim() > 1 else 0
+
+
+def _rounded_backward(kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments) -> _Gradients:
+    """Return the gradients of a convolution that rounds its inputs, in fp32."""
+    of_inputs, of_weight, of_bias = call.output_mask
+    gradients: _Gradients = (None, None, None)
+    if of_inputs or of_weight:
+        rounded = [tensor.bfloat16() for tensor in call[:3]]
+        mask = [of_inputs, of_weight, False]
+        gradients = faster_backward(kernel, rule_for(OPERATOR))(keys, *rounded, *call.geometry, mask)
+    wide = [None if tensor is None else tensor.float() for tensor in gradients[:2]]
+    gradient = call.gradient
+    return wide[0], wide[1], gradient.sum([0, *range(2, gradient.dim())]) if of_bias else None
 
 
 def _is_plain_bf16(*tensors: Tensor) -> bool:

@@ -15,8 +15,9 @@ typedef struct {
     int64_t length, keys, width, value_width;
     int64_t query[3], key[3], value[3], out[3]; /* offsets of a batch, a head and a row */
     int64_t of_query[3], of_key[3], of_value[3], of_out[3]; /* the same of the gradients */
-    int64_t mask[4], mask_kind; /* 0: none, 1: bool, 2: bf16 to be added */
+    int64_t mask[4], mask_kind; /* 0: none, 1: bool, 2: bf16 to be added, 3: fp32 to be added */
     int64_t causal;
+    int64_t is_wide;            /* whether the output and the gradients of query, key and value are fp32 */
     double scale, kept;               /* the second is the probability of being kept by the dropout, 1 without one */
 } Call;
 
@@ -53,6 +54,9 @@ INLINE __m512 with_mask(const Row *row, __m512 scores, int64_t at) {
             __mmask16 open = step ? _mm_test_epi8_mask(_mm_maskz_loadu_epi8(here, bytes), _mm_set1_epi8(-1))
                                   : (*bytes ? 0xffff : 0);
             found = _mm512_mask_mov_ps(nothing, open, found);
+        } else if (call->mask_kind == 3) {
+            const float *numbers = (const float *)row->mask + at * step;
+            found = _mm512_add_ps(found, step ? _mm512_maskz_loadu_ps(here, numbers) : _mm512_set1_ps(*numbers));
         } else {
             const uint16_t *numbers = (const uint16_t *)row->mask + at * step;
             __m512i bits = step ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, numbers))
@@ -121,14 +125,16 @@ static void differentiate(const Row *row, float log_sum, float *scores, float *g
 
 /* ---------------------------------------------------------------------------------------------- whole heads */
 
-/* Writes rows in bf16, multiplied by a number, or each by the number that `of_rows` has for it. */
+/* Writes rows behind an offset, multiplied by a number, or each by the number that `of_rows` has for it. */
 INLINE void store(const float *from, int64_t from_row, int64_t rows, int64_t width, float scale, const float *of_rows,
-                  uint16_t *to, int64_t row) {
+                  int64_t is_wide, void *to, int64_t offset, int64_t row) {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t at = 0; at < width; at += 16) {
             __m512 by = _mm512_set1_ps(of_rows ? of_rows[i] : scale);
             __m512 found = _mm512_mul_ps(_mm512_loadu_ps(from + i * from_row + at), by);
-            _mm256_mask_storeu_epi16(to + i * row + at, first(width - at), rounded(found));
+            int64_t place = offset + i * row + at;
+            if (is_wide) _mm512_mask_storeu_ps((float *)to + place, first(width - at), found);
+            else _mm256_mask_storeu_epi16((uint16_t *)to + place, first(width - at), rounded(found));
         }
 }
 
@@ -174,7 +180,8 @@ INLINE Row row_of(const Call *call, const void *mask, const uint8_t *kept, int64
                   int64_t columns) {
     Row row = {call, 0, 0, call->causal ? least(columns, at + 1) : columns};
     int64_t place = batch * call->mask[0] + head * call->mask[1] + at * call->mask[2];
-    if (call->mask_kind) row.mask = (const char *)mask + place * (call->mask_kind == 1 ? 1 : 2);
+    const int sizes[] = {0, 1, 2, 4};
+    if (call->mask_kind) row.mask = (const char *)mask + place * sizes[call->mask_kind];
     if (kept) row.kept = kept + ((batch * call->heads * call->group + head) * call->length + at) * call->keys;
     return row;
 }
@@ -185,7 +192,7 @@ INLINE void clear(uint16_t *row, int64_t from, int64_t to) {
 }
 
 static void forward_of_head(const Call *call, const uint16_t *query, const uint16_t *key, const uint16_t *value,
-                            const void *mask, const uint8_t *kept, uint16_t *out, float *log_sums, char *scratch,
+                            const void *mask, const uint8_t *kept, void *out, float *log_sums, char *scratch,
                             int64_t batch, int64_t key_head) {
     Memory memory = memory_of(call, scratch, 0);
     int64_t keys = up_to(call->keys, TILE), pairs = (call->keys + 1) / 2, wide = up_to(call->value_width, TILE);
@@ -210,14 +217,14 @@ static void forward_of_head(const Call *call, const uint16_t *query, const uint1
             }
             product(rows, call->value_width, (columns + 1) / 2, memory.probabilities, 2 * keys, 4,
                     memory.values_paired, pairs, memory.result, wide, 0);
-            store(memory.result, wide, rows, call->value_width, 1.0f, by_sums,
-                  out + batch * call->out[0] + head * call->out[1] + at * call->out[2], call->out[2]);
+            store(memory.result, wide, rows, call->value_width, 1.0f, by_sums, call->is_wide, out,
+                  batch * call->out[0] + head * call->out[1] + at * call->out[2], call->out[2]);
         }
 }
 
 static void backward_of_head(const Call *call, const uint16_t *query, const uint16_t *key, const uint16_t *value,
                              const void *mask, const uint8_t *kept, const uint16_t *of_out, const float *log_sums,
-                             uint16_t *of_query, uint16_t *of_key, uint16_t *of_value, char *scratch, int64_t batch,
+                             void *of_query, void *of_key, void *of_value, char *scratch, int64_t batch,
                              int64_t key_head) {
     Memory memory = memory_of(call, scratch, 1);
     int64_t keys = up_to(call->keys, TILE), pairs = (call->keys + 1) / 2;
@@ -274,14 +281,14 @@ static void backward_of_head(const Call *call, const uint16_t *query, const uint
                     memory.of_keys, width, 1);
             product(rows, call->width, (columns + 1) / 2, memory.probabilities, 2 * keys, 4, memory.keys_paired, pairs,
                     memory.result, width, 0);
-            store(memory.result, width, rows, call->width, (float)call->scale, 0,
-                  of_query + batch * call->of_query[0] + head * call->of_query[1] + at * call->of_query[2],
+            store(memory.result, width, rows, call->width, (float)call->scale, 0, call->is_wide, of_query,
+                  batch * call->of_query[0] + head * call->of_query[1] + at * call->of_query[2],
                   call->of_query[2]);
         }
-    store(memory.of_keys, width, call->keys, call->width, (float)call->scale, 0,
-          of_key + batch * call->of_key[0] + key_head * call->of_key[1], call->of_key[2]);
-    store(memory.of_values, value_width, call->keys, call->value_width, 1.0f, 0,
-          of_value + batch * call->of_value[0] + key_head * call->of_value[1], call->of_value[2]);
+    store(memory.of_keys, width, call->keys, call->width, (float)call->scale, 0, call->is_wide, of_key,
+          batch * call->of_key[0] + key_head * call->of_key[1], call->of_key[2]);
+    store(memory.of_values, value_width, call->keys, call->value_width, 1.0f, 0, call->is_wide, of_value,
+          batch * call->of_value[0] + key_head * call->of_value[1], call->of_value[2]);
 }
 
 /* Bytes of memory that each thread needs. */
@@ -290,7 +297,7 @@ int64_t attention_bytes(const Call *call, int backward) { return memory_of(call,
 /* Writes `out`, and the logarithm of the sum of each row into `log_sums`, which is (batch, head, row). `kept` is (batch,
    head, row, column). `scratch` has `attention_bytes` for each thread. */
 void attention_forward(const Call *call, const uint16_t *query, const uint16_t *key, const uint16_t *value,
-                       const void *mask, const uint8_t *kept, uint16_t *out, float *log_sums, char *scratch,
+                       const void *mask, const uint8_t *kept, void *out, float *log_sums, char *scratch,
                        int threads) {
     int64_t bytes = attention_bytes(call, 0);
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -302,7 +309,7 @@ void attention_forward(const Call *call, const uint16_t *query, const uint16_t *
 /* Writes the gradients of query, key and value, from that of `out`. */
 void attention_backward(const Call *call, const uint16_t *query, const uint16_t *key, const uint16_t *value,
                         const void *mask, const uint8_t *kept, const uint16_t *of_out, const float *log_sums,
-                        uint16_t *of_query, uint16_t *of_key, uint16_t *of_value, char *scratch, int threads) {
+                        void *of_query, void *of_key, void *of_value, char *scratch, int threads) {
     int64_t bytes = attention_bytes(call, 1);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < call->batch * call->heads; i++)

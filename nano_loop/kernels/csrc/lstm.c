@@ -9,9 +9,10 @@
 #include <string.h>
 
 /* Sizes. `inputs` are those that the forward multiplies in each step, an even number, and 0 where that was done before. If
-   it is reversed, the last step is computed first. */
+   it is reversed, the last step is computed first. If it is wide, the outputs' gradients have fp32 numbers, and so has
+   that of the first outputs. */
 typedef struct {
-    int64_t steps, batch, inputs, hidden, is_reversed;
+    int64_t steps, batch, inputs, hidden, is_reversed, is_wide;
 } Call;
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
@@ -56,8 +57,10 @@ typedef struct {
     const uint16_t *first_outputs;
     float *states;
     uint16_t *out;
-    const uint16_t *of_out, *of_last_output; /* gradients, or NULL */
-    uint16_t *of_gates, *of_first_output;
+    float *wide_out;                     /* the same before they are rounded, or NULL */
+    const void *of_out, *of_last_output; /* gradients, or NULL */
+    uint16_t *of_gates;
+    void *of_first_output;
     float *of_cells; /* what the steps that are computed have added to them */
     uint32_t *packed;
     float *of_bias; /* for each block of rows */
@@ -76,8 +79,10 @@ INLINE const float *cells_before(const Work *work, int64_t step, int64_t row) {
     return work->first_cells + row * work->call->hidden;
 }
 
-INLINE __m512 widened(__mmask16 here, const uint16_t *from) {
-    __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, from));
+/* Numbers of a gradient. */
+INLINE __m512 widened(const Call *call, __mmask16 here, const void *from, int64_t at) {
+    if (call->is_wide) return _mm512_maskz_loadu_ps(here, (const float *)from + at);
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, (const uint16_t *)from + at));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
@@ -107,7 +112,9 @@ INLINE void compute_units(const Work *work, int64_t step, int64_t row, int64_t u
     __m512 cells = _mm512_mul_ps(found[1], _mm512_maskz_loadu_ps(here, cells_before(work, step, row) + unit));
     cells = _mm512_fmadd_ps(found[0], found[2], cells);
     _mm512_mask_storeu_ps(gates + GATES * hidden, here, cells);
-    store_rounded(work->out + at, here, _mm512_mul_ps(found[3], hyperbolic_tangent(cells)));
+    __m512 output = _mm512_mul_ps(found[3], hyperbolic_tangent(cells));
+    store_rounded(work->out + at, here, output);
+    if (work->wide_out) _mm512_mask_storeu_ps(work->wide_out + at, here, output);
 }
 
 static void forward_tile(const Work *work, int64_t step, int64_t tile, int64_t row, int64_t rows) {
@@ -148,7 +155,7 @@ INLINE void differentiate_units(const Work *work, int64_t step, int64_t row, int
     __m512 cell = _mm512_maskz_loadu_ps(here, gates + 2 * hidden), output = _mm512_maskz_loadu_ps(here, gates + 3 * hidden);
     __m512 squashed = hyperbolic_tangent(_mm512_maskz_loadu_ps(here, gates + GATES * hidden));
     __m512 before = _mm512_maskz_loadu_ps(here, cells_before(work, step, row) + unit);
-    if (work->of_out) of_output = _mm512_add_ps(of_output, widened(here, work->of_out + at * hidden + unit));
+    if (work->of_out) of_output = _mm512_add_ps(of_output, widened(work->call, here, work->of_out, at * hidden + unit));
     float *running = work->of_cells + row * hidden + unit;
     __m512 of_cells = _mm512_mul_ps(_mm512_mul_ps(of_output, output), _mm512_fnmadd_ps(squashed, squashed, one));
     of_cells = _mm512_add_ps(of_cells, _mm512_maskz_loadu_ps(here, running));
@@ -179,9 +186,10 @@ INLINE void compute_gradients(const Work *work, int64_t behind, int64_t row, int
         int64_t at = (row + i) * hidden + unit;
         __m512 of_output = _mm512_setzero_ps();
         if (sums) of_output = _mm512_loadu_ps(sums + i * TILE);
-        else if (work->of_last_output) of_output = widened(here, work->of_last_output + at);
+        else if (work->of_last_output) of_output = widened(work->call, here, work->of_last_output, at);
         if (behind) differentiate_units(work, behind - 1, row + i, unit, of_output, of_bias);
-        else store_rounded(work->of_first_output + at, here, of_output);
+        else if (work->call->is_wide) _mm512_mask_storeu_ps((float *)work->of_first_output + at, here, of_output);
+        else store_rounded((uint16_t *)work->of_first_output + at, here, of_output);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < GATES; i++) _mm512_mask_storeu_ps(to + i * hidden, here, of_bias[i]);
@@ -229,11 +237,12 @@ static void compute(const Work *work, int64_t tiles, Pack *pack, Compute *comput
     }
 }
 
-/* Writes gates and cells into `states`, and the outputs. If `inputs` is NULL, `states` has their products. */
+/* Writes gates and cells into `states`, and the outputs, and these before they are rounded if `wide_out` is not NULL. If
+   `inputs` is NULL, `states` has their products. */
 void lstm_forward(const Call *call, const uint16_t *inputs, const uint16_t *of_inputs, const uint16_t *weight,
                   const float *bias, const uint16_t *first_outputs, const float *first_cells, float *states,
-                  uint16_t *out, char *scratch, int threads) {
-    Work work = {.call = call, .inputs = inputs, .of_inputs = of_inputs, .weight = weight, .bias = bias};
+                  uint16_t *out, float *wide_out, char *scratch, int threads) {
+    Work work = {.call = call, .wide_out = wide_out, .inputs = inputs, .of_inputs = of_inputs, .weight = weight, .bias = bias};
     work.first_outputs = first_outputs, work.first_cells = first_cells, work.states = states, work.out = out;
     work.packed = (uint32_t *)scratch;
     compute(&work, divided(call->hidden, UNITS), pack_forward, forward_tile, 0, threads);
@@ -242,8 +251,8 @@ void lstm_forward(const Call *call, const uint16_t *inputs, const uint16_t *of_i
 /* Writes the gradients of the gates before their activations, of all steps, of the bias, and of the first outputs.
    `of_cells` is the gradient of the last cells, and becomes that of the first ones. */
 void lstm_backward(const Call *call, const uint16_t *weight, const float *first_cells, float *states,
-                   const uint16_t *of_out, const uint16_t *of_last_output, float *of_cells, uint16_t *of_gates,
-                   float *of_bias, uint16_t *of_first_output, char *scratch, int threads) {
+                   const void *of_out, const void *of_last_output, float *of_cells, uint16_t *of_gates,
+                   float *of_bias, void *of_first_output, char *scratch, int threads) {
     int64_t blocks = divided(call->batch, ROWS), width = GATES * call->hidden;
     Work work = {.call = call, .weight = weight, .first_cells = first_cells, .states = states, .of_out = of_out};
     work.of_last_output = of_last_output, work.of_cells = of_cells, work.of_gates = of_gates;
@@ -261,8 +270,8 @@ int lstm_is_first_guess(void) { return 0; }
 int64_t lstm_bytes(const Call *call, int backward) { return 0; }
 void lstm_forward(const Call *call, const uint16_t *inputs, const uint16_t *of_inputs, const uint16_t *weight,
                   const float *bias, const uint16_t *first_outputs, const float *first_cells, float *states,
-                  uint16_t *out, char *scratch, int threads) {}
+                  uint16_t *out, float *wide_out, char *scratch, int threads) {}
 void lstm_backward(const Call *call, const uint16_t *weight, const float *first_cells, float *states,
-                   const uint16_t *of_out, const uint16_t *of_last_output, float *of_cells, uint16_t *of_gates,
-                   float *of_bias, uint16_t *of_first_output, char *scratch, int threads) {}
+                   const void *of_out, const void *of_last_output, float *of_cells, uint16_t *of_gates,
+                   float *of_bias, void *of_first_output, char *scratch, int threads) {}
 #endif

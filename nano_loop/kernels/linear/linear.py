@@ -1,4 +1,7 @@
-"""Linear layers of bf16 and their gradients: ``aten::mm`` and ``aten::addmm`` by `nano_loop.kernels.linear.product`."""
+"""Linear layers and their gradients: ``aten::mm`` and ``aten::addmm`` by `nano_loop.kernels.linear.product`.
+
+Matrices are of bf16, or of fp32 where these are rounded: see `nano_loop.kernels.linear.rounded_product`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_loop.kernels.linear import product
+from nano_loop.kernels.linear import product, rounded_product
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
@@ -85,6 +88,9 @@ def fits(given: Arguments) -> bool:
 
 
 def _computed(given: Arguments, by_torch: _Kernel, kwargs: dict[str, Any]) -> Any:
+    if given.a.dtype is torch.float32:
+        result = rounded_product.rounded_product(*given, **kwargs)
+        return by_torch(given, **kwargs) if result is None else result
     if _is_ours(given, **kwargs) and _way(given, by_torch, "out" in kwargs) == BLOCKS:
         return product.product(*given, kwargs.get("out"))
     return by_torch(given, **kwargs)

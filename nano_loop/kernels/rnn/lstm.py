@@ -1,4 +1,7 @@
-"""Layers of LSTMs in bf16: ``aten::mkldnn_rnn_layer`` by `nano_loop.kernels.rnn.lstm_layer`, where that is faster."""
+"""Layers of LSTMs in bf16: ``aten::mkldnn_rnn_layer`` by `nano_loop.kernels.rnn.lstm_layer`, where that is faster.
+
+Those of fp32 are computed by it where products are rounded.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rnn import lstm_layer
 from nano_loop.kernels.rnn.lstm_layer import GATES, Arguments, Found
+from nano_loop.kernels.rounding import LSTM, is_large, note, rounds_products
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.patching.torch_private import in_functorch
 
@@ -69,14 +73,21 @@ def _ours(args: Sequence[Any]) -> Arguments | None:
     """Return the arguments of torch's operator, if this kernel supports them and the call is large enough."""
     tensors, (is_reversed, batch_sizes, mode, hidden, _, has_biases) = args[:7], args[7:13]
     inputs, input_weight, hidden_weight, *biases, output, cells = tensors
-    if mode != _LSTM or batch_sizes or any(tensor.dtype is not torch.bfloat16 for tensor in tensors):
+    dtype = inputs.dtype
+    if mode != _LSTM or batch_sizes or dtype not in (torch.bfloat16, torch.float32):
+        return None
+    if any(tensor.dtype is not dtype for tensor in tensors):
         return None
     if inputs.dim() != _DIMENSIONS:
         return None
     steps, batch, size = inputs.shape
     if steps < _FEWEST_STEPS or hidden < _FEWEST_UNITS or hidden % 2:
         return None
-    if steps * batch * GATES * hidden * (size + hidden) < WORTH_IT or not belongs_to_set_up_model():
+    multiplications = steps * batch * GATES * hidden * (size + hidden)
+    if dtype is torch.float32:
+        if not (is_large(LSTM, multiplications) and rounds_products()):
+            return None
+    elif multiplications < WORTH_IT or not belongs_to_set_up_model():
         return None
     # torch.func calls first with its own tensors, and then with those inside of them, which need no gradients.
     if in_functorch() or (torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors)):
@@ -84,7 +95,11 @@ def _ours(args: Sequence[Any]) -> Arguments | None:
     given = Arguments(
         inputs, input_weight, hidden_weight, tuple(biases) if has_biases else (), output, cells, is_reversed
     )
-    return given if all(map(_is_plain, tensors)) and _is_one_layer(given) else None
+    if not all(map(_is_plain, tensors)) or not _is_one_layer(given):
+        return None
+    if dtype is torch.float32:
+        note(LSTM, multiplications)
+    return given
 
 
 def _is_one_layer(given: Arguments) -> bool:
@@ -105,6 +120,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _way(given: Arguments, by_torch: ByTorch) -> str:
+    if given.inputs.dtype is torch.float32:
+        return BLOCKS
     guess = BLOCKS if lstm_layer.KERNEL.is_first_guess else TORCH
     rule: Choose | None = rule_for(WAY)
     return guess if rule is None else rule(by_torch, given, guess)

@@ -29,11 +29,13 @@ GATES = 4
 class _Call(ctypes.Structure):
     """`Call` of the C file."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("steps", "batch", "inputs", "hidden", "is_reversed"))
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("steps", "batch", "inputs", "hidden", "is_reversed", "is_wide")
+    )
 
 
 class Arguments(NamedTuple):
-    """The arguments of a layer. All tensors are bfloat16.
+    """The arguments of a layer. All tensors are bfloat16, or all are float32, which products round to bfloat16.
 
     Attributes
     ----------
@@ -79,9 +81,9 @@ def lstm(given: Arguments) -> Found:
     Returns
     -------
     outputs : torch.Tensor
-        bfloat16, of shape (steps, batch, hidden).
+        Of shape (steps, batch, hidden) and the dtype of the arguments.
     output, cells : torch.Tensor
-        The state after the last step: bfloat16, of shape (batch, hidden).
+        The state after the last step, of shape (batch, hidden).
     """
     biases = given.biases or (None, None)
     found: Found = _LstmLayer.apply(*given[:3], *biases, *given[4:])  # type: ignore[no-untyped-call]
@@ -108,7 +110,7 @@ class _LstmLayer(torch.autograd.Function):
         if torch.is_grad_enabled():  # for a second derivative
             return *_differentiable(tensors, ctx.is_reversed, gradients, ctx.needs_input_grad), None
         inputs, input_weight, hidden_weight, _, _, output, _ = tensors
-        call = _Call(*outputs.shape[:2], 0, outputs.size(2), ctx.is_reversed)
+        call = _Call(*outputs.shape[:2], 0, outputs.size(2), ctx.is_reversed, _is_wide(outputs))
         gates, bias, of_output, of_cells = _differentiated(call, hidden_weight, first_cells, states, *gradients)
         needed, rows = ctx.needs_input_grad, gates.size(0)
         before = [outputs[1:], output.unsqueeze(0)] if ctx.is_reversed else [output.unsqueeze(0), outputs[:-1]]
@@ -117,7 +119,7 @@ class _LstmLayer(torch.autograd.Function):
             _product(gates.t(), inputs.reshape(rows, -1)) if needed[1] else None,
             _product(gates.t(), torch.cat(before).view(rows, -1)) if needed[2] else None,
             bias if needed[3] else None,
-            bias if needed[4] else None,
+            bias.clone() if needed[4] else None,
             of_output if needed[5] else None,
             of_cells if needed[6] else None,
             None,
@@ -137,25 +139,29 @@ def _forward(
     """Return what `lstm` does, gates and cells of all steps, and the cells before the first step, both in fp32."""
     steps, batch, size = inputs.shape
     hidden = output.size(1)
-    call = _Call(steps, batch, 0, hidden, is_reversed)
-    inputs, input_weight, hidden_weight = inputs.contiguous(), input_weight.contiguous(), hidden_weight.contiguous()
-    output, first_cells = output.contiguous(), cells.float().contiguous()
+    call, dtype = _Call(steps, batch, 0, hidden, is_reversed), inputs.dtype
+    inputs, input_weight, hidden_weight = inputs.contiguous(), input_weight.contiguous(), _in_bf16(hidden_weight)
+    output, first_cells = _in_bf16(output), cells.float().contiguous()
     states = _empty(steps * batch, (GATES + 1) * hidden, dtype=torch.float32)
     rows = inputs.view(-1, size)
     in_steps: tuple[Tensor | None, ...] = (None, None)
     if _is_computed_in_steps(size, hidden) or not product.fits(rows, input_weight.t()):
         call.inputs = size + size % 2
-        in_steps = tuple(F.pad(each, (0, 1)) if size % 2 else each for each in (inputs, input_weight))
+        in_steps = tuple(
+            F.pad(tensor, (0, 1)) if size % 2 else tensor for tensor in map(_in_bf16, (inputs, input_weight))
+        )
     else:
         product.product(rows, input_weight.t(), out=states[:, : GATES * hidden])
     bias = _empty(GATES * hidden, dtype=torch.float32).zero_()
     for each in (input_bias, output_bias):
         bias += 0 if each is None else each
-    outputs = _empty(steps, batch, hidden)
-    _run("forward", call, *in_steps, hidden_weight, bias, output, first_cells, states, outputs)
+    rounded = _empty(steps, batch, hidden)
+    outputs = rounded if dtype is torch.bfloat16 else _empty(steps, batch, hidden, dtype=dtype)
+    wide = outputs if _is_wide(outputs) else None
+    _run("forward", call, *in_steps, hidden_weight, bias, output, first_cells, states, rounded, wide)
     last = 0 if is_reversed else steps - 1
     last_cells = states[last * batch : (last + 1) * batch, GATES * hidden :]
-    return outputs, outputs[last].clone(), last_cells.to(torch.bfloat16), states, first_cells
+    return outputs, outputs[last].clone(), last_cells.to(dtype, copy=True), states, first_cells
 
 
 torch.library.define(
@@ -202,9 +208,9 @@ def _differentiated(
     of_cells = torch.zeros_like(cells) if of_last_cells is None else of_last_cells.float().contiguous()
     gates = _empty(call.steps * call.batch, GATES * call.hidden)
     bias = _empty(GATES * call.hidden, dtype=torch.float32)
-    of_output = _empty(call.batch, call.hidden)
+    of_output = _empty(call.batch, call.hidden, dtype=torch.float32 if call.is_wide else torch.bfloat16)
     arrived = [None if gradient is None else gradient.contiguous() for gradient in (of_all, of_last)]
-    _run("backward", call, hidden_weight.contiguous(), cells, states, *arrived, of_cells, gates, bias, of_output)
+    _run("backward", call, _in_bf16(hidden_weight), cells, states, *arrived, of_cells, gates, bias, of_output)
     return gates, bias, of_output, of_cells
 
 
@@ -214,7 +220,16 @@ def _empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return product.product(a, b) if product.fits(a, b) else a @ b
+    """Return a product in the dtype of `b`."""
+    return product.product(a, b, dtype=b.dtype) if product.fits(a, b) else (a.to(b.dtype) @ b)
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32
+
+
+def _in_bf16(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16).contiguous()
 
 
 def _is_computed_in_steps(size: int, hidden: int) -> bool:

@@ -92,7 +92,7 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
 
     The model is changed: it should be a copy.
     """
-    dtype = kind.parameters or torch.float32
+    dtype, autocast = kind.parameters or torch.float32, kind.autocast_by_hand
 
     def inward(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -104,14 +104,14 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
         def in_precision(function: Call, /, *args: Any, **kwargs: Any) -> Any:
             if kind.parameters is not None:
                 args, kwargs = map_tensors(inward, (args, kwargs))
-            with nullcontext() if kind.autocast is None else cpu_autocast(kind.autocast):
+            with nullcontext() if autocast is None else cpu_autocast(autocast):
                 return map_tensors(outward, call(function, *args, **kwargs))
 
         return in_precision
 
     interceptors = CallInterceptors()
     interceptors.add(converted(model, dtype), "by hand", layer).is_plain = True
-    for module in model.modules() if kind.autocast is not None and not can_train_lstms(kind.autocast) else ():
+    for module in model.modules() if autocast is not None and not can_train_lstms(autocast) else ():
         if isinstance(module, nn.LSTM):
             module.forward = disable_casts()(module.forward)  # type: ignore[method-assign]
     try:

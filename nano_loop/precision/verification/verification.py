@@ -161,7 +161,7 @@ def verified(
             exact = trace(made, lambda each: step(each, map_tensors(_in_fp64, batch)))
         torch.manual_seed(1)
         other = traced(copied(model), step)
-    last_place = max(torch.finfo(kind.compute).eps, torch.finfo(torch.float32).eps)
+    last_place = max(torch.finfo(kind.autocast_by_hand or kind.compute).eps, torch.finfo(torch.float32).eps)
     traces = found, hand, single, exact
     outputs, gradients, loss = (
         compare([getattr(trace, name) for trace in traces], last_place) for name in ("outputs", "gradients", "loss")

@@ -40,24 +40,14 @@ def names_in_forward(module: nn.Module) -> tuple[str, ...]:
 
 @dataclass
 class TrainingObjects:
-    """The user's models, optimizers and loaders.
+    """The user's models, optimizers and loaders."""
 
-    Parameters
-    ----------
-    models : list of torch.nn.Module
-        The models, which the steps change in place.
-    optimizers : list of torch.optim.Optimizer
-        The optimizers, changed in place. A wrapper of optimizers is replaced by those inside it.
-    loaders : list of torch.utils.data.DataLoader
-        The loaders, which keep their class and attributes.
-    shard : bool or None
-        Whether the batches are always (True) or never (False) sharded among the ranks. None: depends on the models'
-        mode.
-    """
-
-    models: list[nn.Module] = field(default_factory=list)
+    models: list[nn.Module] = field(default_factory=list)  # changed in place by the steps
+    #: Changed in place. A wrapper of optimizers is replaced by those inside it.
     optimizers: list[Optimizer] = field(default_factory=list)
-    loaders: list[DataLoader[Any]] = field(default_factory=list)
+    loaders: list[DataLoader[Any]] = field(default_factory=list)  # they keep their class and attributes
+    #: Whether the batches are always (True) or never (False) sharded among the ranks. None: depends on the models'
+    #: mode.
     shard: bool | None = None
 
     def __post_init__(self) -> None:

@@ -57,9 +57,9 @@ class Sabotage:
 
 
 def _sabotaged(do):
-    from nano_loop.distributed.launch import running
+    from nano_loop.distributed.launch_local import fork_server
 
-    running.local_group = lambda ranks, backend: do()
+    fork_server.local_group = lambda ranks, backend: do()
     return
 
 

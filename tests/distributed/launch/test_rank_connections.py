@@ -1,19 +1,19 @@
-"""A rank's connection to rank 0 ends with either process, takes only who knows the token, and carries text."""
+"""A rank's connection to rank 0 ends with either process, takes only who knows the token, and carries reports."""
 
 import socket
 import threading
 import time
 
-from nano_loop.distributed.launch_local.frames import Frames
-from nano_loop.distributed.launch_ray.rank_connections import ConnectionToRank0, RankConnections, ask
+from nano_loop.distributed.launch.reports import DUMP, Frames
+from nano_loop.distributed.launch_ray.rank_connections import FORGET, ConnectionToRank0, RankConnections
 
 TOKEN = "the token of the run"
 
 
-def connected(rank=1, token=TOKEN, end=lambda: None):
+def connected(rank=1, token=TOKEN, forget=lambda: None, end=lambda: None):
     """Return rank 0's listener, and the other end of a rank that has connected to it."""
     listener = RankConnections("127.0.0.1", TOKEN)
-    return listener, ConnectionToRank0(listener.place, rank, token, end)
+    return listener, ConnectionToRank0(listener.place, rank, token, forget, end)
 
 
 def received(connection, frames, count=1):
@@ -27,18 +27,19 @@ def received(connection, frames, count=1):
     return found
 
 
-def test_text_and_places_in_the_code_travel():
-    ended = threading.Event()
-    listener, worker_s = connected(end=ended.set)
-    worker_s.send({"kind": "warning"})  # before rank 0 has accepted the connection
+def test_reports_and_requests_travel():
+    ended, forgotten = threading.Event(), threading.Event()
+    listener, worker_s = connected(forget=forgotten.set, end=ended.set)
+    worker_s.report("warning")  # before rank 0 has accepted the connection
     connection = listener.accept({1}, 5, lambda: None)[1]
     frames = Frames()
     ((header, _),) = received(connection, frames)
     assert header["kind"] == "warning"
-    ask(connection)
+    connection.send(FORGET + DUMP)
     ((header, content),) = received(connection, frames)
-    assert header["kind"] == "whereabouts"
-    assert b"test_text_and_places_in_the_code_travel" in content
+    assert header["kind"] == "stack"
+    assert b"test_reports_and_requests_travel" in content
+    assert forgotten.is_set()
     connection.close()
     listener.close()
     assert ended.wait(5)

@@ -24,7 +24,7 @@ MADE_AT_IMPORT = small.parts()[2]
 @pytest.fixture(autouse=True)
 def nothing_warned(monkeypatch):
     """Let this process have given no warning, which it would not repeat."""
-    monkeypatch.setattr(user_code, "_given", set())
+    monkeypatch.setattr(user_code, "_warned", set())
     monkeypatch.setattr(duplicate_work, "_counts", {})
 
 

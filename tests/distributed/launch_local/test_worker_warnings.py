@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from distributed import small
-from nano_loop.distributed.launch_local import worker_warnings
-from nano_loop.distributed.launch_local.worker_warnings import Awaiting
+from nano_loop.distributed.launch import worker_warnings
+from nano_loop.distributed.launch.worker_warnings import Awaiting
 
 PROGRAM = """
 import os, sys, threading, warnings

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from integrations.lightning.lightning_modules import (
     saving_class,
     weights,
 )
+from loops.pairs import rounding_every_product
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,6 +36,9 @@ pl = imported("lightning.pytorch")
 
 from nano_loop import NanoConfigError, NanoError, NanoWorkerError  # noqa: E402
 from nano_loop.cpu import read_machine  # noqa: E402
+from nano_loop.kernels.linear import product  # noqa: E402
+from nano_loop.patching.operators.operators import gives_kernels  # noqa: E402
+from nano_loop.steps import bf16_products  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
@@ -326,6 +331,56 @@ def test_environment_overrides_our_trainer_and_must_not_contradict_lightning_s(m
         assert not {"precision", "rounding"} & {*trainer.report.applied, *trainer.report.skipped}
         with pytest.raises(NanoConfigError, match=f"NANO_LOOP_PRECISION={value}: this Trainer has"):
             pl.Trainer(**QUIET, **PLAIN, strategy="nano", devices=1, precision="32-true")
+
+
+@pytest.mark.parametrize("package", [PACKAGES[0], pytest.param(PACKAGES[1], marks=pytest.mark.slow)])
+def test_products_round_by_our_trainer_and_as_a_plugin_of_lightnings_and_fabrics(package, monkeypatch):
+    """Each rounds as often, sees fp32 alone, and leaves nothing behind."""
+    if product.KERNEL.unavailable or not gives_kernels():
+        pytest.skip("products do not round here")
+    rounding_every_product(monkeypatch)
+    counts, note = Counter(), bf16_products.Bf16Products._note
+
+    def noting(self, *args):
+        counts[name] += 1
+        note(self, *args)
+
+    monkeypatch.setattr(bf16_products.Bf16Products, "_note", noting)
+    lightning, own = importlib.import_module(package), ours(package)
+    kind = module_class(lightning)
+
+    class Seen(kind):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            self.seen = {loss.dtype, *(each.dtype for each in self.parameters())}
+            return loss
+
+    trainers = {
+        "ours": (own.Trainer, {**NANO, "precision": "bf16-products"}),
+        "the strategy": (lightning.Trainer, {**PLAIN, "strategy": "nano", "devices": 1}),
+        "lightning's": (lightning.Trainer, {**PLAIN, "devices": 1}),
+    }
+    for name, (trainer, settings) in trainers.items():
+        plugins = {} if name == "ours" else {"plugins": own.precision("bf16-products")}
+        module, trainer = fitted(trainer, Seen(), **settings, **plugins)
+        assert trainer.precision == "bf16-products"
+        assert module.seen == {torch.float32}
+    assert set(counts) == set(trainers)
+    assert len(set(counts.values())) == 1
+    name = "fabric"
+    plugin = own.precision("bf16-products")
+    fabric = importlib.import_module(
+        package.replace("pytorch_lightning", "lightning_fabric").replace("lightning.pytorch", "lightning.fabric")
+    ).Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    layer = fabric.setup(nn.Linear(32, 32))
+    assert layer(torch.ones(32, 32)).dtype is torch.float32
+    plugin.teardown()
+    before = counts[name]
+    assert before
+    layer(torch.ones(32, 32))
+    assert counts[name] == before
+    with pytest.raises(NanoConfigError, match="bf16-mixed"):
+        own.precision("bf16-mixed")
 
 
 def test_module_of_the_other_package_is_refused_by_lightning():

@@ -39,14 +39,8 @@ def _noting(show: Callable[..., None]) -> Callable[..., None]:
     return showwarning
 
 
-def sent(send: Callable[[dict[str, Any]], None]) -> None:
-    """Send this process's warnings to rank 0 from now on, instead of showing them.
-
-    Parameters
-    ----------
-    send : callable
-        Is given each one, as JSON can hold it.
-    """
+def sent(report: Callable[..., object]) -> None:
+    """Send this process's warnings to rank 0 from now on, by `Reporter.report`, instead of showing them."""
     show, owner = warnings.showwarning, os.getpid()
 
     def showwarning(
@@ -56,7 +50,7 @@ def sent(send: Callable[[dict[str, Any]], None]) -> None:
             show(message, category, filename, lineno, file, line)
             return
         text = warnings.formatwarning(message, category, filename, lineno, line)
-        send({"kind": "warning", "warned": _warning_key(message, category, filename, lineno), "shown": text})
+        report("warning", warned=_warning_key(message, category, filename, lineno), shown=text)
 
     warnings.showwarning = showwarning
 

@@ -1,0 +1,198 @@
+"""The reports of a worker to rank 0, on a pipe or a socket: messages, and what both ends do with them.
+
+A worker reports "ready" when it has read its payload, and at the end "finished", or "failed" and then "exception": the
+words of a failure at once, since pickling an exception may fail or take long. In between come "warning", and "stack" in
+answer to a request. Nothing in a message is executed or unpickled before it is known who has sent it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
+from nano_loop.distributed.launch.worker_warnings import Awaiting
+
+#: Requests about a worker: its end, and its stack.
+KILL, DUMP = b"k", b"d"
+_READ = 1 << 16  # bytes at a time
+_EXCEPTION = 1.0  # seconds that a failure waits for the exception itself
+
+
+def framed(header: dict[str, Any], content: bytes = b"") -> bytes:
+    """Return a message as it is sent: a line of JSON that says how many bytes of content follow."""
+    return json.dumps({**header, "bytes": len(content)}).encode() + b"\n" + content
+
+
+class Frames:
+    """Takes messages apart that arrive in pieces; nothing in them is executed or unpickled."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._header: dict[str, Any] | None = None
+
+    def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Take in what has arrived, and yield each message that is complete: its header and its content."""
+        searched = len(self._buffer)
+        self._buffer += data
+        while True:
+            if self._header is None:
+                end = self._buffer.find(b"\n", searched)
+                if end < 0:
+                    return
+                self._header = json.loads(self._buffer[:end])
+                del self._buffer[: end + 1]
+            header, size, searched = self._header, self._header["bytes"], 0
+            if len(self._buffer) < size:
+                return
+            content = bytes(self._buffer[:size])
+            del self._buffer[:size]
+            self._header = None
+            yield header, content
+
+
+def read_available(source: int | socket.socket) -> tuple[bytes, bool]:
+    """Return what a non-blocking descriptor, or any socket, holds, and whether its other end is closed."""
+    pieces = []
+    while True:
+        try:
+            if isinstance(source, int):
+                pieces.append(os.read(source, _READ))
+            else:
+                pieces.append(source.recv(_READ, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return b"".join(pieces), False
+        except OSError:  # a socket whose other end was closed with something unread, or whose host is silent
+            return b"".join(pieces), True
+        if not pieces[-1]:
+            return b"".join(pieces), True
+
+
+class Reporter:
+    """A worker's end.
+
+    Parameters
+    ----------
+    rank : int
+        The worker's rank.
+    write : callable
+        Sends bytes, all of them.
+    """
+
+    def __init__(self, rank: int, write: Callable[[bytes], object]) -> None:
+        self.rank = rank
+        self._write = write
+        self._writing = threading.Lock()  # threads of the loop may warn
+
+    def report(self, kind: str, content: bytes = b"", **header: Any) -> None:
+        """Send a report, if rank 0 is still there."""
+        with self._writing, contextlib.suppress(OSError):  # or the loop has closed what it did not open
+            self._write(framed({"kind": kind, **header}, content))
+
+    def report_failure(self, error: BaseException, where: str) -> None:
+        """Report the exception that has ended the task, in its handler; see `failure.raised`."""
+        # torch's handler raises where a loader's process has died, also in the midst of the report.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.report("failed", failure=raised(self.rank, error, traceback.format_exc(), where).in_words())
+        flush_output()
+        self.report("exception", pickled(error))
+
+
+class ReportingWorker(ABC):
+    """A `Worker` as its reports tell of it: the base class of those of launchers.
+
+    Parameters
+    ----------
+    rank : int
+        Its rank.
+
+    Attributes
+    ----------
+    reports : int or None
+        The non-blocking descriptor of rank 0's end; None once the other end is closed.
+    stacks : list of str
+        What it has answered to `DUMP`.
+    """
+
+    #: Seconds from a worker's last word to the news of its end; an echo waits longer.
+    patience = 1.0
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.ready = self.finished = False
+        self.reports: int | None = None
+        self.stacks: list[str] = []
+        self.warnings = Awaiting()
+        self._reading = threading.RLock()
+        self._frames = Frames()
+        self._failure: Failure | None = None
+        self._failed_at = 0.0
+        self._silent_since: float | None = None
+
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, or will never begin."""
+
+    @abstractmethod
+    def death(self) -> Failure:
+        """Return the failure of a process that has ended without a report."""
+
+    @abstractmethod
+    def silence(self) -> Failure:
+        """Return the failure of a process that can report no more, and of which nobody says that it has ended."""
+
+    def poll(self) -> Failure | None:
+        """See `Worker.poll`."""
+        ended = self.has_ended()  # asked first: what has been reported then is all that there will be
+        self.read_reports()
+        if self._failure is not None:
+            waits = self.reports is not None and not ended and time.monotonic() < self._failed_at + _EXCEPTION
+            return None if waits else self._failure
+        if self.finished:
+            return None
+        if ended:
+            return self.death()
+        if self.reports is None:
+            self._silent_since = self._silent_since or time.monotonic()
+            return self.silence() if time.monotonic() > self._silent_since + self.patience else None
+        return None
+
+    def read_reports(self) -> None:
+        """Take in what the process has reported, without waiting."""
+        with self._reading:
+            if self.reports is None:
+                return
+            data, ended = read_available(self.reports)
+            for header, content in self._frames.feed(data):
+                self._take(header, content)
+            if ended:
+                self.reports = None
+
+    def reported(self, failure: Failure) -> Failure:
+        """Return a failure that the process has reported, with what rank 0 adds: nothing by default."""
+        return failure
+
+    def _take(self, header: dict[str, Any], content: bytes) -> None:
+        kind = header["kind"]
+        self.ready = self.ready or kind == "ready"
+        self.finished = self.finished or kind == "finished"
+        if kind == "failed":
+            self._failure = self.reported(Failure.of_words(header["failure"]))
+            self._failed_at = time.monotonic()
+        elif kind == "exception":
+            assert self._failure is not None
+            self._failure.pickled = content
+            self._failed_at = 0.0  # complete
+        elif kind == "warning":
+            self.warnings.take(header)
+        elif kind == "stack":
+            self.stacks.append(content.decode(errors="replace"))

@@ -1,0 +1,110 @@
+"""Products of fp32 matrices whose inputs are rounded to bf16, by `nano_loop.kernels.linear.product`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.kernels.linear import product
+from nano_loop.kernels.replacement import Replacement, unless_none
+from nano_loop.kernels.rounding import PRODUCT, is_large, note, rounds_products
+
+_MATRIX, _BATCH = 2, 3
+
+
+def rounded_product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dimensions: int = _MATRIX,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """Compute alpha a b + beta bias in fp32, from a and b in bf16, or return None where torch has to compute.
+
+    Parameters
+    ----------
+    a, b : torch.Tensor
+        Two matrices, or two batches of as many.
+    bias : torch.Tensor, optional
+        Of the result's shape, or one that is expanded to it.
+    dimensions : int
+        How many the operator takes: two of matrices, three of batches.
+    beta, alpha : float
+        Factors. A bias that is multiplied by 0 is not read.
+    out : torch.Tensor, optional
+        A tensor to write to.
+    **others
+        Arguments that only torch knows.
+    """
+    multiplications = a.numel() * (b.size(-1) if b.dim() else 0)
+    if not is_large(PRODUCT, multiplications) or others or not rounds_products() or not _fits(a, b, dimensions):
+        return None
+    shape = torch.Size((*a.shape[:-1], b.size(-1)))
+    if out is not None and not _can_be_filled(out, shape, (a, b, bias)):
+        return None
+    is_row = bias is not None and beta == alpha == 1 and _is_row(bias, shape)
+    if bias is not None and not is_row and not _is_expandable(bias, shape):
+        return None
+    note(PRODUCT, multiplications)
+    result = product.product(a, b, bias if is_row else None, out, torch.float32)
+    if alpha != 1:
+        result.mul_(alpha)
+    if bias is not None and not is_row and beta != 0:
+        result.add_(bias, alpha=beta)
+    return result
+
+
+def _bmm(a: Tensor, b: Tensor, **kwargs: Any) -> Tensor | None:
+    return rounded_product(a, b, dimensions=_BATCH, **kwargs)
+
+
+def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Tensor | None:
+    return rounded_product(a, b, bias, dimensions=_BATCH, **kwargs)
+
+
+#: `nano_loop.kernels.linear.linear` replaces the kernels of ``mm`` and ``addmm``. Inductor calls those with ``out``.
+REPLACEMENTS = tuple(
+    Replacement(f"{name}{overload}", unless_none(function))
+    for name, function in (("bmm", _bmm), ("baddbmm", _baddbmm))
+    for overload in ("", ".out")
+)
+
+
+def _fits(a: Tensor, b: Tensor, dimensions: int) -> bool:
+    if not (_is_plain(a) and _is_plain(b)) or a.dim() != dimensions or b.dim() != dimensions:
+        return False
+    return a.size(-1) == b.size(-2) and a.shape[:-2] == b.shape[:-2] and product.fits(a, b)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.dtype is torch.float32
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _is_row(bias: Tensor, shape: torch.Size) -> bool:
+    return _is_plain(bias) and bias.shape == shape[-1:] and bias.stride() == (1,) and bias.data_ptr() != 0
+
+
+def _is_expandable(bias: Tensor, shape: torch.Size) -> bool:
+    sizes = zip(reversed(bias.shape), reversed(shape), strict=False)
+    return _is_plain(bias) and bias.dim() <= len(shape) and all(size in (1, of) for size, of in sizes)
+
+
+def _can_be_filled(out: Tensor, shape: torch.Size, inputs: tuple[Tensor | None, ...]) -> bool:
+    """Whether a tensor can be overwritten by the result. torch resizes others, copies what overlaps, or raises."""
+    if type(out) is not Tensor or out.dtype is not torch.float32 or out.shape != shape or out.stride(-1) != 1:
+        return False
+    if out.stride(-2) < shape[-1] or (len(shape) == _BATCH and out.stride(0) < out.stride(1) * shape[1]):
+        return False
+    storage = out.untyped_storage().data_ptr()
+    return storage != 0 and all(tensor is None or tensor.untyped_storage().data_ptr() != storage for tensor in inputs)

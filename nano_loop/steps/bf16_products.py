@@ -1,0 +1,141 @@
+"""Rounds the inputs of large products to bf16. All that a user can see, and all other operators, are fp32."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from nano_loop.kernels.attention import blocked_attention, rounded_attention
+from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.convolution import convolution, rounded_convolution
+from nano_loop.kernels.linear import linear, product, rounded_product
+from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.rnn import lstm, lstm_layer
+from nano_loop.kernels.rounding import RULE
+from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.ownership import Rule
+from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.steps.kernels.fast_attention import FastAttention
+from nano_loop.steps.kernels.fast_convolution import FastConvolution
+from nano_loop.steps.kernels.fast_lstm import FastLstm
+from nano_loop.steps.step import SkipReason, Step
+
+#: Minimum number of elements of a weight. The products of smaller ones would only lose the time of the replacement.
+SMALLEST_WEIGHT = 1 << 15
+_MATRIX = 2
+
+
+class _Kind(NamedTuple):
+    """Products that are computed alike.
+
+    Attributes
+    ----------
+    replacements : tuple of Replacement
+        What replaces torch's kernels.
+    is_for : callable
+        Whether a model may have such products that are large.
+    kernel : CompiledKernel or None
+        What has to be there for it; None: nothing.
+    """
+
+    replacements: tuple[Replacement, ...]
+    is_for: Callable[[nn.Module], bool]
+    kernel: CompiledKernel | None = None
+
+
+def _has_large_weights(model: nn.Module) -> bool:
+    """Whether there is a large matrix that may be multiplied: those of embeddings alone are not."""
+    return any(
+        parameter.dim() >= _MATRIX and parameter.numel() >= SMALLEST_WEIGHT
+        for module in model.modules()
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+_KINDS = (
+    _Kind((*linear.REPLACEMENTS, *rounded_product.REPLACEMENTS), _has_large_weights, product.KERNEL),
+    _Kind((*convolution.REPLACEMENTS, *rounded_convolution.REPLACEMENTS), FastConvolution.is_for),
+    _Kind(rounded_attention.REPLACEMENTS, FastAttention.is_for, blocked_attention.KERNEL),
+    _Kind(lstm.REPLACEMENTS, FastLstm.is_for, lstm_layer.KERNEL),
+)
+
+
+class Bf16Products(Step):
+    """Replaces the kernels of products of fp32 tensors in the calls of set-up models and in their backward.
+
+    Matrix products, convolutions, attention and LSTMs round their inputs to bf16, and sum and return fp32. Products
+    that are too small for that to pay are torch's.
+    """
+
+    name = "precision"
+    required = False
+
+    @override
+    def begin(self) -> None:
+        self._in_force: set[Replacement] = set()
+        self._multiplications: Counter[str] = Counter()
+        self._models: list[nn.Module] = []
+
+    @property
+    @override
+    def enabled(self) -> bool:
+        return self.options.kind.rounds_products
+
+    @override
+    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
+        if self.options.use_ipex:
+            return SkipReason("ipex", "fp32, since IPEX has its own kernels")
+        if not self.machine.has_fast_bf16:
+            return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
+        if not gives_kernels():
+            expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+            return SkipReason("old_torch", f"fp32, since {expected}")
+        if product.KERNEL.unavailable is not None:
+            return SkipReason("no_kernel", f"fp32, since {product.KERNEL.unavailable}")
+        if parts.models and not any(map(_has_fp32, parts.models)):
+            return SkipReason("not_fp32", "the model has no parameters in fp32")
+        if not any(kind.is_for(model) for kind in _KINDS for model in parts.models):
+            return SkipReason("too_small", "fp32, since no layer is large enough for bf16 to pay")
+        return None
+
+    @override
+    def apply(self, parts: TrainingObjects) -> str:
+        for model in parts.models:
+            for kind in _KINDS:
+                if kind.is_for(model) and (kind.kernel is None or kind.kernel.unavailable is None):
+                    self._put_in_force(kind.replacements)
+            interceptor = self.interceptors.for_model(model)
+            rules: Mapping[str, Rule] = {RULE: self._note}
+            interceptor.rules = {**interceptor.rules, **rules}
+            self._models.append(model)
+        return self.options.kind.summary
+
+    @override
+    def final_result(self) -> StepResult | None:
+        """Return that no product was large enough, or None."""
+        if self._multiplications or not self._models:
+            return None
+        names = ", ".join(dict.fromkeys(map(class_name, self._models)))
+        return StepResult(self.name, "skipped", f"fp32 for {names}: no product was large enough", code="too_small")
+
+    def _note(self, kind: str, multiplications: int) -> None:
+        self._multiplications[kind] += multiplications
+
+    def _put_in_force(self, replacements: tuple[Replacement, ...]) -> None:
+        for replacement in replacements:
+            if replacement not in self._in_force:
+                self._in_force.add(replacement)
+                context: AbstractContextManager[None] = replacement.in_force()
+                self.undoing.enter_context(context)
+
+
+def _has_fp32(model: nn.Module) -> bool:
+    return any(parameter.dtype is torch.float32 for parameter in model.parameters())

@@ -1,0 +1,219 @@
+"""`nano`, `TorchNano` and `accelerated`: what is undone, reported and raised, which is the same for all of them."""
+
+import functools
+import traceback
+
+import pytest
+import torch
+from runtime.test_checks import NO_LOOPS, generate
+from watched import fit, in_bf16, is_fused, make, seeded  # noqa: F401 - a fixture
+
+from nano_loop import NanoConfigError, NanoError, SetupReport, TorchNano, accelerated, nano
+
+# A CPU without bf16 instructions is warned about, which other tests hold.
+pytestmark = pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")
+
+
+def decorated(loop, **options):
+    return nano(**options)(loop)
+
+
+class Trains(TorchNano):
+    """Sets up what it is called with, and runs a loop over it."""
+
+    def __init__(self, loop, **options):
+        super().__init__(**options)
+        self.loop = loop
+
+    def train(self, *parts):
+        self.setup(*parts)
+        return self.loop(*parts)
+
+    def __call__(self, *parts):
+        return self.train(*parts)
+
+
+class InContext:
+    """Runs a loop in the body of a `with` statement."""
+
+    report = None
+
+    def __init__(self, loop, **options):
+        self.loop, self.options = loop, options
+
+    def __call__(self, *parts):
+        with accelerated(*parts, **self.options) as run:
+            self.report = run.report
+            return self.loop(*parts)
+
+
+ENTRIES = pytest.mark.parametrize("entry", [decorated, Trains, InContext])
+
+
+def state(model, optimizer, *_):
+    return in_bf16(model)[0], is_fused(optimizer)
+
+
+def trained(*parts):
+    fit(*parts)
+    return state(*parts)
+
+
+@pytest.fixture
+def job():
+    """Return a model, an optimizer and a loader, which are as before after the test."""
+    model, optimizer, loader = make()
+    yield model, optimizer, loader
+    assert state(model, optimizer) == (False, False)
+
+
+class OwnError(Exception):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, first, second):
+        super().__init__("mine")
+
+
+ERRORS = [OwnError(1, 2), ValueError("no"), StopIteration(3), KeyboardInterrupt(), SystemExit(0), SystemExit("out")]
+
+
+@ENTRIES
+@pytest.mark.parametrize("error", [*ERRORS, GeneratorExit()], ids=repr)
+def test_error_of_the_loop_is_the_very_same_and_all_is_undone_and_the_next_run_trains(entry, job, error):
+    errors, last = [error], object()
+
+    def loop(*parts):
+        assert trained(*parts) == (True, True)
+        assert entry is decorated or "precision" in train.report.applied
+        for error in errors:
+            raise error
+        return last
+
+    train = entry(loop, precision="bf16", channels_last=True, verbose=False)
+    with pytest.raises(type(error)) as caught:
+        train(*job)
+    assert caught.value is error
+    assert error.__cause__ is None
+    assert error.__context__ is None
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    assert (frame.filename, frame.line) == (__file__, "raise error")
+    assert state(*job) == (False, False)
+    assert "precision" in train.report.applied
+    if entry is Trains:
+        with pytest.raises(NanoError, match="outside train"):
+            train.setup(*job)
+    errors.clear()
+    assert train(*job) is last
+
+
+@ENTRIES
+def test_step_asked_for_that_does_not_apply_is_told_and_undone(entry, job):
+    train = entry(lambda *_: pytest.fail("the loop must not start"), precision="bf16", fused_optimizer=True)
+    with pytest.raises(NanoConfigError, match=r"fused_optimizer=True: RMSprop has no fused CPU kernel\. Leave it out"):
+        train(job[0], torch.optim.RMSprop(job[0].parameters()))
+
+
+# --- runs within runs ---
+
+
+@pytest.mark.parametrize(
+    ("entry", "inner"),
+    [*((each, each) for each in (decorated, Trains, InContext)), (decorated, InContext), (InContext, decorated)],
+)
+@pytest.mark.parametrize(
+    ("precisions", "error"), [(("bf16", 32), None), ((32, "bf16"), None), (("bf16", "bf16"), LookupError)]
+)
+def test_run_within_a_run_leaves_the_outer_one_at_work(entry, inner, job, precisions, error):
+    def within(*parts):
+        seen.append(state(*parts))
+        if error:
+            raise error
+
+    def loop(*parts):
+        try:
+            inner(within, precision=precisions[1], verbose=False)(*parts)
+        except LookupError:
+            assert error
+        return trained(*parts)
+
+    seen = []
+    assert entry(loop, precision=precisions[0], verbose=False)(*job) == (precisions[0] == "bf16", True)
+    assert seen == [(True, True)]
+
+
+@ENTRIES
+@pytest.mark.parametrize("options", [{}, {"fused_optimizer": True, "fast_fetch": True}], ids=["auto", "asked for"])
+def test_run_that_calls_itself(entry, job, options):
+    def loop(*parts):
+        before = state(*parts)
+        if len(seen) < 2:
+            seen.append(before)
+            train(*parts)
+        seen.append(trained(*parts))
+        return before
+
+    seen, train = [], entry(loop, precision="bf16", verbose=False, **options)
+    assert train(*job) == (True, True)
+    assert seen == [(True, True)] * 5
+
+
+# --- the report ---
+
+
+@ENTRIES
+def test_report_is_none_before_the_first_call_and_the_last_calls_after(entry, job):
+    train = entry(fit, precision="bf16", verbose=False)
+    assert train.report is None
+    train(*job)
+    first = train.report
+    assert isinstance(first, SetupReport)
+    assert {"precision", "fused_optimizer", "fast_fetch"} <= {*first.applied}
+    train(*make()[:2])
+    assert train.report is not first
+    assert first["fast_fetch"].status == "applied"
+    assert "fast_fetch" not in (*train.report.applied, *train.report.skipped)  # there was no loader to speak of
+
+
+@ENTRIES
+def test_report_is_printed_once_to_standard_error_and_again_for_other_objects(entry, job, capfd):
+    train = entry(fit, precision="bf16", fast_dropout=False)
+    model, optimizer, loader = make(optimizer=torch.optim.SGD)
+    train(*job)
+    for parts in ((model, optimizer, loader), job):
+        capfd.readouterr()
+        train(*parts)
+        out, err = capfd.readouterr()
+        assert (out, err) == ("", f"{train.report}\n")
+        title, *lines = err.splitlines()
+        assert title.startswith("nano_loop ")
+        assert " process × " in title
+        assert all(line.startswith(("  applied  ", "  skipped  ")) for line in lines)
+        assert len({line.split()[1] for line in lines}) == len(lines) > 3
+        train(*parts)
+        assert capfd.readouterr() == ("", "")
+    assert train.report["fused_optimizer"].detail == "AdamW", "the object is there after each call"
+    entry(fit, precision="bf16", verbose=False)(model, optimizer, loader)
+    assert capfd.readouterr() == ("", "")
+
+
+# --- what is no loop ---
+
+
+DEFINE = {
+    "bare": nano,
+    "empty": nano(),
+    "options": nano(precision="bf16"),
+    "class": lambda train: type("Mine", (TorchNano,), {"train": train}),
+}
+WRONG = [*NO_LOOPS.items(), ("a int", 3), ("a generator function", functools.partial(generate))]
+
+
+@pytest.mark.parametrize(("kind", "train"), WRONG)
+@pytest.mark.parametrize("way", DEFINE)
+def test_what_cannot_train_is_told_when_it_is_defined(way, kind, train):
+    if way == "bare" and not callable(train):
+        return  # it is taken for the number of processes
+    told = "a generator function" if isinstance(train, classmethod) else kind
+    with pytest.raises(NanoConfigError, match=rf"is {told}: .+ plain function") as caught:
+        DEFINE[way](train)
+    assert str(caught.value).startswith("Mine.train is ") == (way == "class")

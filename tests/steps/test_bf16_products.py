@@ -1,0 +1,255 @@
+"""Large products alone round their inputs to bf16: what a user can see is fp32, and so is all that is small."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops.pairs import rounding_every_product
+from torch import nn
+
+from nano_loop import nano
+from nano_loop.kernels import rounding
+from nano_loop.kernels.linear import product
+from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.steps import bf16_products as module
+
+here = pytest.mark.skipif(
+    product.KERNEL.unavailable is not None or not gives_kernels(), reason=f"{product.KERNEL.unavailable}, or torch 2.8"
+)
+
+
+class Attending(nn.Module):
+    def __init__(self, is_causal=False, mask=None):
+        super().__init__()
+        self.project, self.is_causal, self.mask = nn.Linear(64, 192), is_causal, mask
+        self.attention = nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (4, 16)).transpose(1, 2) for each in self.project(x).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=self.is_causal)
+        return self.attention(out.transpose(1, 2).flatten(2))
+
+
+class Batched(nn.Module):
+    """Products of batches, with a tensor that is added, and factors."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 48, 64) / 7), nn.Parameter(torch.randn(8, 1, 64))
+
+    def forward(self, x):
+        first = torch.baddbmm(self.bias, x, self.weight, beta=0.5, alpha=2)
+        return torch.addmm(first[0], first[1], torch.bmm(first.mT, first)[2], beta=0, alpha=0.1)
+
+
+class FirstOutput(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+def convolutional():
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.Tanh(), nn.Conv2d(32, 64, 3, stride=2), nn.BatchNorm2d(64), nn.ReLU()),
+        *(nn.ConvTranspose2d(64, 32, 2, stride=2), nn.Conv2d(32, 32, 3, groups=32), nn.Flatten(), nn.LazyLinear(40)),
+    )
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 40, bias=False))
+
+
+IMAGES = {"channels_last": True}
+#: A model, the shape of its input, options, and the kinds of products that round.
+MODELS = {
+    "perceptron": (perceptron, (96, 64), {}, {"product": 6}),
+    "compiled": (perceptron, (96, 64), {"compile": True}, {"product": 6}),
+    "batches": (Batched, (8, 40, 48), {}, {"product": 9}),
+    "convolutional": (convolutional, (8, 3, 16, 16), IMAGES, {"convolution": 6, "product": 3}),
+    "attention": (Attending, (3, 40, 64), {}, {"product": 6, "attention": 2}),
+    "causal": (lambda: Attending(True), (3, 40, 64), {}, {"product": 6, "attention": 2}),
+    "masked": (lambda: Attending(mask=-torch.rand(40, 40)), (3, 40, 64), {}, {"product": 6, "attention": 2}),
+    "bool mask": (lambda: Attending(mask=torch.eye(40) < 1), (3, 40, 64), {}, {"product": 6, "attention": 2}),
+    "lstm": (lambda: FirstOutput(nn.LSTM(48, 64, 2, bidirectional=True)), (20, 8, 48), {}, {"lstm": 4}),
+    "gru": (lambda: FirstOutput(nn.GRU(48, 64)), (5, 32, 48), {}, {"product": 17}),
+}
+
+
+@pytest.fixture
+def every_product(monkeypatch):
+    rounding_every_product(monkeypatch)
+
+
+@pytest.fixture
+def rounded(monkeypatch):
+    """The products that have rounded their inputs, by their kind."""
+    counts, note = Counter(), module.Bf16Products._note
+
+    def counting(self, kind, multiplications):
+        counts[kind] += 1
+        note(self, kind, multiplications)
+
+    monkeypatch.setattr(module.Bf16Products, "_note", counting)
+    return counts
+
+
+def built(name):
+    torch.manual_seed(0)
+    build, shape, *_ = MODELS[name]
+    model, x = build(), torch.randn(shape)
+    model(x)  # lazy layers
+    return model, x
+
+
+def step(model, x):
+    """Return the output and all gradients, of the input and of the parameters."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    model.zero_grad()
+    out.square().mean().backward()
+    return [out.detach(), x.grad, *(each.grad.clone() for each in model.parameters())]
+
+
+def accelerated(model, x, function=step, **options):
+    train = nano(**{"precision": "bf16-products", "verbose": False, "tune_operators": False, **options})(function)
+    return train(model, x), train.report
+
+
+def errors(actual, exact):
+    # A bias before a norm has a gradient of rounding errors alone.
+    pairs = [(a.double(), b) for a, b in zip(actual, exact, strict=True) if b.norm() > 1e-9]
+    return [float((a - b).norm() / b.norm()) for a, b in pairs]
+
+
+@here
+@pytest.mark.parametrize("name", MODELS)
+def test_products_round_their_inputs_and_nothing_else_does(every_product, rounded, name):
+    model, x = built(name)
+    exact = step(model.double(), x.double())
+    model, x = built(name)
+    ours, report = accelerated(model, x, **MODELS[name][2])
+    assert report["precision"].status == "applied"
+    assert rounded == MODELS[name][3]
+    assert all(tensor.dtype is torch.float32 for tensor in ours)
+    model, x = built(name)
+    by_hand, _ = accelerated(model, x, **MODELS[name][2] | {"precision": "bf16", "compile": False})
+    # A small GRU is fp32 under autocast here.
+    assert 1e-4 < max(errors(ours, exact)) <= max(1.2 * max(errors(by_hand, exact)), 0.005)
+    torch._dynamo.reset()
+
+
+@here
+def test_outside_of_the_models_and_after_the_run_products_are_torchs_to_the_bit(every_product, rounded):
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    model, _ = built("perceptron")
+    other, x = built("attention")
+    exact = [torch.mm(a, b), *step(other, x)]
+
+    def uses(model, x):
+        return [torch.mm(a, b), *step(other, x)]
+
+    inside, _ = accelerated(model, x, uses)
+    assert all(torch.equal(one, two) for one, two in zip(inside, exact, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip([torch.mm(a, b), *step(other, x)], exact, strict=True))
+    assert not rounded
+
+
+@here
+def test_small_products_and_models_are_fp32(rounded):
+    model, x = built("perceptron")
+    exact = step(model, x)
+    small, report = accelerated(model, x)
+    assert report["precision"].code == "too_small"
+    assert all(torch.equal(one, two) for one, two in zip(small, exact, strict=True))
+    model, x = nn.Sequential(nn.Linear(64, 1024)), torch.randn(32, 64)
+    exact = step(model, x)
+    small, report = accelerated(model, x)
+    assert report["precision"].code == "too_small"
+    assert all(torch.equal(one, two) for one, two in zip(small, exact, strict=True))
+    assert not rounded
+    _, report = accelerated(model, torch.randn(256, 64))
+    assert report["precision"].status == "applied"
+    assert rounded == {"product": 3}
+
+
+@here
+def test_odd_calls_are_torchs(every_product, rounded):
+    """What torch refuses is refused, what overlaps is copied, and what is not a plain matrix is left to torch."""
+    a, b = (torch.randn(64, 64) for _ in range(2))
+    calls = [
+        lambda: torch.mm(a[:, ::2], b[::2]),
+        lambda: torch.mm(a.expand(64, 64)[:1].expand(64, 64), b),
+        lambda: torch.mm(a.double(), b.double()),
+        lambda: (lambda out: torch.addmm(out, b, out, out=out))(a.clone()),
+        lambda: torch.mm(torch.zeros(0, 64), b),
+        lambda: torch.mm(a.to_sparse(), b),
+        lambda: torch.mm(torch.complex(a, b).conj(), torch.complex(a, b)),
+    ]
+
+    class Calling(nn.Linear):
+        def forward(self, x):
+            results = [call() for call in calls]
+            for wrong in (lambda: torch.mm(a, b[:3]), lambda: torch.bmm(a, b), lambda: torch.mm(a, b.double())):
+                with pytest.raises(RuntimeError):
+                    wrong()
+            return results
+
+    results, _ = accelerated(Calling(64, 64), None, lambda model, _: model(None))
+    assert all(torch.allclose(one.to_dense(), call().to_dense()) for one, call in zip(results, calls, strict=True))
+
+
+@here
+def test_second_derivatives_and_functional_gradients_are_right(every_product, rounded):
+    def uses(model, x):
+        weight = model[0].weight
+        (first,) = torch.autograd.grad(model(x).square().sum(), weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), weight)
+        parameters = {name: each.detach() for name, each in model.named_parameters()}
+
+        def of_rows(rows):
+            return torch.func.functional_call(model, parameters, rows).square().sum()
+
+        return [second, torch.func.vmap(torch.func.grad(of_rows))(x.view(2, -1, 64)).flatten(0, 1)]
+
+    model, x = built("perceptron")
+    exact = uses(model.double(), x.double())
+    model, x = built("perceptron")
+    ours, _ = accelerated(model, x, uses)
+    assert max(errors(ours, exact)) < 0.05
+    assert rounded
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda patch: patch.setattr(product.KERNEL, "unavailable", "no C compiler was found"), "no_kernel"),
+        (lambda patch: patch.setattr("nano_loop.cpu.Machine.has_fast_bf16", False), "no_bf16_instructions"),
+        (lambda patch: patch.setattr(module, "gives_kernels", lambda: False), "old_torch"),
+    ],
+)
+def test_where_a_product_cannot_round_the_run_is_fp32_and_says_why(monkeypatch, every_product, change, code):
+    monkeypatch.setattr("nano_loop.cpu.Machine.has_fast_bf16", True)
+    monkeypatch.setattr(product.KERNEL, "unavailable", None)
+    monkeypatch.setattr(module, "gives_kernels", lambda: True)
+    change(monkeypatch)
+    model, x = built("perceptron")
+    exact = step(model, x)
+    ours, report = accelerated(model, x)
+    assert (report["precision"].status, report["precision"].code) == ("skipped", code)
+    assert all(torch.equal(one, two) for one, two in zip(ours, exact, strict=True))
+
+
+@here
+def test_a_model_in_double_precision_stays_as_it_is(every_product):
+    model, x = built("perceptron")
+    ours, report = accelerated(model.double(), x.double())
+    assert report["precision"].code == "not_fp32"
+    assert all(torch.equal(one, two) for one, two in zip(ours, step(model, x.double()), strict=True))
+
+
+def test_every_kind_has_a_least_size():
+    assert set(rounding.MIN_MULTIPLICATIONS) == {"product", "convolution", "attention", "lstm"}
