@@ -39,8 +39,7 @@ OLD = frozenset(
 LEFT = {
     "autotune": 78,
     "distributed": 2,
-    "kernels": 77,
-    "precision": 61,
+    "precision": 21,
     "steps": 7,
 }
 

@@ -133,7 +133,7 @@ RULES: dict[type[nn.Module], Callable[[Any, Tensor], bool]] = {
 #: The operators that these layers call.
 _OPERATORS = {
     nn.Linear: ("linear",),
-    **{each: ("convolution", INNER_CONVOLUTION, each.__name__.lower()) for each in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
+    **{kind: ("convolution", INNER_CONVOLUTION, kind.__name__.lower()) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
     **{
         getattr(nn, f"ConvTranspose{count}d"): ("convolution", INNER_CONVOLUTION, f"conv_transpose{count}d")
         for count in (1, 2, 3)
@@ -220,13 +220,13 @@ def in_fp32(function: Call, layer: nn.Module, args: tuple[Any, ...]) -> Any:
         return function(layer, *args)
     torch.set_autocast_enabled("cpu", False)
     try:
-        found = function(layer, *[arg if arg is None else to_fp32(arg) for arg in args])
+        outputs = function(layer, *[arg if arg is None else to_fp32(arg) for arg in args])
     finally:
         torch.set_autocast_enabled("cpu", True)
     dtype = torch.bfloat16
     if type(layer) is nn.GRU:  # whose last cast is to the dtype of its state, which it makes in that of the input
         dtype = next(arg.dtype for arg in reversed(args) if arg is not None)
-    return tuple(each.to(dtype) for each in found) if isinstance(found, tuple) else found.to(dtype)
+    return tuple(output.to(dtype) for output in outputs) if isinstance(outputs, tuple) else outputs.to(dtype)
 
 
 def computes_as_ours(layer: nn.Module, args: Sequence[Any]) -> bool:

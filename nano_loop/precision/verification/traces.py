@@ -43,7 +43,7 @@ def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
     outputs: dict[str, Tensor] = {}
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        tensors = [each for each in find(Tensor, output) if each.is_floating_point()]
+        tensors = [tensor for tensor in find(Tensor, output) if tensor.is_floating_point()]
         if id(module) in names and tensors:
             name, calls = names[id(module)], 1
             while name in outputs:
@@ -71,19 +71,19 @@ def copied(model: nn.Module) -> nn.Module:
         If it cannot be copied.
     """
     try:
-        found = copy.deepcopy(model)
+        duplicate = copy.deepcopy(model)
     except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError) as error:
         got = f"{type(model).__name__} cannot be copied: {error}"
         raise NanoConfigError(
             error_message(got, "verify computes on copies", "Make it work with copy.deepcopy")
         ) from error
-    found.zero_grad()
-    for module in found.modules():
+    duplicate.zero_grad()
+    for module in duplicate.modules():
         is_dropout = "dropout" in type(module).__name__.lower()
         for name, value in [*vars(module).items()]:
             if isinstance(value, float) and (name.endswith(_DROPOUTS) or (is_dropout and name == "p")):
                 setattr(module, name, 0.0)
-    return found
+    return duplicate
 
 
 @contextmanager

@@ -154,11 +154,11 @@ def verified(
             raise NanoConfigError(error_message(got, "verify compares them", hint))
         made = copied(model)
         with acceleration(made) as run:
-            found = trace(made, lambda each: step(each, kind=kind))
+            found = trace(made, lambda model: step(model, kind=kind))
         with by_hand(copied(model), kind) as made:
-            hand = trace(made, lambda each: step(each, kind=kind, scaled_by_hand=True))
+            hand = trace(made, lambda model: step(model, kind=kind, scaled_by_hand=True))
         with in_fp64(copied(model)) as made:
-            exact = trace(made, lambda each: step(each, map_tensors(_in_fp64, batch)))
+            exact = trace(made, lambda model: step(model, map_tensors(_in_fp64, batch)))
         torch.manual_seed(1)
         other = traced(copied(model), step)
     last_place = max(torch.finfo(kind.autocast_by_hand or kind.compute).eps, torch.finfo(torch.float32).eps)
