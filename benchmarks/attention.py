@@ -20,7 +20,7 @@ from benchmarks.experts import keep_memory
 from benchmarks.markdown import table
 from benchmarks.names import at_least_one
 from nano_loop.kernels.attention import blocked_attention, plain_attention
-from nano_loop.kernels.attention.attention import BLOCKS, PRODUCTS, TORCH, WAYS, Arguments
+from nano_loop.kernels.attention.attention import ALGORITHMS, BLOCKS, PRODUCTS, TORCH, Arguments
 from nano_loop.kernels.dropout.bernoulli import vectorized_draws
 
 CALLS, DROPOUT = 4, 0.1
@@ -66,10 +66,14 @@ def measure(shape: Shape, rounds: int) -> dict[str, list[float]]:
 
     def milliseconds(way: str) -> float:
         start = time.perf_counter()
-        torch.autograd.grad(WAYS[way](*given), tensors, gradient)
+        torch.autograd.grad(ALGORITHMS[way](*given), tensors, gradient)
         return (time.perf_counter() - start) * 1e3
 
-    ways = [TORCH, *[PRODUCTS] * plain_attention.fits(*tensors[:2]), *[BLOCKS] * blocked_attention.fits(*tensors)]
+    ways = [
+        TORCH,
+        *[PRODUCTS] * plain_attention.supports(*tensors[:2]),
+        *[BLOCKS] * blocked_attention.supports(*tensors),
+    ]
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, times in found.items():

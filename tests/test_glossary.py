@@ -39,7 +39,6 @@ OLD = frozenset(
 LEFT = {
     "autotune": 78,
     "distributed": 2,
-    "kernels": 77,
     "precision": 62,
     "steps": 7,
 }

@@ -1,5 +1,6 @@
 """Nothing that a run changes reaches what was not set up, and what it leaves behind is as it was before."""
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -14,7 +15,15 @@ from torch import nn
 
 from nano_loop import NanoWarning, TorchNano, nano
 
-BF16 = {"precision": "bf16", "channels_last": True, "verbose": False}
+BF16 = {"precision": "bf16", "channels_last": True}
+
+
+def run(loop, model, **options):
+    """Run a loop over a model and its optimizer; return what it gives, and the report."""
+    accelerated = nano(verbose=False, **options)(loop)
+    with slow_bf16_is_fine():
+        value = accelerated(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return value, accelerated.report
 
 
 class Teacher(nn.Module):
@@ -77,7 +86,7 @@ def test_teacher_computes_what_it_computes_without_a_run():
     """Forward and backward, to the bit, in and out of an autocast of the user's; with the plain loop's random draws."""
     plain = distil(*student_and_teacher())
     with slow_bf16_is_fine():
-        accelerated = Distillation(**BF16).train(*student_and_teacher())
+        accelerated = Distillation(**BF16, verbose=False).train(*student_and_teacher())
     for step, (actual, expected) in enumerate(zip(accelerated, plain, strict=True)):
         for place, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert torch.equal(one, other), f"step {step}, tensor {place} differs by {(one - other).abs().max()}"
@@ -108,14 +117,11 @@ def test_training_of_another_thread_computes_what_it_computes_without_a_run():
     turn, done = threading.Event(), threading.Event()
     thread = threading.Thread(target=other)
 
-    @nano(**BF16)
     def train(model, optimizer):
         thread.start()
         model(torch.randn(8, 3, 16, 16)).sum().backward()
 
-    model = Calling()
-    with slow_bf16_is_fine():
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run(train, Calling(), **BF16)
     thread.join()
     assert all(torch.equal(one, other) for one, other in zip(*result, strict=True))
 
@@ -123,22 +129,16 @@ def test_training_of_another_thread_computes_what_it_computes_without_a_run():
 @pytest.mark.parametrize("p", [5e-6, 2**-12, 0.001, 0.3, 1 / 3, 1 - 2**-12, 0.0, 1.0])
 def test_bernoulli_of_any_code_draws_what_torch_draws(p):
     """Of any rate: 4 million draws at 5e-6 were once all zero."""
-    torch.manual_seed(3)
-    expected = torch.empty(1 << 20).bernoulli_(p), torch.rand(2)
 
-    @nano(**BF16, fast_dropout=True)
-    def train(model, optimizer):
+    def draw(*_):
         torch.manual_seed(3)
         return torch.empty(1 << 20).bernoulli_(p), torch.rand(2)
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    with slow_bf16_is_fine():
-        actual = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert all(map(torch.equal, actual, expected))
+    actual, _ = run(draw, nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), **BF16, fast_dropout=True)
+    assert all(map(torch.equal, actual, draw()))
 
 
 def test_view_that_raises_in_the_plain_loop_raises_during_a_run():
-    @nano(channels_last=True, verbose=False)
     def train(model, optimizer):
         model(torch.rand(2, 3, 4, 4))
         matrix = torch.zeros(3, 4)
@@ -148,8 +148,7 @@ def test_view_that_raises_in_the_plain_loop_raises_during_a_run():
         with pytest.raises(RuntimeError, match="view size is not compatible"):
             image.view(-1)[:2] = 1
 
-    model = nn.Conv2d(3, 8, 1)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run(train, nn.Conv2d(3, 8, 1), channels_last=True)
 
 
 def test_view_of_a_matrix_raises_inside_a_model_too():
@@ -157,32 +156,29 @@ def test_view_of_a_matrix_raises_inside_a_model_too():
         def forward(self, x):
             torch.zeros(3, 4).t().view(-1)
 
-    @nano(channels_last=True, verbose=False)
     def train(model, optimizer):
         with pytest.raises(RuntimeError, match="view size is not compatible"):
             model(torch.rand(2, 3, 4, 4))
 
-    model = Net(3, 8, 1)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run(train, Net(3, 8, 1), channels_last=True)
 
 
 def test_outputs_lie_as_the_plain_loop_has_them():
-    @nano(channels_last=True, verbose=False)
-    def train(model, optimizer):
+    def strides_of_output(model, _):
         return model(torch.rand(2, 3, 4, 4)).stride()
 
-    model = nn.Conv2d(3, 8, 3, padding=1)
-    assert train(model, torch.optim.SGD(model.parameters(), lr=0.1)) == (128, 16, 4, 1)
+    strides, _ = run(strides_of_output, nn.Conv2d(3, 8, 3, padding=1), channels_last=True)
+    assert strides == (128, 16, 4, 1)
 
 
 # --- runs that overlap ---
 
 
-def overlapping(first_ends_first, models, inner=lambda: None, **options):
+def overlapping(first_ends_first, models):
     """Run two runs in two threads, so that the second begins in the first, and they end in either order."""
     begun, ended, errors = (threading.Event(), threading.Event()), (threading.Event(), threading.Event()), []
 
-    @nano(**{**BF16, **options})
+    @nano(**BF16, verbose=False)
     def train(model, optimizer, number):
         model(torch.randn(4, 3, 16, 16)).sum().backward()
         begun[number].set()
@@ -193,7 +189,7 @@ def overlapping(first_ends_first, models, inner=lambda: None, **options):
         model(torch.randn(4, 3, 16, 16)).sum().backward()
         optimizer.step()
 
-    def run(number):
+    def run_one(number):
         try:
             if number:
                 assert begun[0].wait(60)
@@ -204,7 +200,7 @@ def overlapping(first_ends_first, models, inner=lambda: None, **options):
             begun[number].set()
             ended[number].set()
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
+    threads = [threading.Thread(target=run_one, args=(number,)) for number in (0, 1)]
     with slow_bf16_is_fine():
         for thread in threads:
             thread.start()
@@ -250,8 +246,8 @@ def test_blocks_of_eight_megabytes_are_kept_after_a_run():
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     print(min(faults() for _ in range(4)))
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
-    assert int(run.stdout) < 2000
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2000
 
 
 # --- models that come as they are ---
@@ -290,74 +286,49 @@ def fit(model, optimizer):
 def test_scripted_model_trains_as_the_module_it_was_made_of(precision):
     def trained(model):
         torch.manual_seed(1)
-        train = nano(**{**BF16, "channels_last": False, "precision": precision, "fused_optimizer": False})(fit)
-        return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return run(fit, model, precision=precision, fused_optimizer=False)[0]
 
     torch.manual_seed(0)
     model = Small()
     scripted = torch.jit.script(copy.deepcopy(model))
-    with slow_bf16_is_fine():
-        assert trained(scripted) == pytest.approx(trained(model), rel=1e-6)
+    assert trained(scripted) == pytest.approx(trained(model), rel=1e-6)
 
 
 @without_ipex
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_report_says_what_a_step_cannot_do_for_a_scripted_model():
-    train = nano(verbose=False, channels_last=True, compile=True)(fit)
-    model = torch.jit.script(Small())
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert train.report["channels_last"].code == "scripted"
-    assert train.report["compile"].code == "scripted"
+    _, report = run(fit, torch.jit.script(Small()), channels_last=True, compile=True)
+    assert report["channels_last"].code == "scripted"
+    assert report["compile"].code == "scripted"
 
 
-def test_function_compiled_before_the_run_is_reported():
-    torch.compiler.reset()
-    model = nn.Linear(4, 2)
-    call = torch.compile(lambda x: model(x), backend="eager")
-    call(torch.ones(3, 4))
+@pytest.mark.parametrize("is_compiled_before", [True, False])
+def test_function_compiled_before_the_run_is_reported_and_one_compiled_inside_is_not(is_compiled_before):
+    def compiled(model):
+        return torch.compile(lambda x: model(x), backend="eager")
 
     @nano(precision="bf16", verbose=False)
     def train(model, optimizer):
+        called = call if is_compiled_before else compiled(model)
         for _ in range(2):
-            call(torch.ones(3, 4)).sum().backward()
+            called(torch.ones(3, 4)).sum().backward()
             optimizer.step()
 
-    with (
-        slow_bf16_is_fine(),
-        pytest.warns(NanoWarning, match=r"^Linear is trained in fp32.*Compile it inside the run"),
-    ):
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert train.report["precision"].status == "skipped"
-    torch.compiler.reset()
-
-
-def test_function_compiled_inside_the_run_is_not_reported():
     torch.compiler.reset()
     model = nn.Linear(4, 2)
-
-    @nano(precision="bf16", verbose=False)
-    def train(model, optimizer):
-        call = torch.compile(lambda x: model(x), backend="eager")
-        for _ in range(2):
-            call(torch.ones(3, 4)).sum().backward()
-            optimizer.step()
-
-    with slow_bf16_is_fine():
+    if is_compiled_before:
+        call = compiled(model)
+        call(torch.ones(3, 4))
+    told = pytest.warns(NanoWarning, match=r"^Linear is trained in fp32.*Compile it inside the run")
+    with slow_bf16_is_fine(), told if is_compiled_before else contextlib.nullcontext():
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert train.report["precision"].status == "applied"
+    assert train.report["precision"].status == ("skipped" if is_compiled_before else "applied")
     torch.compiler.reset()
 
 
 def test_model_on_meta_is_skipped():
-    @nano(precision="bf16", verbose=False)
-    def train(model, optimizer):
-        pass
-
-    with slow_bf16_is_fine():
-        model = nn.Linear(2, 2, device="meta")
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert train.report["precision"].status == "skipped"
-    assert train.report["precision"].code == "meta_device"
+    _, report = run(lambda model, optimizer: None, nn.Linear(2, 2, device="meta"), precision="bf16")
+    assert (report["precision"].status, report["precision"].code) == ("skipped", "meta_device")
 
 
 def test_models_own_bf16_buffer_comes_back_as_it_is():
@@ -369,7 +340,6 @@ def test_models_own_bf16_buffer_comes_back_as_it_is():
         def state(self):
             return self.kept, self.kept[:2]
 
-    @nano(precision="bf16", verbose=False)
     def train(model, optimizer):
         whole, part = model.state()
         assert whole is model.kept
@@ -377,6 +347,5 @@ def test_models_own_bf16_buffer_comes_back_as_it_is():
         return model(torch.ones(1, 2)).dtype
 
     model = Net()
-    with slow_bf16_is_fine():
-        assert train(model, torch.optim.SGD(model.parameters(), lr=0.1)) is torch.float32
+    assert run(train, model, precision="bf16")[0] is torch.float32
     assert model.kept.tolist() == [1, 1, 0]

@@ -11,7 +11,7 @@ from nano_loop.autotune.decisions import Decision, Decisions, decided
 from nano_loop.autotune.hooks import none_for_saved_tensors
 from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, layout, most_elements
 from nano_loop.autotune.tuner import Tuner, Way, Ways
-from nano_loop.kernels.attention.attention import TORCH, WAYS, Arguments, Choose
+from nano_loop.kernels.attention.attention import ALGORITHMS, TORCH, Arguments, Choose
 
 #: Plain products, the first guess where there are no blocks, have up to 1.5 times the error of torch's kernel.
 _AS_EXACT = 1.6
@@ -55,7 +55,7 @@ def _ways(given: Arguments, possible: Sequence[str]) -> Ways:
     def of(name: str) -> Way:
         def way() -> Sequence[Tensor]:
             with torch.enable_grad(), none_for_saved_tensors():
-                out = WAYS[name](*leaves, given.mask, 0.0, given.is_causal, given.scale)
+                out = ALGORITHMS[name](*leaves, given.mask, 0.0, given.is_causal, given.scale)
                 return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
         return way
@@ -64,7 +64,7 @@ def _ways(given: Arguments, possible: Sequence[str]) -> Ways:
         in_fp32 = [leaf.detach().float().requires_grad_() for leaf in leaves]
         mask = given.mask if given.mask is None or given.mask.dtype is torch.bool else given.mask.float()
         with torch.enable_grad(), none_for_saved_tensors():
-            out = WAYS[TORCH](*in_fp32, mask, 0.0, given.is_causal, given.scale)
+            out = ALGORITHMS[TORCH](*in_fp32, mask, 0.0, given.is_causal, given.scale)
             return [out.detach(), *torch.autograd.grad(out, in_fp32, gradient.float())]
 
     return Ways({name: of(name) for name in possible}, TORCH, reference, _AS_EXACT)

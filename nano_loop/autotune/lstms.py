@@ -12,7 +12,7 @@ from nano_loop.autotune.hooks import none_for_saved_tensors
 from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, most_elements
 from nano_loop.autotune.tuner import Tuner, Way, Ways
 from nano_loop.kernels.rnn.lstm import BLOCKS, TORCH, ByTorch, Choose
-from nano_loop.kernels.rnn.lstm_layer import GATES, Arguments, Found, lstm
+from nano_loop.kernels.rnn.lstm_layer import GATES, Arguments, States, lstm
 
 #: Number of steps that are measured, or of multiplications if that is more steps: what a call takes besides should not
 #: decide.
@@ -60,7 +60,7 @@ def _ways(by_torch: ByTorch, some: Arguments) -> Ways:
 
         return way
 
-    def ours(leaves: Sequence[Tensor]) -> Found:
+    def ours(leaves: Sequence[Tensor]) -> States:
         inputs, input_weight, hidden_weight, *biases, output, cells = leaves
         given = tuple(biases) if some.biases else ()
         return lstm(Arguments(inputs, input_weight, hidden_weight, given, output, cells, some.is_reversed))

@@ -11,7 +11,7 @@ from nano_loop.autotune.decisions import Decisions, decided
 from nano_loop.autotune.remembered import Remembered
 from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket
 from nano_loop.autotune.tuner import Tuner, Way, Ways
-from nano_loop.kernels.linear.linear import BLOCKS, TORCH, Arguments, ByWay, Choose
+from nano_loop.kernels.linear.linear import BLOCKS, TORCH, Arguments, ByAlgorithm, Choose
 from nano_loop.patching.torch_private import in_backward
 
 #: Minimum number of rows of a result that are measured.
@@ -23,7 +23,7 @@ def chooser(tuner: Tuner) -> Choose:
     of_layers = Decisions(tuner)
     of_gradients: Remembered[str] = Remembered(tuner)
 
-    def choose(by_way: ByWay, given: Arguments, guess: str) -> str:
+    def choose(by_way: ByAlgorithm, given: Arguments, guess: str) -> str:
         key = (*((each.shape, each.stride()) for each in given[:2]), given.bias is not None)
 
         def measured() -> str | None:
@@ -41,7 +41,7 @@ def chooser(tuner: Tuner) -> Choose:
     return choose
 
 
-def _ways(by_way: ByWay, given: Arguments) -> Ways:
+def _ways(by_way: ByAlgorithm, given: Arguments) -> Ways:
     """Return the ways. Of a vocabulary's layer, some rows are computed, since each way takes memory for its result."""
     rows = max(MOST_ELEMENTS // given.b.size(1), _FEWEST_ROWS)
     some = given._replace(a=given.a[:rows])

@@ -105,8 +105,8 @@ def cross_entropy(
 ) -> Tensor:
     """Compute `torch.nn.functional.cross_entropy`, of logits in bf16 or fp32."""
     usual = weight is None and size_average is None and reduce is None and reduction in ("none", "mean", "sum")
-    worth_it = usual and input.dim() == 2 and losses.fits(input, target) and input.numel() >= losses.WORTH_IT
-    if not worth_it or not 0 <= label_smoothing <= 1 or losses.KERNEL.unavailable:
+    is_ours = usual and input.dim() == 2 and losses.supports(input, target) and input.numel() >= losses.MIN_LOGITS
+    if not is_ours or not 0 <= label_smoothing <= 1 or losses.KERNEL.unavailable:
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     row_losses: Tensor = operators.cross_entropy(input, target, ignore_index, label_smoothing)[0]
     if reduction == "none":

@@ -153,12 +153,12 @@ def _loaded(name: str, load: Callable[[str], _Library], flags: tuple[str, ...]) 
 
 
 def _compiler() -> list[str]:
-    given = shlex.split(os.environ.get("CC", ""))
-    for command in [given] if given else [[name] for name in _COMPILERS]:
-        found = shutil.which(command[0])
-        if found:
-            return [found, *command[1:]]
-    raise UnavailableError(f"no C compiler was found ({given[0] if given else ', '.join(_COMPILERS)})")
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in [named] if named else [[name] for name in _COMPILERS]:
+        path = shutil.which(command[0])
+        if path:
+            return [path, *command[1:]]
+    raise UnavailableError(f"no C compiler was found ({named[0] if named else ', '.join(_COMPILERS)})")
 
 
 def _made(
@@ -196,6 +196,6 @@ def _key(command: list[str], source: Path) -> str:
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
         processor = platform.processor()
-    headers = [each.read_text() for each in sorted(source.parent.glob("*.h"))]
+    headers = [header.read_text() for header in sorted(source.parent.glob("*.h"))]
     parts = [source.read_text(), *headers, *command, *_FLAGS, platform.machine(), platform.system(), processor]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -11,10 +11,10 @@ from nano_loop.autotune import attention, convolutions, lstms, products
 from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, Choices, choices_for
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.kernels.attention.attention import WAY
+from nano_loop.kernels.attention.attention import ALGORITHM as OF_ATTENTION
 from nano_loop.kernels.convolution.convolution import OPERATOR
-from nano_loop.kernels.linear.linear import WAY as OF_LINEAR
-from nano_loop.kernels.rnn.lstm import WAY as OF_LSTM
+from nano_loop.kernels.linear.linear import ALGORITHM as OF_LINEAR
+from nano_loop.kernels.rnn.lstm import ALGORITHM as OF_LSTM
 from nano_loop.patching.calls.calls import DTYPES
 from nano_loop.patching.ownership import Rule
 from nano_loop.precision.policy.tuned_layers import TunedLayers
@@ -81,7 +81,7 @@ class TuneOperators(Step):
             of_gradients: Rule = convolutions.chooser(self._tuner)
             rules: dict[str, Rule] = {
                 OPERATOR: of_gradients,
-                WAY: attention.chooser(self._tuner),
+                OF_ATTENTION: attention.chooser(self._tuner),
                 OF_LINEAR: products.chooser(self._tuner),
                 OF_LSTM: lstms.chooser(self._tuner),
             }

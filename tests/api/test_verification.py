@@ -161,7 +161,7 @@ def test_random_models_are_not_accused():
 @pytest.fixture
 def planted_attention(monkeypatch):
     """Scores that nano_loop's attention computes 10% too large."""
-    monkeypatch.setattr(attention, "WORTH_IT", 1)
+    monkeypatch.setattr(attention, "MIN_SCORES", 1)
     original = attention.attention
     monkeypatch.setattr(attention, "attention", lambda *args, **kwargs: original(*args, **kwargs) * 1.1)
 
@@ -182,9 +182,9 @@ def test_layer_whose_output_is_off_is_named():
 @pytest.mark.skipif(not gives_kernels(), reason="fast_convolution needs torch 2.9")
 @pytest.mark.parametrize("factor", [0.95, 1.05])
 def test_gradient_that_is_off_is_named(monkeypatch, factor):
-    monkeypatch.setattr(convolution, "WORTH_IT", 1)
-    original = convolution._of_weight
-    monkeypatch.setattr(convolution, "_of_weight", lambda *args: original(*args) * factor)
+    monkeypatch.setattr(convolution, "MIN_MULTIPLICATIONS", 1)
+    original = convolution._weight_gradient
+    monkeypatch.setattr(convolution, "_weight_gradient", lambda *args: original(*args) * factor)
     monkeypatch.setattr(convolution, "_product_is_faster", lambda given: given.weight.size(1) == 16)
     model, batch = made(convolutional, {}, 0)
     found = verify(model, loss_of, batch, precision="bf16")

@@ -15,7 +15,7 @@ from nano_loop.autotune.attention import chooser
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels.attention import attention as kernel
-from nano_loop.kernels.attention.attention import BLOCKS, PRODUCTS, TORCH, WAYS, Arguments
+from nano_loop.kernels.attention.attention import ALGORITHMS, BLOCKS, PRODUCTS, TORCH, Arguments
 
 ALL = [BLOCKS, PRODUCTS, TORCH]
 
@@ -31,15 +31,15 @@ def slow(monkeypatch):
     """Let a way take 60 milliseconds longer, and another one compute something else."""
 
     def change(name, wrong=False):
-        original = WAYS[name]
+        original = ALGORITHMS[name]
 
         def changed(*args):
             time.sleep(0 if wrong else 0.06)
             return original(*args) * (1.1 if wrong else 1)
 
-        monkeypatch.setitem(WAYS, name, changed)
+        monkeypatch.setitem(ALGORITHMS, name, changed)
 
-    monkeypatch.setitem(WAYS, BLOCKS, WAYS[PRODUCTS])  # also where the CPU has no instructions for it
+    monkeypatch.setitem(ALGORITHMS, BLOCKS, ALGORITHMS[PRODUCTS])  # also where the CPU has no instructions for it
     return change
 
 
@@ -110,10 +110,10 @@ def test_recomputation_takes_the_way_of_its_forward(measuring, monkeypatch, slow
     slow(PRODUCTS)
     slow(BLOCKS)
     taken = []
-    monkeypatch.setattr(kernel, "WORTH_IT", 1)
-    monkeypatch.setattr(kernel.blocked_attention, "fits", lambda *_: True)
-    way = kernel._way
-    monkeypatch.setattr(kernel, "_way", lambda call: taken.append(way(call)) or taken[-1])
+    monkeypatch.setattr(kernel, "MIN_SCORES", 1)
+    monkeypatch.setattr(kernel.blocked_attention, "supports", lambda *_: True)
+    way = kernel._algorithm
+    monkeypatch.setattr(kernel, "_algorithm", lambda call: taken.append(way(call)) or taken[-1])
     torch.manual_seed(0)
     model = Checkpointed()
     optimizer, tokens = torch.optim.SGD(model.parameters(), 0.1), torch.randint(20, (4, 16))

@@ -106,7 +106,7 @@ def test_slow_kernel_of_torch_is_left_for_the_plan_without_it():
 
 
 def test_wrong_product_is_rejected(monkeypatch):
-    monkeypatch.setattr(convolution, "_of_weight", lambda gradient, inputs, weight, *_: weight * 0)
+    monkeypatch.setattr(convolution, "_weight_gradient", lambda gradient, inputs, weight, *_: weight * 0)
     monkeypatch.setattr(weight_gradient, "weight_gradient", lambda *_, **__: torch.zeros(8, 8, 3, 3).bfloat16())
     slow = slowed(by_kernel, lambda given: given.output_mask[1])
     for channels in (8, 3):  # without and with fp32

@@ -108,7 +108,7 @@ def test_shapes_are_measured_apart_and_lengths_and_batches_roughly_together(slow
 
 
 def test_a_run_measures_its_layers_without_changing_the_loops_random_numbers(monkeypatch):
-    monkeypatch.setattr(kernel, "WORTH_IT", 1)
+    monkeypatch.setattr(kernel, "MIN_MULTIPLICATIONS", 1)
     calls, original = [], lstms._ways
     monkeypatch.setattr(lstms, "_ways", lambda *args: calls.append(args[1]) or original(*args))
     monkeypatch.setattr("nano_loop.autotune.budget.STEPS", 1e6)

@@ -83,7 +83,7 @@ def test_of_a_large_result_some_rows_are_measured(monkeypatch):
     reason=product.KERNEL.unavailable or "it needs torch 2.9",
 )
 def test_layers_and_their_gradients_are_measured_in_a_run(monkeypatch):
-    monkeypatch.setattr(linear, "WORTH_IT", 1)
+    monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 1)
     tuner = Tuner(Choices(None), ALWAYS)
     monkeypatch.setattr("nano_loop.steps.tune_operators.Tuner", lambda *_: tuner)
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ FUNCTIONS = {"tanh": torch.tanh, "gelu": gelu, "gelu_backward": slope}
 @pytest.fixture(autouse=True)
 def in_torchs_place(monkeypatch):
     """Put the functions in torch's place, as for the calls of a set-up model."""
-    monkeypatch.setattr(activations, "WORTH_IT", 1)
+    monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(activations, "belongs_to_set_up_model", lambda: True)
     with ExitStack() as stack:
         for replacement in activations.REPLACEMENTS:

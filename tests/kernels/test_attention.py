@@ -20,7 +20,7 @@ from nano_loop.patching.operators.operators import gives_kernels, overridden, pl
 @pytest.fixture(autouse=True, params=[BLOCKS, PRODUCTS])
 def way(request, monkeypatch):
     """Have a way computed where it fits, at every size, and return the ways that were."""
-    chosen, choose = [], module._way
+    chosen, choose = [], module._algorithm
 
     def preferred(given):
         found = choose(given)
@@ -29,22 +29,22 @@ def way(request, monkeypatch):
 
     preferred.chosen = chosen
 
-    monkeypatch.setattr(module, "WORTH_IT", 1)
-    monkeypatch.setattr(module, "_way", preferred)
+    monkeypatch.setattr(module, "MIN_SCORES", 1)
+    monkeypatch.setattr(module, "_algorithm", preferred)
     return chosen
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Count the calls that the plain products answer."""
-    counted, fits = [], module._fits
+    counted, fits = [], module._supports
 
     def counting(*args):
         fitting = fits(*args)
         counted.append(fitting)
         return fitting
 
-    monkeypatch.setattr(module, "_fits", counting)
+    monkeypatch.setattr(module, "_supports", counting)
     return counted
 
 
@@ -83,7 +83,7 @@ def assert_as_exact_as_torch(tensors, **kwargs):
     by_torch_in_fp32 = (
         tensors[0].dim() > 4 or (mask is not None and mask.dim() == 3) or (grouped and not gives_kernels())
     )
-    bound = 2 if PRODUCTS in module._way.chosen or by_torch_in_fp32 else 1.2
+    bound = 2 if PRODUCTS in module._algorithm.chosen or by_torch_in_fp32 else 1.2
     for mine, theirs, reference in zip(errors(ours, exact), errors(torchs, exact), exact, strict=True):
         # Where torch is exact by chance, on a few small numbers, an error of one rounding is allowed.
         assert mine <= max(bound * theirs, 2**-9 * reference.square().mean().sqrt().item())

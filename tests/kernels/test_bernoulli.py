@@ -10,7 +10,7 @@ import torch
 from nano_loop.kernels import build as compiled
 from nano_loop.kernels.build import UnavailableError
 from nano_loop.kernels.dropout import bernoulli
-from nano_loop.kernels.dropout.bernoulli import KERNEL, WORTH_IT, exact, vectorized_draws
+from nano_loop.kernels.dropout.bernoulli import KERNEL, MIN_ELEMENTS, exact, vectorized_draws
 from nano_loop.patching.operators.operators import overridden
 
 LARGE = 100_003
@@ -65,7 +65,7 @@ def test_draws_of_any_dtype_are_torchs(filled, dtype):
 
 @same_draws
 @pytest.mark.parametrize("skipped", [0, 1, 2, 622, 623, 624, 625, 1247])
-@pytest.mark.parametrize("count", [WORTH_IT, WORTH_IT + 1, 312 * 20])
+@pytest.mark.parametrize("count", [MIN_ELEMENTS, MIN_ELEMENTS + 1, 312 * 20])
 def test_draws_from_any_place_in_the_generators_numbers_are_torchs(filled, skipped, count):
     """Also where the two numbers of an element are the last of a state and the first of the next."""
     check(lambda: torch.empty(count), 0.5, skipped=skipped)

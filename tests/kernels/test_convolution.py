@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason
 
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
-    monkeypatch.setattr(module, "WORTH_IT", 1)
-    monkeypatch.setattr(module, "ELEMENTS_WORTH_IT", 1)
+    monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(module, "MIN_ELEMENTS", 1)
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_gradient_of_a_transposed_convolutions_input_in_fp32_is_as_exact_as_torc
 def test_gradients_of_few_elements_are_torchs(in_force, monkeypatch):
     shapes, kwargs, left = IN_FP32["depthwise, 5x5, stride"]
     for elements in (3 * 8 * 5 * 4, 3 * 8 * 5 * 4 + 1):
-        monkeypatch.setattr(module, "ELEMENTS_WORTH_IT", elements)
+        monkeypatch.setattr(module, "MIN_ELEMENTS", elements)
         gradients(F.conv2d, inputs(**shapes), **kwargs)
     assert in_force == [*left, (True, True, True)]
 
@@ -234,9 +234,9 @@ def test_images_that_are_not_in_nhwc_are_torchs(which, in_force):
 
 
 def test_small_convolutions_are_torchs(in_force, monkeypatch):
-    monkeypatch.setattr(module, "WORTH_IT", 3 * 63 * 6 * 8 * 9 + 1)
+    monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 3 * 63 * 6 * 8 * 9 + 1)
     gradients(F.conv2d, inputs(), padding=1)
-    monkeypatch.setattr(module, "WORTH_IT", 3 * 63 * 6 * 8 * 9)
+    monkeypatch.setattr(module, "MIN_MULTIPLICATIONS", 3 * 63 * 6 * 8 * 9)
     gradients(F.conv2d, inputs(), padding=1)
     assert in_force == [(True, True, True), (True, False, False)]
 
@@ -253,7 +253,7 @@ def test_convolutions_of_many_pixels_are_torchs(in_force, monkeypatch, bound, ke
 
 
 def test_a_frozen_weight_gets_no_product(in_force, monkeypatch):
-    monkeypatch.setattr(module, "_of_weight", None)
+    monkeypatch.setattr(module, "_weight_gradient", None)
     x, weight, bias = inputs()
     x.requires_grad_()
     F.conv2d(x, weight, bias, padding=1).float().square().sum().backward()

@@ -35,7 +35,7 @@ def error(found, exact):
 
 
 def assert_as_exact_as_torch(a, b, bias=None):
-    assert module.fits(a, b, bias)
+    assert module.supports(a, b, bias)
     exact = a.double() @ b.double() + (0 if bias is None else bias.double())
     torchs = a @ b if bias is None else torch.addmm(bias, a, b)
     ours = module.product(a, b, bias)
@@ -191,7 +191,7 @@ def test_released_tensors_do_not_fit():
     for released in range(3):
         tensors = factors(64, 80, 64)
         tensors[released].untyped_storage().resize_(0)
-        assert not module.fits(*tensors)
+        assert not module.supports(*tensors)
 
 
 def test_a_default_device_does_not_matter():
@@ -203,17 +203,17 @@ def test_a_default_device_does_not_matter():
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_products_do_not_fit(case):
-    assert not module.fits(*OTHERS[case](*factors(64, 80, 64)))
+    assert not module.supports(*OTHERS[case](*factors(64, 80, 64)))
 
 
 def test_more_memory_than_the_bound_is_not_taken(monkeypatch):
     monkeypatch.setattr(module, "SCRATCH_BOUND", 1)
-    assert not module.fits(*factors(64, 80, 64))
+    assert not module.supports(*factors(64, 80, 64))
 
 
 def test_without_a_compiler_nothing_fits(monkeypatch):
     monkeypatch.setattr(module.KERNEL, "unavailable", "no C compiler was found")
-    assert not module.fits(*factors(64, 80, 64))
+    assert not module.supports(*factors(64, 80, 64))
 
 
 def test_a_call_has_the_layout_of_the_c_file():

@@ -524,8 +524,10 @@ def slow_bf16_is_fine():
 def every_size_worth_it(config):
     """Let kernels of ours compute what is too small to pay, for the models of these loops are small."""
     with pytest.MonkeyPatch.context() as patch:
-        for kernel in (attention, convolution, bernoulli) if config.within_spread else ():
-            patch.setattr(kernel, "WORTH_IT", 1)
+        if config.within_spread:
+            patch.setattr(attention, "MIN_SCORES", 1)
+            patch.setattr(convolution, "MIN_MULTIPLICATIONS", 1)
+            patch.setattr(bernoulli, "MIN_ELEMENTS", 1)
         if config.rounds_products:
             rounding_every_product(patch)
         yield

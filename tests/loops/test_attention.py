@@ -35,8 +35,8 @@ def test_kernel_for_attention_draws_as_often_as_torch(monkeypatch):
     def loop(model, optimizer, loader, by_hand=untouched):
         return fit(model, optimizer, loader, by_hand)
 
-    taken, way = [], attention._way
-    monkeypatch.setattr(attention, "_way", lambda given: taken.append(way(given)) or taken[-1])
+    taken, way = [], attention._algorithm
+    monkeypatch.setattr(attention, "_algorithm", lambda given: taken.append(way(given)) or taken[-1])
     actual, _ = run_accelerated(build, loop, SHIPPED)
     found = [*differences(actual["random"], run_plain(build, loop)["random"])]
     assert not found, "\n".join(found)

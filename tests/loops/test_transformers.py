@@ -22,9 +22,9 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 @pytest.fixture
 def answered(monkeypatch):
     """Note of each call of attention whether plain products answer it; every size is worth it."""
-    found, fits = [], attention._fits
-    monkeypatch.setattr(attention, "WORTH_IT", 1)
-    monkeypatch.setattr(attention, "_fits", lambda *given: found.append(fits(*given)) or found[-1])
+    found, fits = [], attention._supports
+    monkeypatch.setattr(attention, "MIN_SCORES", 1)
+    monkeypatch.setattr(attention, "_supports", lambda *given: found.append(fits(*given)) or found[-1])
     return found
 
 

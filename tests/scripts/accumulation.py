@@ -1,15 +1,12 @@
 """A text model with accumulated gradients, clipping, a one-cycle schedule, and the usual lines of mixed precision."""
 
-import os
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nano_loop import nano
-from scripts.data import text
+from scripts.data import BATCH, WHOLE_BATCH, text
 
-BATCH = int(os.environ["BATCH"])
 ACCUMULATE = 2
 
 
@@ -51,7 +48,7 @@ data = TensorDataset(symbols[:-1].view(-1, 10), symbols[1:].view(-1, 10))
 loader = DataLoader(data, BATCH)
 model = TinyTransformer()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-total = 64 // int(os.environ["WHOLE_BATCH"]) // ACCUMULATE * 2
+total = 64 // WHOLE_BATCH // ACCUMULATE * 2
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=total + 1)
 norms = train(model, optimizer, scheduler, torch.amp.GradScaler("cpu", enabled=False), loader, 2)
 RESULT = {"norms": norms, "model": model.state_dict(), "lr": scheduler.get_last_lr()}

@@ -1,6 +1,5 @@
 """A `main` that builds model, optimizer and loaders itself, as a `TorchNano`: what our error for it advises."""
 
-import os
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, random_split
 
 import nano_loop
-from scripts.data import waves
+from scripts.data import BATCH, waves
 
 
 class Forecaster(nn.Module):
@@ -61,7 +60,7 @@ class Main(nano_loop.TorchNano):
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "best.pt"
-        batch = int(os.environ["BATCH"])
+        batch = BATCH
         args = Namespace(seed=0, batch_size=batch, hidden=8, lr=0.02, epochs=4, clip=1.0, checkpoint=path)
         history, weights = Main().train(args)
         RESULT = {"history": history, "model": weights, "best": torch.load(path)["model"]}

@@ -1,15 +1,11 @@
 """Five folds over a table: a call of the train function for each."""
 
-import os
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from nano_loop import nano
-from scripts.data import rows
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, rows
 
 
 @nano

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+WHOLE_BATCH = BATCH = 16  # of a plain run; the test says what a process has
+
 
 def images(count=64, classes=4, size=8):
     """Images whose class is the quarter that is bright."""

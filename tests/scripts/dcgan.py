@@ -1,15 +1,11 @@
 """A generator and a discriminator, with an optimizer each, that train each other."""
 
-import os
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from nano_loop import nano
-from scripts.data import images
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, images
 
 
 def weights_init(m):

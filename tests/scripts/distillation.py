@@ -1,16 +1,12 @@
 """A small student that learns from a large teacher, which is not trained, with a temperature."""
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
 from nano_loop import nano
-from scripts.data import images, small_cnn
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, images, small_cnn
 
 
 @nano

@@ -1,15 +1,11 @@
 """Embeddings and numbers of a table; the loop ends when the loss of the validation set has not fallen for a while."""
 
-import os
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, random_split
 
 from nano_loop import nano
-from scripts.data import rows
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, rows
 
 
 class Tabular(nn.Module):

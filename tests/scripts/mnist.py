@@ -1,16 +1,12 @@
 """An image classifier whose train function is called once an epoch, with the usual evaluation and a schedule."""
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from nano_loop import nano
-from scripts.data import images, small_cnn
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, images, small_cnn
 
 
 @nano

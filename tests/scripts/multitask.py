@@ -1,15 +1,11 @@
 """A shared trunk with two heads, whose losses are weighted by parameters of the loss, in two groups of an optimizer."""
 
-import os
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nano_loop import nano
-from scripts.data import rows
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, rows
 
 
 class MultiTask(nn.Module):

@@ -1,7 +1,6 @@
 """A classifier of rows whose train and test functions use what the script has made, under the usual main guard."""
 
 import argparse
-import os
 import tempfile
 from pathlib import Path
 
@@ -11,10 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nano_loop
 from nano_loop import nano
-from scripts.data import rows
+from scripts.data import BATCH, rows
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--batch-size", type=int, default=int(os.environ["BATCH"]))
+parser.add_argument("--batch-size", type=int, default=BATCH)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--log-interval", type=int, default=2)

@@ -1,16 +1,13 @@
 """A forecast of quantiles, with ReduceLROnPlateau on the validation loss, and a moving average of the weights."""
 
-import os
-
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nano_loop import nano
-from scripts.data import waves
+from scripts.data import BATCH, waves
 
-BATCH = int(os.environ["BATCH"])
 QUANTILES = torch.tensor([0.1, 0.5, 0.9])
 
 

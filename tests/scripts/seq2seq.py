@@ -1,15 +1,11 @@
 """An encoder and a decoder with an optimizer each, and teacher forcing in the first epochs."""
 
-import os
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nano_loop import nano
-from scripts.data import text
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, text
 
 
 class EncoderRNN(nn.Module):

@@ -1,16 +1,12 @@
 """A siamese net over pairs, which a data set of the script's own makes, with a batch sampler and a collate function."""
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from nano_loop import nano
-from scripts.data import images
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, images
 
 
 class Pairs(Dataset):

@@ -1,6 +1,5 @@
 """A random search over learning rates and widths, whose best model is trained on."""
 
-import os
 import random
 
 import torch
@@ -8,9 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nano_loop import nano
-from scripts.data import rows
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, rows
 
 
 @nano

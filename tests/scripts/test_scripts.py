@@ -15,6 +15,8 @@ import torch
 from distributed import small
 
 import nano_loop
+from scripts import data
+from scripts.data import WHOLE_BATCH
 
 # torch 2.8's own LBFGS does so.
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning")
@@ -22,7 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with require
 SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("*.py") if "RESULT = " in path.read_text()}
 SCRIPTS.pop(Path(__file__).stem)
 QUICK = ("mnist", "transfer", "trainer_class")  # with two processes
-WHOLE_BATCH = 16
 EXACT = {"FUSED_OPTIMIZER": "False"}  # whose kernels round in another order
 
 
@@ -47,8 +48,7 @@ def run(monkeypatch, script, *, batch=WHOLE_BATCH, **options):
             patch.setattr(nano_loop, "TorchNano", Plain)
         for name, value in ({"VERBOSE": "False"} | options).items():
             patch.setenv(f"NANO_LOOP_{name}", value)
-        patch.setenv("BATCH", str(batch))
-        patch.setenv("WHOLE_BATCH", str(WHOLE_BATCH))
+        patch.setattr(data, "BATCH", batch)
         return runpy.run_path(str(SCRIPTS[script]), run_name="__main__")["RESULT"]
 
 

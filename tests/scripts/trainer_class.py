@@ -1,7 +1,6 @@
 """A trainer whose model, optimizer and loaders are attributes, with a schedule, a history and the best weights."""
 
 import logging
-import os
 import tempfile
 from pathlib import Path
 
@@ -11,9 +10,8 @@ from torch.utils.data import DataLoader, random_split
 
 import nano_loop
 from nano_loop import nano
-from scripts.data import images, small_cnn
+from scripts.data import BATCH, images, small_cnn
 
-BATCH = int(os.environ["BATCH"])
 logger = logging.getLogger("trainer")
 
 

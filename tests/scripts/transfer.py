@@ -10,9 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nano_loop import nano
-from scripts.data import images, small_cnn
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, images, small_cnn
 
 
 @nano

@@ -1,16 +1,12 @@
 """A variational autoencoder that prints its loss per sample, over the length of the data set."""
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
 from nano_loop import nano
-from scripts.data import images
-
-BATCH = int(os.environ["BATCH"])
+from scripts.data import BATCH, images
 
 
 class VAE(nn.Module):

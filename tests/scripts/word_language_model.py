@@ -1,15 +1,13 @@
 """A recurrent language model whose batches are cut out of one text by hand, with the state detached between them."""
 
 import math
-import os
 
 import torch
 from torch import nn
 
 from nano_loop import nano
-from scripts.data import text
+from scripts.data import BATCH, text
 
-BATCH = int(os.environ["BATCH"])
 UNDIVIDED = True
 BPTT, CLIP = 5, 0.25
 

@@ -127,51 +127,50 @@ def test_state_of_any_kind_travels_if_it_differs(team, value):
     assert str(first) == str(second) == str(value)
 
 
-def add_bias(model):
-    model[0] = nn.Conv2d(3, 4, 2, bias=False)
+def with_another(change):
+    """Make the objects of a rank, of which rank 1 changes the model, and leave the optimizer out."""
+
+    def build(rank):
+        model = parts(0).models[0]
+        if rank == 1:
+            change(model)
+        return TrainingObjects([model])
+
+    return build
+
+
+def with_another_group(rank):
+    given = parts(0)
+    if rank == 1:
+        given.optimizers[0].add_param_group({"params": []})
+    return given
 
 
 DIFFERENT = {
     "shape": (
-        lambda model: model.register_buffer("new", torch.ones(2)),
+        with_another(lambda model: model.register_buffer("new", torch.ones(2))),
         r"Sequential.new, torch.float32 of shape \(2,\)",
     ),
-    "dtype": (lambda model: model[1].double(), r"Sequential.1.weight, torch.float64 .* rank 0 .* torch.float32"),
-    "name": (add_bias, r"rank 1 has Sequential.1.weight.*where rank 0 has Sequential.0.bias"),
+    "dtype": (
+        with_another(lambda model: model[1].double()),
+        r"Sequential.1.weight, torch.float64 .* rank 0 .* torch.float32",
+    ),
+    "name": (
+        with_another(lambda model: setattr(model[0], "bias", None)),
+        r"rank 1 has Sequential.1.weight.*where rank 0 has Sequential.0.bias",
+    ),
+    "groups": (with_another_group, r"rank 1 has Adam with 2 parameter groups where rank 0 has Adam with 1"),
+    "lazy": (lambda rank: TrainingObjects([nn.LazyLinear(2)]), r"LazyLinear.weight has no shape yet"),
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_ranks_with_different_models_are_told_so(team, what):
-    change, message = DIFFERENT[what]
+def test_ranks_whose_objects_differ_are_told_so(team, what):
+    build, message = DIFFERENT[what]
 
     def loop(ranks):
-        given = parts(0)
-        if ranks.rank == 1:
-            change(given.models[0])
         with pytest.raises(NanoError, match=message):
-            make_step(Broadcast, ranks)[0].apply(TrainingObjects(given.models))
-        return True
-
-    assert team(2)(loop) == [True, True]
-
-
-def test_ranks_with_different_parameter_groups_are_told_so(team):
-    def loop(ranks):
-        given = parts(0)
-        if ranks.rank == 1:
-            given.optimizers[0].add_param_group({"params": []})
-        with pytest.raises(NanoError, match=r"rank 1 has Adam with 2 parameter groups where rank 0 has Adam with 1"):
-            make_step(Broadcast, ranks)[0].apply(given)
-        return True
-
-    assert team(2)(loop) == [True, True]
-
-
-def test_lazy_modules_have_to_be_called_first(team):
-    def loop(ranks):
-        with pytest.raises(NanoError, match=r"LazyLinear.weight has no shape yet"):
-            make_step(Broadcast, ranks)[0].apply(TrainingObjects([nn.LazyLinear(2)]))
+            make_step(Broadcast, ranks)[0].apply(build(ranks.rank))
         return True
 
     assert team(2)(loop) == [True, True]

@@ -1,5 +1,6 @@
 """The step chooses how gradients travel, and leaves nothing behind."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,15 @@ def train(given, ranks, steps=3):
     return [each.detach() for each in given.models[0].parameters()]
 
 
+@contextmanager
+def averaging(ranks, **options):
+    """Give the step, which has ended with its interceptors when the context is left."""
+    step, interceptors = make_step(GradientAveraging, ranks, **options)
+    yield step
+    interceptors.close()
+    step.undo()
+
+
 def test_one_process_has_nothing_to_average():
     assert not make_step(GradientAveraging, ALONE)[0].enabled
 
@@ -45,15 +55,12 @@ def test_ranks_take_the_steps_of_one_process(team, way):
 
     def loop(ranks):
         given = parts()
-        step, interceptors = make_step(GradientAveraging, ranks, **options)
-        assert step.enabled
-        assert step.skip_reason(given) is None
-        assert step.apply(given) == detail
-        assert step.apply(TrainingObjects(given.models)) == detail
-        weights = train(given, ranks)
-        interceptors.close()
-        step.undo()
-        return weights
+        with averaging(ranks, **options) as step:
+            assert step.enabled
+            assert step.skip_reason(given) is None
+            assert step.apply(given) == detail
+            assert step.apply(TrainingObjects(given.models)) == detail
+            return train(given, ranks)
 
     expected = train(parts(), ALONE)
     first, second = team(2)(loop)
@@ -66,14 +73,10 @@ def test_ranks_take_the_steps_of_one_process(team, way):
 def test_several_hosts_and_hosts_without_shared_memory_average_by_the_process_group(team, hosts):
     def loop(ranks):
         given = parts()
-        step, interceptors = make_step(GradientAveraging, ranks)
-        ranks.local_size = ranks.size // hosts
-        ranks.folder = Path("/nowhere")
-        detail = step.apply(given)
-        weights = train(given, ranks)
-        interceptors.close()
-        step.undo()
-        return detail, weights
+        with averaging(ranks) as step:
+            ranks.local_size = ranks.size // hosts
+            ranks.folder = Path("/nowhere")
+            return step.apply(given), train(given, ranks)
 
     (detail, first), (_, second) = team(2)(loop)
     assert detail == "at the end of each backward, by gloo"
@@ -85,15 +88,13 @@ def test_several_hosts_and_hosts_without_shared_memory_average_by_the_process_gr
 def test_after_the_run_ranks_are_on_their_own(team, tmp_path):
     def loop(ranks):
         given, plain, folder = parts(), torch.autograd.backward, ranks.folder
-        step, interceptors = make_step(GradientAveraging, ranks)
-        ranks.folder = tmp_path
-        try:
-            step.apply(given)
-        finally:
-            ranks.folder = folder
-        train(given, ranks, steps=1)
-        interceptors.close()
-        step.undo()
+        with averaging(ranks) as step:
+            ranks.folder = tmp_path
+            try:
+                step.apply(given)
+            finally:
+                ranks.folder = folder
+            train(given, ranks, steps=1)
         step.undo()
         ranks.barrier()
         assert not list(tmp_path.iterdir())
@@ -109,16 +110,13 @@ def test_after_the_run_ranks_are_on_their_own(team, tmp_path):
 def test_averaging_can_be_paused(team):
     def loop(ranks):
         given = parts()
-        step, interceptors = make_step(GradientAveraging, ranks)
-        with step.without_averaging(given.models):
-            pass  # before anything was set up
-        step.apply(given)
-        with step.without_averaging(given.models):
-            given.models[0](torch.ones(1, 6) * ranks.rank).sum().backward()
-        gradient = given.models[0][0].weight.grad.clone()
-        interceptors.close()
-        step.undo()
-        return gradient
+        with averaging(ranks) as step:
+            with step.without_averaging(given.models):
+                pass  # before anything was set up
+            step.apply(given)
+            with step.without_averaging(given.models):
+                given.models[0](torch.ones(1, 6) * ranks.rank).sum().backward()
+            return given.models[0][0].weight.grad.clone()
 
     first, second = team(2)(loop)
     assert not first.equal(second)

@@ -81,7 +81,7 @@ def test_a_sound_run_is_not_accused_and_computes_the_same(precision, kind):
 
 
 def test_a_fault_is_named_once_by_a_warning(monkeypatch):
-    monkeypatch.setattr(attention, "WORTH_IT", 1)
+    monkeypatch.setattr(attention, "MIN_SCORES", 1)
     original = attention.attention
 
     def planted(*args, ours=True, **kwargs):  # False where torch 2.8 calls it for models that are not set up

@@ -12,33 +12,33 @@ from nano_loop.patching.ownership import belongs_to_set_up_model
 
 KERNEL = CompiledKernel("activations")
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain.
-WORTH_IT = 1 << 15
+MIN_ELEMENTS = 1 << 15
 
 _BY_TANH = "tanh"
 
 
 def tanh(x: Tensor) -> Tensor | None:
     """Compute ``aten::tanh``, or return None where torch has to."""
-    return _computed("tanh_forward", x) if _fits(x) else None
+    return _computed("tanh_forward", x) if _supports(x) else None
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor | None:
     """Compute ``aten::gelu``, likewise."""
-    return _computed("gelu_forward", x) if approximate == _BY_TANH and _fits(x) else None
+    return _computed("gelu_forward", x) if approximate == _BY_TANH and _supports(x) else None
 
 
 def gelu_backward(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor | None:
     """Compute ``aten::gelu_backward``, likewise."""
-    alike = gradient.dtype is x.dtype and gradient.shape == x.shape and gradient.stride() == x.stride()
-    return _computed("gelu_backward", gradient, x) if approximate == _BY_TANH and alike and _fits(x) else None
+    matches = gradient.dtype is x.dtype and gradient.shape == x.shape and gradient.stride() == x.stride()
+    return _computed("gelu_backward", gradient, x) if approximate == _BY_TANH and matches and _supports(x) else None
 
 
 #: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
 REPLACEMENTS = tuple(Replacement(compute.__name__, unless_none(compute)) for compute in (tanh, gelu, gelu_backward))
 
 
-def _fits(x: Tensor) -> bool:
-    large = x.dtype is torch.bfloat16 and x.numel() >= WORTH_IT
+def _supports(x: Tensor) -> bool:
+    large = x.dtype is torch.bfloat16 and x.numel() >= MIN_ELEMENTS
     return large and belongs_to_set_up_model() and (x.is_contiguous() or is_dense(x))
 
 

@@ -1,7 +1,7 @@
-"""Attention for bf16 on the CPU, computed in other ways than torch's.
+"""Attention for bf16 on the CPU, by other algorithms than torch's.
 
 torch's CPU kernel ("flash") works in blocks, but its small bf16 products run at a fifth of the speed of oneDNN's large
-ones, and with a dropout it is not used. There are two faster ways: blocks in C (`blocked_attention`), for CPUs with the
+ones, and with a dropout it is not used. Two algorithms are faster: blocks in C (`blocked_attention`), for CPUs with the
 bf16 instructions of AVX-512, and plain products (`plain_attention`). The error against fp64 is not larger than that of
 torch's kernel (docs/performance.md has errors and times).
 """
@@ -21,16 +21,16 @@ from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.patching.torch_private import in_functorch
 
-#: Under this name, a call into a set-up model may have a rule that chooses the way (see `Choose`).
-WAY = "the way of an attention"
-#: The ways: blocks in C, plain products, and torch's kernel.
+#: Under this name, a call into a set-up model may have a rule that chooses the algorithm (see `Choose`).
+ALGORITHM = "algorithm of attention"
+#: The algorithms: blocks in C, plain products, and torch's kernel.
 BLOCKS, PRODUCTS, TORCH = "blocks", "products", "torch"
-#: Takes the arguments of a way, the ways that fit, and a guess, and returns one of the ways.
+#: Takes the arguments of a call, the algorithms that support it, and a guess, and returns one of them.
 Choose = Callable[["Arguments", "list[str]", str], str]
 #: Minimum number of scores. Below it, the Python overhead exceeds the gain.
-WORTH_IT = 1 << 14
+MIN_SCORES = 1 << 14
 #: Minimum head size. With smaller heads there is no gain, and torch's kernel is more accurate.
-_WIDTH_WORTH_IT = 16
+_MIN_HEAD_SIZE = 16
 
 
 def for_set_up_models(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
@@ -92,19 +92,19 @@ def attention(
     dtype = torch.get_autocast_dtype("cpu")
     query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
     mask = None if attn_mask is None else _cast(attn_mask, dtype)
-    given = Arguments(query, key, value, mask, dropout_p, is_causal, _scale(query, scale))
+    call = Arguments(query, key, value, mask, dropout_p, is_causal, _scale(query, scale))
     # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
         supported = ours and (traced_as is not None or not _is_traced(query, key, value))
-        if supported and _fits(query, key, value, mask, is_causal, enable_gqa):
-            return traced_as(*given) if traced_as is not None else WAYS[_way(given)](*given)
+        if supported and _supports(query, key, value, mask, is_causal, enable_gqa):
+            return traced_as(*call) if traced_as is not None else ALGORITHMS[_algorithm(call)](*call)
         return scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
 
 class Arguments(NamedTuple):
-    """The arguments of a way; see `nano_loop.kernels.attention.blocked_attention.blocked_attention`."""
+    """The arguments of an algorithm; see `nano_loop.kernels.attention.blocked_attention.blocked_attention`."""
 
     query: Tensor
     key: Tensor
@@ -118,29 +118,29 @@ class Arguments(NamedTuple):
 def by_torch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
 ) -> Tensor:
-    """Compute by torch's kernel what the other ways do."""
+    """Compute by torch's kernel what the other algorithms do."""
     grouped = query.shape[:-2] != key.shape[:-2]
     return scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
 
 
-#: The functions of the ways.
-WAYS: dict[str, Callable[..., Tensor]] = {
+#: The functions of the algorithms.
+ALGORITHMS: dict[str, Callable[..., Tensor]] = {
     BLOCKS: blocked_attention.blocked_attention,
     PRODUCTS: plain_attention.plain_attention,
     TORCH: by_torch,
 }
 
 
-def _way(given: Arguments) -> str:
-    """Return how a call is computed that at least one of the ways fits."""
+def _algorithm(call: Arguments) -> str:
+    """Return the algorithm of a call that at least one of ours supports."""
     possible = []
-    if blocked_attention.fits(given.query, given.key, given.value):
+    if blocked_attention.supports(call.query, call.key, call.value):
         possible.append(BLOCKS)
-    if plain_attention.fits(given.query, given.key):
+    if plain_attention.supports(call.query, call.key):
         possible.append(PRODUCTS)
     possible.append(TORCH)
-    rule: Choose | None = rule_for(WAY)
-    return possible[0] if rule is None else rule(given, possible, possible[0])
+    rule: Choose | None = rule_for(ALGORITHM)
+    return possible[0] if rule is None else rule(call, possible, possible[0])
 
 
 def _scale(query: Tensor, scale: float | None) -> float:
@@ -156,8 +156,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
-    """Whether the other ways support the call, and it is large enough. torch computes the rest, and raises errors."""
+def _supports(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> bool:
+    """Whether the other algorithms support a call that is large enough. torch computes others, and raises errors."""
     tensors = (query, key, value)
     # A user who disables torch's flash kernel with `sdpa_kernel` may need a second derivative, as its math kernel has.
     if in_functorch() or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
@@ -174,5 +176,5 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
         return False
     if query.size(-1) != key.size(-1) or (enable_gqa and query.size(-3) % key.size(-3)):
         return False
-    wide = min(query.size(-1), value.size(-1)) >= _WIDTH_WORTH_IT
-    return wide and math.prod(query.shape[:-1]) * key.size(-2) >= WORTH_IT
+    wide = min(query.size(-1), value.size(-1)) >= _MIN_HEAD_SIZE
+    return wide and math.prod(query.shape[:-1]) * key.size(-2) >= MIN_SCORES

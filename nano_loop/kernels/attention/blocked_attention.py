@@ -39,8 +39,8 @@ class _Call(ctypes.Structure):
     )
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel supports these tensors, which fit `nano_loop.kernels.attention.attention.attention`."""
+def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel supports these tensors, which suit `nano_loop.kernels.attention.attention.attention`."""
     if query.size(-1) % _PAIR or value.size(-1) % _PAIR or KERNEL.unavailable:
         return False
     call = _sizes(*(_as_heads(tensor) for tensor in (query, key, value)))
@@ -55,8 +55,8 @@ def blocked_attention(
     Parameters
     ----------
     query, key, value : torch.Tensor
-        bfloat16, of shapes (..., heads, L, E), (..., key heads, S, E) and (..., key heads, S, Ev), of which `fits` is
-        True.
+        bfloat16, of shapes (..., heads, L, E), (..., key heads, S, E) and (..., key heads, S, Ev), which
+        `supports` accepts.
     mask : torch.Tensor or None
         bool or bfloat16, broadcastable to (..., heads, L, S).
     dropout_p : float
@@ -157,17 +157,17 @@ def backward(
     dropout_p: float,
     is_causal: bool,
     scale: float,
-    found: Sequence[Tensor],
+    gradients: Sequence[Tensor],
 ) -> None:
-    """Write the gradients of query, key and value, from that of the output, into the three tensors of `found`.
+    """Write the gradients of query, key and value, from that of the output, into the three tensors of `gradients`.
 
     They are bfloat16 or float32, and all else is bfloat16.
     """
     call = _call(query, key, value, mask, dropout_p, is_causal, scale)
-    call.is_wide = found[0].dtype is torch.float32
-    for name, each in zip(("of_query", "of_key", "of_value", "of_out"), (*found, gradient), strict=True):
-        _note(call, name, each)
-    _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *found)
+    call.is_wide = gradients[0].dtype is torch.float32
+    for name, tensor in zip(("of_query", "of_key", "of_value", "of_out"), (*gradients, gradient), strict=True):
+        _note(call, name, tensor)
+    _run("backward", call, query, key, value, mask, kept, gradient, log_sums, *gradients)
 
 
 def drawn(query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:
@@ -215,8 +215,8 @@ def laid_out_as(tensor: Tensor, columns: int | None = None) -> Tensor:
 def _sizes(query: Tensor, key: Tensor, value: Tensor) -> _Call:
     batch, heads, length, width = query.shape
     call = _Call(batch, key.size(1), heads // key.size(1), length, key.size(2), width, value.size(3))
-    for name, each in (("query", query), ("key", key), ("value", value)):
-        _note(call, name, each)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _note(call, name, tensor)
     return call
 
 

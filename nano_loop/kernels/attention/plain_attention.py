@@ -18,7 +18,7 @@ from nano_loop.patching.torch_private import softmax_backward
 MEMORY_BOUND = 256 * 2**20
 
 
-def fits(query: Tensor, key: Tensor) -> bool:
+def supports(query: Tensor, key: Tensor) -> bool:
     """Whether the probabilities are small enough to be kept."""
     return math.prod(query.shape[:-1]) * key.size(-2) <= MEMORY_BOUND // query.element_size()
 
@@ -77,8 +77,8 @@ class _Attention(torch.autograd.Function):
         of_scores = softmax_backward(of_probabilities, probabilities)
         of_query = torch.bmm(of_scores, k).mul_(ctx.scale)
         of_key = torch.bmm(of_scores.transpose(1, 2), q).mul_(ctx.scale)
-        found = zip((of_query, of_key, of_value), ctx.shapes, strict=True)
-        return *(each.view(shape) for each, shape in found), None, None, None
+        gradients = zip((of_query, of_key, of_value), ctx.shapes, strict=True)
+        return *(computed.view(shape) for computed, shape in gradients), None, None, None
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:

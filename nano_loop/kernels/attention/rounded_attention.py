@@ -80,7 +80,7 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
         return False
     if query.size(0) != key.size(0) or query.size(1) % key.size(1) or key.shape[:-1] != value.shape[:-1]:
         return False
-    if query.size(-1) != key.size(-1) or not blocked_attention.fits(query, key, value):
+    if query.size(-1) != key.size(-1) or not blocked_attention.supports(query, key, value):
         return False
     note(ATTENTION, multiplications)
     return True

@@ -24,7 +24,7 @@ from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
-WORTH_IT = 1 << 25
+MIN_MULTIPLICATIONS = 1 << 25
 #: Maximum number of output pixels, over all images, for which a product was faster with 1×1 kernels.
 _PIXELS_OF_1X1 = 1 << 14
 #: The same for larger kernels.
@@ -38,7 +38,7 @@ _COLUMNS = 1 << 24
 #: Minimum number of kernel positions for which a depthwise weight's gradient was faster in fp32, in NHWC and in NCHW.
 _POSITIONS, _POSITIONS_IN_NCHW = 25, 49
 #: Minimum number of output elements for gradients in fp32. Below it, the Python overhead exceeds the gain.
-ELEMENTS_WORTH_IT = 1 << 12
+MIN_ELEMENTS = 1 << 12
 #: Maximum channels of a group, and minimum output elements, for which a weight's gradient was faster in fp32.
 _CHANNELS_OF_A_GROUP, _ELEMENTS_OF_GROUPS = 8, 1 << 20
 #: Maximum output channels for which the inputs' gradient of a transposed convolution in NCHW was faster in fp32.
@@ -111,8 +111,8 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
             return _rounded_backward(original, keys, call)
         if belongs_to_set_up_model():
             return faster_backward(original, rule_for(OPERATOR))(keys, *args)
-        found: _Gradients = original(keys, *args)
-        return found
+        gradients: _Gradients = original(keys, *args)
+        return gradients
 
     return dispatched
 
@@ -141,74 +141,74 @@ def faster_backward(
     """
 
     def backward(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
-        given = Arguments(*args)
-        if not _is_plain_bf16(given.gradient, given.inputs, given.weight):
+        call = Arguments(*args)
+        if not _is_plain_bf16(call.gradient, call.inputs, call.weight):
             return kernel(keys, *args)
 
-        def by_plan(plan: Plan, mask: Sequence[bool] = given.output_mask) -> _Gradients:
-            return _by_plan(plan, kernel, keys, given._replace(output_mask=mask))
+        def by_plan(plan: Plan, mask: Sequence[bool] = call.output_mask) -> _Gradients:
+            return _by_plan(plan, kernel, keys, call._replace(output_mask=mask))
 
-        plan = first_guess(given)
-        return by_plan(plan if choose is None else choose(by_plan, given, plan))
+        plan = first_guess(call)
+        return by_plan(plan if choose is None else choose(by_plan, call, plan))
 
     return backward
 
 
-def first_guess(given: Arguments) -> Plan:
+def first_guess(call: Arguments) -> Plan:
     """Return the plan that was the fastest on the machines of docs/performance.md."""
-    gradient, _, weight = given[:3]
-    of_inputs, of_weight, _ = given.output_mask
-    in_fp32 = of_inputs and _of_input_is_faster_in_fp32(gradient, weight, given.stride, given.transposed, given.groups)
+    gradient, _, weight = call[:3]
+    needs_inputs, needs_weight, _ = call.output_mask
+    in_fp32 = needs_inputs and _inputs_are_faster_in_fp32(gradient, weight, call.stride, call.transposed, call.groups)
     how = "torch"
-    if of_weight and _blocks_are_faster(given):
+    if needs_weight and _blocks_are_faster(call):
         how = "blocks"
-    elif of_weight and not given.transposed:
-        if _product_is_faster(given):
+    elif needs_weight and not call.transposed:
+        if _product_is_faster(call):
             how = "product"
-        elif _of_weight_is_faster_in_fp32(gradient, weight, given.groups):
+        elif _weight_is_faster_in_fp32(gradient, weight, call.groups):
             how = "fp32"
     return Plan("fp32" if in_fp32 else "torch", how)
 
 
-def plans(given: Arguments) -> list[Plan]:
+def plans(call: Arguments) -> list[Plan]:
     """Return the plans that may be the fastest on some machine.
 
     fp32 is among them for convolutions in groups and for those with few channels: on a CPU with AMX, others take up to
     16 times as long, which is long even to measure.
     """
-    of_inputs, of_weight, _ = given.output_mask
-    fp32 = ["fp32"] if given.groups > 1 or min(given.weight.shape[:2]) <= _FEW_CHANNELS else []
-    product = ["product"] if not given.transposed and _fits_product(given) else []
-    blocks = ["blocks"] if _fits_blocks(given) else []
-    inputs = ["torch", *fp32] if of_inputs else ["torch"]
-    weights = ["torch", *blocks, *product, *([] if given.transposed else fp32)] if of_weight else ["torch"]
-    return [Plan(*each) for each in itertools.product(inputs, weights)]
+    needs_inputs, needs_weight, _ = call.output_mask
+    fp32 = ["fp32"] if call.groups > 1 or min(call.weight.shape[:2]) <= _FEW_CHANNELS else []
+    product = ["product"] if not call.transposed and _product_supports(call) else []
+    blocks = ["blocks"] if _blocks_support(call) else []
+    inputs = ["torch", *fp32] if needs_inputs else ["torch"]
+    weights = ["torch", *blocks, *product, *([] if call.transposed else fp32)] if needs_weight else ["torch"]
+    return [Plan(*pair) for pair in itertools.product(inputs, weights)]
 
 
-def in_fp32(kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given: Arguments) -> _Gradients:
+def in_fp32(kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments) -> _Gradients:
     """Return all gradients, computed and returned in fp32."""
-    tensors = [each.float() for each in given[:3]]
-    return kernel(keys, *tensors, *given[3:])
+    tensors = [tensor.float() for tensor in call[:3]]
+    return kernel(keys, *tensors, *call[3:])
 
 
-def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given: Arguments) -> _Gradients:
-    gradient, mask = given.gradient, given.output_mask
+def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments) -> _Gradients:
+    gradient, mask = call.gradient, call.output_mask
     ours: list[Tensor | None] = [None, None, None]
     fp32 = plan.inputs == "fp32", plan.weight == "fp32"
     if plan.weight == "product":
-        ours[1] = _of_weight(*given[:3], given.stride, given.padding, given.dilation)
+        ours[1] = _weight_gradient(*call[:3], call.stride, call.padding, call.dilation)
     elif plan.weight == "blocks":
-        ours[1] = weight_gradient.weight_gradient(*_for_blocks(given), in_nchw=given.weight.is_contiguous())
+        ours[1] = weight_gradient.weight_gradient(*_for_blocks(call), in_nchw=call.weight.is_contiguous())
     # oneDNN computes the weight's gradient again where the bias's is asked for.
-    if mask[2] and (plan.weight != "torch" or given.transposed):
+    if mask[2] and (plan.weight != "torch" or call.transposed):
         ours[2] = gradient.sum([0, *range(2, gradient.dim())])
     if any(fp32):
-        found = _partly_in_fp32(kernel, keys, given, fp32)
-        ours = [own if other is None else other for own, other in zip(ours, found, strict=True)]
-    left = [asked and found is None for asked, found in zip(mask, ours, strict=True)]
-    if any(left):
-        theirs = kernel(keys, *given[:-1], left)
-        ours = [b if asked else a for a, b, asked in zip(ours, theirs, left, strict=True)]
+        computed = _partly_in_fp32(kernel, keys, call, fp32)
+        ours = [own if other is None else other for own, other in zip(ours, computed, strict=True)]
+    missing = [is_needed and computed is None for is_needed, computed in zip(mask, ours, strict=True)]
+    if any(missing):
+        others = kernel(keys, *call[:-1], missing)
+        ours = [b if is_needed else a for a, b, is_needed in zip(ours, others, missing, strict=True)]
     return ours[0], ours[1], ours[2]
 
 
@@ -220,15 +220,15 @@ def _multiplied_pixels(call: Arguments) -> int:
 
 def _rounded_backward(kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments) -> _Gradients:
     """Return the gradients of a convolution that rounds its inputs, in fp32."""
-    of_inputs, of_weight, of_bias = call.output_mask
+    needs_inputs, needs_weight, needs_bias = call.output_mask
     gradients: _Gradients = (None, None, None)
-    if of_inputs or of_weight:
+    if needs_inputs or needs_weight:
         rounded = [tensor.bfloat16() for tensor in call[:3]]
-        mask = [of_inputs, of_weight, False]
+        mask = [needs_inputs, needs_weight, False]
         gradients = faster_backward(kernel, rule_for(OPERATOR))(keys, *rounded, *call.geometry, mask)
     wide = [None if tensor is None else tensor.float() for tensor in gradients[:2]]
     gradient = call.gradient
-    return wide[0], wide[1], gradient.sum([0, *range(2, gradient.dim())]) if of_bias else None
+    return wide[0], wide[1], gradient.sum([0, *range(2, gradient.dim())]) if needs_bias else None
 
 
 def _is_plain_bf16(*tensors: Tensor) -> bool:
@@ -240,11 +240,11 @@ def _is_plain_bf16(*tensors: Tensor) -> bool:
     return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
-def _of_input_is_faster_in_fp32(
+def _inputs_are_faster_in_fp32(
     gradient: Tensor, weight: Tensor, stride: Sequence[int], transposed: bool, groups: int
 ) -> bool:
     """Whether the inputs' gradient is: of depthwise convolutions with a stride or in NDHWC, and into images."""
-    if gradient.numel() < ELEMENTS_WORTH_IT:
+    if gradient.numel() < MIN_ELEMENTS:
         return False
     if transposed:
         return groups == 1 and weight.size(1) <= _CHANNELS_OF_AN_IMAGE and gradient.is_contiguous()
@@ -252,9 +252,9 @@ def _of_input_is_faster_in_fp32(
     return depthwise and (max(stride) > 1 or (weight.dim() == 5 and not gradient.is_contiguous()))
 
 
-def _of_weight_is_faster_in_fp32(gradient: Tensor, weight: Tensor, groups: int) -> bool:
+def _weight_is_faster_in_fp32(gradient: Tensor, weight: Tensor, groups: int) -> bool:
     """Whether the weight's gradient is: of large depthwise kernels, and of many groups over large images."""
-    if groups == 1 or gradient.numel() < ELEMENTS_WORTH_IT:
+    if groups == 1 or gradient.numel() < MIN_ELEMENTS:
         return False
     if weight.size(1) > 1:
         return weight.size(1) <= _CHANNELS_OF_A_GROUP and gradient.numel() >= _ELEMENTS_OF_GROUPS
@@ -262,62 +262,62 @@ def _of_weight_is_faster_in_fp32(gradient: Tensor, weight: Tensor, groups: int) 
 
 
 def _partly_in_fp32(
-    kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, given: Arguments, asked: tuple[bool, bool]
+    kernel: Callable[..., _Gradients], keys: torch.DispatchKeySet, call: Arguments, mask: tuple[bool, bool]
 ) -> _Gradients:
     """Return the gradients of inputs and weight that are asked for, computed in fp32."""
-    gradient, inputs, weight = given[:3]
+    gradient, inputs, weight = call[:3]
     # The inputs' gradient does not depend on the inputs, only on their shape and strides.
-    inputs = inputs.float() if asked[1] else torch.empty_like(inputs, dtype=torch.float32)
-    found = kernel(keys, gradient.float(), inputs, weight.float(), *given.geometry, [*asked, False])
-    of_inputs, of_weight, _ = (None if each is None else each.bfloat16() for each in found)
-    return of_inputs, of_weight, None
+    inputs = inputs.float() if mask[1] else torch.empty_like(inputs, dtype=torch.float32)
+    gradients = kernel(keys, gradient.float(), inputs, weight.float(), *call.geometry, [*mask, False])
+    rounded = [None if computed is None else computed.bfloat16() for computed in gradients]
+    return rounded[0], rounded[1], None
 
 
-def _blocks_are_faster(given: Arguments) -> bool:
+def _blocks_are_faster(call: Arguments) -> bool:
     """Whether the weight's gradient is faster in blocks."""
-    images, pixels = given.inputs.size(0), _pixels(given._replace(gradient=_for_blocks(given)[0]))
-    if pixels * given.weight.numel() < WORTH_IT or (images % 2 and images < _ODD_IMAGES):
+    images, pixels = call.inputs.size(0), _pixels(call._replace(gradient=_for_blocks(call)[0]))
+    if pixels * call.weight.numel() < MIN_MULTIPLICATIONS or (images % 2 and images < _ODD_IMAGES):
         return False
-    return weight_gradient.KERNEL.is_first_guess and _fits_blocks(given)
+    return weight_gradient.KERNEL.is_first_guess and _blocks_support(call)
 
 
-def _fits_blocks(given: Arguments) -> bool:
-    return given.groups == 1 and given.weight.dim() == _DIMENSIONS and weight_gradient.fits(*_for_blocks(given))
+def _blocks_support(call: Arguments) -> bool:
+    return call.groups == 1 and call.weight.dim() == _DIMENSIONS and weight_gradient.supports(*_for_blocks(call))
 
 
-def _for_blocks(given: Arguments) -> tuple[Tensor, Tensor, weight_gradient.Geometry]:
+def _for_blocks(call: Arguments) -> tuple[Tensor, Tensor, weight_gradient.Geometry]:
     """Return the arguments of `weight_gradient`, for which a transposed convolution exchanges input and gradient."""
-    gradient, inputs, weight = given[:3]
-    if given.transposed:
+    gradient, inputs, weight = call[:3]
+    if call.transposed:
         gradient, inputs = inputs, gradient
-    return gradient, inputs, weight_gradient.Geometry(weight.shape[2:], given.stride, given.padding, given.dilation)
+    return gradient, inputs, weight_gradient.Geometry(weight.shape[2:], call.stride, call.padding, call.dilation)
 
 
-def _product_is_faster(given: Arguments) -> bool:
+def _product_is_faster(call: Arguments) -> bool:
     """Whether the weight's gradient is faster as one product."""
-    if not _fits_product(given):
+    if not _product_supports(call):
         return False
-    pixels, weight = _pixels(given), given.weight
-    if pixels * weight.numel() < WORTH_IT:
+    pixels, weight = _pixels(call), call.weight
+    if pixels * weight.numel() < MIN_MULTIPLICATIONS:
         return False
     return pixels <= (_PIXELS_OF_1X1 if weight.size(2) == weight.size(3) == 1 else _PIXELS)
 
 
-def _fits_product(given: Arguments) -> bool:
+def _product_supports(call: Arguments) -> bool:
     """Whether the weight's gradient can be one product. Only for NHWC images, which are rows of pixels."""
-    weight, sizes = given.weight, (given.stride, given.padding, given.dilation)
-    if given.groups > 1 or weight.dim() != 4 or any(len(size) != 2 for size in sizes):
+    weight, sizes = call.weight, (call.stride, call.padding, call.dilation)
+    if call.groups > 1 or weight.dim() != 4 or any(len(size) != 2 for size in sizes):
         return False
-    if not all(each.is_contiguous(memory_format=torch.channels_last) for each in given[:2]):
+    if not all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in call[:2]):
         return False
-    return weight.size(2) == weight.size(3) == 1 or _pixels(given) * weight[0].numel() <= _COLUMNS
+    return weight.size(2) == weight.size(3) == 1 or _pixels(call) * weight[0].numel() <= _COLUMNS
 
 
-def _pixels(given: Arguments) -> int:
-    return given.gradient.numel() // max(given.gradient.size(1), 1)
+def _pixels(call: Arguments) -> int:
+    return call.gradient.numel() // max(call.gradient.size(1), 1)
 
 
-def _of_weight(
+def _weight_gradient(
     gradient: Tensor,
     inputs: Tensor,
     weight: Tensor,

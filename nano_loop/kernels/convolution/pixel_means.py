@@ -37,9 +37,9 @@ def _with_channels_last(original: Kernel | None) -> Callable[..., Tensor]:
     def mean(
         keys: torch.DispatchKeySet, x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, **kwargs: Any
     ) -> Tensor:
-        if _is_image(x) and dim and sorted(each % 4 for each in dim) == [2, 3] and belongs_to_set_up_model():
-            found = x.permute(0, 2, 3, 1).mean((1, 2), **kwargs)
-            return found[:, :, None, None] if keepdim else found
+        if _is_image(x) and dim and sorted(dimension % 4 for dimension in dim) == [2, 3] and belongs_to_set_up_model():
+            means = x.permute(0, 2, 3, 1).mean((1, 2), **kwargs)
+            return means[:, :, None, None] if keepdim else means
         result: Tensor = original(keys, x, dim, keepdim, **kwargs)
         return result
 

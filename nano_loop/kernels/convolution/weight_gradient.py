@@ -50,9 +50,9 @@ class _Call(ctypes.Structure):
     )
 
 
-def fits(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
+def supports(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
     """Whether the kernel supports these arguments of `weight_gradient`."""
-    if gradient.dim() != _DIMENSIONS or any(len(each) != 2 for each in geometry):
+    if gradient.dim() != _DIMENSIONS or any(len(pair) != 2 for pair in geometry):
         return False
     if any(tensor.size(1) < _FEWEST or tensor.stride(1) != 1 for tensor in (gradient, inputs)):
         return False
@@ -72,7 +72,7 @@ def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry, in_nch
     gradient : torch.Tensor
         bfloat16, of shape (N, O, H', W'): the gradient of the output.
     inputs : torch.Tensor
-        bfloat16, of shape (N, C, H, W). `fits` is True of both: the channels of a pixel lie side by side.
+        bfloat16, of shape (N, C, H, W). `supports` accepts both: the channels of a pixel lie side by side.
     geometry : Geometry
         Of the convolution.
     in_nchw : bool
@@ -97,8 +97,8 @@ def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry, in_nch
 def _call(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> _Call:
     images, outputs, *of_out = gradient.shape
     call = _Call(images, inputs.size(1), outputs, *inputs.shape[2:], *of_out)
-    for name, each in zip(Geometry._fields, geometry, strict=True):
-        setattr(call, name, (_INT * 2)(*each))
+    for name, pair in zip(Geometry._fields, geometry, strict=True):
+        setattr(call, name, (_INT * 2)(*pair))
     for name, tensor in (("input", inputs), ("gradient", gradient)):
         image, _, row, column = tensor.stride()
         setattr(call, name, (_INT * 3)(image, row, column))

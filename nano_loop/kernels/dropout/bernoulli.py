@@ -23,7 +23,7 @@ from nano_loop.patching.operators.operators import overridden
 from nano_loop.patching.patch_table import shared_change, users
 
 #: Minimum number of elements. Below it, copying the state takes longer than the gain.
-WORTH_IT = 1 << 12
+MIN_ELEMENTS = 1 << 12
 
 # The bits of a 1.
 _ONES = {
@@ -80,7 +80,7 @@ def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.T
     ) -> torch.Tensor:
         if is_drawn_as_nchw(tensor):
             return tensor.copy_(bernoulli_(keys, contiguous_like(tensor), p, generator=generator))
-        if users(vectorized_draws) and _fits(tensor, p, generator):
+        if users(vectorized_draws) and _supports(tensor, p, generator):
             return fill(tensor, p, generator or torch.default_generator)
         if original is not None:
             return original(keys, tensor, p, generator=generator)
@@ -129,9 +129,9 @@ def _draw(tensor: torch.Tensor, p: float, state: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def _fits(tensor: torch.Tensor, p: float, generator: torch.Generator | None) -> bool:
+def _supports(tensor: torch.Tensor, p: float, generator: torch.Generator | None) -> bool:
     return (
-        tensor.numel() >= WORTH_IT
+        tensor.numel() >= MIN_ELEMENTS
         and 0 <= p <= 1
         and tensor.dtype in _ONES
         and (generator is None or generator.device.type == "cpu")
@@ -150,14 +150,14 @@ def by_torch(tensor: torch.Tensor, p: float = 0.5, generator: torch.Generator | 
 
 def _draws_as_torch() -> bool:
     """Whether `fill` makes the same draws and leaves the same state as torch, whose builds with MKL may differ."""
-    ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    ours, torchs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     if ours.get_state().numel() != _STATE_SIZE:
         return False
     for count, p in ((1000, 0.9), (2 * _WORDS + 1, 1 / 3), (311, 1e-6)):
-        for generator in (ours, theirs):
+        for generator in (ours, torchs):
             torch.rand(5, generator=generator)
         one = fill(torch.empty(count, dtype=torch.bfloat16), p, ours)
-        other = torch.empty(count, dtype=torch.bfloat16).bernoulli_(p, generator=theirs)
-        if not torch.equal(one, other) or not torch.equal(ours.get_state(), theirs.get_state()):
+        other = torch.empty(count, dtype=torch.bfloat16).bernoulli_(p, generator=torchs)
+        if not torch.equal(one, other) or not torch.equal(ours.get_state(), torchs.get_state()):
             return False
     return True

@@ -16,28 +16,28 @@ from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
-WORTH_IT = 1 << 24
+MIN_MULTIPLICATIONS = 1 << 24
 _DIMENSIONS = 2
 
-#: The name of the rule that chooses a way, which is no operator's, and the ways.
-WAY = "way of products"
+#: The name of the rule that chooses an algorithm, which is no operator's, and the algorithms.
+ALGORITHM = "algorithm of products"
 TORCH, BLOCKS = "torch", "blocks"
 
 _Kernel = Callable[..., Any]
 
 
 class Arguments(NamedTuple):
-    """What is multiplied, and what is added: a vector for each row, or None."""
+    """The factors of a product, and what is added: a vector for each row, or None."""
 
     a: Tensor
     b: Tensor
     bias: Tensor | None = None
 
 
-#: Computes some arguments by a way.
-ByWay = Callable[[str, Arguments], Tensor]
-#: Chooses the way of a call. Takes a function that computes by any way, the call, and the way to take by default.
-Choose = Callable[[ByWay, Arguments, str], str]
+#: Computes some arguments by an algorithm.
+ByAlgorithm = Callable[[str, Arguments], Tensor]
+#: Chooses the algorithm of a call. Takes a function that computes by any of them, the call, and the default.
+Choose = Callable[[ByAlgorithm, Arguments, str], str]
 
 
 def mm(original: _Kernel | None) -> _Kernel:
@@ -45,8 +45,8 @@ def mm(original: _Kernel | None) -> _Kernel:
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
-        def by_torch(given: Arguments, **kwargs: Any) -> Any:
-            return original(keys, given.a, given.b, **kwargs)
+        def by_torch(call: Arguments, **kwargs: Any) -> Any:
+            return original(keys, call.a, call.b, **kwargs)
 
         return _computed(Arguments(a, b), by_torch, kwargs)
 
@@ -58,8 +58,8 @@ def addmm(original: _Kernel | None) -> _Kernel:
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
-        def by_torch(given: Arguments, **kwargs: Any) -> Any:
-            return original(keys, given.bias, given.a, given.b, **kwargs)
+        def by_torch(call: Arguments, **kwargs: Any) -> Any:
+            return original(keys, call.bias, call.a, call.b, **kwargs)
 
         return _computed(Arguments(a, b, bias), by_torch, kwargs)
 
@@ -72,9 +72,9 @@ REPLACEMENTS = tuple(
 )
 
 
-def fits(given: Arguments) -> bool:
+def supports(call: Arguments) -> bool:
     """Whether `nano_loop.kernels.linear.product` computes a call: plain bf16 matrices, and a bias for each column."""
-    a, b, bias = given
+    a, b, bias = call
     tensors = (a, b) if bias is None else (a, b, bias)
     if any(tensor.dtype is not torch.bfloat16 for tensor in tensors) or a.dim() != _DIMENSIONS:
         return False
@@ -84,48 +84,48 @@ def fits(given: Arguments) -> bool:
         return False
     if a.size(1) != b.size(0) or (bias is not None and bias.shape != b.shape[1:]):
         return False
-    return product.fits(a, b, bias)
+    return product.supports(a, b, bias)
 
 
-def _computed(given: Arguments, by_torch: _Kernel, kwargs: dict[str, Any]) -> Any:
-    if given.a.dtype is torch.float32:
-        result = rounded_product.rounded_product(*given, **kwargs)
-        return by_torch(given, **kwargs) if result is None else result
-    if _is_ours(given, **kwargs) and _way(given, by_torch, "out" in kwargs) == BLOCKS:
-        return product.product(*given, kwargs.get("out"))
-    return by_torch(given, **kwargs)
+def _computed(call: Arguments, by_torch: _Kernel, kwargs: dict[str, Any]) -> Any:
+    if call.a.dtype is torch.float32:
+        result = rounded_product.rounded_product(*call, **kwargs)
+        return by_torch(call, **kwargs) if result is None else result
+    if _is_ours(call, **kwargs) and _algorithm(call, by_torch, "out" in kwargs) == BLOCKS:
+        return product.product(*call, kwargs.get("out"))
+    return by_torch(call, **kwargs)
 
 
-def _is_ours(given: Arguments, out: Tensor | None = None, beta: float = 1, alpha: float = 1) -> bool:
+def _is_ours(call: Arguments, out: Tensor | None = None, beta: float = 1, alpha: float = 1) -> bool:
     """Whether a call may be computed in blocks. What is asked first costs the least: many calls are small."""
-    a, b, _ = given
-    if a.dtype is not torch.bfloat16 or b.dim() != _DIMENSIONS or a.numel() * b.size(1) < WORTH_IT:
+    a, b, _ = call
+    if a.dtype is not torch.bfloat16 or b.dim() != _DIMENSIONS or a.numel() * b.size(1) < MIN_MULTIPLICATIONS:
         return False
     if not belongs_to_set_up_model():
         return False
-    return beta == alpha == 1 and (out is None or _can_be_filled(given, out)) and fits(given)
+    return beta == alpha == 1 and (out is None or _can_be_filled(call, out)) and supports(call)
 
 
-def _can_be_filled(given: Arguments, out: Tensor) -> bool:
+def _can_be_filled(call: Arguments, out: Tensor) -> bool:
     """Whether a tensor can be overwritten by the result. torch resizes others, copies what overlaps, or raises."""
-    plain = type(out) is Tensor and out.dtype is torch.bfloat16 and out.shape == (given.a.size(0), given.b.size(1))
+    plain = type(out) is Tensor and out.dtype is torch.bfloat16 and out.shape == (call.a.size(0), call.b.size(1))
     if not plain or out.stride(1) != 1 or out.stride(0) < out.size(1):
         return False
     storage = out.untyped_storage().data_ptr()
-    return storage != 0 and all(each is None or each.untyped_storage().data_ptr() != storage for each in given)
+    return storage != 0 and all(tensor is None or tensor.untyped_storage().data_ptr() != storage for tensor in call)
 
 
-def _way(given: Arguments, by_torch: _Kernel, needs_out: bool) -> str:
+def _algorithm(call: Arguments, by_torch: _Kernel, needs_out: bool) -> str:
     guess = BLOCKS if product.KERNEL.is_first_guess else TORCH
-    rule: Choose | None = rule_for(WAY)
+    rule: Choose | None = rule_for(ALGORITHM)
     if rule is None:
         return guess
 
-    def by_way(way: str, given: Arguments) -> Tensor:
-        if way == BLOCKS:
-            return product.product(*given)
-        out = {"out": given.a.new_empty(given.a.size(0), given.b.size(1))} if needs_out else {}
-        found: Tensor = by_torch(given, **out)
-        return found
+    def by_algorithm(algorithm: str, call: Arguments) -> Tensor:
+        if algorithm == BLOCKS:
+            return product.product(*call)
+        out = {"out": call.a.new_empty(call.a.size(0), call.b.size(1))} if needs_out else {}
+        result: Tensor = by_torch(call, **out)
+        return result
 
-    return rule(by_way, given, guess)
+    return rule(by_algorithm, call, guess)

@@ -33,7 +33,7 @@ class _Call(ctypes.Structure):
     )
 
 
-def fits(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
+def supports(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the kernel supports these arguments of `product`."""
     if min(*a.shape[-2:], b.size(-1)) < FEWEST or not (_is_matrix(a) and _is_matrix(b)):
         return False
@@ -57,7 +57,7 @@ def product(
     ----------
     a, b : torch.Tensor
         bfloat16 or float32, which is rounded to bfloat16, of shapes (M, K) and (K, N), or (B, M, K) and (B, K, N), of
-        which `fits` is True: one of the strides of the matrices is 1.
+        which `supports` is True: one of the strides of the matrices is 1.
     bias : torch.Tensor, optional
         bfloat16 or float32, of shape (N,).
     out : torch.Tensor, optional

@@ -43,7 +43,7 @@ def rounded_product(
         Arguments that only torch knows.
     """
     multiplications = a.numel() * (b.size(-1) if b.dim() else 0)
-    if not is_large(PRODUCT, multiplications) or others or not rounds_products() or not _fits(a, b, dimensions):
+    if not is_large(PRODUCT, multiplications) or others or not rounds_products() or not _supports(a, b, dimensions):
         return None
     shape = torch.Size((*a.shape[:-1], b.size(-1)))
     if out is not None and not _can_be_filled(out, shape, (a, b, bias)):
@@ -76,10 +76,10 @@ REPLACEMENTS = tuple(
 )
 
 
-def _fits(a: Tensor, b: Tensor, dimensions: int) -> bool:
+def _supports(a: Tensor, b: Tensor, dimensions: int) -> bool:
     if not (_is_plain(a) and _is_plain(b)) or a.dim() != dimensions or b.dim() != dimensions:
         return False
-    return a.size(-1) == b.size(-2) and a.shape[:-2] == b.shape[:-2] and product.fits(a, b)
+    return a.size(-1) == b.size(-2) and a.shape[:-2] == b.shape[:-2] and product.supports(a, b)
 
 
 def _is_plain(tensor: Tensor) -> bool:

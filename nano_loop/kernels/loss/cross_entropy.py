@@ -23,7 +23,7 @@ from nano_loop.patching.torch_private import below_autocast, in_functorch, in_mo
 KERNEL = CompiledKernel("cross_entropy")
 
 #: Minimum number of logits. Below it, the Python overhead exceeds the gain.
-WORTH_IT = 1 << 16
+MIN_LOGITS = 1 << 16
 #: How many autograd nodes outside of the model, such as views, may lie between its output and the loss.
 _FAR = 4
 _MEAN, _SUM = 1, 2  # torch's numbers of the reductions; 0 is none
@@ -40,10 +40,10 @@ def outside_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Te
     """
 
     def dispatched(keys: torch.DispatchKeySet, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if logits.numel() >= WORTH_IT and logits.dtype is torch.float32 and _belongs(logits):
-            found = cross_entropy(logits, target, *args, **kwargs)
-            if found is not None:
-                return found
+        if logits.numel() >= MIN_LOGITS and logits.dtype is torch.float32 and _belongs(logits):
+            loss = cross_entropy(logits, target, *args, **kwargs)
+            if loss is not None:
+                return loss
         if original is None:
             composed: Tensor = _OPERATOR.decompose(logits, target, *args, **kwargs)
             return composed
@@ -62,11 +62,11 @@ def under_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Tens
     """
 
     def dispatched(keys: torch.DispatchKeySet, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if logits.numel() >= WORTH_IT and logits.dtype in _KINDS and belongs_to_set_up_model():
+        if logits.numel() >= MIN_LOGITS and logits.dtype in _KINDS and belongs_to_set_up_model():
             with below_autocast():
-                found = cross_entropy(logits, target, *args, **kwargs)
-            if found is not None:
-                return found
+                loss = cross_entropy(logits, target, *args, **kwargs)
+            if loss is not None:
+                return loss
         if original is None:
             with below_autocast():
                 weight = args[0] if args else kwargs.pop("weight", None)
@@ -113,7 +113,9 @@ def cross_entropy(
     torch.Tensor or None
         float32, of the target's shape or (). It can be differentiated twice.
     """
-    if weight is not None or not 0 <= label_smoothing <= 1 or not _is_plain(logits, target) or not fits(logits, target):
+    if weight is not None or not 0 <= label_smoothing <= 1:
+        return None
+    if not (_is_plain(logits, target) and supports(logits, target)):
         return None
     rows = logits if logits.dim() == 2 else logits.movedim(1, -1).flatten(0, -2)
     upcast = upcast_of(rows, logits) if logits.dtype is torch.float32 else None
@@ -141,7 +143,7 @@ def _belongs(logits: Tensor) -> bool:
     return False
 
 
-def fits(logits: Tensor, target: Tensor) -> bool:
+def supports(logits: Tensor, target: Tensor) -> bool:
     """Whether the kernel supports the dtypes and shapes of a call. torch handles all other calls, and all errors."""
     return (
         logits.dim() >= 2
@@ -192,8 +194,8 @@ class _Losses(torch.autograd.Function):
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
         values, target, maxima, log_sums = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative
-            found = _differentiable(values, target, factors, ctx.ignored, ctx.smoothing).to(ctx.dtype)
-            return found, *[None] * 5
+            gradient = _differentiable(values, target, factors, ctx.ignored, ctx.smoothing).to(ctx.dtype)
+            return gradient, *[None] * 5
         unseen = ctx.upcast is not None and ctx.upcast.gradient_is_unobserved
         dtype = values.dtype if unseen else ctx.dtype
         gradient = backward(factors, maxima, log_sums, values, target, ctx.ignored, ctx.smoothing, dtype)

@@ -39,7 +39,7 @@ class Layout(NamedTuple):
         return self.pixels == 1 or self.format is not torch.contiguous_format
 
     @property
-    def is_worth_a_forward(self) -> bool:
+    def has_fast_forward(self) -> bool:
         """Whether statistics and outputs are computed faster than by torch's kernels."""
         return self.is_nhwc or self.pixels >= _FEW_PIXELS
 
@@ -54,8 +54,8 @@ def layout_of(x: Tensor) -> Layout | None:
         form = NHWC[x.dim()]
     else:
         return None
-    found = Layout(x.size(0), x.size(1), math.prod(x.shape[2:]), form)
-    return found if (found.channels if found.is_nhwc else found.pixels) >= _FEW else None
+    layout = Layout(x.size(0), x.size(1), math.prod(x.shape[2:]), form)
+    return layout if (layout.channels if layout.is_nhwc else layout.pixels) >= _FEW else None
 
 
 def shape_of(x: Tensor, layout: Layout, together: bool = False) -> _Shape:
@@ -65,7 +65,7 @@ def shape_of(x: Tensor, layout: Layout, together: bool = False) -> _Shape:
     return _Shape(segments, rows, layout.channels, layout.is_nhwc, x.dtype is torch.bfloat16)
 
 
-def fits_rows(x: Tensor, shape: Sequence[int]) -> bool:
+def supports_rows(x: Tensor, shape: Sequence[int]) -> bool:
     """Whether the last dimensions of a tensor have this shape, and are rows that the functions take."""
     return _is_plain(x) and tuple(x.shape[x.dim() - len(shape) :]) == tuple(shape) and math.prod(shape) >= _FEW
 
@@ -89,6 +89,6 @@ def are_fp32(x: Tensor, *parameters: Tensor | None) -> bool:
     return all(map(is_fp32, present)) and (bool(present) or x.dtype is torch.float32)
 
 
-def is_fp32(each: Tensor) -> bool:
+def is_fp32(tensor: Tensor) -> bool:
     """Whether a tensor is a plain one of fp32 on the CPU."""
-    return each.dtype is torch.float32 and each.is_contiguous() and each.is_cpu
+    return tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.is_cpu

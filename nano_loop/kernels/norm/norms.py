@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.norm.norm_arguments import NHWC, are_fp32, fits_rows, is_fp32, layout_of, rows_of, shape_of
+from nano_loop.kernels.norm.norm_arguments import NHWC, are_fp32, is_fp32, layout_of, rows_of, shape_of, supports_rows
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import belongs_to_set_up_model
@@ -25,7 +25,7 @@ from nano_loop.patching.patch_table import users
 
 KERNEL = CompiledKernel("norms")
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
-WORTH_IT = 1 << 18
+MIN_ELEMENTS = 1 << 18
 
 _Results = tuple[Tensor | None, Tensor | None, Tensor | None]
 #: Takes the arguments of an operator. Returns its results, or None where torch has to compute them.
@@ -34,7 +34,7 @@ _Compute = Callable[..., _Results | None]
 
 def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[..., Any]]:
     def ours(x: Tensor, *args: Any) -> _Results | None:
-        return compute(x, *args) if x.numel() >= WORTH_IT and belongs_to_set_up_model() else None
+        return compute(x, *args) if x.numel() >= MIN_ELEMENTS and belongs_to_set_up_model() else None
 
     return unless_none(ours)
 
@@ -53,7 +53,7 @@ def batch_norm(
     layout = layout_of(x)
     # The dtype of the statistics follows from all of these.
     parameters = (weight, bias, running_mean, running_var)
-    if layout is None or not training or not layout.is_worth_a_forward or not are_fp32(x, *parameters):
+    if layout is None or not training or not layout.has_fast_forward or not are_fp32(x, *parameters):
         return None
     out, means, inverses = torch.empty_like(x), *(torch.empty(layout.channels) for _ in range(2))
     results, numbers = (out, means, inverses), (float(momentum), float(eps))
@@ -92,7 +92,7 @@ def group_norm(
 ) -> _Results | None:
     """Compute ``aten::native_group_norm``, or return None where torch has to."""
     layout = layout_of(x)
-    if layout is None or not layout.is_worth_a_forward or not are_fp32(x, weight, bias):
+    if layout is None or not layout.has_fast_forward or not are_fp32(x, weight, bias):
         return None
     results = (torch.empty_like(x), torch.empty(images, groups), torch.empty(images, groups))
     is_done = KERNEL("group_norm", shape_of(x, layout), groups, x, weight, bias, float(eps), *results)
@@ -123,7 +123,7 @@ def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> _Results | None:
     """Compute ``aten::native_layer_norm``, or return None where torch has to."""
-    if not fits_rows(x, shape) or not all(tensor is None or is_fp32(tensor) for tensor in (weight, bias)):
+    if not supports_rows(x, shape) or not all(tensor is None or is_fp32(tensor) for tensor in (weight, bias)):
         return None
     x, rows = x.contiguous(), x.shape[: x.dim() - len(shape)]
     out, means, inverses = torch.empty_like(x), *(torch.empty(*rows, *[1] * len(shape)) for _ in range(2))
@@ -144,7 +144,7 @@ def layer_norm_backward(
     mask: Sequence[bool],
 ) -> _Results | None:
     """Compute ``aten::native_layer_norm_backward``, likewise."""
-    if not fits_rows(x, shape) or not all(tensor is None or is_fp32(tensor) for tensor in (weight, bias)):
+    if not supports_rows(x, shape) or not all(tensor is None or is_fp32(tensor) for tensor in (weight, bias)):
         return None
     x, means, inverses = x.contiguous(), means.float(), inverses.float()
     return _gradients("layer_norm", rows_of(x, shape), gradient, x, weight, means, inverses, mask)
@@ -161,8 +161,8 @@ REPLACEMENTS = tuple(
 
 def computes_group_norm(x: Tensor) -> bool:
     """Return whether a group norm of this input, with weights in fp32, is computed here in a set-up model."""
-    layout = layout_of(x) if users(("native_group_norm", "CPU")) and x.numel() >= WORTH_IT else None
-    return layout is not None and layout.is_worth_a_forward
+    layout = layout_of(x) if users(("native_group_norm", "CPU")) and x.numel() >= MIN_ELEMENTS else None
+    return layout is not None and layout.has_fast_forward
 
 
 def _gradients(
@@ -181,10 +181,10 @@ def _gradients(
     form = torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()]
     gradient, means, inverses = gradient.contiguous(memory_format=form), means.contiguous(), inverses.contiguous()
     weights = weight.shape if weight is not None else _sizes_of_weights(norm, x, sizes)
-    of_weight, of_bias = (torch.empty(weights) if each else None for each in mask[1:])
-    found = torch.empty_like(x) if mask[0] else None, of_weight, of_bias
+    weight_gradient, bias_gradient = (torch.empty(weights) if is_needed else None for is_needed in mask[1:])
+    gradients = torch.empty_like(x) if mask[0] else None, weight_gradient, bias_gradient
     first = (gradient, x, *sizes) if norm == "layer_norm" else (*sizes, gradient, x)
-    return found if KERNEL(f"{norm}_backward", *first, weight, means, inverses, *found) else None
+    return gradients if KERNEL(f"{norm}_backward", *first, weight, means, inverses, *gradients) else None
 
 
 def _sizes_of_weights(norm: str, x: Tensor, sizes: tuple[Any, ...]) -> Sequence[int]:

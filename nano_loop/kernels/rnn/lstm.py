@@ -13,17 +13,17 @@ from torch import Tensor
 
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rnn import lstm_layer
-from nano_loop.kernels.rnn.lstm_layer import GATES, Arguments, Found
+from nano_loop.kernels.rnn.lstm_layer import GATES, Arguments, States
 from nano_loop.kernels.rounding import LSTM, is_large, note, rounds_products
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.patching.torch_private import in_functorch
 
-#: Under this name, a call into a set-up model may have a rule that chooses the way (see `Choose`), and the ways.
-WAY = "the way of an LSTM"
+#: The name of the rule that chooses the algorithm of a call into a set-up model (see `Choose`), and the algorithms.
+ALGORITHM = "algorithm of an LSTM"
 TORCH, BLOCKS = "torch", "blocks"
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
-WORTH_IT = 1 << 22
+MIN_MULTIPLICATIONS = 1 << 22
 #: Minimum number of steps: the weights are packed once for all of them.
 _FEWEST_STEPS = 4
 #: Minimum number of units: those of a quarter of a tile.
@@ -35,8 +35,8 @@ _Kernel = Callable[..., Any]
 
 
 #: Computes by torch, in any dtype, from the tensors in the order of torch's operator.
-ByTorch = Callable[[Sequence[Tensor]], Found]
-#: Chooses the way of a call. Takes a function that computes by torch, the call, and the way to take by default.
+ByTorch = Callable[[Sequence[Tensor]], States]
+#: Chooses the algorithm of a call. Takes a function that computes by torch, the call, and the default.
 Choose = Callable[[ByTorch, Arguments, str], str]
 
 
@@ -54,14 +54,14 @@ def for_set_up_models(original: _Kernel | None) -> _Kernel:
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, *args: Any) -> Any:
-        def by_torch(tensors: Sequence[Tensor]) -> Found:
+        def by_torch(tensors: Sequence[Tensor]) -> States:
             outputs, output, cells, _ = original(keys, *tensors, *args[len(tensors) :])
             return outputs, output, cells
 
-        given = _ours(args)
-        if given is None or _way(given, by_torch) == TORCH:
+        call = _ours(args)
+        if call is None or _algorithm(call, by_torch) == TORCH:
             return original(keys, *args)
-        return *lstm_layer.lstm(given), None  # torch ignores the workspace, which is for its own kernel
+        return *lstm_layer.lstm(call), None  # torch ignores the workspace, which is for its own kernel
 
     return dispatched
 
@@ -87,30 +87,30 @@ def _ours(args: Sequence[Any]) -> Arguments | None:
     if dtype is torch.float32:
         if not (is_large(LSTM, multiplications) and rounds_products()):
             return None
-    elif multiplications < WORTH_IT or not belongs_to_set_up_model():
+    elif multiplications < MIN_MULTIPLICATIONS or not belongs_to_set_up_model():
         return None
     # torch.func calls first with its own tensors, and then with those inside of them, which need no gradients.
     if in_functorch() or (torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors)):
         return None
-    given = Arguments(
+    call = Arguments(
         inputs, input_weight, hidden_weight, tuple(biases) if has_biases else (), output, cells, is_reversed
     )
-    if not all(map(_is_plain, tensors)) or not _is_one_layer(given):
+    if not all(map(_is_plain, tensors)) or not _is_one_layer(call):
         return None
     if dtype is torch.float32:
         note(LSTM, multiplications)
-    return given
+    return call
 
 
-def _is_one_layer(given: Arguments) -> bool:
+def _is_one_layer(call: Arguments) -> bool:
     """Whether the shapes are those that torch calls its operator with, and not those of its decomposition."""
-    (_, batch, size), hidden = given.inputs.shape, given.output.size(-1)
+    (_, batch, size), hidden = call.inputs.shape, call.output.size(-1)
     gates = GATES * hidden
     return (
-        given.output.shape == given.cells.shape == (batch, hidden)
-        and given.input_weight.shape == (gates, size)
-        and given.hidden_weight.shape == (gates, hidden)
-        and all(bias.shape == (gates,) for bias in given.biases)
+        call.output.shape == call.cells.shape == (batch, hidden)
+        and call.input_weight.shape == (gates, size)
+        and call.hidden_weight.shape == (gates, hidden)
+        and all(bias.shape == (gates,) for bias in call.biases)
     )
 
 
@@ -119,9 +119,9 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.data_ptr() != 0
 
 
-def _way(given: Arguments, by_torch: ByTorch) -> str:
-    if given.inputs.dtype is torch.float32:
+def _algorithm(call: Arguments, by_torch: ByTorch) -> str:
+    if call.inputs.dtype is torch.float32:
         return BLOCKS
     guess = BLOCKS if lstm_layer.KERNEL.is_first_guess else TORCH
-    rule: Choose | None = rule_for(WAY)
-    return guess if rule is None else rule(by_torch, given, guess)
+    rule: Choose | None = rule_for(ALGORITHM)
+    return guess if rule is None else rule(by_torch, call, guess)

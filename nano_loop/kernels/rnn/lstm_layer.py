@@ -67,15 +67,15 @@ class Arguments(NamedTuple):
 
 
 #: Outputs of all steps, and the output and the cells after the last one.
-Found = tuple[Tensor, Tensor, Tensor]
+States = tuple[Tensor, Tensor, Tensor]
 
 
-def lstm(given: Arguments) -> Found:
+def lstm(arguments: Arguments) -> States:
     """Compute a layer of an LSTM.
 
     Parameters
     ----------
-    given : Arguments
+    arguments : Arguments
         With an even number of hidden units, of 16 or more.
 
     Returns
@@ -85,16 +85,16 @@ def lstm(given: Arguments) -> Found:
     output, cells : torch.Tensor
         The state after the last step, of shape (batch, hidden).
     """
-    biases = given.biases or (None, None)
-    found: Found = _LstmLayer.apply(*given[:3], *biases, *given[4:])  # type: ignore[no-untyped-call]
-    return found
+    biases = arguments.biases or (None, None)
+    states: States = _LstmLayer.apply(*arguments[:3], *biases, *arguments[4:])  # type: ignore[no-untyped-call]
+    return states
 
 
 class _LstmLayer(torch.autograd.Function):
     """As `lstm`."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Found:
+    def forward(ctx: Any, *args: Any) -> States:
         # What counts products in the first call of a model sees operators only.
         outputs, output, cells, states, first_cells = AS_OPERATOR(*args) if in_mode() else _forward(*args)
         *tensors, ctx.is_reversed = args
@@ -113,16 +113,16 @@ class _LstmLayer(torch.autograd.Function):
         inputs, input_weight, hidden_weight, _, _, output, _ = tensors
         call = _Call(*outputs.shape[:2], 0, outputs.size(2), ctx.is_reversed, _is_wide(outputs))
         gates, bias, of_output, of_cells = _differentiated(call, hidden_weight, first_cells, states, *gradients)
-        needed, rows = ctx.needs_input_grad, gates.size(0)
+        needs, rows = ctx.needs_input_grad, gates.size(0)
         before = [outputs[1:], output.unsqueeze(0)] if ctx.is_reversed else [output.unsqueeze(0), outputs[:-1]]
         return (
-            _product(gates, input_weight).view_as(inputs) if needed[0] else None,
-            _product(gates.t(), inputs.reshape(rows, -1)) if needed[1] else None,
-            _product(gates.t(), torch.cat(before).view(rows, -1)) if needed[2] else None,
-            bias if needed[3] else None,
-            bias.clone() if needed[4] else None,
-            of_output if needed[5] else None,
-            of_cells if needed[6] else None,
+            _product(gates, input_weight).view_as(inputs) if needs[0] else None,
+            _product(gates.t(), inputs.reshape(rows, -1)) if needs[1] else None,
+            _product(gates.t(), torch.cat(before).view(rows, -1)) if needs[2] else None,
+            bias if needs[3] else None,
+            bias.clone() if needs[4] else None,
+            of_output if needs[5] else None,
+            of_cells if needs[6] else None,
             None,
         )
 
@@ -146,7 +146,7 @@ def _forward(
     states = _empty(steps * batch, (GATES + 1) * hidden, dtype=torch.float32)
     rows = inputs.view(-1, size)
     in_steps: tuple[Tensor | None, ...] = (None, None)
-    if _is_computed_in_steps(size, hidden) or not product.fits(rows, input_weight.t()):
+    if _is_computed_in_steps(size, hidden) or not product.supports(rows, input_weight.t()):
         call.inputs = size + size % 2
         in_steps = tuple(
             F.pad(tensor, (0, 1)) if size % 2 else tensor for tensor in map(_in_bf16, (inputs, input_weight))
@@ -154,8 +154,8 @@ def _forward(
     else:
         product.product(rows, input_weight.t(), out=states[:, : GATES * hidden])
     bias = _empty(GATES * hidden, dtype=torch.float32).zero_()
-    for each in (input_bias, output_bias):
-        bias += 0 if each is None else each
+    for tensor in (input_bias, output_bias):
+        bias += 0 if tensor is None else tensor
     rounded = _empty(steps, batch, hidden)
     outputs = rounded if dtype is torch.bfloat16 else _empty(steps, batch, hidden, dtype=dtype)
     wide = outputs if _is_wide(outputs) else None
@@ -176,7 +176,7 @@ AS_OPERATOR = torch.ops.nano_loop.lstm
 
 
 def _differentiable(
-    tensors: Sequence[Any], is_reversed: bool, gradients: Sequence[Tensor | None], needed: Sequence[bool]
+    tensors: Sequence[Any], is_reversed: bool, gradients: Sequence[Tensor | None], needs_gradient: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of all tensors, computed in fp32 from operators that can be differentiated again."""
     with torch.enable_grad():
@@ -189,9 +189,9 @@ def _differentiable(
         results = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
     used = [(a, b.float()) for a, b in zip(results, gradients, strict=True) if b is not None]
     outs, of_outs = zip(*used, strict=True)
-    wanted = [tensor for tensor, is_needed in zip(tensors, needed, strict=False) if is_needed]
+    wanted = [tensor for tensor, is_needed in zip(tensors, needs_gradient, strict=False) if is_needed]
     computed = iter(torch.autograd.grad(outs, wanted, of_outs, create_graph=torch.is_grad_enabled()))
-    return [next(computed) if is_needed else None for is_needed in needed[: len(tensors)]]
+    return [next(computed) if is_needed else None for is_needed in needs_gradient[: len(tensors)]]
 
 
 def _differentiated(
@@ -223,7 +223,7 @@ def _empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return a product in the dtype of `b`."""
-    return product.product(a, b, dtype=b.dtype) if product.fits(a, b) else (a.to(b.dtype) @ b)
+    return product.product(a, b, dtype=b.dtype) if product.supports(a, b) else (a.to(b.dtype) @ b)
 
 
 def _is_wide(tensor: Tensor) -> bool:

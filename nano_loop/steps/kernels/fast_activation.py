@@ -60,13 +60,13 @@ class FastActivation(KernelStep):
 
 def _in_one_pass(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Compute by one operator a module that is `_BY_OPERATORS`."""
-    if kwargs or len(args) != 1 or not _fits(self, args[0]):
+    if kwargs or len(args) != 1 or not _is_supported(self, args[0]):
         return function(self, *args, **kwargs)
     return F.gelu(args[0], approximate="tanh")
 
 
-def _fits(module: nn.Module, x: Any) -> bool:
-    large = type(x) is Tensor and x.dtype is torch.bfloat16 and x.numel() >= activations.WORTH_IT and x.is_cpu
+def _is_supported(module: nn.Module, x: Any) -> bool:
+    large = type(x) is Tensor and x.dtype is torch.bfloat16 and x.numel() >= activations.MIN_ELEMENTS and x.is_cpu
     return large and calls_only_forward(module) and not in_functorch() and not is_exporting()
 
 

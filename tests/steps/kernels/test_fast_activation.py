@@ -29,7 +29,7 @@ class OtherGELU(NewGELUActivation):
 
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
-    monkeypatch.setattr(activations, "WORTH_IT", 1)
+    monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
 
 
 def model_with(activation):

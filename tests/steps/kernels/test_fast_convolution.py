@@ -18,9 +18,9 @@ gets_kernels = pytest.mark.skipif(
 @pytest.fixture
 def products(monkeypatch):
     """Count the gradients that are computed as products."""
-    counted, of_weight = [], convolution._of_weight
-    monkeypatch.setattr(convolution, "WORTH_IT", 1)
-    monkeypatch.setattr(convolution, "_of_weight", lambda *args: counted.append(args) or of_weight(*args))
+    counted, of_weight = [], convolution._weight_gradient
+    monkeypatch.setattr(convolution, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(convolution, "_weight_gradient", lambda *args: counted.append(args) or of_weight(*args))
     return counted
 
 

@@ -61,7 +61,7 @@ def computed(monkeypatch):
         shapes.append((*a.shape, b.size(1)))
         return original(a, b, *others)
 
-    monkeypatch.setattr(linear, "WORTH_IT", 1)
+    monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(module, "_LARGE", 1)
     monkeypatch.setattr(product.KERNEL, "is_first_guess", True)
     monkeypatch.setattr(product, "product", noting)

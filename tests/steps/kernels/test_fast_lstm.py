@@ -46,7 +46,7 @@ MODELS = {
 def computed(monkeypatch):
     """Count the layers in C, and let all be large enough."""
     calls, original = [], lstm_layer.lstm
-    monkeypatch.setattr(lstm, "WORTH_IT", 1)
+    monkeypatch.setattr(lstm, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(lstm_layer.KERNEL, "is_first_guess", True)
     monkeypatch.setattr(lstm_layer, "lstm", lambda given: calls.append(given) or original(given))
     return calls

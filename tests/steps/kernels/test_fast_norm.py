@@ -21,7 +21,7 @@ GROUP, LAYER = ("group_norm", "group_norm_backward"), ("layer_norm", "layer_norm
 
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
-    monkeypatch.setattr(norms, "WORTH_IT", 1)
+    monkeypatch.setattr(norms, "MIN_ELEMENTS", 1)
 
 
 class Images(nn.Module):
@@ -181,7 +181,7 @@ def test_evaluation_is_torch_s_for_batch_norms_and_small_norms_are(called, monke
     model = MODELS["batch norm"][0]().eval()
     with accelerated(model, precision="bf16", verbose=False):
         model(data()[0])
-        monkeypatch.setattr(norms, "WORTH_IT", 1 << 18)
+        monkeypatch.setattr(norms, "MIN_ELEMENTS", 1 << 18)
         model.train()(data()[0])
     assert not called
 
