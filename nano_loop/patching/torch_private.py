@@ -227,6 +227,12 @@ def in_functorch() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for many, as a gradient does under ``is_grads_batched``. It has no memory of its own."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor))
+
+
 def in_mode() -> bool:
     """Whether a mode of torch sees the functions or operators of this thread. torch has no public check."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())

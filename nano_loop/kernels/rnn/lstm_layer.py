@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel, scratch
 from nano_loop.kernels.linear import product
-from nano_loop.patching.torch_private import in_mode
+from nano_loop.patching.torch_private import in_mode, is_batched
 
 KERNEL = CompiledKernel("lstm", needs_avx512_bf16=True)
 
@@ -107,7 +107,8 @@ class _LstmLayer(torch.autograd.Function):
         *tensors, first_cells, states, outputs = ctx.saved_tensors
         if all(gradient is None for gradient in gradients):
             return (None,) * 8
-        if torch.is_grad_enabled():  # for a second derivative
+        # For a second derivative, and for many gradients at a time.
+        if torch.is_grad_enabled() or any(gradient is not None and is_batched(gradient) for gradient in gradients):
             return *_differentiable(tensors, ctx.is_reversed, gradients, ctx.needs_input_grad), None
         inputs, input_weight, hidden_weight, _, _, output, _ = tensors
         call = _Call(*outputs.shape[:2], 0, outputs.size(2), ctx.is_reversed, _is_wide(outputs))
@@ -178,17 +179,18 @@ def _differentiable(
     tensors: Sequence[Any], is_reversed: bool, gradients: Sequence[Tensor | None], needs_gradient: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of all tensors, computed in fp32 from operators that can be differentiated again."""
-    in_fp32: list[Any] = [None if tensor is None else tensor.float() for tensor in tensors]
-    inputs, *weights, output, cells = in_fp32
-    state, outputs = (output, cells), []
-    for step in reversed(inputs) if is_reversed else inputs:
-        state = torch.lstm_cell(step, state, *weights)
-        outputs.append(state[0])
-    results = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
+    with torch.enable_grad():
+        in_fp32: list[Any] = [None if tensor is None else tensor.float() for tensor in tensors]
+        inputs, *weights, output, cells = in_fp32
+        state, outputs = (output, cells), []
+        for step in reversed(inputs) if is_reversed else inputs:
+            state = torch.lstm_cell(step, state, *weights)
+            outputs.append(state[0])
+        results = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
     used = [(a, b.float()) for a, b in zip(results, gradients, strict=True) if b is not None]
     outs, of_outs = zip(*used, strict=True)
     wanted = [tensor for tensor, is_needed in zip(tensors, needs_gradient, strict=False) if is_needed]
-    computed = iter(torch.autograd.grad(outs, wanted, of_outs, create_graph=True))
+    computed = iter(torch.autograd.grad(outs, wanted, of_outs, create_graph=torch.is_grad_enabled()))
     return [next(computed) if is_needed else None for is_needed in needs_gradient[: len(tensors)]]
 
 
