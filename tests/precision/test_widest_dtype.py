@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import distributions, nn
 
 from nano_loop import NanoError, disable_casts
 from nano_loop.patching.operators.operators import gives_kernels
@@ -227,3 +227,45 @@ def test_error_about_something_else_is_left_alone(net):
         net(lambda h: h @ torch.ones(3, 3))(X)
     assert not getattr(caught.value, "__notes__", ())
     assert not isinstance(caught.value, NanoError)
+
+
+class Acting(nn.Module):
+    """A policy: `forward` returns a distribution, and `act` an array."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.make = nn.Linear(3, 4), make
+
+    def forward(self, x):
+        return self.make(self.layer(x))
+
+    def act(self, x):
+        with torch.no_grad():
+            return self.layer(x).sigmoid().cpu().numpy()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda h: distributions.Categorical(probs=h.softmax(-1)),
+        lambda h: distributions.Categorical(logits=h),
+        lambda h: distributions.Beta(h.exp() + 1, h.exp() + 1),
+        lambda h: distributions.Gamma(h.exp(), h.exp()),
+        lambda h: distributions.Independent(distributions.Normal(h, h.exp()), 1),
+        lambda h: distributions.Bernoulli(h.sigmoid()),
+        lambda h: distributions.MultivariateNormal(h, torch.eye(4)),
+    ],
+)
+def test_distributions_and_arrays_of_a_model_are_fp32(step, make):
+    torch.manual_seed(0)
+    model = Acting(make)
+    with torch.no_grad():
+        sample, exact = model(X).sample(), model(X)
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    policy = model(X)
+    density = policy.log_prob(sample)
+    assert density.dtype is policy.sample().log().dtype is torch.float32
+    torch.testing.assert_close(density, exact.log_prob(sample), rtol=0.05, atol=0.05)
+    density.sum().backward()
+    assert model.layer.weight.grad.isfinite().all()
+    assert model.act(X).dtype == "float32"
