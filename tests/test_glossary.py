@@ -39,7 +39,7 @@ OLD = frozenset(
 LEFT = {
     "autotune": 78,
     "distributed": 2,
-    "precision": 62,
+    "precision": 20,
     "steps": 7,
 }
 

@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.cache_folder import cache_folder, written_at_once
+from nano_loop.kernels.memory import Pointer, check, empty
 
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILERS = ("cc", "gcc", "clang")
@@ -56,6 +57,8 @@ class CompiledKernel:
     ----------
     name : str
         The name of the file, without its ending.
+    functions : mapping of str to tuple of Pointer
+        The functions, and what each takes for tensors, in their order. Other arguments are numbers and structures.
     is_threaded : bool
         Whether the functions use torch's threads, whose number is then their last argument, and release the GIL.
     needs_avx512_bf16 : bool
@@ -63,8 +66,16 @@ class CompiledKernel:
         the compiler's target has none, ``NAME_is_first_guess``, and ``NAME_bytes``, the memory that a call takes.
     """
 
-    def __init__(self, name: str, *, is_threaded: bool = True, needs_avx512_bf16: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        functions: Mapping[str, tuple[Pointer, ...]],
+        *,
+        is_threaded: bool = True,
+        needs_avx512_bf16: bool = False,
+    ) -> None:
         self.name = name
+        self.functions = functions
         self._is_threaded = is_threaded
         self._needs_avx512_bf16 = needs_avx512_bf16
 
@@ -84,7 +95,15 @@ class CompiledKernel:
         return self.unavailable is None and bool(getattr(self._library(), f"{self.name}_is_first_guess")())
 
     def __call__(self, function: str, *arguments: Argument) -> int:
-        """Call a function, and return its result, if it has one."""
+        """Call a function, and return its result, if it has one.
+
+        Raises
+        ------
+        UnsupportedTensorError
+            If the function does not take a tensor. Nothing was computed then.
+        """
+        tensors = [argument for argument in arguments if argument is None or isinstance(argument, Tensor)]
+        check(tensors, self.functions[function])
         threads = (ctypes.c_int(torch.get_num_threads()),) if self._is_threaded else ()
         return int(getattr(self._library(), function)(*map(_as_c, arguments), *threads))
 
@@ -100,7 +119,7 @@ class CompiledKernel:
 
 def scratch(size: int) -> Tensor:
     """Return memory for a call."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu")
+    return empty(size, dtype=torch.uint8)
 
 
 def _as_c(argument: Argument) -> object:

@@ -80,7 +80,10 @@ def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 class Substitution:
     """Substitutes tensors in the arguments of a call, and restores the originals with the writes of the call.
 
-    Lists and mappings are changed in place, since the called function may write to them. Tuples are copied.
+    Lists, mappings and dataclasses are changed in place, since the called function may write to them. Tuples and frozen
+    dataclasses are copied.
+    Without `restore`, it converts outputs that the model may have lent: what the caller removes from a list is removed
+    from the model's.
 
     Parameters
     ----------
@@ -105,14 +108,17 @@ class Substitution:
         elif isinstance(value, MutableMapping):
             self._replace_items(value, list(value.items()))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return _map_fields(self._substitute, value)
+            if type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+                return _map_fields(self, value)
+            names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+            self._replace_items(value, [(name, getattr(value, name)) for name in names])
         return value
 
     def restore(self) -> None:
         """Replace the remaining substitutes by the originals, and copy what was written to a substitute."""
         for container, key, original, substitute in reversed(self._items):
             if _holds(container, key, substitute):
-                container[key] = original
+                _put(container, key, original)
         for tensor, substitute, before in self._tensors:
             changed = version(substitute) != before or substitute.is_inference()  # these have no version counter
             if changed and not shares_memory(tensor, substitute):
@@ -129,7 +135,7 @@ class Substitution:
         for key, item in items:
             substitute = self(item)
             if substitute is not item:
-                container[key] = substitute
+                _put(container, key, substitute)
                 self._items.append((container, key, item, substitute))
 
 
@@ -142,7 +148,16 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _holds(container: Any, key: Any, item: Any) -> bool:
     if isinstance(container, list):
         return key < len(container) and container[key] is item
-    return key in container and container[key] is item
+    if isinstance(container, MutableMapping):
+        return key in container and container[key] is item
+    return getattr(container, key, None) is item
+
+
+def _put(container: Any, key: Any, item: Any) -> None:
+    if isinstance(container, (list, MutableMapping)):
+        container[key] = item
+    else:
+        setattr(container, key, item)
 
 
 def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:

@@ -15,9 +15,10 @@ from nano_loop.kernels.dropout.bernoulli import same_draws
 from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, drawn_as_they_lie
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
-from nano_loop.patching.nested_tensors import Substitution, map_tensors
+from nano_loop.patching.nested_tensors import Substitution
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.torch_private import in_functorch
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
@@ -85,6 +86,8 @@ def _dimensions(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
 
 def in_channels_last(tensor: Tensor) -> Tensor:
     """Return a 4-D or 5-D tensor with the strides of NHWC or NDHWC: itself, a view if possible, else a copy."""
+    if in_functorch() or type(tensor) not in (Tensor, nn.Parameter):  # batched tensors have no strides of their own
+        return tensor
     if tensor.size(1) == 1 and tensor.is_contiguous():
         # A tensor with one channel has both layouts. A convolution returns NHWC only if the strides are those of NHWC.
         return tensor.reshape(tensor.size(0), *tensor.shape[2:], 1).movedim(-1, 1)
@@ -101,7 +104,7 @@ def _lies_as_nhwc(tensor: Tensor) -> bool:
 
     In a single image, without a batch dimension, channels are the first dimension; in a batch, the second.
     """
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or in_functorch():
         return False
     strides = tensor.stride()
     for channels in range(min(2, len(strides) - 2)):
@@ -123,7 +126,7 @@ def _converting_inputs(dimensions: frozenset[int]) -> Any:
             substitution = Substitution(convert)
             args, kwargs = substitution(args), substitution(kwargs)
             try:
-                return map_tensors(_in_plain_layout, call(function, *args, **kwargs))
+                return Substitution(_in_plain_layout)(call(function, *args, **kwargs))
             finally:
                 substitution.restore()
 

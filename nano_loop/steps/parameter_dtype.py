@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
-from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.nested_tensors import Substitution
 from nano_loop.precision.autocast.conversion import Conversion
 from nano_loop.precision.autocast.dtype_errors import explain
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
@@ -69,8 +69,12 @@ def _casting_inputs(dtype: torch.dtype) -> Call:
         return tensor.to(dtype) if tensor.dtype is not dtype and tensor.is_floating_point() else tensor
 
     def call(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        args = map_tensors(inward, args)
-        return function(self, *args, **map_tensors(inward, kwargs)) if kwargs else function(self, *args)
+        substitution = Substitution(inward)
+        args, kwargs = substitution(args), substitution(kwargs)
+        try:
+            return function(self, *args, **kwargs)
+        finally:
+            substitution.restore()
 
     return call
 
@@ -82,7 +86,7 @@ def _casting_outputs(dtype: torch.dtype) -> CallWrapper:
     def layer(call: Call) -> Call:
         def with_casts(function: Call, /, *args: Any, **kwargs: Any) -> Any:
             try:
-                return map_tensors(outward, call(function, *args, **kwargs))
+                return Substitution(outward)(call(function, *args, **kwargs))
             except RuntimeError as error:
                 explain(error, f"its parameters and inputs are {dtype}, and a tensor made in the model is not", _MADE)
                 raise

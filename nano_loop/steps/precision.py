@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nano_loop.errors import NanoWarning, error_message
+from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 from nano_loop.patching.calls.calls import DTYPES, Call, CallInterceptor, CallWrapper
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
-from nano_loop.patching.nested_tensors import map_tensors, shares_memory
+from nano_loop.patching.nested_tensors import Substitution, shares_memory
 from nano_loop.patching.ownership import Rule
 from nano_loop.patching.torch_private import next_node_number
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
-from nano_loop.precision.autocast.mixed_dtypes import mixed_dtypes_accepted
+from nano_loop.precision.autocast.fp32_consumers import consumers_get_fp32
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
+from nano_loop.precision.autocast.widest_dtype import widest_dtype_computed
 from nano_loop.precision.policy.bf16_policy import Bf16Policy, Kind, kind_of
 from nano_loop.precision.policy.layers_in_fp32 import UnlessListed
 from nano_loop.precision.policy.lstms import can_train_lstms
@@ -62,7 +63,12 @@ class Precision(Step):
             return SkipReason("meta_device", "the model's parameters are on the meta device, where nothing is computed")
         dtypes = [_uncast_dtype(model) for model in parts.models]
         if dtypes and all(dtypes):
-            return SkipReason("uncast_dtype", f"the model's parameters are {dtypes[0]}, which autocast does not cast")
+            detail = f"the model's parameters are {dtypes[0]}, which autocast does not cast"
+            if not self.options.auto_precision:
+                got = f"{self.options.as_written['precision']} was asked for, and {detail}"
+                hint = 'Pass model.float(), or precision="auto"'
+                raise NanoConfigError(error_message(got, "it is for models with fp32 parameters", hint))
+            return SkipReason("uncast_dtype", detail)
         return None
 
     @override
@@ -75,7 +81,8 @@ class Precision(Step):
             for context in (
                 in_force({}),
                 activations_noticed(),
-                mixed_dtypes_accepted(),
+                widest_dtype_computed(),
+                consumers_get_fp32(),
                 backwards_under_autocast(CallUnderAutocast),
             ):
                 self.undoing.enter_context(context)
@@ -205,7 +212,7 @@ def _under_autocast(
 
         if type(outputs) is Tensor and not state:  # as most models have it
             return cast(outputs)
-        return map_tensors(outward if state else cast, outputs)
+        return Substitution(outward if state else cast)(outputs)
 
     def layer(call: Call) -> Call:
         def with_autocast(function: Call, /, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.objects.optimizers import closure_of, with_closure
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import below_torch_functions
+from nano_loop.precision.autocast.conversion import convert_data
 from nano_loop.precision.autocast.rounding import StochasticRounding
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -110,7 +111,8 @@ class _Wide:
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         self._optimizer = optimizer
         self._rounding = StochasticRounding(seed)
-        self._parameters: list[tuple[Tensor, Tensor | None, Tensor | None]] = []  # with gradients in bf16 and fp32
+        # With their data and gradients in bf16, and gradients in fp32. Views and other processes may share the data.
+        self._parameters: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
 
     def hooks(self) -> list[Any]:
         optimizer = self._optimizer
@@ -125,10 +127,20 @@ class _Wide:
     def widen(self, all_of_them: bool = False) -> None:
         """Cast the parameters that have gradients, and these, to fp32."""
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        narrow = {
+            id(parameter): parameter
+            for parameter in held
+            if parameter.dtype is torch.bfloat16 and (all_of_them or parameter.grad is not None)
+        }
+        parameters = [*narrow.values()]
         with below_torch_functions():  # the step may be in a `disable_casts` of the user's
-            for parameter in held:
-                if parameter.dtype is torch.bfloat16 and (all_of_them or parameter.grad is not None):
-                    self._widen(parameter)
+            before = [(parameter.data, parameter.grad) for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            convert_data(parameters, lambda data: data.to(torch.float32))
+            for parameter, (data, gradient) in zip(parameters, before, strict=True):
+                in_fp32 = parameter.grad = None if gradient is None else gradient.to(torch.float32)
+                self._parameters.append((parameter, data, gradient, in_fp32))
 
     def narrow(self) -> None:
         """Round them to bf16 again."""
@@ -136,18 +148,14 @@ class _Wide:
             return
         self._rounding.renew()
         with below_torch_functions():
-            for parameter, gradient, in_fp32 in self._parameters:
-                kept = parameter.grad is in_fp32
+            kept = [parameter.grad is in_fp32 for parameter, *_, in_fp32 in self._parameters]
+            for parameter, *_ in self._parameters:
                 parameter.grad = None
-                parameter.data = self._rounding.round(parameter.data)
-                parameter.grad = gradient if kept else None
+            convert_data([parameter for parameter, *_ in self._parameters], self._rounding.round)
+            for (parameter, data, gradient, _), is_kept in zip(self._parameters, kept, strict=True):
+                parameter.data = data.copy_(parameter.data)
+                parameter.grad = gradient if is_kept else None
         self._parameters.clear()
-
-    def _widen(self, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        parameter.data = parameter.data.to(torch.float32)
-        in_fp32 = parameter.grad = None if gradient is None else gradient.to(torch.float32)
-        self._parameters.append((parameter, gradient, in_fp32))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = closure_of(args, kwargs)

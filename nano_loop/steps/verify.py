@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container, Iterator
-from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, error_message
 from nano_loop.precision.verification.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
+from nano_loop.precision.verification.traces import gradients_kept
 from nano_loop.precision.verification.verification import Verification, verified
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
@@ -73,7 +74,7 @@ class Verify(Step):
             return
         name = class_name(recorded.model)
         model, calls = recorded.take()
-        with self._gradients_kept():
+        with gradients_kept(self._parameters()):
             verification = verified(model, loss_of, calls, self.options.kind, self.accelerated)
         self._found[_another(name, self._found)] = verification
         if not verification.ok:
@@ -82,22 +83,12 @@ class Verify(Step):
             hint = "See the table: print(report['verify'].data). Leave options out to find the one that it comes from"
             warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
 
-    @contextmanager
-    def _gradients_kept(self) -> Iterator[None]:
-        """Put the gradients of the loop's own parameters aside: a copy may reach a module that is none of its own."""
-        models = [parameter for recorded in self._recorded.values() for parameter in recorded.model.parameters()]
-        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-        parameters = [*models, *(parameter for group in groups for parameter in group["params"])]
-        gradients = [
-            (parameter, parameter.grad) for parameter in {id(parameter): parameter for parameter in parameters}.values()
-        ]
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+    def _parameters(self) -> Iterator[Tensor]:
+        """Return the parameters of the loop's models and optimizers."""
+        for recorded in self._recorded.values():
+            yield from recorded.model.parameters()
+        for optimizer in self._optimizers.values():
+            yield from chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _another(name: str, known: Container[str]) -> str:

@@ -1,5 +1,6 @@
 """Attention in blocks and by plain products is as exact as torch's kernel, and leaves to torch what it does not do."""
 
+import functools
 import itertools
 import math
 
@@ -205,6 +206,40 @@ def test_rows_that_are_masked_out_whole_are_zero_as_torchs_are():
     assert ours[0][..., 3, :].eq(0).all()
     for mine, theirs in zip(ours, torchs, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.bfloat16).min, 3e4, -3e4, 1e9])
+@pytest.mark.parametrize("kwargs", [{}, {"dropout_p": 0.4}])
+def test_rows_with_a_large_common_offset_have_the_gradients_of_the_definition(number, kwargs):
+    tensors, mask = inputs(length=70), torch.zeros(70, 70).bfloat16()
+    mask[3] = number
+    mask[66, 5:] = number
+
+    def by_definition(q, k, v):
+        kept = 1.0
+        if kwargs:
+            kept = torch.empty(6, 70, 70).bernoulli_(0.6).view(2, 3, 70, 70) / 0.6
+        return ((q @ k.mT / 4 + mask.float()).softmax(-1) * kept) @ v
+
+    torch.manual_seed(0)
+    exact = results(by_definition, tensors, torch.float32)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = results(attention, tensors, attn_mask=mask, **kwargs)
+    for found, reference in zip(ours, exact, strict=True):
+        assert (found - reference).norm() < 0.01 * reference.norm()
+
+
+def test_batched_gradients_are_those_of_one_after_another():
+    tensors = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.manual_seed(0)
+        out = attention(*tensors, attn_mask=torch.ones(17, 17).tril().bool(), dropout_p=0.3)
+    vectors = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    gradient = functools.partial(torch.autograd.grad, out, tensors, retain_graph=True)
+    expected = [torch.stack(column) for column in zip(*map(gradient, vectors), strict=True)]
+    for found in (gradient(vectors, is_grads_batched=True), torch.func.vmap(gradient)(vectors)):
+        assert all(itertools.starmap(torch.equal, zip(found, expected, strict=True)))
 
 
 def test_dropout_drops_at_its_rate_keeps_the_mean_and_repeats_with_the_seed():

@@ -40,6 +40,6 @@ def test_without_a_compiler_a_kernel_says_so_and_is_no_guess(monkeypatch, needs)
         raise compiled.UnavailableError("no C compiler was found")
 
     monkeypatch.setattr(compiled, "compiled_for_threads", fails)
-    kernel = compiled.CompiledKernel("product", needs_avx512_bf16=needs)
+    kernel = compiled.CompiledKernel("product", {}, needs_avx512_bf16=needs)
     assert kernel.unavailable == "no C compiler was found"
     assert not kernel.is_first_guess

@@ -161,7 +161,7 @@ def test_memory_is_as_large_as_the_kernel_says(threads, monkeypatch, a_transpose
     behind = 1 << 16
     made = []
 
-    def with_an_end(*shape, dtype, device):
+    def with_an_end(*shape, dtype, **_):
         made.append(torch.full((torch.Size(shape).numel() + behind,), 7, dtype=dtype))
         return made[-1][:-behind].view(shape)
 

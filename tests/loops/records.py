@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import torch
+from leaks import NOT_OURS
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
@@ -14,7 +15,7 @@ OPTIMIZERS = torch.optim.Optimizer, torch.optim.SGD, torch.optim.Adam, torch.opt
 MODULES = nn.Module, nn.Linear, nn.Conv2d, nn.Sequential
 CLASSES = *OPTIMIZERS, *MODULES, nn.Parameter, torch.Tensor, DataLoader, Dataset
 
-NOT_OURS = ("ThreadPoolExecutor", "tqdm_monitor")
+THREADS_OF_OTHERS = ("ThreadPoolExecutor", "tqdm_monitor")
 
 
 def record(value):
@@ -130,11 +131,11 @@ def surroundings():
         "autograd": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
         "default dtype": torch.get_default_dtype(),
         "matmul precision": torch.get_float32_matmul_precision(),
-        "environment": dict(os.environ),
+        "environment": {name: value for name, value in os.environ.items() if name not in NOT_OURS},
         "working folder": os.getcwd(),
         "affinity": affinity(),
         # torch's compiler and tqdm start threads of their own, which stay.
-        "threads of Python": sorted(t.name for t in threading.enumerate() if not t.name.startswith(NOT_OURS)),
+        "threads of Python": sorted(t.name for t in threading.enumerate() if not t.name.startswith(THREADS_OF_OTHERS)),
         "signals": {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)},
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "classes": {c.__qualname__: {key: vars(c)[key] for key in attributes(c)} for c in CLASSES},

@@ -1,7 +1,6 @@
 """Models that were compiled before the loop, and models that nano_loop compiles."""
 
 import math
-import os
 import shutil
 import warnings
 from dataclasses import replace
@@ -34,14 +33,10 @@ def nothing_compiled_yet(dynamo):
 
 @pytest.fixture(scope="module")
 def inductor(dynamo):
-    """Inductor loads too, starts threads, and sets an environment variable when it builds its first kernel."""
-    before = dict(os.environ)
+    """Inductor loads too, and starts threads."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # its own use of torch.jit
         torch.compile(torch.nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()
-    yield
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
 
 
 def inductors(test):

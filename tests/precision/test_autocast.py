@@ -46,6 +46,26 @@ def test_bf16_from_outside_is_computed_with_in_fp32(compute):
     assert torch.equal(inside, expected)
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda h: F.normalize(h),
+        lambda h: torch.norm(h, dim=1),
+        lambda h: torch.tensordot(h, WEIGHT.T, 1),
+        lambda h: torch.zeros(4).put_(torch.arange(4), h[0]),
+        lambda h: torch.zeros(3, 4).index_reduce_(0, torch.arange(3), h, "amax"),
+        lambda h: torch.zeros(3, 3).addmm_(h, h.T),
+        lambda h: torch.mm(h, WEIGHT.T, out=torch.empty(3, 2)),
+    ],
+)
+def test_functions_with_out_and_in_place_compute_in_fp32_too(compute):
+    with disable_casts():
+        inside = compute(X.bfloat16())
+    assert inside.dtype is torch.float32
+    torch.testing.assert_close(inside, compute(X.bfloat16().float()))
+
+
 def test_autocast_goes_on_behind_it():
     with cpu_autocast(torch.bfloat16):
         with disable_casts():

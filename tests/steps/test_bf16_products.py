@@ -223,6 +223,21 @@ def test_second_derivatives_and_functional_gradients_are_right(every_product, ro
     assert rounded
 
 
+@here
+@pytest.mark.parametrize("name", ["perceptron", "attention", "lstm"])
+def test_many_gradients_at_a_time_are_those_of_one_by_one(every_product, rounded, name):
+    def jacobians(model, x):
+        return [
+            torch.autograd.functional.jacobian(lambda x: model(x).flatten()[:3], x, vectorize=vectorize)
+            for vectorize in (True, False)
+        ]
+
+    model, x = built(name)
+    (together, one_by_one), _ = accelerated(model, x, jacobians)
+    assert (together - one_by_one).norm() < 0.01 * one_by_one.norm()
+    assert rounded
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [

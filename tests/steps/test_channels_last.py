@@ -154,3 +154,27 @@ def test_a_group_norm_behind_frozen_layers_trains(precision, kind, call, monkeyp
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision == 32 else {"rtol": 0.05, "atol": 0.01}
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+class Marked(torch.Tensor):
+    """A subclass, as those of torchvision's transforms."""
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}])
+def test_batched_tensors_and_subclasses_compute_as_in_the_plain_loop(options):
+    def outputs(model):
+        images = torch.randn(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+        one = torch.func.functional_call
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+        def loss(parameters, image):
+            return one(model, parameters, (image[None],)).sum()
+
+        gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, images[0])
+        return torch.func.vmap(model)(images), gradients["0.weight"], model(images[0].as_subclass(Marked))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))
+    expected = outputs(model)
+    for output, exact in zip(nano(channels_last=True, verbose=False, **options)(outputs)(model), expected, strict=True):
+        torch.testing.assert_close(output, exact, rtol=0.05, atol=0.1)

@@ -1,6 +1,7 @@
 """precision="64" and "bf16-true": what the loop sees, what its optimizers compute, and what is there afterwards."""
 
 import copy
+import dataclasses
 import sys
 
 import pytest
@@ -277,3 +278,101 @@ def test_optimizers_that_exchange_weights_do_so_in_fp32():
         torch.testing.assert_close(mine, other, rtol=0.05, atol=0.03)
     assert Averaging.train.__qualname__ == "Averaging.train"
     assert not hasattr(Averaging.train, "__wrapped__")
+
+
+class Tied(nn.Module):
+    """Its two weights share memory, and so does a view of one of them that it does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(16, 4), nn.Linear(4, 16)
+        self.decoder.weight = nn.Parameter(self.encoder.weight.t())
+        self.register_buffer("last_row", self.encoder.weight.detach()[-1])
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+
+@pytest.mark.parametrize("precision", [64, "bf16-true"])
+def test_parameters_that_share_memory_share_it_in_the_run_and_after_it(precision):
+    def apart(model):
+        weight, other = model.encoder.weight, model.decoder.weight
+        return not (torch.equal(weight, other.t()) and torch.equal(weight[-1], model.last_row))
+
+    @nano(precision=precision, verbose=False)
+    def train(model, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+            assert not apart(model)
+
+    model = Tied()
+    before = model.encoder.weight.detach().clone()
+    train(model, torch.optim.Adam(model.parameters(), lr=0.05))
+    assert not apart(model)
+    assert not torch.allclose(model.encoder.weight, before)
+
+
+@pytest.mark.parametrize("precision", [32, "bf16", 64, "bf16-true"])
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+def test_model_trains_after_a_run_that_evaluates_it(precision, grad):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train():
+        optimizer.zero_grad()
+        model.train()(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+
+    @grad()
+    @nano(precision=precision, verbose=False)
+    def evaluate(model):
+        return model.eval()(torch.randn(8, 4)).mean().item()
+
+    train()
+    evaluate(model)
+    train()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@dataclasses.dataclass
+class Record:
+    scale: torch.Tensor
+    last: torch.Tensor | None = None
+
+
+class Writing(nn.Module):
+    """Writes into what its caller passes, and lends what it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = nn.Conv2d(2, 2, 3), []
+
+    def forward(self, x, state, history, record):
+        record.last = state["hidden"] = self.layer(x * state["scale"])
+        history.append(record.last)
+        self.kept.append(record.last)
+        return record.last
+
+    def lent(self):
+        return self.kept
+
+
+@pytest.mark.parametrize(
+    "options", [{"precision": "bf16"}, {"channels_last": True}, {"precision": 64}, {"precision": "bf16-true"}]
+)
+def test_containers_are_shared_by_the_model_and_the_loop(options):
+    @nano(verbose=False, **options)
+    def train(model):
+        scale = torch.ones(1)
+        state, history, record = {"scale": scale}, [torch.ones(1)], Record(scale)
+        model(torch.randn(1, 2, 4, 4), state, history, record)
+        assert state["scale"] is record.scale is scale
+        lent = model.lent()
+        assert lent is model.kept
+        assert lent[0].dtype is torch.float32
+        lent.clear()
+        return sorted(state), len(history), record.last is not None, len(model.kept)
+
+    assert train(Writing()) == (["hidden", "scale"], 2, True, 0)

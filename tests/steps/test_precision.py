@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nano_loop import NanoWarning, disable_casts
+from nano_loop import NanoConfigError, NanoWarning, disable_casts
 from nano_loop.precision.policy.lstms import can_train_lstms
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import precision
@@ -175,14 +175,35 @@ def test_selective_checkpoints_of_a_weight_that_is_used_twice(step):
     torch.testing.assert_close(model.inner.weight.grad, plain.inner.weight.grad, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
 def test_recurrent_layers_cast_their_weights_once_a_call(step, kind):
     model = kind(64, 64)
     step(Precision, precision="bf16").apply(TrainingObjects([model]))
     with torch.profiler.profile(record_shapes=True) as profile:
-        model(torch.rand(20, 1024, 64))
+        steps = torch.rand(20, 1024, 64)
+        model(nn.utils.rnn.pack_padded_sequence(steps, [20] * 1024) if kind is nn.LSTM else steps)
     casts = [event.input_shapes[0] for event in profile.events() if event.name == "aten::_to_copy"]
     assert sum(shape == [*model.weight_hh_l0.shape] for shape in casts) == 2, "of the input and of the state"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # by the plain loop
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+def test_encoder_with_a_padding_mask_is_evaluated_past_torch_s_fast_path(step, grad):
+    """Attention of its own asks the same switch."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.ModuleDict({"net": nn.TransformerEncoder(layer, 2), "attention": nn.MultiheadAttention(8, 2)}).eval()
+    model.forward = lambda x, mask: (
+        model.net(x, src_key_padding_mask=mask),
+        model.attention(x, x, x, key_padding_mask=mask.t())[0],
+    )
+    x, mask = torch.randn(4, 4, 8), torch.arange(4) >= torch.tensor([4, 3, 2, 4])[:, None]
+    with grad():
+        expected = model(x, mask)
+        step(Precision, precision="bf16").apply(TrainingObjects([model]))
+        for output, exact in zip(model(x, mask), expected, strict=True):
+            torch.testing.assert_close(output[~mask], exact[~mask], rtol=0.05, atol=0.05)
+    assert not torch.is_autocast_enabled("cuda")
 
 
 def test_autocast_that_the_model_turns_off_stays_off(net):
@@ -263,10 +284,12 @@ class Listed(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128])
 def test_model_that_autocast_does_not_cast_is_skipped_with_the_reason(step, dtype):
     model = nn.Linear(3, 2, dtype=dtype)
-    made = step(Precision, precision="bf16")
-    reason = made.skip_reason(TrainingObjects([model]))
+    reason = step(Precision, precision="auto").skip_reason(TrainingObjects([model]))
     assert reason.code == "uncast_dtype"
     assert str(dtype) in reason.detail
+    made = step(Precision, precision="bf16")
+    with pytest.raises(NanoConfigError, match=f"{dtype}.*model.float"):
+        made.skip_reason(TrainingObjects([model]))
     assert (
         made.apply(TrainingObjects([Net(), model]))
         == f"bf16 autocast, outputs fp32; not Linear, whose parameters are {dtype}"

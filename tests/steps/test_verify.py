@@ -12,6 +12,7 @@ from attending import Attending
 from torch import nn
 from torch.nn import functional as F
 
+import nano_loop
 from nano_loop import NanoWarning, TorchNano, nano
 from nano_loop.kernels.attention import attention
 
@@ -366,3 +367,28 @@ def test_a_single_step_with_a_closure_is_compared_at_the_end():
         optimizer.step(closure)
 
     assert verified(train, Mixing())[1].data["Mixing"].ok
+
+
+def with_forward_of_the_original(model):
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x) * 1.1
+
+
+def with_own_to(model):
+    to, double = model.to, model.double
+    model.to = lambda *args, **kwargs: to(*args, **kwargs)
+    model.double = lambda: double()
+
+
+@pytest.mark.parametrize("change", [with_forward_of_the_original, with_own_to])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true", 64])
+def test_closures_over_the_user_s_model_leave_it_as_it_is(change, precision):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    change(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with contextlib.suppress(RuntimeError):  # where the closure computes with the fp32 weights of the original
+        nano_loop.verify(model, lambda model, x: model(x).square().mean(), torch.randn(8, 4), precision=precision)
+    for parameter in model.parameters():
+        assert parameter.dtype is torch.float32
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))

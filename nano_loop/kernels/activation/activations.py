@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.memory import BF16, DENSE
 from nano_loop.kernels.replacement import Replacement, unless_none
-from nano_loop.patching.objects.optimizers import is_dense
 from nano_loop.patching.ownership import belongs_to_set_up_model
 
-KERNEL = CompiledKernel("activations")
+_DENSE = BF16._replace(layout=DENSE)
+KERNEL = CompiledKernel(
+    "activations",
+    {"tanh_forward": (_DENSE,) * 2, "gelu_forward": (_DENSE,) * 2, "gelu_backward": (_DENSE,) * 3},
+)
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain.
 MIN_ELEMENTS = 1 << 15
 
@@ -29,8 +33,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor | None:
 
 def gelu_backward(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor | None:
     """Compute ``aten::gelu_backward``, likewise."""
-    matches = gradient.dtype is x.dtype and gradient.shape == x.shape and gradient.stride() == x.stride()
-    return _computed("gelu_backward", gradient, x) if approximate == _BY_TANH and matches and _supports(x) else None
+    return _computed("gelu_backward", gradient, x) if approximate == _BY_TANH and _supports(x) else None
 
 
 #: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
@@ -38,8 +41,7 @@ REPLACEMENTS = tuple(Replacement(compute.__name__, unless_none(compute)) for com
 
 
 def _supports(x: Tensor) -> bool:
-    large = x.dtype is torch.bfloat16 and x.numel() >= MIN_ELEMENTS
-    return large and belongs_to_set_up_model() and (x.is_contiguous() or is_dense(x))
+    return x.dtype is torch.bfloat16 and x.numel() >= MIN_ELEMENTS and belongs_to_set_up_model()
 
 
 def _computed(name: str, *tensors: Tensor) -> Tensor:

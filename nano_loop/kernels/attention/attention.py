@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nano_loop.kernels.attention import blocked_attention, plain_attention
+from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.patching.torch_private import in_functorch
@@ -97,7 +98,9 @@ def attention(
     with torch.autocast("cpu", enabled=False):
         supported = ours and (traced_as is not None or not _is_traced(query, key, value))
         if supported and _supports(query, key, value, mask, is_causal, enable_gqa):
-            return traced_as(*call) if traced_as is not None else ALGORITHMS[_algorithm(call)](*call)
+            computed = traced_as(*call) if traced_as is not None else attempt(ALGORITHMS[_algorithm(call)], *call)
+            if computed is not None:
+                return computed
         return scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

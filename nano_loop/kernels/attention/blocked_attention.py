@@ -8,7 +8,7 @@ It needs a CPU with AVX-512's bf16 instructions.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
+from nano_loop.kernels.memory import BF16, BYTES, FLOATS, FP32, STRIDED, Pointer, empty
+from nano_loop.kernels.replacement import operator_of
+from nano_loop.patching.torch_private import is_batched
 
-KERNEL = CompiledKernel("attention", needs_avx512_bf16=True)
+_BF16, _FLOATS = BF16._replace(layout=STRIDED), FLOATS._replace(layout=STRIDED)
+_INPUTS = (_BF16, _BF16, _BF16, Pointer((torch.bool, torch.bfloat16, torch.float32), STRIDED), BYTES)
+KERNEL = CompiledKernel(
+    "attention",
+    {
+        "attention_forward": (*_INPUTS, _FLOATS, FP32, BYTES),
+        "attention_backward": (*_INPUTS, _BF16, FP32, _FLOATS, _FLOATS, _FLOATS, BYTES),
+    },
+    needs_avx512_bf16=True,
+)
 #: Head sizes are computed in pairs of columns.
 _PAIR = 2
 _DIMENSIONS = 4  # batch, heads, rows, columns
@@ -95,19 +107,30 @@ class _Attention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         out, log_sums = forward(query, key, value, mask, kept, dropout_p, is_causal, scale)
-        ctx.save_for_backward(query, key, value, mask, kept, log_sums)
+        ctx.save_for_backward(log_sums, query, key, value, mask, kept)
         ctx.numbers = dropout_p, is_causal, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, kept, log_sums = ctx.saved_tensors
-        dropout_p, is_causal, scale = ctx.numbers
-        copies = [laid_out_as(tensor) for tensor in (query, key, value)]
-        gradient = with_columns(gradient)
-        backward(gradient, log_sums, query, key, value, mask, kept, dropout_p, is_causal, scale, copies)
-        return *copies, *[None] * 5
+        compute: Callable[..., Any] = _GRADIENTS if is_batched(gradient) else _gradients
+        return *compute(gradient, *ctx.saved_tensors, *ctx.numbers), *[None] * 5
+
+
+def _gradients(gradient: Tensor, log_sums: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value; see `backward`."""
+    of_query, of_key, of_value = gradients = [laid_out_as(tensor) for tensor in arguments[:3]]
+    backward(with_columns(gradient), log_sums, *[*arguments, gradients])
+    return of_query, of_key, of_value
+
+
+_GRADIENTS = operator_of(
+    "attention_gradients",
+    "(Tensor gradient, Tensor log_sums, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? kept, "
+    "float dropout_p, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
+    _gradients,
+)
 
 
 def forward(
@@ -138,7 +161,7 @@ def forward(
     """
     if out is None:
         out = by_rows(query.size(0), query.size(1), query.size(2), value.size(3))
-    log_sums = torch.empty(query.shape[:3], dtype=torch.float32)
+    log_sums = empty(*query.shape[:3])
     call = _call(query, key, value, mask, dropout_p, is_causal, scale)
     call.is_wide = out.dtype is torch.float32
     _note(call, "out", out)
@@ -200,7 +223,7 @@ def with_columns(tensor: Tensor) -> Tensor:
 
 def by_rows(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return an empty tensor in which the heads of a row lie side by side, as in the projection that follows."""
-    return torch.empty(batch, rows, heads, columns, dtype=dtype).transpose(1, 2)
+    return empty(batch, rows, heads, columns, dtype=dtype).transpose(1, 2)
 
 
 def laid_out_as(tensor: Tensor, columns: int | None = None) -> Tensor:

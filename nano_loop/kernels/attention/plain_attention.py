@@ -6,13 +6,15 @@ Scores are computed and normalized in fp32, and the probabilities are kept in bf
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nano_loop.patching.torch_private import softmax_backward
+from nano_loop.kernels.replacement import operator_of
+from nano_loop.patching.torch_private import is_batched, softmax_backward
 
 #: Maximum size of the probabilities of one call, in bytes.
 MEMORY_BOUND = 256 * 2**20
@@ -41,7 +43,7 @@ def for_all_heads(
     if key.shape[:-2] != query.shape[:-2]:
         key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
     if is_causal:
-        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
+        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
     return query, key, value, mask
 
 
@@ -70,15 +72,35 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, probabilities, kept = ctx.saved_tensors
-        gradient = gradient.reshape(q.size(0), q.size(1), v.size(2))
-        of_value = torch.bmm(_dropped(probabilities, kept, ctx.dropout_p).transpose(1, 2), gradient)
-        of_probabilities = _dropped(torch.bmm(gradient, v.transpose(1, 2)), kept, ctx.dropout_p)
-        of_scores = softmax_backward(of_probabilities, probabilities)
-        of_query = torch.bmm(of_scores, k).mul_(ctx.scale)
-        of_key = torch.bmm(of_scores.transpose(1, 2), q).mul_(ctx.scale)
-        gradients = zip((of_query, of_key, of_value), ctx.shapes, strict=True)
+        compute: Callable[..., Any] = _GRADIENTS if is_batched(gradient) else _gradients
+        gradients = zip(compute(gradient, *ctx.saved_tensors, ctx.dropout_p, ctx.scale), ctx.shapes, strict=True)
         return *(computed.view(shape) for computed, shape in gradients), None, None, None
+
+
+def _gradients(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    probabilities: Tensor,
+    kept: Tensor | None,
+    dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, of three dimensions."""
+    gradient = gradient.reshape(q.size(0), q.size(1), v.size(2))
+    of_value = torch.bmm(_dropped(probabilities, kept, dropout_p).transpose(1, 2), gradient)
+    of_probabilities = _dropped(torch.bmm(gradient, v.transpose(1, 2)), kept, dropout_p)
+    of_scores = softmax_backward(of_probabilities, probabilities)
+    return torch.bmm(of_scores, k).mul_(scale), torch.bmm(of_scores.transpose(1, 2), q).mul_(scale), of_value
+
+
+_GRADIENTS = operator_of(
+    "plain_attention_gradients",
+    "(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor probabilities, Tensor? kept, float dropout_p, "
+    "float scale) -> (Tensor, Tensor, Tensor)",
+    _gradients,
+)
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:

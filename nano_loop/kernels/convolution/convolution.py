@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nano_loop.kernels.convolution import weight_gradient
 from nano_loop.kernels.convolution.rounded_convolution import rounds_inputs
+from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
@@ -149,7 +150,8 @@ def faster_backward(
             return _by_plan(plan, kernel, keys, call._replace(output_mask=mask))
 
         plan = first_guess(call)
-        return by_plan(plan if choose is None else choose(by_plan, call, plan))
+        computed = attempt(by_plan, plan if choose is None else choose(by_plan, call, plan))
+        return kernel(keys, *args) if computed is None else computed
 
     return backward
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
+from nano_loop.kernels.memory import BF16, BYTES, STRIDED, empty
 
-KERNEL = CompiledKernel("weight_gradient", needs_avx512_bf16=True)
+_BF16 = BF16._replace(layout=STRIDED)
+KERNEL = CompiledKernel("weight_gradient", {"weight_gradient": (_BF16, _BF16, _BF16, BYTES)}, needs_avx512_bf16=True)
 #: Minimum number of channels and of outputs: with fewer, most of a vector is empty.
 _FEWEST = 8
 #: Maximum number of pixels that a step of the geometry may reach: with more, bytes would overflow.
@@ -87,7 +89,7 @@ def weight_gradient(gradient: Tensor, inputs: Tensor, geometry: Geometry, in_nch
     """
     sizes, positions = (gradient.size(1), inputs.size(1), *geometry.kernel), math.prod(geometry.kernel)
     form = torch.contiguous_format if in_nchw and 1 < positions <= _MOST_POSITIONS else torch.channels_last
-    result = torch.empty(sizes, dtype=torch.bfloat16, device="cpu", memory_format=form)
+    result = empty(*sizes, dtype=torch.bfloat16, layout=form)
     call = _call(gradient, inputs, geometry)
     call.result = (_INT * 4)(*result.stride())
     KERNEL("weight_gradient", call, inputs, gradient, result, scratch(_bytes(call)))

@@ -27,6 +27,7 @@ typedef struct {
 #include "vectors.h"
 
 #define ROWS 64 /* rows of a block, an even number */
+#define LARGE 4096.0f /* beside a number of this size, fp32 keeps the logarithm of a sum to 2^-12 */
 
 extern int omp_get_thread_num(void);
 
@@ -99,15 +100,34 @@ static float normalize(const Row *row, float *scores, uint16_t *exponentials, fl
     return sum == 0 ? __builtin_inff() : maximum + (float)__builtin_log(sum);
 }
 
+/* The factor of the exponentials of a row's scores less the largest of them, which is written. */
+static float by_sum_of(const Row *row, const float *scores, float *maximum) {
+    int64_t end = up_to(row->columns, 16);
+    __m512 most = _mm512_set1_ps(-__builtin_inff()), total = _mm512_setzero_ps();
+    for (int64_t at = 0; at < end; at += 16)
+        most = _mm512_max_ps(most, with_mask(row, _mm512_loadu_ps(scores + at), at));
+    *maximum = _mm512_reduce_max_ps(most);
+    most = _mm512_set1_ps(*maximum);
+    for (int64_t at = 0; at < end; at += 16)
+        total = _mm512_add_ps(
+            total, exponential(_mm512_sub_ps(with_mask(row, _mm512_loadu_ps(scores + at), at), most)));
+    return 1.0f / _mm512_reduce_add_ps(total);
+}
+
 /* The gradients of the scores, from the scores and from the gradients of what multiplies the values. Overwrites the
-   scores by the probabilities after the dropout, and the second by the gradients. */
+   scores by the probabilities after the dropout, and the second by the gradients. The forward has kept one number for
+   a row, in which the sum is lost beside a large maximum, as of a row that is masked by -1e9: then both are computed
+   again. */
 static void differentiate(const Row *row, float log_sum, float *scores, float *gradients) {
     int64_t end = up_to(row->columns, 16);
+    float by_sum = 1, size = __builtin_fabsf(log_sum);
+    if (size > LARGE && size < __builtin_inff()) by_sum = by_sum_of(row, scores, &log_sum);
     __m512 by_kept = _mm512_set1_ps((float)(row->call->kept > 0 ? 1 / row->call->kept : 0));
     __m512 total = _mm512_setzero_ps();
     for (int64_t at = 0; at < end; at += 16) {
         __m512 shifted = _mm512_sub_ps(with_mask(row, _mm512_loadu_ps(scores + at), at), _mm512_set1_ps(log_sum));
-        __m512 found = exponential(shifted), of_found = _mm512_loadu_ps(gradients + at);
+        __m512 found = _mm512_mul_ps(exponential(shifted), _mm512_set1_ps(by_sum));
+        __m512 of_found = _mm512_loadu_ps(gradients + at);
         if (row->kept) of_found = _mm512_mul_ps(of_found, factor(row, at, by_kept));
         of_found = _mm512_maskz_mov_ps(first(row->columns - at), of_found);
         total = _mm512_fmadd_ps(found, of_found, total);

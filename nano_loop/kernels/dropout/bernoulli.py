@@ -18,7 +18,7 @@ import torch
 
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.dropout.drawing_order import contiguous_like, is_drawn_as_nchw
-from nano_loop.patching.objects.optimizers import is_dense
+from nano_loop.kernels.memory import BYTES, DENSE, Pointer, attempt, empty
 from nano_loop.patching.operators.operators import overridden
 from nano_loop.patching.patch_table import shared_change, users
 
@@ -47,7 +47,7 @@ class _Kernel(CompiledKernel):
 
 
 #: Takes microseconds.
-KERNEL = _Kernel("bernoulli", is_threaded=False)
+KERNEL = _Kernel("bernoulli", {"draw_bernoulli": (BYTES, Pointer(tuple(_ONES), DENSE))}, is_threaded=False)
 
 
 @contextmanager
@@ -81,7 +81,9 @@ def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.T
         if is_drawn_as_nchw(tensor):
             return tensor.copy_(bernoulli_(keys, contiguous_like(tensor), p, generator=generator))
         if users(vectorized_draws) and _supports(tensor, p, generator):
-            return fill(tensor, p, generator or torch.default_generator)
+            filled = attempt(fill, tensor, p, generator or torch.default_generator)
+            if filled is not None:
+                return filled
         if original is not None:
             return original(keys, tensor, p, generator=generator)
         return by_torch(tensor, p, generator)
@@ -135,7 +137,6 @@ def _supports(tensor: torch.Tensor, p: float, generator: torch.Generator | None)
         and 0 <= p <= 1
         and tensor.dtype in _ONES
         and (generator is None or generator.device.type == "cpu")
-        and is_dense(tensor)
     )
 
 
@@ -145,7 +146,7 @@ def by_torch(tensor: torch.Tensor, p: float = 0.5, generator: torch.Generator | 
         raise RuntimeError(
             f"bernoulli_ expects p to be in [0, 1], but got p={p:g}"
         )  # the message of the other overload
-    return tensor.bernoulli_(torch.tensor(p, dtype=torch.float64), generator=generator)
+    return tensor.bernoulli_(torch.tensor(p, dtype=torch.float64, device=tensor.device), generator=generator)
 
 
 def _draws_as_torch() -> bool:
@@ -155,9 +156,9 @@ def _draws_as_torch() -> bool:
         return False
     for count, p in ((1000, 0.9), (2 * _WORDS + 1, 1 / 3), (311, 1e-6)):
         for generator in (ours, torchs):
-            torch.rand(5, generator=generator)
-        one = fill(torch.empty(count, dtype=torch.bfloat16), p, ours)
-        other = torch.empty(count, dtype=torch.bfloat16).bernoulli_(p, generator=torchs)
+            empty(5).uniform_(generator=generator)
+        one = fill(empty(count, dtype=torch.bfloat16), p, ours)
+        other = empty(count, dtype=torch.bfloat16).bernoulli_(p, generator=torchs)
         if not torch.equal(one, other) or not torch.equal(ours.get_state(), torchs.get_state()):
             return False
     return True

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.linear import product, rounded_product
+from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
@@ -88,12 +89,12 @@ def supports(call: Arguments) -> bool:
 
 
 def _computed(call: Arguments, by_torch: _Kernel, kwargs: dict[str, Any]) -> Any:
+    result = None
     if call.a.dtype is torch.float32:
-        result = rounded_product.rounded_product(*call, **kwargs)
-        return by_torch(call, **kwargs) if result is None else result
-    if _is_ours(call, **kwargs) and _algorithm(call, by_torch, "out" in kwargs) == BLOCKS:
-        return product.product(*call, kwargs.get("out"))
-    return by_torch(call, **kwargs)
+        result = attempt(rounded_product.rounded_product, *call, **kwargs)
+    elif _is_ours(call, **kwargs) and _algorithm(call, by_torch, "out" in kwargs) == BLOCKS:
+        result = attempt(product.product, *call, kwargs.get("out"))
+    return by_torch(call, **kwargs) if result is None else result
 
 
 def _is_ours(call: Arguments, out: Tensor | None = None, beta: float = 1, alpha: float = 1) -> bool:

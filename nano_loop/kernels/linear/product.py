@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import SCRATCH_BOUND, CompiledKernel, scratch
+from nano_loop.kernels.memory import BYTES, FLOATS, STRIDED, empty
 
-KERNEL = CompiledKernel("product", needs_avx512_bf16=True)
+_STRIDED = FLOATS._replace(layout=STRIDED)
+KERNEL = CompiledKernel("product", {"product": (_STRIDED, _STRIDED, FLOATS, _STRIDED, BYTES)}, needs_avx512_bf16=True)
 #: Minimum of rows, columns and depth: with fewer, most of a tile is empty, or packing takes as long as the product.
 FEWEST = 32
 _DIMENSIONS = 2
@@ -71,7 +73,7 @@ def product(
         Of shape (M, N) or (B, M, N): `out` if it was passed. Sums are in fp32, and do not depend on the number of
         threads.
     """
-    out = torch.empty(*a.shape[:-1], b.size(-1), dtype=dtype, device="cpu") if out is None else out
+    out = empty(*a.shape[:-1], b.size(-1), dtype=dtype) if out is None else out
     call = _call(a, b)
     call.out_row, call.is_wide = out.stride(-2), out.dtype is torch.float32
     call.bias_is_wide = bias is not None and bias.dtype is torch.float32

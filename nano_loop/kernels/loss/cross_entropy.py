@@ -15,19 +15,30 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.memory import BF16, FP32, INT64, attempt, empty
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.operators.upcasts import Upcast, upcast_of
 from nano_loop.patching.ownership import belongs_to_set_up_model, was_made_inside
-from nano_loop.patching.torch_private import below_autocast, in_functorch, in_mode_of_others, node_number
+from nano_loop.patching.torch_private import below_autocast, in_functorch, in_mode_of_others, is_batched, node_number
 
-KERNEL = CompiledKernel("cross_entropy")
+_KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
+_POINTERS = {"float": FP32, "bf16": BF16}
+KERNEL = CompiledKernel(
+    "cross_entropy",
+    {
+        **{f"cross_entropy_{kind}": (logits, INT64, FP32, FP32, FP32) for kind, logits in _POINTERS.items()},
+        **{
+            f"gradient_{kind}_to_{to}": (_POINTERS[kind], INT64, FP32, FP32, FP32, _POINTERS[to])
+            for kind, to in (("float", "float"), ("bf16", "float"), ("bf16", "bf16"))
+        },
+    },
+)
 
 #: Minimum number of logits. Below it, the Python overhead exceeds the gain.
 MIN_LOGITS = 1 << 16
 #: How many autograd nodes outside of the model, such as views, may lie between its output and the loss.
 _FAR = 4
 _MEAN, _SUM = 1, 2  # torch's numbers of the reductions; 0 is none
-_KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 
 def outside_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
@@ -41,7 +52,7 @@ def outside_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Te
 
     def dispatched(keys: torch.DispatchKeySet, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if logits.numel() >= MIN_LOGITS and logits.dtype is torch.float32 and _belongs(logits):
-            loss = cross_entropy(logits, target, *args, **kwargs)
+            loss = attempt(cross_entropy, logits, target, *args, **kwargs)
             if loss is not None:
                 return loss
         if original is None:
@@ -64,7 +75,7 @@ def under_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Tens
     def dispatched(keys: torch.DispatchKeySet, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if logits.numel() >= MIN_LOGITS and logits.dtype in _KINDS and belongs_to_set_up_model():
             with below_autocast():
-                loss = cross_entropy(logits, target, *args, **kwargs)
+                loss = attempt(cross_entropy, logits, target, *args, **kwargs)
             if loss is not None:
                 return loss
         if original is None:
@@ -121,7 +132,9 @@ def cross_entropy(
     upcast = upcast_of(rows, logits) if logits.dtype is torch.float32 else None
     source = None if upcast is None else upcast.source()
     low = None if source is None else source.view(rows.shape)
-    losses: Tensor | None = _Losses.apply(rows, low, upcast, target.reshape(-1), ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
+    losses: Tensor | None = _Losses.apply(
+        rows, low, upcast, target.reshape(-1).contiguous(), ignore_index, label_smoothing
+    )  # type: ignore[no-untyped-call]
     if losses is None:
         return None
     if reduction not in (_MEAN, _SUM):
@@ -193,7 +206,7 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
         values, target, maxima, log_sums = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a second derivative
+        if torch.is_grad_enabled() or is_batched(factors):  # for a second derivative, and for many gradients at a time
             gradient = _differentiable(values, target, factors, ctx.ignored, ctx.smoothing).to(ctx.dtype)
             return gradient, *[None] * 5
         unseen = ctx.upcast is not None and ctx.upcast.gradient_is_unobserved
@@ -207,7 +220,7 @@ def forward(logits: Tensor, target: Tensor, ignored: int, smoothing: float) -> t
 
     None for a target that is not a class.
     """
-    maxima, log_sums, losses = (torch.empty(len(logits)) for _ in range(3))
+    maxima, log_sums, losses = (empty(len(logits)) for _ in range(3))
     call = (logits, target, *logits.shape, ignored, float(smoothing))
     computed = KERNEL(f"cross_entropy_{_KINDS[logits.dtype]}", *call, maxima, log_sums, losses)
     return (losses, maxima, log_sums) if computed else None

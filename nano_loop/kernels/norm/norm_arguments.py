@@ -77,18 +77,15 @@ def rows_of(x: Tensor, shape: Sequence[int]) -> tuple[int, int, bool]:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return x.dtype in _DTYPES and x.layout is torch.strided and x.is_cpu and not x.is_neg()
+    return x.dtype in _DTYPES and x.layout is torch.strided
 
 
-def are_fp32(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether all weights and statistics that there are are in fp32, and torch's results would be.
-
-    That of a bf16 input without any of them has statistics in bf16.
-    """
+def are_fp32(count: int, *parameters: Tensor | None) -> bool:
+    """Whether the weights and statistics that there are are `count` numbers in fp32."""
     present = [parameter for parameter in parameters if parameter is not None]
-    return all(map(is_fp32, present)) and (bool(present) or x.dtype is torch.float32)
+    return all(parameter.dtype is torch.float32 and parameter.numel() == count for parameter in present)
 
 
-def is_fp32(tensor: Tensor) -> bool:
-    """Whether a tensor is a plain one of fp32 on the CPU."""
-    return tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.is_cpu
+def has_fp32_statistics(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether torch's statistics are in fp32: those of a bf16 input without weights are in bf16."""
+    return x.dtype is torch.float32 or any(parameter is not None for parameter in parameters)

@@ -10,6 +10,7 @@ hooks, checkpoints and vmap are torch's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +18,32 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.norm.norm_arguments import NHWC, are_fp32, is_fp32, layout_of, rows_of, shape_of, supports_rows
+from nano_loop.kernels.memory import DENSE, FLOATS, FP32, empty
+from nano_loop.kernels.norm.norm_arguments import (
+    NHWC,
+    are_fp32,
+    has_fp32_statistics,
+    layout_of,
+    rows_of,
+    shape_of,
+    supports_rows,
+)
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import belongs_to_set_up_model
 from nano_loop.patching.patch_table import users
 
-KERNEL = CompiledKernel("norms")
+_DENSE, _PARAMETERS, _STATISTICS = FLOATS._replace(layout=DENSE), (FP32, FP32), (FP32, FP32)
+_FORWARD = (_DENSE, *_PARAMETERS, _DENSE, *_STATISTICS)
+_BACKWARD = (_DENSE, _DENSE, FP32, *_STATISTICS, _DENSE, *_PARAMETERS)
+KERNEL = CompiledKernel(
+    "norms",
+    {
+        "batch_norm": (_DENSE, *_PARAMETERS, *_STATISTICS, _DENSE, *_STATISTICS),
+        **dict.fromkeys(("group_norm", "layer_norm"), _FORWARD),
+        **dict.fromkeys(("batch_norm_backward", "group_norm_backward", "layer_norm_backward"), _BACKWARD),
+    },
+)
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain, with several threads and in any layout.
 MIN_ELEMENTS = 1 << 18
 
@@ -53,9 +73,11 @@ def batch_norm(
     layout = layout_of(x)
     # The dtype of the statistics follows from all of these.
     parameters = (weight, bias, running_mean, running_var)
-    if layout is None or not training or not layout.has_fast_forward or not are_fp32(x, *parameters):
+    if layout is None or not training or not layout.has_fast_forward or not are_fp32(layout.channels, *parameters):
         return None
-    out, means, inverses = torch.empty_like(x), *(torch.empty(layout.channels) for _ in range(2))
+    if not has_fp32_statistics(x, *parameters):
+        return None
+    out, means, inverses = torch.empty_like(x), *(empty(layout.channels) for _ in range(2))
     results, numbers = (out, means, inverses), (float(momentum), float(eps))
     is_done = KERNEL("batch_norm", shape_of(x, layout, together=True), x, *parameters, *numbers, *results)
     return results if is_done else None
@@ -75,7 +97,7 @@ def batch_norm_backward(
 ) -> _Results | None:
     """Compute ``aten::native_batch_norm_backward``, likewise."""
     layout = layout_of(x)
-    if layout is None or not training or means is None or not are_fp32(x, weight, means, inverses):
+    if layout is None or not training or means is None or not are_fp32(layout.channels, weight, means, inverses):
         return None
     return _gradients("batch_norm", (shape_of(x, layout, together=True),), gradient, x, weight, means, inverses, mask)
 
@@ -92,9 +114,11 @@ def group_norm(
 ) -> _Results | None:
     """Compute ``aten::native_group_norm``, or return None where torch has to."""
     layout = layout_of(x)
-    if layout is None or not layout.has_fast_forward or not are_fp32(x, weight, bias):
+    if layout is None or not layout.has_fast_forward or not are_fp32(channels, weight, bias):
         return None
-    results = (torch.empty_like(x), torch.empty(images, groups), torch.empty(images, groups))
+    if not has_fp32_statistics(x, weight, bias) or layout[:3] != (images, channels, pixels):
+        return None
+    results = (torch.empty_like(x), empty(images, groups), empty(images, groups))
     is_done = KERNEL("group_norm", shape_of(x, layout), groups, x, weight, bias, float(eps), *results)
     return results if is_done else None
 
@@ -113,7 +137,9 @@ def group_norm_backward(
 ) -> _Results | None:
     """Compute ``aten::native_group_norm_backward``, likewise."""
     layout = layout_of(x)
-    if layout is None or not are_fp32(x, weight, means, inverses):
+    if layout is None or layout[:3] != (images, channels, pixels) or not are_fp32(channels, weight):
+        return None
+    if not are_fp32(images * groups, means, inverses):
         return None
     sizes = shape_of(x, layout), groups
     return _gradients("group_norm", sizes, gradient, x, weight, means, inverses, mask)
@@ -123,10 +149,10 @@ def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> _Results | None:
     """Compute ``aten::native_layer_norm``, or return None where torch has to."""
-    if not supports_rows(x, shape) or not all(tensor is None or is_fp32(tensor) for tensor in (weight, bias)):
+    if not supports_rows(x, shape) or not are_fp32(math.prod(shape), weight, bias):
         return None
     x, rows = x.contiguous(), x.shape[: x.dim() - len(shape)]
-    out, means, inverses = torch.empty_like(x), *(torch.empty(*rows, *[1] * len(shape)) for _ in range(2))
+    out, means, inverses = torch.empty_like(x), *(empty(*rows, *[1] * len(shape)) for _ in range(2))
     KERNEL("layer_norm", x, *rows_of(x, shape), weight, bias, float(eps), out, means, inverses)
     if weight is None and bias is None:  # torch's statistics have the dtype of the input then
         return out, means.to(x.dtype), inverses.to(x.dtype)
@@ -144,10 +170,12 @@ def layer_norm_backward(
     mask: Sequence[bool],
 ) -> _Results | None:
     """Compute ``aten::native_layer_norm_backward``, likewise."""
-    if not supports_rows(x, shape) or not all(tensor is None or is_fp32(tensor) for tensor in (weight, bias)):
+    if not supports_rows(x, shape) or not are_fp32(math.prod(shape), weight, bias):
         return None
-    x, means, inverses = x.contiguous(), means.float(), inverses.float()
-    return _gradients("layer_norm", rows_of(x, shape), gradient, x, weight, means, inverses, mask)
+    x, means, inverses, rows = x.contiguous(), means.float(), inverses.float(), rows_of(x, shape)
+    if not are_fp32(rows[0], means, inverses):
+        return None
+    return _gradients("layer_norm", rows, gradient, x, weight, means, inverses, mask)
 
 
 REPLACEMENTS = tuple(
@@ -181,7 +209,7 @@ def _gradients(
     form = torch.contiguous_format if x.is_contiguous() else NHWC[x.dim()]
     gradient, means, inverses = gradient.contiguous(memory_format=form), means.contiguous(), inverses.contiguous()
     weights = weight.shape if weight is not None else _sizes_of_weights(norm, x, sizes)
-    weight_gradient, bias_gradient = (torch.empty(weights) if is_needed else None for is_needed in mask[1:])
+    weight_gradient, bias_gradient = (empty(*weights) if is_needed else None for is_needed in mask[1:])
     gradients = torch.empty_like(x) if mask[0] else None, weight_gradient, bias_gradient
     first = (gradient, x, *sizes) if norm == "layer_norm" else (*sizes, gradient, x)
     return gradients if KERNEL(f"{norm}_backward", *first, weight, means, inverses, *gradients) else None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rnn import lstm_layer
 from nano_loop.kernels.rnn.lstm_layer import GATES, Arguments, States
@@ -59,9 +60,12 @@ def for_set_up_models(original: _Kernel | None) -> _Kernel:
             return outputs, output, cells
 
         call = _ours(args)
-        if call is None or _algorithm(call, by_torch) == TORCH:
+        computed = None
+        if call is not None and _algorithm(call, by_torch) == BLOCKS:
+            computed = attempt(lstm_layer.lstm, call)
+        if computed is None:
             return original(keys, *args)
-        return *lstm_layer.lstm(call), None  # torch ignores the workspace, which is for its own kernel
+        return *computed, None  # torch ignores the workspace, which is for its own kernel
 
     return dispatched
 

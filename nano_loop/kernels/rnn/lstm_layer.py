@@ -16,9 +16,18 @@ from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel, scratch
 from nano_loop.kernels.linear import product
-from nano_loop.patching.torch_private import in_mode
+from nano_loop.kernels.memory import BF16, BYTES, FLOATS, FP32, empty
+from nano_loop.kernels.replacement import operator_of
+from nano_loop.patching.torch_private import in_mode, is_batched
 
-KERNEL = CompiledKernel("lstm", needs_avx512_bf16=True)
+KERNEL = CompiledKernel(
+    "lstm",
+    {
+        "lstm_forward": (BF16, BF16, BF16, FP32, BF16, FP32, FP32, BF16, FP32, BYTES),
+        "lstm_backward": (BF16, FP32, FP32, FLOATS, FLOATS, FP32, BF16, FP32, FLOATS, BYTES),
+    },
+    needs_avx512_bf16=True,
+)
 
 #: Number of inputs below which their product is computed in the steps, and number of weights up to which it is: 1 MiB.
 _FEW_INPUTS, _CACHED = 32, 1 << 19
@@ -107,7 +116,8 @@ class _LstmLayer(torch.autograd.Function):
         *tensors, first_cells, states, outputs = ctx.saved_tensors
         if all(gradient is None for gradient in gradients):
             return (None,) * 8
-        if torch.is_grad_enabled():  # for a second derivative
+        # For a second derivative, and for many gradients at a time.
+        if torch.is_grad_enabled() or any(gradient is not None and is_batched(gradient) for gradient in gradients):
             return *_differentiable(tensors, ctx.is_reversed, gradients, ctx.needs_input_grad), None
         inputs, input_weight, hidden_weight, _, _, output, _ = tensors
         call = _Call(*outputs.shape[:2], 0, outputs.size(2), ctx.is_reversed, _is_wide(outputs))
@@ -142,7 +152,7 @@ def _forward(
     call, dtype = _Call(steps, batch, 0, hidden, is_reversed), inputs.dtype
     inputs, input_weight, hidden_weight = inputs.contiguous(), input_weight.contiguous(), _in_bf16(hidden_weight)
     output, first_cells = _in_bf16(output), cells.float().contiguous()
-    states = _empty(steps * batch, (GATES + 1) * hidden, dtype=torch.float32)
+    states = empty(steps * batch, (GATES + 1) * hidden)
     rows = inputs.view(-1, size)
     in_steps: tuple[Tensor | None, ...] = (None, None)
     if _is_computed_in_steps(size, hidden) or not product.supports(rows, input_weight.t()):
@@ -152,11 +162,11 @@ def _forward(
         )
     else:
         product.product(rows, input_weight.t(), out=states[:, : GATES * hidden])
-    bias = _empty(GATES * hidden, dtype=torch.float32).zero_()
+    bias = empty(GATES * hidden).zero_()
     for tensor in (input_bias, output_bias):
         bias += 0 if tensor is None else tensor
-    rounded = _empty(steps, batch, hidden)
-    outputs = rounded if dtype is torch.bfloat16 else _empty(steps, batch, hidden, dtype=dtype)
+    rounded = empty(steps, batch, hidden, dtype=torch.bfloat16)
+    outputs = rounded if dtype is torch.bfloat16 else empty(steps, batch, hidden, dtype=dtype)
     wide = outputs if _is_wide(outputs) else None
     _run("forward", call, *in_steps, hidden_weight, bias, output, first_cells, states, rounded, wide)
     last = 0 if is_reversed else steps - 1
@@ -164,31 +174,31 @@ def _forward(
     return outputs, outputs[last].clone(), last_cells.to(dtype, copy=True), states, first_cells
 
 
-torch.library.define(
-    "nano_loop::lstm",
+#: The forward as an operator, of which the first arguments are those of torch's.
+AS_OPERATOR = operator_of(
+    "lstm",
     "(Tensor inputs, Tensor input_weight, Tensor hidden_weight, Tensor? input_bias, Tensor? output_bias, "
     "Tensor output, Tensor cells, bool is_reversed) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
 )
-torch.library.impl("nano_loop::lstm", "CPU", _forward)
-#: The forward as an operator, of which the first arguments are those of torch's.
-AS_OPERATOR = torch.ops.nano_loop.lstm
 
 
 def _differentiable(
     tensors: Sequence[Any], is_reversed: bool, gradients: Sequence[Tensor | None], needs_gradient: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of all tensors, computed in fp32 from operators that can be differentiated again."""
-    in_fp32: list[Any] = [None if tensor is None else tensor.float() for tensor in tensors]
-    inputs, *weights, output, cells = in_fp32
-    state, outputs = (output, cells), []
-    for step in reversed(inputs) if is_reversed else inputs:
-        state = torch.lstm_cell(step, state, *weights)
-        outputs.append(state[0])
-    results = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
+    with torch.enable_grad():
+        in_fp32: list[Any] = [None if tensor is None else tensor.float() for tensor in tensors]
+        inputs, *weights, output, cells = in_fp32
+        state, outputs = (output, cells), []
+        for step in reversed(inputs) if is_reversed else inputs:
+            state = torch.lstm_cell(step, state, *weights)
+            outputs.append(state[0])
+        results = (torch.stack(outputs[::-1] if is_reversed else outputs), *state)
     used = [(a, b.float()) for a, b in zip(results, gradients, strict=True) if b is not None]
     outs, of_outs = zip(*used, strict=True)
     wanted = [tensor for tensor, is_needed in zip(tensors, needs_gradient, strict=False) if is_needed]
-    computed = iter(torch.autograd.grad(outs, wanted, of_outs, create_graph=True))
+    computed = iter(torch.autograd.grad(outs, wanted, of_outs, create_graph=torch.is_grad_enabled()))
     return [next(computed) if is_needed else None for is_needed in needs_gradient[: len(tensors)]]
 
 
@@ -206,17 +216,12 @@ def _differentiated(
     The gates have a row for each step and sequence.
     """
     of_cells = torch.zeros_like(cells) if of_last_cells is None else of_last_cells.float().contiguous()
-    gates = _empty(call.steps * call.batch, GATES * call.hidden)
-    bias = _empty(GATES * call.hidden, dtype=torch.float32)
-    of_output = _empty(call.batch, call.hidden, dtype=torch.float32 if call.is_wide else torch.bfloat16)
+    gates = empty(call.steps * call.batch, GATES * call.hidden, dtype=torch.bfloat16)
+    bias = empty(GATES * call.hidden)
+    of_output = empty(call.batch, call.hidden, dtype=torch.float32 if call.is_wide else torch.bfloat16)
     arrived = [None if gradient is None else gradient.contiguous() for gradient in (of_all, of_last)]
     _run("backward", call, _in_bf16(hidden_weight), cells, states, *arrived, of_cells, gates, bias, of_output)
     return gates, bias, of_output, of_cells
-
-
-def _empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return an empty tensor, where the user may have set another default device."""
-    return torch.empty(sizes, dtype=dtype, device="cpu")
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

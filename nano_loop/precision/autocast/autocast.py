@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.walk import find
 
 #: The dtypes that autocast casts to.
 LOW_DTYPES = (torch.bfloat16, torch.float16)
@@ -80,15 +82,14 @@ class _Upcast(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _writes_or_reads(func) or "out" in kwargs:
+        name, out = getattr(func, "__name__", ""), kwargs.get("out")
+        written = out if out is not None else args[0] if args and name.endswith("_") else None
+        kept = {id(tensor) for tensor in find(Tensor, written)}
+        # `__get__` and `__setitem__` read and write attributes and elements, whatever the dtype.
+        if name.startswith("__") or any(tensor.dtype in LOW_DTYPES for tensor in find(Tensor, written)):
             return func(*args, **kwargs)
-        args, kwargs = map_tensors(to_fp32, (args, kwargs))
+        args, kwargs = map_tensors(lambda tensor: tensor if id(tensor) in kept else to_fp32(tensor), (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _writes_or_reads(func: Callable[..., Any]) -> bool:
-    """Whether a function writes to its argument or only reads an attribute: `add_`, `__setitem__`, `__get__`."""
-    return getattr(func, "__name__", "").endswith("_")
 
 
 def to_fp32(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +32,10 @@ class Conversion:
     def convert(self, model: nn.Module) -> None:
         """Convert the floating-point parameters of a model, their gradients, and its buffers, in place."""
         self._models.append(model)
-        for tensor in _floating(model):
-            if id(tensor) not in self._before:
-                self._before[id(tensor)] = tensor, tensor.dtype
-                cast(tensor, self.dtype)
+        new = [tensor for tensor in _floating(model) if id(tensor) not in self._before]
+        for tensor in new:
+            self._before[id(tensor)] = tensor, tensor.dtype
+        cast(new, self.dtype)
 
     def convert_state(self, optimizer: Optimizer) -> None:
         """Convert the fp32 state of an optimizer, but for single numbers, such as counters of steps."""
@@ -44,15 +46,20 @@ class Conversion:
     def restore(self) -> None:
         """Convert all that has this dtype back: what the loop has added to the models, to fp32."""
         present = itertools.chain.from_iterable(map(_floating, self._models))
+        by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
         for tensor in [*(tensor for tensor, _ in self._before.values()), *present]:
             if tensor.dtype is self.dtype:
-                cast(tensor, self._before.get(id(tensor), (tensor, torch.float32))[1])
+                dtype = self._before.get(id(tensor), (tensor, torch.float32))[1]
+                by_dtype.setdefault(dtype, {})[id(tensor)] = tensor
+        for dtype, tensors in by_dtype.items():
+            cast([*tensors.values()], dtype)
         for optimizer in self._optimizers:
             _cast_state(optimizer, self.dtype, torch.float32)
-        for each in (self._models, self._optimizers, self._before):
-            each.clear()
+        for collection in (self._models, self._optimizers, self._before):
+            collection.clear()
 
 
+@torch.inference_mode(False)
 def _cast_state(optimizer: Optimizer, before: torch.dtype, after: torch.dtype) -> None:
     def converted(value: Tensor) -> Tensor:
         return value.to(after) if value.dtype is before and value.dim() else value
@@ -63,11 +70,41 @@ def _cast_state(optimizer: Optimizer, before: torch.dtype, after: torch.dtype) -
             state.update(map_tensors(converted, state))
 
 
-def cast(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Cast a parameter or buffer and its gradient, in place, as ``module.to(dtype)`` does."""
-    gradient, tensor.grad = tensor.grad, None
-    tensor.data = tensor.data.to(dtype)
-    tensor.grad = None if gradient is None else gradient.to(dtype)
+@torch.inference_mode(False)  # what is made in a caller's inference mode could not be trained afterwards
+def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Cast parameters and buffers and their gradients, in place, as ``module.to(dtype)`` does."""
+
+    def to_dtype(data: Tensor) -> Tensor:
+        converted = data.to(dtype)
+        if data.untyped_storage().is_shared():
+            converted.untyped_storage().share_memory_()
+        return converted
+
+    gradients = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    convert_data(tensors, to_dtype)
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        tensor.grad = None if gradient is None else gradient.to(dtype)
+
+
+def convert_data(tensors: Sequence[Tensor], convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace the data of tensors by what `convert` makes of it. Those that share memory share it afterwards."""
+    shared = Counter(map(_address, tensors))
+    storages: dict[tuple[int, torch.dtype], Tensor] = {}  # what was converted, by the address
+    for tensor in tensors:
+        key = address, _ = _address(tensor), tensor.dtype
+        if not address or shared[address] == 1:
+            tensor.data = convert(tensor.data)
+            continue
+        if key not in storages:
+            size = tensor.untyped_storage().nbytes() // tensor.itemsize
+            storages[key] = convert(tensor.data.as_strided((size,), (1,), 0))
+        tensor.data = storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
 
 
 def _floating(model: nn.Module) -> list[Tensor]:

@@ -76,7 +76,7 @@ def default_ops() -> DefaultOps:
     """
     kinds = {**TORCHS, **_in_force.kinds}
     return DefaultOps(
-        *(tuple(sorted(name for name, kind in kinds.items() if kind == each)) for each in ("low", "fp32"))
+        *(tuple(sorted(name for name, kind in kinds.items() if kind == listed)) for listed in ("low", "fp32"))
     )
 
 
@@ -106,12 +106,12 @@ def as_torch_does(name: str, keys: torch.DispatchKeySet, *args: Any, **kwargs: A
         if _has_number(overload, args):
             return below(overload, args, kwargs)
         return as_without_autocast_kernel(overload, keys, *args, **kwargs)
-    dtypes = {each.dtype for each in find(Tensor, (args, kwargs)) if each.dtype.is_floating_point}
+    dtypes = {tensor.dtype for tensor in find(Tensor, (args, kwargs)) if tensor.dtype.is_floating_point}
     if kind == "low":
         dtype = torch.get_autocast_dtype("cpu")
-        args, kwargs = map_tensors(lambda each: cast_like_autocast(each, dtype), (args, kwargs))
+        args, kwargs = map_tensors(lambda tensor: cast_like_autocast(tensor, dtype), (args, kwargs))
     elif kind == "fp32" or len(dtypes) > 1:
-        args, kwargs = map_tensors(lambda each: cast_like_autocast(each, torch.float32), (args, kwargs))
+        args, kwargs = map_tensors(lambda tensor: cast_like_autocast(tensor, torch.float32), (args, kwargs))
     return below(overload, args, kwargs)
 
 
@@ -137,7 +137,7 @@ def _has_number(overload: Any, args: tuple[Any, ...]) -> bool:
 
 @functools.cache
 def _places_of_tensors(overload: Any) -> tuple[int, ...]:
-    return tuple(place for place, each in enumerate(arguments_of(overload)) if str(each.type) == "Tensor")
+    return tuple(place for place, argument in enumerate(arguments_of(overload)) if str(argument.type) == "Tensor")
 
 
 _NUMBERS = frozenset((int, float, bool, complex))
@@ -147,6 +147,15 @@ def overload_of(name: str) -> Any:
     """Return the overload of an ATen operator, such as ``softmax.int``."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def written_places(overload: Any) -> list[int | str]:
+    """Return the arguments that an overload writes to: their places, or their names where they have none."""
+    return [
+        argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(arguments_of(overload))
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def cast_like_autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,21 +11,23 @@ from nano_loop.patching.user_code import users_frame
 
 # torch has no class for these errors, and words each in its own way.
 _ABOUT_DTYPES = re.compile(
-    r"bfloat16|expected scalar type|same (dtype|type|scalar type)|equal to src\.dtype|dtypes match|expected dtype",
+    r"bfloat16|\bHalf\b|expected scalar type|"
+    r"same (dtype|type|scalar type)|equal to src\.dtype|dtypes match|expected dtype",
     re.IGNORECASE,
 )
 _ADVICE = "Put it under `with nano_loop.disable_casts():`, where it computes in fp32, or name it in fp32_ops"
-_UNDER_AUTOCAST = 'under precision="bf16", torch\'s autocast gives it tensors that it refuses, such as bf16 with fp32'
+_UNDER_AUTOCAST = "autocast gives it tensors that torch refuses, such as bf16 or fp16 with fp32"
+_NO_KERNEL, _IN_FP32 = "torch has no kernel of it in this dtype", _ADVICE.partition(", or name")[0]
 
 
-def explain(error: BaseException, needed: str = _UNDER_AUTOCAST, advice: str = _ADVICE) -> None:
+def explain(error: BaseException, expected: str = _UNDER_AUTOCAST, advice: str = _ADVICE) -> None:
     """Add the operation, the user's line and what to do to an error about dtypes, which is being raised.
 
     Parameters
     ----------
     error : BaseException
         The error; one of another kind is left as it is.
-    needed, advice : str
+    expected, advice : str
         The last two parts of the text.
 
     Raises
@@ -34,7 +36,7 @@ def explain(error: BaseException, needed: str = _UNDER_AUTOCAST, advice: str = _
         Instead of it in Python 3.10, which has no notes.
     """
     # torch's error for a missing kernel, which says "not implemented", is a RuntimeError, too.
-    text = _explanation(error, needed, advice) if isinstance(error, RuntimeError) else None
+    text = _explanation(error, expected, advice) if isinstance(error, RuntimeError) else None
     if text is None:
         return
     if not hasattr(error, "add_note"):
@@ -47,14 +49,16 @@ def is_about_dtypes(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _ABOUT_DTYPES.search(str(error)) is not None
 
 
-def _explanation(error: RuntimeError, needed: str, advice: str) -> str | None:
+def _explanation(error: RuntimeError, expected: str, advice: str) -> str | None:
     if not is_about_dtypes(error) or any(advice in note for note in getattr(error, "__notes__", ())):
         return None
+    if "not implemented" in str(error):
+        expected, advice = _NO_KERNEL, _IN_FP32
     frame = users_frame(traceback.extract_tb(error.__traceback__))
     got = "An operation of the model"
     if frame is not None:
         got = f"{_operation(frame)} ({frame.filename}, line {frame.lineno})"
-    return error_message(got, needed, advice)
+    return error_message(got, expected, advice)
 
 
 def _operation(frame: traceback.FrameSummary) -> str:

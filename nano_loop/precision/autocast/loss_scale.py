@@ -126,13 +126,13 @@ class LossScale:
         if gradients is None or not _are_leaves(kw.get("inputs", args[3] if len(args) > 3 else None)):
             return original(roots, grad_tensors, *args, **kw)
         # Whatever is finite again has been set to zero by the loop.
-        self._overflowed = {id(each): each for each in not_finite(self._overflowed.values())}
+        self._overflowed = {id(leaf): leaf for leaf in not_finite(self._overflowed.values())}
         self._of_checkpoints.clear()
         with at(factor), divided(leaves, factor), retained_divided(factor):
             original(roots, gradients, *args, **kw)
         leaves = [*leaves, *self._of_checkpoints]
         self._of_checkpoints.clear()
-        overflowed = {id(each): each for each in not_finite(leaves)}
+        overflowed = {id(leaf): leaf for leaf in not_finite(leaves)}
         self.note(overflowed=bool(overflowed.keys() - self._overflowed.keys()))
         self._overflowed |= overflowed
         return None
@@ -163,18 +163,18 @@ class LossScale:
         # Also what the loop has assigned, and what overflows in the backward under way.
         if not self._overflowed.keys().isdisjoint(map(id, held)) or not_finite(held):
             self.skipped += 1
-            self._aside = [(each, each.grad) for each in held]
-            for each in held:
-                each.grad = None
+            self._aside = [(leaf, leaf.grad) for leaf in held]
+            for leaf in held:
+                leaf.grad = None
 
     def _put_back(self) -> None:
         """Give the loop the gradients back that a skipped step has not seen."""
-        for each, gradient in self._aside:
-            if each.grad is None:
-                each.grad = gradient
+        for leaf, gradient in self._aside:
+            if leaf.grad is None:
+                leaf.grad = gradient
         self._aside.clear()
 
 
 def _are_leaves(inputs: Any) -> bool:
     """Whether a backward is for leaves, as it is without `inputs`."""
-    return inputs is None or all(isinstance(each, Tensor) and each.is_leaf for each in several(inputs))
+    return inputs is None or all(isinstance(leaf, Tensor) and leaf.is_leaf for leaf in several(inputs))

@@ -2,7 +2,7 @@
 
 Three rules hold for what is in no list, as Habana's mixed precision had them: an operator runs in the dtype of its
 input; with inputs of several dtypes, in the widest; in place, in that of the tensor it writes to. torch does so, and
-`mixed_dtypes` where torch refuses.
+`widest_dtype` where torch refuses.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _casting(name: str, overload: Any, kind: str) -> Rule:
     first_only = kind == "low" and name.partition(".")[0] in _NORMS
     kept = frozenset(
         place
-        for place, each in enumerate(arguments_of(overload))
-        if (first_only and place) or each.name in _UPDATED or _is_written(each)
+        for place, argument in enumerate(arguments_of(overload))
+        if (first_only and place) or argument.name in _UPDATED or _is_written(argument)
     )
 
     def rule(function: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def _casting(name: str, overload: Any, kind: str) -> Rule:
 
 def _following(overload: Any) -> Rule:
     def rule(function: Any, keys: Any, written: Tensor, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_tensors(lambda each: cast_like_autocast(each, written.dtype), (args, kwargs))
+        args, kwargs = map_tensors(lambda tensor: cast_like_autocast(tensor, written.dtype), (args, kwargs))
         return below(overload, (written, *args), kwargs)
 
     return rule

@@ -75,10 +75,10 @@ def reached_from(roots: Sequence[Tensor]) -> tuple[bool, list[Tensor]]:
     """Return whether a graph has nodes that set-up models made, and the leaves that it reaches."""
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
     leaves = [root for root in roots if root.is_leaf and root.requires_grad]
-    seen, found = set(waiting), False
+    seen, is_reached = set(waiting), False
     while waiting:
         node = cast(Any, waiting.pop())
-        found = found or was_made_inside(node_number(node))
+        is_reached = is_reached or was_made_inside(node_number(node))
         for below, _ in node.next_functions:
             if below is None or below in seen:
                 continue
@@ -87,7 +87,7 @@ def reached_from(roots: Sequence[Tensor]) -> tuple[bool, list[Tensor]]:
                 leaves.append(below.variable)
             else:
                 waiting.append(below)
-    return found, leaves
+    return is_reached, leaves
 
 
 def multiplied(roots: Sequence[Tensor], gradients: Any, factor: float) -> list[Any] | None:
@@ -107,7 +107,7 @@ def not_finite(tensors: Iterable[Tensor]) -> list[Tensor]:
     if not held:
         return []
     finite = torch.stack([_sum(gradient) for _, gradient in held]).isfinite().tolist()
-    return [each for (each, _), good in zip(held, finite, strict=True) if not good]
+    return [tensor for (tensor, _), good in zip(held, finite, strict=True) if not good]
 
 
 def _sum(gradient: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def paused() -> Iterator[None]:
 @contextmanager
 def retained_divided(factor: float) -> Iterator[None]:
     """Divide the gradients that other tensors than leaves keep."""
-    held = [(each, each.grad) for each in (ref() for ref in this_thread.retaining) if each is not None]
+    held = [(tensor, tensor.grad) for tensor in (ref() for ref in this_thread.retaining) if tensor is not None]
     for tensor, _ in held:
         tensor.grad = None
     try:
@@ -200,7 +200,7 @@ def _around_grad(original: Call) -> Call:
         roots, wanted, scale = several(outputs), several(inputs), this_thread.scale
         factor, leaves = (1.0, []) if scale is None else scale.begin(roots)
         gradients = multiplied(roots, grad_outputs, factor)
-        if scale is None or gradients is None or not all(isinstance(each, Tensor) for each in wanted):
+        if scale is None or gradients is None or not all(isinstance(tensor, Tensor) for tensor in wanted):
             return original(outputs, wanted, grad_outputs, *args, **kwargs)
         # The graph is kept for another try. It is freed with the last reference to it.
         args, kwargs = ((True, *args[1:]), kwargs) if args else (args, {**kwargs, "retain_graph": True})
@@ -210,7 +210,7 @@ def _around_grad(original: Call) -> Call:
                 original, roots, wanted, [gradient * smaller for gradient in gradients], *args, **kwargs
             )
             grads = _grad_divided(factor * smaller, leaves, wanted, run)
-            good = all(bool(_sum(each).isfinite()) for each in grads if each is not None)
+            good = all(bool(_sum(gradient).isfinite()) for gradient in grads if gradient is not None)
             scale.note(overflowed=not good)
             if good:
                 break
@@ -221,10 +221,12 @@ def _around_grad(original: Call) -> Call:
 
 def _grad_divided(factor: float, leaves: Sequence[Tensor], wanted: Sequence[Tensor], run: Call) -> Any:
     with at(factor), divided(leaves, factor), retained_divided(factor):
-        found = run()
+        gradients = run()
     known = {id(leaf) for leaf in leaves if leaf.requires_grad}
-    pairs = zip(wanted, found, strict=True)
-    return tuple(each if each is None or id(tensor) in known else each * (1 / factor) for tensor, each in pairs)
+    pairs = zip(wanted, gradients, strict=True)
+    return tuple(
+        gradient if gradient is None or id(tensor) in known else gradient * (1 / factor) for tensor, gradient in pairs
+    )
 
 
 def _around_register_hook(original: Call) -> Call:
@@ -243,12 +245,12 @@ def _unscaled(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         factor = this_thread.factor
         if factor == 1:
             return hook(gradient)
-        given = gradient.float() / factor if gradient.dtype is torch.float16 else gradient / factor
-        before = version(given)
-        found = hook(given)
-        if found is None and version(given) != before:  # the hook has written to it
-            found = given
-        return None if found is None else (found * factor).to(gradient.dtype)
+        unscaled_gradient = gradient.float() / factor if gradient.dtype is torch.float16 else gradient / factor
+        before = version(unscaled_gradient)
+        replacement = hook(unscaled_gradient)
+        if replacement is None and version(unscaled_gradient) != before:  # the hook has written to it
+            replacement = unscaled_gradient
+        return None if replacement is None else (replacement * factor).to(gradient.dtype)
 
     return unscaled
 
@@ -258,7 +260,7 @@ def _around_retain_grad(original: Call) -> Call:
     def retain_grad(self: Tensor) -> None:
         original(self)
         if not self.is_leaf:
-            others = (each for each in this_thread.retaining if each() is not None and each() is not self)
+            others = (other for other in this_thread.retaining if other() is not None and other() is not self)
             this_thread.retaining = [*others, weakref.ref(self)]
 
     return retain_grad
@@ -279,8 +281,8 @@ def _around_detach_variable(original: Call) -> Call:
 
     @functools.wraps(original)
     def detach_variable(inputs: Any) -> Any:
-        found = original(inputs)
-        this_thread.detached = {id(each) for each in found if isinstance(each, Tensor)}
-        return found
+        detached = original(inputs)
+        this_thread.detached = {id(tensor) for tensor in detached if isinstance(tensor, Tensor)}
+        return detached
 
     return detach_variable

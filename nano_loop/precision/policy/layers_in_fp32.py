@@ -133,7 +133,7 @@ RULES: dict[type[nn.Module], Callable[[Any, Tensor], bool]] = {
 #: The operators that these layers call.
 _OPERATORS = {
     nn.Linear: ("linear",),
-    **{each: ("convolution", INNER_CONVOLUTION, each.__name__.lower()) for each in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
+    **{kind: ("convolution", INNER_CONVOLUTION, kind.__name__.lower()) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
     **{
         getattr(nn, f"ConvTranspose{count}d"): ("convolution", INNER_CONVOLUTION, f"conv_transpose{count}d")
         for count in (1, 2, 3)
@@ -173,7 +173,7 @@ def in_fp32_where_faster(layer: nn.Module) -> Call | None:
     rule = RULES.get(type(layer))
     if type(layer) is nn.Linear:
         return _around_linear(layer)
-    if rule is recurrence_is_faster:
+    if rule is recurrence_is_faster or type(layer) is nn.LSTM:  # which is composed of products for packed sequences
         return _around_recurrence
     return None if rule is None else _around(rule)
 
@@ -208,7 +208,8 @@ def _around(rule: Callable[[Any, Tensor], bool]) -> Call:
 def _around_recurrence(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """As `_around`. Without hooks of the user, nothing can change a weight between two time steps."""
     most = 2  # the input and the state
-    if not kwargs and 0 < len(args) <= most and type(args[0]) in _PLAIN and recurrence_is_faster(self, args[0]):
+    is_plain = type(self) in RULES and not kwargs and 0 < len(args) <= most and type(args[0]) in _PLAIN
+    if is_plain and recurrence_is_faster(self, args[0]):
         return in_fp32(function, self, args)
     with weights_cast_once() if calls_only_forward(self) else nullcontext():
         return function(self, *args, **kwargs)
@@ -220,13 +221,13 @@ def in_fp32(function: Call, layer: nn.Module, args: tuple[Any, ...]) -> Any:
         return function(layer, *args)
     torch.set_autocast_enabled("cpu", False)
     try:
-        found = function(layer, *[arg if arg is None else to_fp32(arg) for arg in args])
+        outputs = function(layer, *[arg if arg is None else to_fp32(arg) for arg in args])
     finally:
         torch.set_autocast_enabled("cpu", True)
     dtype = torch.bfloat16
     if type(layer) is nn.GRU:  # whose last cast is to the dtype of its state, which it makes in that of the input
         dtype = next(arg.dtype for arg in reversed(args) if arg is not None)
-    return tuple(each.to(dtype) for each in found) if isinstance(found, tuple) else found.to(dtype)
+    return tuple(output.to(dtype) for output in outputs) if isinstance(outputs, tuple) else outputs.to(dtype)
 
 
 def computes_as_ours(layer: nn.Module, args: Sequence[Any]) -> bool:

@@ -17,7 +17,7 @@ from nano_loop.patching.calls.calls import Call, is_forward
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.torch_private import in_backward, in_functorch
 from nano_loop.patching.walk import find
-from nano_loop.precision.verification.traces import copied
+from nano_loop.precision.verification.traces import converted, copied
 from nano_loop.runtime.objects.training_objects import class_name
 
 #: Why a model is not compared that no gradient has reached.
@@ -114,7 +114,7 @@ class RecordedCalls:
         self._calls.clear()
 
     def _begin(self, function: Call, module: nn.Module, args: Any, kwargs: Any) -> _NotedCall | None:
-        path = next((name for name, each in self.model.named_modules() if each is module), None)
+        path = next((name for name, submodule in self.model.named_modules() if submodule is module), None)
         if path is None:  # a module that has been replaced in the model
             return None
         unknown = next(_not_copied((args, kwargs)), None)
@@ -125,7 +125,7 @@ class RecordedCalls:
         if self._copy is None:
             self._copy = copied(self.model)
             if self._is_converted:
-                self._copy.float()
+                converted(self._copy, torch.float32)
         method = "__call__" if is_forward(function) else function.__name__
         if len(self._calls) == _MOST_CALLS:
             self._calls[0].close()
@@ -182,7 +182,7 @@ def loss_of(model: nn.Module, calls: Any) -> Tensor:
 
 def _differentiable(outputs: Any) -> list[Tensor]:
     """Return the tensors that a model has computed. A parameter that it returns is none of them."""
-    return [each for each in find(Tensor, outputs) if each.requires_grad and not each.is_leaf]
+    return [tensor for tensor in find(Tensor, outputs) if tensor.requires_grad and not tensor.is_leaf]
 
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, slice, type(...))
@@ -191,8 +191,8 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 def _not_copied(value: Any) -> Iterator[Any]:
     """Yield the objects in nested arguments that `_copy_of` does not copy."""
     if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _not_copied(each)
+        for item in value:
+            yield from _not_copied(item)
     elif isinstance(value, Mapping):
         yield from _not_copied(list(value.values()))
     elif not isinstance(value, (Tensor, *_PLAIN)):

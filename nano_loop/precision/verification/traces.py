@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
     outputs: dict[str, Tensor] = {}
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        tensors = [each for each in find(Tensor, output) if each.is_floating_point()]
+        tensors = [tensor for tensor in find(Tensor, output) if tensor.is_floating_point()]
         if id(module) in names and tensors:
             name, calls = names[id(module)], 1
             while name in outputs:
@@ -71,19 +71,19 @@ def copied(model: nn.Module) -> nn.Module:
         If it cannot be copied.
     """
     try:
-        found = copy.deepcopy(model)
+        duplicate = copy.deepcopy(model)
     except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError) as error:
         got = f"{type(model).__name__} cannot be copied: {error}"
         raise NanoConfigError(
             error_message(got, "verify computes on copies", "Make it work with copy.deepcopy")
         ) from error
-    found.zero_grad()
-    for module in found.modules():
+    duplicate.zero_grad()
+    for module in duplicate.modules():
         is_dropout = "dropout" in type(module).__name__.lower()
         for name, value in [*vars(module).items()]:
             if isinstance(value, float) and (name.endswith(_DROPOUTS) or (is_dropout and name == "p")):
                 setattr(module, name, 0.0)
-    return found
+    return duplicate
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
         return in_precision
 
     interceptors = CallInterceptors()
-    interceptors.add(model.to(dtype), "by hand", layer).is_plain = True
+    interceptors.add(converted(model, dtype), "by hand", layer).is_plain = True
     for module in model.modules() if autocast is not None and not can_train_lstms(autocast) else ():
         if isinstance(module, nn.LSTM):
             module.forward = disable_casts()(module.forward)  # type: ignore[method-assign]
@@ -120,13 +120,31 @@ def by_hand(model: nn.Module, kind: PrecisionKind) -> Iterator[nn.Module]:
         interceptors.close()
 
 
+def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copied model in a dtype. Its own `to` may be a closure over the user's model."""
+    return nn.Module.to(model, dtype)
+
+
+@contextmanager
+def gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Put the gradients of the user's parameters aside: a copy may reach a module that is none of its own."""
+    gradients = [(parameter, parameter.grad) for parameter in {id(one): one for one in parameters}.values()]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
 @contextmanager
 def in_fp64(model: nn.Module) -> Iterator[nn.Module]:
     """Run a model in fp64, with what it makes by itself."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        yield model.double()
+        yield converted(model, torch.float64)
     finally:
         torch.set_default_dtype(before)
 

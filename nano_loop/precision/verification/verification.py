@@ -14,7 +14,16 @@ from nano_loop.config.precisions import PRECISIONS, PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.precision.verification.comparison import Compared, compare
-from nano_loop.precision.verification.traces import RandomStates, Trace, by_hand, copied, in_fp64, run_backward, traced
+from nano_loop.precision.verification.traces import (
+    RandomStates,
+    Trace,
+    by_hand,
+    copied,
+    gradients_kept,
+    in_fp64,
+    run_backward,
+    traced,
+)
 from nano_loop.runtime.objects.report import SetupReport
 
 #: How many lines the text has of each table.
@@ -136,7 +145,8 @@ def verified(
         return traced(made, call)
 
     # An optimizer may step, and a test may verify, without gradients or under autocast.
-    with states.kept(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    kept = gradients_kept(model.parameters())
+    with states.kept(), kept, torch.enable_grad(), torch.autocast("cpu", enabled=False):
         single = trace(copied(model), step)
         if not single.gradients:
             got = "loss_fn computed no gradient of the model's parameters"
@@ -144,11 +154,11 @@ def verified(
             raise NanoConfigError(error_message(got, "verify compares them", hint))
         made = copied(model)
         with acceleration(made) as run:
-            found = trace(made, lambda each: step(each, kind=kind))
+            found = trace(made, lambda model: step(model, kind=kind))
         with by_hand(copied(model), kind) as made:
-            hand = trace(made, lambda each: step(each, kind=kind, scaled_by_hand=True))
+            hand = trace(made, lambda model: step(model, kind=kind, scaled_by_hand=True))
         with in_fp64(copied(model)) as made:
-            exact = trace(made, lambda each: step(each, map_tensors(_in_fp64, batch)))
+            exact = trace(made, lambda model: step(model, map_tensors(_in_fp64, batch)))
         torch.manual_seed(1)
         other = traced(copied(model), step)
     last_place = max(torch.finfo(kind.autocast_by_hand or kind.compute).eps, torch.finfo(torch.float32).eps)

@@ -1,0 +1,228 @@
+"""C functions are called with tensors as they are declared alone, and with memory that no default of torch changes."""
+
+import ast
+import importlib
+import pkgutil
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nano_loop import kernels, nano
+from nano_loop.kernels import build
+from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.memory import CONTIGUOUS, DENSE, Pointer, UnsupportedTensorError, attempt, check
+
+ROOT = Path(kernels.__file__).parent
+MODULES = [
+    importlib.import_module(module.name) for module in pkgutil.walk_packages(kernels.__path__, "nano_loop.kernels.")
+]
+KERNELS = {
+    kernel.name: kernel for module in MODULES for kernel in vars(module).values() if isinstance(kernel, CompiledKernel)
+}
+FUNCTIONS = [(kernel, function) for kernel in KERNELS.values() for function in kernel.functions]
+#: The types of pointers to elements in C, by dtype; bytes and what a function reads in several dtypes have any.
+TYPES = {torch.bfloat16: "uint16_t", torch.float32: "float", torch.int64: "int64_t"}
+
+
+def pointers_of(kernel, function):
+    """The types of the pointers to elements that a function takes, as the compiler reads its declaration."""
+    source = ROOT / "csrc" / f"{kernel.name}.c"
+    native = build._NATIVE[build.platform.machine()]
+    command = [*build._compiler(), *build._PARALLEL, native, "-E", "-P", str(source)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (parameters,) = re.findall(rf"\b(?:void|int) {function}\(([^)]*)\)\s*\{{", text)
+    names = re.findall(r"(?:const )?(\w+) \*", parameters)
+    return [name for name in names if name not in ("Call", "Shape")]
+
+
+def test_every_source_has_a_kernel_whose_functions_are_declared():
+    assert set(KERNELS) == {path.stem for path in (ROOT / "csrc").glob("*.c")}
+    assert all(kernel.functions for kernel in KERNELS.values())
+
+
+@pytest.mark.parametrize(("kernel", "function"), FUNCTIONS, ids=lambda value: getattr(value, "name", value))
+def test_declaration_of_each_function_is_that_of_its_source(kernel, function):
+    if kernel.unavailable is not None:
+        pytest.skip(kernel.unavailable)
+    names = pointers_of(kernel, function)
+    assert len(names) == len(kernel.functions[function])
+    for name, pointer in zip(names, kernel.functions[function], strict=True):
+        expected = TYPES.get(pointer.dtypes[0]) if len(pointer.dtypes) == 1 else None
+        assert expected in (None, name)
+
+
+def others(pointer):
+    """Tensors that a pointer does not take."""
+    dtype = pointer.dtypes[0]
+    tensor = torch.ones(4, 6).to(dtype)
+    yield torch.ones(4, 6, dtype=torch.complex64)
+    yield torch.ones(4, 6, dtype=dtype, device="meta")
+    yield tensor.to_sparse()
+    if dtype.is_floating_point:
+        yield torch._neg_view(tensor)
+    if pointer.layout in (CONTIGUOUS, DENSE):
+        yield tensor[:, ::2]
+    if pointer.layout == CONTIGUOUS:
+        yield tensor.t()
+    released = tensor.clone()
+    released.untyped_storage().resize_(0)
+    yield released
+
+
+@pytest.mark.parametrize(("kernel", "function"), FUNCTIONS, ids=lambda value: getattr(value, "name", value))
+def test_no_function_is_called_with_a_tensor_that_it_does_not_take(kernel, function, monkeypatch):
+    monkeypatch.setattr(CompiledKernel, "_library", lambda self: pytest.fail("it was called"))
+    pointers = kernel.functions[function]
+    good = [torch.ones(4, 6).to(pointer.dtypes[0]) for pointer in pointers]
+    for place, pointer in enumerate(pointers):
+        for bad in others(pointer):
+            with pytest.raises(UnsupportedTensorError):
+                kernel(function, *good[:place], bad, *good[place + 1 :])
+    assert attempt(kernel, function, *[torch.ones(2, dtype=torch.complex64)] * len(pointers)) is None
+    with pytest.raises(ValueError, match="zip"):
+        kernel(function, *good, good[-1])
+
+
+def test_dense_tensors_of_a_call_lie_alike():
+    pointers = (Pointer((torch.float32,), DENSE),) * 2
+    images = torch.ones(2, 3, 4, 5)
+    check([images.contiguous(memory_format=torch.channels_last)] * 2, pointers)
+    check([torch.ones(2, 3, 1, 1), torch.ones(2, 3, 1, 1).contiguous(memory_format=torch.channels_last)], pointers)
+    for other in (images.contiguous(memory_format=torch.channels_last), images[:1], images.transpose(2, 3)):
+        with pytest.raises(UnsupportedTensorError):
+            check([images, other], pointers)
+
+
+def test_vmap_has_no_memory():
+    seen = []
+
+    def accepted(x):
+        seen.append(Pointer((torch.float32,)).accepts(x))
+        return x
+
+    torch.func.vmap(accepted)(torch.ones(2, 3))
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: path.stem)
+def test_no_memory_is_of_torchs_default_dtype_or_device(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {
+            f"torch.{name}"
+            for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "linspace", "rand", "eye")
+        }:
+            assert {"dtype", "device"} <= {keyword.arg for keyword in node.keywords}, ast.unparse(node)
+
+
+# --- what a loop sees ---
+
+
+def made():
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 512), nn.LayerNorm(512), nn.ReLU(), nn.Linear(512, 512), nn.BatchNorm1d(512), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(512, 1000)).float()
+    return model, torch.randn(600, 32, dtype=torch.float32), torch.randint(0, 100, (600, 2))
+
+
+def losses(run):
+    """The losses of some steps, plain or accelerated by a function."""
+    model, x, labels = made()
+
+    def train(model, optimizer):
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            found.append(F.cross_entropy(model(x), labels[:, 1]))  # a column of a table
+            found[-1].backward()
+            optimizer.step()
+        return torch.stack(found).tolist()
+
+    return run(train)(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_losses_are_those_of_the_plain_loop_under_any_default_dtype(dtype, called):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        ours, plain = losses(nano(precision="bf16", verbose=False)), losses(lambda train: train)
+    finally:
+        torch.set_default_dtype(before)
+    assert ours == pytest.approx(plain, rel=0.02)
+    assert {"layer_norm", "batch_norm_backward", "cross_entropy_float"} <= set(called)
+
+
+def test_kernels_make_their_memory_on_the_cpu_under_any_default_device(called):
+    model, x, labels = made()
+
+    @nano(precision="bf16", verbose=False)
+    def train(model):
+        with torch.device("meta"):
+            loss = F.cross_entropy(model(x), labels[:, 1])
+            loss.backward()
+        return loss.item()
+
+    assert train(model) == pytest.approx(losses(lambda train: train)[0], rel=0.02)
+    assert {"layer_norm", "batch_norm", "cross_entropy_float"} <= set(called)
+
+
+@pytest.mark.parametrize("size", [1, 500])
+def test_norm_whose_weight_has_another_size_is_torchs_error(size):
+    @nano(precision="bf16", verbose=False)
+    def train(model):
+        return model(torch.randn(600, 512))
+
+    class Norm(nn.LayerNorm):
+        def forward(self, x):
+            return F.layer_norm(x, (512,), torch.ones(size), torch.ones(size))
+
+    with pytest.raises(RuntimeError, match="weight"):
+        train(Norm(512))
+
+
+class Lstm(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0].mean((0, 1))[:4]
+
+
+class Classes(nn.Linear):
+    def forward(self, x):
+        logits = super().forward(x).float()
+        return torch.stack([F.cross_entropy(logits, torch.full((64,), number)) for number in range(4)])
+
+
+class Norms(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).mean(0)[:4]
+
+
+MODELS = {
+    "lstm": lambda: (Lstm(64, 128, batch_first=True), torch.randn(8, 16, 64)),
+    "cross-entropy": lambda: (Classes(64, 1200), torch.randn(64, 64)),
+    "norm, activation, product": lambda: (
+        Norms(nn.Linear(64, 1024), nn.LayerNorm(1024), nn.GELU(approximate="tanh"), nn.Linear(1024, 512)),
+        torch.randn(300, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_jacobians_of_many_rows_at_a_time_are_those_of_autocast_by_hand(name):
+    torch.manual_seed(0)
+    model, x = MODELS[name]()
+
+    def jacobians(model):
+        inputs = torch.autograd.functional.jacobian(model, x, vectorize=True)
+        return inputs, torch.autograd.grad(model(x), model.parameters(), torch.eye(4), is_grads_batched=True)[0]
+
+    ours = nano(precision="bf16", verbose=False)(jacobians)(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = jacobians(model)
+    for found, by_hand in zip(ours, expected, strict=True):
+        assert found.shape == by_hand.shape
+        assert (found - by_hand).float().norm() < 0.05 * by_hand.float().norm()
