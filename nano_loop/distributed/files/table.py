@@ -286,11 +286,12 @@ class Table:
             real.unlink(self.root + key)
             for name in names:
                 self._hide(os.path.join(key, name))
-        self.made.note(key)  # before others see it
+        is_new = self.made.note(key)  # before others see it
         try:
             real.mkdir(key, mode)
         except (FileExistsError, FileNotFoundError, NotADirectoryError):
-            self.made.claim(key)  # rank 0 has made it, or it has not made the folder above yet
+            if is_new:  # rank 0 has made it, or it has not made the folder above yet
+                self.made.forget(key)
         self.mirrored(key)
 
     def remove(self, key: str) -> None:
@@ -316,13 +317,20 @@ class MadeFolders:
     def __init__(self, run: Path) -> None:
         self._folder = str(run / "made")
 
-    def note(self, key: str) -> None:
-        """Note that this rank makes a folder."""
-        with contextlib.suppress(OSError):  # the run's folder is gone
+    def note(self, key: str) -> bool:
+        """Note that this rank makes a folder; return whether no rank has before."""
+        with contextlib.suppress(OSError):  # noted already, or the run's folder is gone
             with contextlib.suppress(FileExistsError):
                 real.mkdir(self._folder)
-            with real.open_file(self._mark(key), "w") as file:
+            with real.open_file(self._mark(key), "x") as file:
                 file.write(key)
+                return True
+        return False
+
+    def forget(self, key: str) -> None:
+        """Take back what `note` has noted, and no earlier note that a rank wants the folder no more."""
+        with contextlib.suppress(OSError):
+            real.unlink(self._mark(key))
 
     def make_for_the_run(self, key: str) -> None:
         """Make a folder that goes with the run, with those above it, where it is empty then."""
