@@ -27,9 +27,9 @@ from torch import distributed
 from benchmarks.names import at_least_one
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
-from nano_loop.distributed.shared_memory.allocation import map_together
+from nano_loop.distributed.multi_host.hosts import HostsTransport
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
+from nano_loop.distributed.shared_memory.shared_file import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,10 +59,10 @@ def systems(ranks: Ranks, compression: torch.dtype | None) -> dict[str, Callable
         for tensor in tensors:
             tensor.div_(ranks.size)
 
-    mapped = partial(map_together, ranks, "/dev/shm")
+    mapped = partial(map_together, ranks, Path(f"/dev/shm/averaging-{os.getppid()}"), ranks.rank == 0)
     return {
         OURS: SharedMemoryTransport(ranks, mapped, compression=compression).average,
-        "process group": ProcessGroupTransport(ranks, compression=compression).average,
+        "process group": HostsTransport(ranks, compression=compression).average,
         "gloo all_reduce": all_reduce,
     }
 

@@ -39,7 +39,6 @@ from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import Terms, join_run
 from nano_loop.distributed.multi_host.hosts import HostsTransport
-from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTS = ("nano-loop-a", "nano-loop-b")
@@ -117,7 +116,7 @@ def averaged(ranks: Ranks, way: str, model: nn.Module, optimizer: Any) -> Iterat
         return
     assert ranks.context.hosts is not None
     flat = way == "flat"
-    transport: Any = ProcessGroupTransport(ranks) if flat else HostsTransport(ranks, ranks.context.hosts)
+    transport = HostsTransport(ranks, None if flat else ranks.context.hosts)
     stream = transport.stream if way == "by host, overlapped" else None
     averaging = Averaging(ranks, transport, compare=False, stream=stream)
     averaging.add([model], [optimizer])

@@ -10,19 +10,19 @@ import torch
 from torch import distributed, nn
 from typing_extensions import override
 
-from nano_loop.distributed.comm.transport import Transport
+from nano_loop.distributed.comm.channel import Transport
 from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.distributed.data_parallel.initial_sync import named_parameters
 from nano_loop.distributed.multi_host.hosts import HostsTransport
-from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
 from nano_loop.distributed.sharding.sharding import served_whole_by_mode
-from nano_loop.distributed.shared_memory.allocation import map_together
+from nano_loop.distributed.shared_memory.shared_file import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
 from nano_loop.errors import NanoError
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
 
-_AT_END = "at the end of each backward"
+_FILE = "averaging-gradients"
+_AT_END, _DURING = "at the end of each backward", "during each backward"
 
 
 class GradientAveraging(RanksStep):
@@ -64,7 +64,7 @@ class GradientAveraging(RanksStep):
             transport,
             served_whole_by_mode,
             compare=self.options.compare_parameters,
-            stream=transport.stream if isinstance(transport, HostsTransport) else None,
+            stream=transport.stream if isinstance(transport, HostsTransport) and not self.ranks.on_one_host else None,
         )
         self.undoing.callback(averaging.close)
         return averaging
@@ -82,7 +82,8 @@ class GradientAveraging(RanksStep):
         folder = self.ranks.folder
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers
-                mapped, chunk = partial(map_together, self.ranks, folder), chunk_for(self._nbytes)
+                mapped = partial(map_together, self.ranks, folder / _FILE, self.ranks.rank == 0)
+                chunk = chunk_for(self._nbytes)
                 transport = SharedMemoryTransport(self.ranks, mapped, compression=compression, chunk=chunk)
                 self._way = f"{_AT_END}, through shared memory"
                 return transport
@@ -91,7 +92,7 @@ class GradientAveraging(RanksStep):
                 transport_between = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
                 shares = any(len(member) > 1 for member in self.ranks.context.hosts.members)
                 route = "through shared memory, then between hosts by gloo" if shares else "by gloo"
-                self._way = f"during each backward, {route}"
+                self._way = f"{_DURING}, {route}"
                 return transport_between
-        self._way = f"{_AT_END}, by {distributed.get_backend()}"
-        return ProcessGroupTransport(self.ranks, compression=compression)
+        self._way = f"{_AT_END if self.ranks.on_one_host else _DURING}, by {distributed.get_backend()}"
+        return HostsTransport(self.ranks, compression=compression)

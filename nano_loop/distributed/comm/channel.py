@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,3 +63,33 @@ class Channel(Protocol):
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
+
+
+class Transport(Protocol):
+    """Carries tensors between the ranks of a run.
+
+    `average` is collective, and relies on equal shapes and dtypes, which ranks compare before.
+    """
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite each tensor in place by its mean over all ranks, which is the same to the bit on every rank.
+
+        Collective.
+
+        Parameters
+        ----------
+        tensors : sequence of torch.Tensor
+            On the CPU, of float32, float64, bfloat16, float16, complex64 or complex128, of any strides without
+            overlap. Every rank gives the same shapes and dtypes in the same order; strides may differ.
+
+        Raises
+        ------
+        NanoError
+            Where a dtype is another, and where a rank that this one waits for has failed, or is too late.
+        """
+
+    def leave(self) -> None:
+        """Announce that this rank averages no more, so that a rank which waits for it raises at once, if possible."""
+
+    def close(self) -> None:
+        """Give back all memory. A closed transport raises on use."""

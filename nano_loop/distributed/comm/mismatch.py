@@ -39,7 +39,7 @@ class CallSite(NamedTuple):
         return cls(what, line)
 
 
-def parted(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
+def mismatch_message(own_rank: int, all_ranks: Mapping[int, CallSite]) -> str:
     """Return the message for ranks that are in different collectives.
 
     Parameters

@@ -1,4 +1,4 @@
-"""One rank's view of the others: who it is, how many there are, and how values travel between them.
+"""One rank's view of the others: who and where they are, and how values travel between them.
 
 Every wait is a Python loop with checks, so that a signal, or a rank that has failed, ends it at once.
 """
@@ -14,8 +14,6 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from nano_loop.distributed.comm.channel import Channel
-from nano_loop.distributed.comm.hosts import Hosts
-from nano_loop.distributed.comm.sharding_state import ShardingState
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_message
 
 Value = TypeVar("Value")
@@ -71,6 +69,66 @@ class Waits(Protocol):
 
     def begin(self, other: int, what: str) -> Any:
         """Return the wait that this rank begins, for rank `other` in a collective."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a run that has several.
+
+    Parameters
+    ----------
+    members : sequence of sequences of int
+        The ranks of each host, ascending, the host of rank 0 first.
+    own : int
+        Which of the hosts is this rank's.
+    folder : Path or None
+        A private folder of this host's ranks; None where there is one rank alone.
+    leaders : torch.distributed.ProcessGroup
+        A group of the first rank of each host; on other ranks, what torch has for a group that a rank is not in.
+    """
+
+    members: Sequence[Sequence[int]]
+    own: int
+    folder: Path | None
+    leaders: Any
+
+    @property
+    def here(self) -> Sequence[int]:
+        """The ranks of this host."""
+        return self.members[self.own]
+
+
+def by_host(hosts: Sequence[object]) -> list[list[int]]:
+    """Return the ranks of each host, of the host of each rank, in the order of the hosts' first ranks."""
+    ranks: dict[object, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    return [*ranks.values()]
+
+
+@dataclass
+class ShardingState:
+    """What one rank knows of how the work of its run is divided.
+
+    Attributes
+    ----------
+    delivered : bool
+        Whether a divided loader has delivered a batch since the last averaging of gradients.
+    undivided : bool
+        Whether all ranks computed the same when they compared it last; the same on all ranks.
+    chosen : bool
+        Whether the latest batch came from a loader that ``shard=False`` keeps whole.
+    implicit_loaders : bool
+        Whether a loader that was not set up was divided.
+    warnings_given : set of str
+        The warnings that the run has given.
+    """
+
+    delivered: bool = False
+    undivided: bool = False
+    chosen: bool = False
+    implicit_loaders: bool = False
+    warnings_given: set[str] = field(default_factory=set)
 
 
 @dataclass

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nano_loop.data.random_states import part_ways
+from nano_loop.distributed.comm.channel import Transport
+from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.comm.transport import Transport
 from nano_loop.distributed.data_parallel import checksums
 from nano_loop.distributed.data_parallel.duplicate_work import DuplicateWork
 from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
@@ -197,7 +198,8 @@ class Averaging:
             evidence=self._duplicate_work.evidence(in_order) if purpose == "average" else b"",
             overlap=self._overlap.state if self._overlap is not None and purpose == "average" else NONE,
         )
-        fingerprints = [Fingerprint.unpack(packed) for packed in self._transport.exchange(own_fingerprint.pack())]
+        packed = self._ranks.channel.gather(own_fingerprint.pack(), AVERAGING)
+        fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
         refuse_divergence(fingerprints)
         if compared:
             checksums.refuse_unequal([fingerprint.checksums for fingerprint in fingerprints], self._parameters.named)

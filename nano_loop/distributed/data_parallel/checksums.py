@@ -33,7 +33,23 @@ def is_due(averagings: int) -> bool:
 def checksums(parameters: Sequence[torch.Tensor]) -> bytes:
     """Return the sum and the norm of each parameter, as pairs of float64."""
     with torch.no_grad():
-        return b"".join(_PAIR.pack(*_sum_and_norm(parameter)) for parameter in parameters)
+        return b"".join(_PAIR.pack(*sum_and_norm(parameter)) for parameter in parameters)
+
+
+def sum_and_norm(tensor: torch.Tensor | None) -> tuple[float, float]:
+    """Return the sum of all elements and their norm; those of a tensor that is missing or empty are 0."""
+    if tensor is None or not tensor.numel():
+        return 0.0, 0.0
+    values = tensor.detach()
+    if values.layout is torch.sparse_coo:
+        values = values.coalesce().values()
+    elif values.layout is not torch.strided:
+        values = values.to_dense()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    # In fp32 they are 15 times as fast as in float64, which torch converts to first.
+    dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
+    return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
 def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None:
@@ -56,17 +72,6 @@ def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None
                     values = f"its sum is {pairs[0][0]:.6g} on rank 0, and {pair[0]:.6g} on rank {rank}"
                 got = f"{name} is not the same on all ranks: {values}"
                 raise NanoWorkerError(error_message(got, "all ranks must train the same model", _ADVICE), rank=rank)
-
-
-def _sum_and_norm(parameter: torch.Tensor) -> tuple[float, float]:
-    values = parameter.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    if values.layout is not torch.strided:
-        values = values.to_dense()
-    # In fp32 they are 15 times as fast as in float64, which torch converts to first.
-    dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
-    return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
 def _equal(one: tuple[float, float], other: tuple[float, float], dtype: torch.dtype) -> bool:

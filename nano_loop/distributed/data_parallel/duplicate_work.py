@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nano_loop.data.random_states import differing, process_states
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.data_parallel.checksums import FIRST, is_due
+from nano_loop.distributed.data_parallel.checksums import FIRST, is_due, sum_and_norm
 from nano_loop.distributed.sharding.dataset_digest import digest
 from nano_loop.errors import error_message
 from nano_loop.patching.nested_tensors import map_tensors
@@ -189,22 +189,10 @@ def _total_and_norm(parameters: Sequence[torch.Tensor]) -> tuple[float, float]:
     """Return the sum of all gradients and their norm; each parameter counts with another factor."""
     total = norm = 0.0
     for factor, parameter in enumerate(parameters, start=1):
-        sum_, length = _sum_and_norm(parameter.grad)
+        sum_, length = sum_and_norm(parameter.grad)
         total, norm = total + factor * sum_, norm + factor * length
     return total, norm
 
 
 def _has_rows(gradient: Any) -> bool:
     return isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided and gradient.dim() > 0
-
-
-def _sum_and_norm(gradient: torch.Tensor | None) -> tuple[float, float]:
-    if gradient is None or not gradient.numel():
-        return 0.0, 0.0
-    values = gradient.detach()
-    if values.layout is not torch.strided:
-        values = values.coalesce().values()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
-    return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from nano_loop.errors import NanoWorkerError, error_message
 
 #: What arrived for a parameter since the last averaging.
@@ -60,19 +58,17 @@ class Fingerprint:
     evidence: bytes = b""
     overlap: int = 0
 
-    def pack(self) -> torch.Tensor:
-        """Return it as a uint8 tensor."""
+    def pack(self) -> bytes:
+        """Return it as bytes."""
         purpose = self.purpose.encode()
         sizes = len(self.rates), len(self.checksums), len(self.evidence)
         counts = _COUNTS.pack(purpose, self.averagings, self.steps, self.newcomers, self.overlap, *sizes)
         rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
-        content = b"".join([counts, rates, self.checksums, self.evidence, self.arrived])
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return b"".join([counts, rates, self.checksums, self.evidence, self.arrived])
 
     @classmethod
-    def unpack(cls, packed: torch.Tensor) -> Fingerprint:
+    def unpack(cls, content: bytes) -> Fingerprint:
         """Make one from what `pack` returned."""
-        content = packed.numpy().tobytes()
         purpose, averagings, steps, newcomers, overlap, count, *sizes = _COUNTS.unpack_from(content)
         rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
         first, second, third = itertools.accumulate(sizes, initial=_COUNTS.size + 8 * count)

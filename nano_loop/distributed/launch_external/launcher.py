@@ -16,9 +16,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from nano_loop.config.environment import SECRET
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, Share, bound, restricted
-from nano_loop.distributed.comm.hosts import Hosts, by_host
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
-from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.ranks import Hosts, Ranks, by_host
 from nano_loop.distributed.comm.signed import SignedCodec, secret_of
 from nano_loop.distributed.files.private_files import private_files
 from nano_loop.distributed.launch.group import leaders_group, local_group, process_group, shared_channel

@@ -2,28 +2,77 @@
 
 A network between hosts is tens of times slower than shared memory. With n ranks a host, an all-reduce over all ranks
 carries what n ranks have over it, and this transport what one has. torch's DistributedDataParallel has nothing like it
-on CPUs.
+on CPUs. Without shared memory, and with other backends than gloo, each rank counts as a host.
 """
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch import distributed
 
-from nano_loop.distributed.comm.hosts import Hosts
-from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.multi_host.process_group import GroupMean, ProcessGroupTransport
-from nano_loop.distributed.shared_memory.allocation import map_by_name
+from nano_loop.distributed.comm.averaging_math import divide, is_summed_wider, new_scratch, real, write_mean
+from nano_loop.distributed.comm.ranks import Hosts, Ranks, Reached
+from nano_loop.distributed.shared_memory.shared_file import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, Stream
 from nano_loop.distributed.shared_memory.shared_ring import BetweenHosts
-from nano_loop.errors import NanoError
 
 _CHUNK = 4 << 20  # bytes that travel as one
 _SLOTS = 6  # one is filled, one summed, the others are between the hosts or on their way back
 _FILE = "averaging-hosts"
+
+
+class GroupMean:
+    """Means over a process group.
+
+    Elements of 16 bits, which gloo would sum in 16 bits, are sent to the ranks that sum them, and gathered again: the
+    same traffic as an all-reduce.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        All ranks of the run, for waits.
+    group : torch.distributed.ProcessGroup, optional
+        Those of the ranks that average; by default, all.
+    """
+
+    def __init__(self, ranks: Ranks, group: Any = None) -> None:
+        self._ranks, self._group = ranks, group
+        self.size: int = ranks.size if group is None else group.size()
+        self._unused: list[torch.Tensor] = []  # what elements of 16 bits were received in, so that pages stay
+        self._scratch = new_scratch()
+
+    def average(self, elements: torch.Tensor) -> Iterator[Reached]:
+        """Overwrite flat `elements` by their mean over the group; yield what has to be reached first.
+
+        Several may be on their way, if all ranks advance them in the same order. Of elements of 16 bits, there are as
+        many for each rank.
+        """
+        if not is_summed_wider(elements.dtype):
+            total = real(elements)
+            yield partial(self._ranks.is_finished, distributed.all_reduce(total, group=self._group, async_op=True))
+            divide(total, self.size)
+            return
+        received = self._unused.pop() if self._unused else torch.empty(0, dtype=elements.dtype, device="cpu")
+        if received.dtype is not elements.dtype or len(received) < len(elements):
+            received = torch.empty_like(elements)
+        exchanged, group = received[: len(elements)], self._group
+        yield partial(
+            self._ranks.is_finished, distributed.all_to_all_single(exchanged, elements, group=group, async_op=True)
+        )
+        slices = exchanged.chunk(self.size)
+        mean = torch.empty_like(slices[0])
+        write_mean(mean, slices, self._scratch)
+        gathered = [*elements.chunk(self.size)]
+        yield partial(self._ranks.is_finished, distributed.all_gather(gathered, mean, group, async_op=True))
+        self._unused.append(received)
+
+    def close(self) -> None:
+        """Give back all memory."""
+        self._unused.clear()
 
 
 class HostsTransport:
@@ -35,8 +84,8 @@ class HostsTransport:
     ----------
     ranks : Ranks
         All ranks, with a default process group between them. Collective.
-    hosts : Hosts
-        Where they are.
+    hosts : Hosts, optional
+        Where they are; by default, each rank alone on its host.
     compression : torch.dtype, optional
         In which float32 and float64 tensors travel, such as ``torch.bfloat16``.
     chunk : int
@@ -53,42 +102,29 @@ class HostsTransport:
     def __init__(
         self,
         ranks: Ranks,
-        hosts: Hosts,
+        hosts: Hosts | None = None,
         *,
         compression: torch.dtype | None = None,
         chunk: int = _CHUNK,
         slots: int = _SLOTS,
     ) -> None:
-        self._everyone = ProcessGroupTransport(ranks)
-        here, count = hosts.here, len(hosts.members)
-        is_first = ranks.rank == here[0]
-        self._between = GroupMean(ranks, hosts.leaders) if is_first else None
-        average = None if self._between is None else self._between.average
-        between = BetweenHosts(count, len(here) * count / ranks.size, average)
-        make = partial(SharedMemoryTransport, compression=compression, chunk=chunk, slots=slots, between=between)
-        # Nothing waits for a rank of this host before all ranks know that there is room.
+        if hosts is None:
+            hosts = Hosts([(rank,) for rank in range(ranks.size)], ranks.rank, folder=None, leaders=None)
+        here, count, path = hosts.here, len(hosts.members), hosts.folder
         local = Ranks(
             here.index(ranks.rank), len(here), check=lambda: ranks.check(), timeout=ranks.timeout, context=ranks.context
         )
-        path = None if hosts.folder is None else hosts.folder / _FILE
-        mapped: Callable[[int], mmap.mmap] = partial(mmap.mmap, -1) if path is None else partial(map_by_name, path)
-        transport, reason = None, ""
-        try:
-            transport = make(local, mapped, names=[*here])
-        except NanoError as error:
-            reason = str(error)
-        try:
-            reasons = ranks.gather(reason)  # from here on all have mapped it
-        finally:
-            if path is not None and is_first:
-                path.unlink(missing_ok=True)
-        if transport is None or any(reasons):
-            raise NanoError(next(filter(None, reasons)))
-        self._here = transport
-
-    def exchange(self, header: torch.Tensor) -> list[torch.Tensor]:
-        """See `Transport.exchange`."""
-        return self._everyone.exchange(header)
+        self._mean = GroupMean(ranks, hosts.leaders) if local.rank == 0 else None
+        average = None if self._mean is None else self._mean.average
+        self._here = SharedMemoryTransport(
+            local,
+            partial(map_together, ranks, None if path is None else path / _FILE, local.rank == 0),
+            compression=compression,
+            chunk=chunk,
+            slots=slots,
+            names=[*here],
+            between=BetweenHosts(count, len(here) * count / ranks.size, average),
+        )
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Transport.average`."""
@@ -104,7 +140,6 @@ class HostsTransport:
 
     def close(self) -> None:
         """See `Transport.close`."""
-        self._everyone.close()
         self._here.close()
-        if self._between is not None:
-            self._between.close()
+        if self._mean is not None:
+            self._mean.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import distributed
 
@@ -11,6 +13,8 @@ from nano_loop.distributed.comm.raw_bytes import raw_tensor
 from nano_loop.errors import NanoError, error_message
 
 _LONGEST = 1 << 40  # bytes: a length beyond it is no length
+_LENGTH = struct.Struct("<q")
+_FIRST = 504  # bytes that travel with the length, in one message
 
 
 class ProcessGroupChannel:
@@ -30,21 +34,21 @@ class ProcessGroupChannel:
 
     def gather(self, data: bytes, what: str = "") -> list[bytes]:
         """See `Channel.gather`."""
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks.size)]
-        self._ranks.finish(distributed.all_gather(lengths, torch.tensor([len(data)]), async_op=True))
-        sizes = [_length(length, rank) for rank, length in enumerate(lengths)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = _tensor(data)
-        received = [torch.empty_like(padded) for _ in sizes]
-        self._ranks.finish(distributed.all_gather(received, padded, async_op=True))
-        return [bytes(tensor[:size].numpy()) for tensor, size in zip(received, sizes, strict=True)]
+        # The length, and what a short message has, travel at once.
+        firsts = self._gather(_LENGTH.pack(len(data)) + data[:_FIRST].ljust(_FIRST, b"\0"))
+        sizes = [_length(_LENGTH.unpack_from(first)[0], rank) for rank, first in enumerate(firsts)]
+        wholes, longest = [first[_LENGTH.size :] for first in firsts], max(sizes) - _FIRST
+        if longest > 0:
+            rests = self._gather(data[_FIRST:].ljust(longest, b"\0"))
+            wholes = [whole + rest for whole, rest in zip(wholes, rests, strict=True)]
+        return [whole[:size] for whole, size in zip(wholes, sizes, strict=True)]
 
     def broadcast(self, data: bytes, source: int, what: str = "") -> bytes:
         """See `Channel.broadcast`."""
         length = torch.tensor([len(data)])
         self._ranks.finish(distributed.broadcast(length, source, async_op=True))
         own = self._ranks.rank == source
-        content = _tensor(data) if own else torch.empty(_length(length, source), dtype=torch.uint8)
+        content = _tensor(data) if own else torch.empty(_length(int(length), source), dtype=torch.uint8)
         self._ranks.finish(distributed.broadcast(content, source, async_op=True))
         return data if own else bytes(content.numpy())
 
@@ -60,13 +64,18 @@ class ProcessGroupChannel:
         """See `Channel.barrier`."""
         self._ranks.finish(distributed.all_reduce(torch.zeros(1), async_op=True))
 
+    def _gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, as many of each."""
+        received = [torch.empty(len(data), dtype=torch.uint8) for _ in range(self._ranks.size)]
+        self._ranks.finish(distributed.all_gather(received, _tensor(data), async_op=True))
+        return [bytes(tensor.numpy()) for tensor in received]
+
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _length(received: torch.Tensor, sender: int) -> int:
-    length = int(received)
+def _length(length: int, sender: int) -> int:
     if not 0 <= length <= _LONGEST:
         got = f"rank {sender} announced a message of {length} bytes"
         expected = "a message has between 0 and 2**40 bytes"

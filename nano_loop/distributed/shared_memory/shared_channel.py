@@ -10,26 +10,29 @@ With each piece goes a mark of what the rank does. So ranks that do different th
 
 from __future__ import annotations
 
+import pickle
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import torch
 
 from nano_loop.distributed.comm.channel import Codec
-from nano_loop.distributed.comm.mismatch import CallSite, parted
-from nano_loop.distributed.comm.pickled import PickleCodec
+from nano_loop.distributed.comm.mismatch import CallSite, mismatch_message
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import Receive, raw_bytes
-from nano_loop.distributed.shared_memory.allocation import map_by_name
 from nano_loop.distributed.shared_memory.reductions import Reduction
+from nano_loop.distributed.shared_memory.shared_file import map_by_name, refuse_failed
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 from nano_loop.errors import NanoError, error_message
 
 _PIECE = 1 << 17  # bytes; two slots of each rank stay in a cache
 _POSTED = 0  # the counter
+_VALUE, _REFUSAL = b"v", b"r"  # what a message begins with
 _LENGTHS, _MARKS = 1, 3  # words behind it, two of each
 
 
@@ -48,14 +51,12 @@ class SharedChannel:
         What messages call the ranks; by default they are numbered from 0.
     piece : int
         Bytes of a stream that travel at once, a multiple of 128.
-    agree : callable, optional
-        Is called on every rank: with an empty string when it has mapped the file, or with the reason why it could not.
-        It raises on every rank if one could not. Without it, the others wait for such a rank.
 
     Raises
     ------
     NanoError
-        If there is no room in the folder, or another rank has not come in time. Also what `Ranks.check` raises.
+        If a rank has no room in the folder, on every rank, or another rank has not come in time. Also what
+        `Ranks.check` raises.
     """
 
     def __init__(
@@ -66,10 +67,8 @@ class SharedChannel:
         *,
         names: Sequence[int] = (),
         piece: int = _PIECE,
-        agree: Callable[[str], None] | None = None,
     ) -> None:
         path = folder / name
-        by_name = partial(map_by_name, path)
         self.codec: Codec = PickleCodec()
         self._ranks = ranks
         self._names = names or range(ranks.size)
@@ -77,31 +76,24 @@ class SharedChannel:
         self._steps = 0
         self._unfinished = False
         self._lock = threading.RLock()
-        nbytes = 2 * ranks.size * piece
+        waiting = True
+
+        def check() -> None:
+            ranks.check()
+            if waiting:
+                refuse_failed(path)
+
+        watched = Ranks(ranks.rank, ranks.size, check=check, timeout=ranks.timeout, context=ranks.context)
+        mapped, nbytes = partial(map_by_name, path, self._names[ranks.rank]), 2 * ranks.size * piece
         try:
-            self._segment = SharedSegment(ranks, 1, nbytes, by_name, purpose="exchange values", names=self._names)
-        except NanoError as error:
-            if agree is not None:
-                self._agree(agree, str(error), path)
-            raise
-        if agree is not None:
-            self._agree(agree, "", path)
-        self._posted = self._segment.places(_POSTED)
-        self._slots = raw_bytes(self._segment.memory)
-        try:
+            self._segment = SharedSegment(watched, 1, nbytes, mapped, names=self._names)
+            self._posted = self._segment.places(_POSTED)
+            self._slots = raw_bytes(self._segment.memory)
             self.barrier()  # all have mapped it
         finally:
+            waiting = False
             if ranks.rank == 0:
-                path.unlink()
-
-    def _agree(self, agree: Callable[[str], None], reason: str, path: Path) -> None:
-        """Tell the others how the mapping went. If it failed on any rank, no file is left."""
-        try:
-            agree(reason)
-        except BaseException:
-            if self._ranks.rank == 0:
                 path.unlink(missing_ok=True)
-            raise
 
     @property
     def segment(self) -> SharedSegment:
@@ -223,7 +215,7 @@ class SharedChannel:
         self._segment.publish(own_place, self._steps)
         self._segment.wait(self._posted, self._steps, what)
         if any(words[place + _MARKS + turn] != mark for place in self._posted):  # which all ranks find
-            raise NanoError(self._parted(what))
+            raise NanoError(self._mismatch(what))
         longest = 0
         for rank, place in enumerate(self._posted):
             length = words[place + _LENGTHS + turn]
@@ -233,7 +225,7 @@ class SharedChannel:
             longest = max(longest, length)
         return longest
 
-    def _parted(self, what: str) -> str:
+    def _mismatch(self, what: str) -> str:
         """Exchange what each rank does, and where, and return the message for it."""
         received: dict[int, CallSite] = {}
 
@@ -241,15 +233,37 @@ class SharedChannel:
             received[self._names[rank]] = CallSite.unpack(bytes(piece))
 
         own_site = memoryview(CallSite.of_this_rank(what).pack()[: self._piece])
-        self._exchange_piece(_PARTING, zlib.crc32(_PARTING.encode()), own_site, 0, receive)
-        return parted(self._names[self._ranks.rank], received)
+        self._exchange_piece(_MISMATCH, zlib.crc32(_MISMATCH.encode()), own_site, 0, receive)
+        return mismatch_message(self._names[self._ranks.rank], received)
+
+
+class PickleCodec:
+    """Pickles any value; see `Codec`. Only processes of this user can write to the channel."""
+
+    def begin(self) -> None:
+        """See `Codec.begin`."""
+
+    def dumps(self, value: Any) -> bytes:
+        """See `Codec.dumps`."""
+        data: bytes = cloudpickle.dumps(value)
+        return _VALUE + data
+
+    def refusal(self, reason: str) -> bytes:
+        """See `Codec.refusal`."""
+        return _REFUSAL + reason.encode()
+
+    def loads(self, data: bytes, sender: int) -> Any:
+        """See `Codec.loads`."""
+        if data[:1] == _REFUSAL:
+            raise NanoError(data[1:].decode())
+        return pickle.loads(memoryview(data)[1:])
 
 
 def _ignore(rank: int, start: int, piece: memoryview) -> None:
     """Take nothing of the streams."""
 
 
-_PARTING = "whereabouts"
+_MISMATCH = "call sites"
 _OUT_OF_STEP = error_message(
     "a collective after one that was interrupted", "the ranks are out of step", "Start another run"
 )

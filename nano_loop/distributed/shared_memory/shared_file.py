@@ -9,8 +9,12 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Literal
 
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.errors import NanoError, error_message
 
 #: What a path has to be.
@@ -19,6 +23,7 @@ Kind = Literal["folder", "regular file"]
 _IS = {"folder": stat.S_ISDIR, "regular file": stat.S_ISREG}
 _PRIVATE = 0o600
 _OTHERS = 0o077
+_SHORT = 120  # bytes of a link that lies in its inode
 _ZEROS = memoryview(bytes(1 << 16))  # that are written at a time
 _SAFELY = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -86,6 +91,88 @@ def map_whole(path: str, size: int) -> mmap.mmap:
         raise OSError(str(error)) from error
     finally:
         os.close(descriptor)
+
+
+def map_together(ranks: Ranks, path: Path | None, makes: bool, size: int) -> mmap.mmap:
+    """Map `size` bytes of a file that the ranks of a host share. Collective over all ranks.
+
+    The file is gone as soon as all have mapped it, so whatever happens later leaves nothing behind.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        All ranks, of one host or of several.
+    path : pathlib.Path or None
+        Of the file; None for a rank that is alone on its host.
+    makes : bool
+        Whether this rank makes the file, for those of its host.
+    size : int
+        How many bytes.
+
+    Raises
+    ------
+    NanoError
+        On every rank, if one of them cannot make or map its file, as when the file system is full.
+    """
+    try:
+        with _agreed(ranks, path, size):
+            if makes and path is not None:
+                make(str(path), size)
+        with _agreed(ranks, path, size):
+            mapped = mmap.mmap(-1, size) if path is None else map_whole(str(path), size)
+    finally:
+        if makes and path is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+    return mapped
+
+
+def map_by_name(path: Path, rank: int, size: int) -> mmap.mmap:
+    """Map `size` bytes of a file that the first rank to come makes at `path`; nothing is exchanged.
+
+    Raises
+    ------
+    NanoError
+        If this rank cannot make or map the file. In the others, `refuse_failed` raises then.
+    """
+    try:
+        make_at_once(str(path), size)
+        return map_whole(str(path), size)
+    except (OSError, NanoError) as error:
+        # A short link takes no room in a file system in memory. Without one, the others see this rank fail.
+        with suppress(OSError):
+            _failed(path).symlink_to(f"{size} rank {rank}: {error}"[:_SHORT])
+        raise NanoError(_no_room(path, size, f"rank {rank}: {error}")) from error
+
+
+def refuse_failed(path: Path) -> None:
+    """Raise a NanoError if a rank could not map the file at `path`."""
+    with suppress(OSError):
+        size, reason = os.readlink(_failed(path)).split(" ", 1)
+        raise NanoError(_no_room(path, int(size), reason))
+
+
+def _failed(path: Path) -> Path:
+    return path.with_name(f"{path.name}.failed")
+
+
+@contextmanager
+def _agreed(ranks: Ranks, path: Path | None, size: int) -> Iterator[None]:
+    """Raise a NanoError on every rank if the body fails on one of them. Collective."""
+    reason = ""
+    try:
+        yield
+    except (OSError, NanoError) as error:
+        reason = str(error) if path is None else _no_room(path, size, error)
+    reasons = [rank_reason for rank_reason in ranks.gather(reason) if rank_reason]
+    if reasons:
+        raise NanoError(reasons[0])
+
+
+def _no_room(path: Path, size: int, reason: object) -> str:
+    got = f"{size / 2**20:.0f} MiB of shared memory in {path.parent} could not be allocated ({reason})"
+    hint = "Free some of it; give a container more, for example docker run --shm-size=1g"
+    return error_message(got, "the ranks of one host exchange their values there", hint)
 
 
 def refuse_foreign(path: str, status: os.stat_result, kind: Kind) -> None:

@@ -9,24 +9,61 @@ collectives, raise an error that names what to call instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import distributed
 from torch.distributed import ReduceOp
+from torch.futures import Future
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.comm.raw_bytes import copy_back, flattened, parts_of_streams, raw_bytes, with_copy
 from nano_loop.distributed.shared_memory.reductions import Reduction
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
-from nano_loop.distributed.shared_memory.work_handles import Done
 from nano_loop.errors import NanoError, error_message
 
 #: torch.distributed's name of this backend.
 NAME = "nano_loop"
 
 Tensors = Sequence[torch.Tensor]
+
+
+class Done(distributed.Work):
+    """A collective that is done.
+
+    Parameters
+    ----------
+    result : list of torch.Tensor
+        What its future gives.
+    """
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> Any:
+        """Return the tensors."""
+        return self._result
+
+    def get_future(self) -> Any:
+        """Return a future that is complete."""
+        future: Future[Any] = Future()
+        future.set_result(self._result)
+        return future
 
 
 # Its methods have more overloads than torch.distributed's functions call.

@@ -18,19 +18,16 @@ from nano_loop.errors import NanoError, error_message
 _CHUNK = 1 << 20  # bytes that are copied, summed and copied back at once; the ring of them stays in a cache
 _LEAST = 1 << 16  # such bytes where all gradients together are few
 _SLOTS = 3  # one is copied in, one summed, one copied out
-_HEADER = 1 << 14  # bytes of a header that travel at once
 
 _BEGUN, *_OF_RING = range(5)  # the counters
-_MARKS, _LENGTHS = 1, 3  # words behind the counter of what has begun, two of each
-_EXCHANGE = -1  # the mark of an exchange; those of averages are not negative
+_MARKS = 1  # two words behind the counter of what has begun
 
 
 class SharedMemoryTransport:
     """Averages through a ring of slots in a file that all ranks map. See `Transport`.
 
-    What a rank begins, it counts and marks, so that ranks which do different things (average other lists, or the one
-    averages while the other exchanges) find out before they touch a tensor. A rank can be one collective ahead of
-    another, and never two; so marks and headers alternate between two places.
+    What a rank begins, it counts and marks, so that ranks which average other lists find out before they touch a
+    tensor. A rank can be one averaging ahead of another, and never two; so marks alternate between two places.
 
     Parameters
     ----------
@@ -66,16 +63,13 @@ class SharedMemoryTransport:
         names: Sequence[int] = (),
         between: BetweenHosts | None = None,
     ) -> None:
-        of_headers = 2 * ranks.size * _HEADER
-        nbytes = of_headers + Ring.nbytes(ranks.size, chunk, slots, between)
-        segment = SharedSegment(ranks, 1 + len(_OF_RING), nbytes, mapped, purpose="average gradients", names=names)
-        headers, of_ring = segment.memory[:of_headers], segment.memory[of_headers:]
-        ring = Ring(ranks, segment, of_ring, counters=_OF_RING, slots=slots, between=between)
+        nbytes = Ring.nbytes(ranks.size, chunk, slots, between)
+        segment = SharedSegment(ranks, 1 + len(_OF_RING), nbytes, mapped, names=names)
+        ring = Ring(ranks, segment, segment.memory, counters=_OF_RING, slots=slots, between=between)
         #: Bytes that are averaged at once.
         self.chunk = chunk
         self._ranks, self._names = ranks, names or range(ranks.size)
         self._segment: SharedSegment | None = segment
-        self._headers = headers.view(2, ranks.size, _HEADER)
         self._ring = ring
         self._begun = segment.places(_BEGUN)
         self._operations = 0
@@ -86,15 +80,6 @@ class SharedMemoryTransport:
             return ring.plan(pack(signature, chunk, compression))
 
         self._plan = plan
-
-    def exchange(self, header: torch.Tensor) -> list[torch.Tensor]:
-        """See `Transport.exchange`."""
-        pieces: list[list[torch.Tensor]] = [[] for _ in range(self._ranks.size)]
-        sent, longest = 0, 1
-        while sent < longest:
-            lengths = self._exchange_piece(header, sent, pieces)
-            sent, longest = sent + _HEADER, max(lengths)
-        return [torch.cat(piece) for piece in pieces]
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -128,21 +113,7 @@ class SharedMemoryTransport:
         if self._segment is not None:
             self._segment.close()
             self._segment = None
-            del self._headers, self._ring, self._plan
-
-    def _exchange_piece(self, header: torch.Tensor, sent: int, pieces: list[list[torch.Tensor]]) -> list[int]:
-        """Exchange the bytes from `sent` on, as many as travel at once, and return the lengths of all whole headers."""
-        segment = self._open()
-        with self._operation():
-            turn = (self._operations + 1) % 2
-            piece = header[sent : sent + _HEADER]
-            self._headers[turn, self._ranks.rank, : len(piece)].copy_(piece)
-            segment.words[self._begun[self._ranks.rank] + _LENGTHS + turn] = header.numel()
-            _finish(self._begin(_EXCHANGE))
-            lengths = [segment.words[place + _LENGTHS + turn] for place in self._begun]
-            for own, memory, length in zip(pieces, self._headers[turn], lengths, strict=True):
-                own.append(memory[: max(length - sent, 0)].clone())
-        return lengths
+            del self._ring, self._plan
 
     def _averaging(self, plan: Plan, sources: Elements, targets: Elements) -> Iterator[Reached]:
         with self._operation():

@@ -30,11 +30,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nano_loop.distributed.comm.averaging_math import new_scratch, real, write_mean
+from nano_loop.distributed.comm.averaging_math import divide_each, new_scratch, real, write_mean
 from nano_loop.distributed.comm.packing import Batch, Packing, Places
 from nano_loop.distributed.comm.ranks import Ranks, Reached
-from nano_loop.distributed.shared_memory.local_shard import SUMMED_IN_PLACE, LocalShard
 from nano_loop.distributed.shared_memory.shared_segment import LINE, SharedSegment
+from nano_loop.patching.torch_private import foreach_add, foreach_copy
+
+# What is summed in itself. Numbers of 16 bits are summed in another dtype, and complex ones as pairs.
+_SUMMED_IN_PLACE = (torch.float32, torch.float64)
 
 
 class Elements(NamedTuple):
@@ -55,7 +58,7 @@ class BetweenHosts:
     weight : float
         By what the means of this host are multiplied: a host counts by its ranks.
     average : callable or None
-        For the first rank of the host; see `nano_loop.distributed.multi_host.process_group.GroupMean.average`.
+        For the first rank of the host; see `nano_loop.distributed.multi_host.hosts.GroupMean.average`.
     """
 
     hosts: int
@@ -176,7 +179,7 @@ class Ring:
         length = -(-batch.length // self._size)
         length = -(-length // LINE) * LINE
         start, stop = (min(rank * length, batch.length) for rank in (self._rank, self._rank + 1))
-        if self._between is not None or batch.dtype not in SUMMED_IN_PLACE:
+        if self._between is not None or batch.dtype not in _SUMMED_IN_PLACE:
             *parts, mean = (real(elements[start:stop]) for elements in row)
             length = batch.length if self._between is None else batch.padded(self._between.hosts)
             result = slot[-1, : length * batch.dtype.itemsize].view(batch.dtype)
@@ -187,6 +190,49 @@ class Ring:
         cut = [piece.index for piece in (*others, *batch.between(start, stop)) if piece.bounds is not None]
         coming, going = Places(others, row[self._rank]), Places(others, row[-1])
         return _Stage(coming, going, [], row[-1][:0], row[-1], count, own, cut)
+
+
+class LocalShard:
+    """Sums one slice of a batch over the ranks, in their order.
+
+    Parameters
+    ----------
+    batch : Batch
+        The batch, of a dtype of `_SUMMED_IN_PLACE`.
+    start, stop : int
+        Which of its elements are summed.
+    rank : int
+        This process's.
+    slots : sequence of torch.Tensor
+        Where the ranks' batches are in shared memory, by rank; this rank's own is not read.
+    result : torch.Tensor
+        Where the means go for the other ranks, of the batch's length.
+    """
+
+    def __init__(
+        self, batch: Batch, start: int, stop: int, rank: int, slots: Sequence[torch.Tensor], result: torch.Tensor
+    ) -> None:
+        pieces = batch.between(start, stop)
+        self._count = len(slots)
+        self._result = Places(pieces, result)
+        self._lower = [slot[start:stop] for slot in slots[:rank]]
+        self._sum_of_lower = result[start:stop]
+        self._of_lower = Places(pieces, slots[0] if rank == 1 else result)
+        self._higher = [Places(pieces, slot) for slot in slots[rank + 1 :]]
+
+    def average(self, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
+        """Overwrite this rank's elements, and those of the result, by the means over all ranks."""
+        own_elements = self._result.elements(tensors, flat)
+        if len(self._lower) > 1:
+            torch.add(*self._lower[:2], out=self._sum_of_lower)
+            for lower in self._lower[2:]:
+                self._sum_of_lower.add_(lower)
+        if self._lower:
+            foreach_add(own_elements, self._of_lower.views)
+        for places in self._higher:
+            foreach_add(own_elements, places.views)
+        divide_each(own_elements, self._count)
+        foreach_copy(self._result.views, own_elements)
 
 
 @dataclass(frozen=True)

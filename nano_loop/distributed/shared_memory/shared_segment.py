@@ -7,21 +7,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 
 from nano_loop.distributed.comm.channel import ITERATION
-from nano_loop.distributed.comm.mismatch import AVERAGING, left_behind, parted, with_own_line
+from nano_loop.distributed.comm.mismatch import AVERAGING, left_behind, mismatch_message, with_own_line
 from nano_loop.distributed.comm.ranks import RankLeftError, Ranks, wait_until
 from nano_loop.errors import NanoError, RankLateError, error_message
 
-#: What ranks wait for each other to do.
-Purpose = Literal["average gradients", "exchange values"]
 #: Bytes of a cache line on any CPU, and of two neighbours that are fetched together: what ranks write lies apart.
 LINE = 128
 _WORD = 8
-_STILL = {"average gradients": "averages gradients", "exchange values": "exchanges values"}
 _RETURNED, _FAILED = 1, 2  # what a rank that has left shows
 _give_way = getattr(os, "sched_yield", lambda: None)  # not on every Unix
 
@@ -41,8 +37,6 @@ class SharedSegment:
         How many bytes.
     mapped : callable
         Is given the size of both together, and returns that much memory, which all ranks map.
-    purpose : {"average gradients", "exchange values"}
-        What ranks wait for each other to do, for messages.
     names : sequence of int, optional
         What messages call the ranks; by default they are numbered from 0.
     """
@@ -54,7 +48,6 @@ class SharedSegment:
         nbytes: int,
         mapped: Callable[[int], mmap.mmap],
         *,
-        purpose: Purpose,
         names: Sequence[int] = (),
     ) -> None:
         start = -(-(counters + 1) * ranks.size * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -62,7 +55,6 @@ class SharedSegment:
         self.words = memoryview(memory)[:start].cast("q")
         self.memory = torch.frombuffer(memory, dtype=torch.uint8)[start:]
         self._ranks = ranks
-        self._purpose = purpose
         self._names = names or range(ranks.size)
         self._left = self.places(counters)
         self._lock = threading.Lock()
@@ -91,10 +83,10 @@ class SharedSegment:
         self.fence()
         self.words[place] = value
 
-    def wait(self, places: Sequence[int], value: int, what: str = "") -> None:
+    def wait(self, places: Sequence[int], value: int, what: str = AVERAGING) -> None:
         """Wait until the counters of all ranks, which are at `places`, are at `value` or beyond.
 
-        `what` names the collective that this rank is in, where it is not the averaging of gradients.
+        `what` names the collective that this rank is in.
 
         Raises a NanoError where a rank that is behind has left, waits for this one elsewhere, or takes too long, and
         what `Ranks.check` raises.
@@ -145,7 +137,7 @@ class SharedSegment:
             return False
 
         waits = self._ranks.context.waits
-        wait = None if waits is None else waits.begin(self._names[rank], what or AVERAGING)
+        wait = None if waits is None else waits.begin(self._names[rank], what)
 
         def look_around() -> None:
             self._ranks.check()
@@ -154,9 +146,9 @@ class SharedSegment:
                 if not arrived():  # it may have arrived, and left, since we looked
                     raise RankLeftError(self._has_left(rank, what), rank)
             if time.monotonic() - started > self._ranks.timeout:
-                raise RankLateError(self._is_late(rank), rank)
+                raise RankLateError(self._is_late(rank, what), rank)
             if wait is not None and (ring := wait.look()):
-                raise NanoError(parted(self._names[self._ranks.rank], ring))
+                raise NanoError(mismatch_message(self._names[self._ranks.rank], ring))
 
         try:
             wait_until(arrived, look_around)
@@ -165,14 +157,16 @@ class SharedSegment:
                 wait.end()
 
     def _has_left(self, rank: int, what: str) -> str:
-        name, own_name, still = self._names[rank], self._names[self._ranks.rank], _STILL[self._purpose]
+        name, own_name = self._names[rank], self._names[self._ranks.rank]
+        still = "averages gradients" if what == AVERAGING else "exchanges values"
         if self.words[self._left[rank]] == _FAILED:
             got, expected = f"rank {name} has failed, and rank {own_name} still {still}", "a run needs all of its ranks"
             return error_message(got, expected, f"See the error of rank {name}")
         return left_behind(own_name, name, what if what == ITERATION else still, self._ranks.context.loop)
 
-    def _is_late(self, rank: int) -> str:
+    def _is_late(self, rank: int, what: str) -> str:
         name, own_name = self._names[rank], self._names[self._ranks.rank]
-        got = f"rank {own_name} has waited {self._ranks.timeout:g} seconds for rank {name} to {self._purpose}"
+        purpose = "average gradients" if what == AVERAGING else "exchange values"
+        got = f"rank {own_name} has waited {self._ranks.timeout:g} seconds for rank {name} to {purpose}"
         hint = f"Check what rank {name} is doing, or pass a longer timeout if it is working"
         return with_own_line(error_message(got, "every rank has to get there within the timeout", hint), own_name)

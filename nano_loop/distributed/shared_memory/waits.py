@@ -21,7 +21,7 @@ from nano_loop.distributed.comm.mismatch import CallSite
 from nano_loop.distributed.shared_memory.shared_file import make_at_once, map_whole
 
 _FILE = "waits"
-_RECORD = 1024  # bytes of a rank's note: words, and behind them its whereabouts
+_RECORD = 1024  # bytes of a rank's note: words, and behind them its call site
 _WORD = 8
 _SERIAL, _COUNT, _OTHER, _LENGTH, _WORDS = range(5)
 _LONG, _EVERY = 1.0, 0.05  # seconds: before a wait is written down, and between counts
@@ -82,7 +82,7 @@ class Waits:
         serial, count, other = self._words[first : first + _LENGTH]
         return Note(rank, serial, other, count) if serial and 0 <= other < self._size else None
 
-    def whereabouts_of(self, rank: int) -> CallSite:
+    def call_site_of(self, rank: int) -> CallSite:
         """Return where a rank waits that has written it down."""
         assert self._memory is not None
         length = self._words[rank * _RECORD // _WORD + _LENGTH]
@@ -154,7 +154,7 @@ class Wait:
         ring = self._ring()
         if not (ring and self._waits.rank == min(ring).rank and self._found_before(ring)):
             return {}
-        return {note.rank: self._waits.whereabouts_of(note.rank) for note in sorted(ring)}
+        return {note.rank: self._waits.call_site_of(note.rank) for note in sorted(ring)}
 
     def end(self) -> None:
         """Note that the wait is over."""

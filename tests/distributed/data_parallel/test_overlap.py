@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
-from nano_loop.distributed.comm.hosts import Hosts
+from nano_loop.distributed.comm.ranks import Hosts
 from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.distributed.data_parallel.overlap import Overlap
 from nano_loop.distributed.multi_host.hosts import HostsTransport

@@ -14,9 +14,9 @@ from torch import distributed
 
 from distributed.shared_memory import transports
 from distributed.shared_memory.transports import assert_means, random_list, same_bits, values
-from nano_loop.distributed.comm.hosts import Hosts, by_host
+from nano_loop.distributed.comm.ranks import Hosts, by_host
 from nano_loop.distributed.multi_host.hosts import HostsTransport
-from nano_loop.distributed.shared_memory import allocation
+from nano_loop.distributed.shared_memory import shared_file
 from nano_loop.errors import NanoError
 
 cloudpickle.register_pickle_by_value(transports)
@@ -108,8 +108,8 @@ def test_compressed_tensors_arrive_rounded_and_alike(team, folders, slots):
 @pytest.mark.parametrize("failing", [0, 1, 2, 3])
 def test_one_rank_without_room_is_an_error_on_every_rank_at_once(team, folders, failing):
     def run(ranks):
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        failed = mock.patch.object(allocation, "make_at_once", side_effect=full)
+        raising = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        failed = mock.patch.multiple(shared_file, make=raising, map_whole=raising)
         begun = time.monotonic()
         try:
             with failed if ranks.rank == failing else nullcontext(), Placed(ranks, folders, ((0,), (1, 2, 3))):

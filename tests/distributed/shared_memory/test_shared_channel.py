@@ -1,11 +1,16 @@
 """Ranks of one host exchange bytes and tensors of all dtypes, and find out when they do different things."""
 
+import errno
 import os
 import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import cloudpickle
 import pytest
@@ -14,8 +19,10 @@ import torch
 from nano_loop.distributed.comm.channel import ITERATION
 from nano_loop.distributed.comm.ranks import RankLeftError, Ranks
 from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
+from nano_loop.distributed.shared_memory import shared_file
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_file import make, map_whole, open_private
+from nano_loop.distributed.shared_memory.shared_group import SharedGroups
 from nano_loop.errors import NanoError
 
 # The processes of a team do not find the tests' modules by name.
@@ -43,7 +50,7 @@ def closing(channel):
 @pytest.mark.parametrize("kind", ["shared memory", "process group"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_bytes_and_tensors_of_all_dtypes_arrive(team, tmp_path, kind, size):
-    lengths = (0, 1, 255, 256, 257, 512, 700, 1025)
+    lengths = (0, 1, 255, 256, 257, 503, 504, 505, 512, 700, 1025)
 
     def data(turn, rank):
         return bytes((turn + rank + n) % 256 for n in range(lengths[(turn * (rank + 1)) % len(lengths)]))
@@ -162,6 +169,25 @@ def test_what_check_raises_and_ctrl_c_end_the_wait_for_others_at_once(tmp_path, 
         SharedChannel(Ranks(rank, 3), tmp_path, "two")
     timer.join()
     assert time.monotonic() - started < 10  # and not the timeout of 600
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_rank_of_a_group_that_cannot_map_its_memory_is_named_on_every_rank_at_once(team, tmp_path, failing):
+    def run(ranks):
+        timeout = timedelta(seconds=ranks.timeout)
+        options = SimpleNamespace(
+            group_rank=ranks.rank, group_size=3, global_ranks_in_group=[0, 1, 2], group_id="7", timeout=timeout
+        )
+        group, begun = SharedGroups(ranks, tmp_path, ranks.channel).make(options), time.monotonic()
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        cannot = mock.patch.object(shared_file, "map_whole", side_effect=full)
+        with cannot if ranks.rank == failing else nullcontext(), pytest.raises(NanoError) as caught:
+            group.barrier()
+        return str(caught.value), time.monotonic() - begun < ranks.timeout / 4
+
+    for said, soon in team(3)(run):
+        assert f"could not be allocated (rank {failing}: [Errno 28] No space left on device)" in said
+        assert soon
 
 
 # --- files ---

@@ -18,8 +18,6 @@ import torch
 from distributed.shared_memory import transports
 from distributed.shared_memory.transports import averaged, opened, random_list, same_bits, values
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.shared_memory.allocation import map_together
-from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 from nano_loop.errors import NanoError
 
@@ -42,7 +40,7 @@ def message(transport, tensors):
 def outcome(ranks, folder, **options):
     """What a NanoError of making a transport says; None where there is none."""
     try:
-        SharedMemoryTransport(ranks, partial(map_together, ranks, folder), **options).close()
+        opened(KIND, ranks, folder, **options).close()
     except NanoError as error:
         return str(error)
     return None
@@ -72,9 +70,6 @@ def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rou
                 time.sleep(naps.random() / 1000)
             transport.average([tensor, tensor.new_full((turn % 5,), turn * 2.0)])
             wrong += [turn] * (not tensor.eq(turn + (ranks.size - 1) / 2).all())
-            if turn % 7 == 0:
-                received = transport.exchange(torch.tensor([turn % 256, ranks.rank], dtype=torch.uint8))
-                wrong += [turn] * ([each.tolist() for each in received] != [[turn % 256, r] for r in range(ranks.size)])
         transport.close()
         return wrong
 
@@ -85,9 +80,9 @@ def test_thousands_of_rounds_with_random_delays(team, tmp_path, size, slots, rou
 def test_a_rank_that_stalls_anywhere_is_waited_for(team, tmp_path, stalling):
     def run(ranks):
         from nano_loop.distributed.comm import packing
-        from nano_loop.distributed.shared_memory import local_shard, shared_ring
+        from nano_loop.distributed.shared_memory import shared_ring
 
-        place = {"write_mean": shared_ring, "LocalShard.average": local_shard.LocalShard}.get(stalling, packing.Places)
+        place = {"write_mean": shared_ring, "LocalShard.average": shared_ring.LocalShard}.get(stalling, packing.Places)
         name = stalling.rpartition(".")[2]
         original, naps = getattr(place, name), random.Random(ranks.rank)
 
@@ -172,7 +167,7 @@ def test_a_rank_that_leaves_right_after_the_last_averaging_is_no_fault(team, tmp
 
 def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):
     ranks = Ranks()
-    segment = SharedSegment(ranks, 1, 8, partial(map_together, ranks, str(tmp_path)), purpose="average gradients")
+    segment = SharedSegment(ranks, 1, 8, partial(mmap.mmap, -1))
     (place,) = segment.places(0)
 
     def arrive_and_leave():
@@ -189,22 +184,16 @@ def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):
 def test_other_gradients_are_told_before_any_is_touched(team, tmp_path):
     def run(ranks):
         said, kept = [], True
-        for mine, yours in (((5,), (6,)), ((900,), (3,)), ((2, 3), (3, 2)), ((0,), (4,)), ((4,), None)):
+        for mine, yours in (((5,), (6,)), ((900,), (3,)), ((2, 3), (3, 2)), ((0,), (4,))):
             transport = opened(KIND, ranks, tmp_path)
-            shape = mine if ranks.rank == 0 else yours
-            if shape is None:
-                with pytest.raises(NanoError) as caught:
-                    transport.exchange(torch.zeros(3, dtype=torch.uint8))
-                said.append(str(caught.value))
-            else:
-                tensor = torch.full(shape, float(ranks.rank))
-                said.append(message(transport, [tensor]))
-                kept &= tensor.eq(ranks.rank).all().item()
+            tensor = torch.full(mine if ranks.rank == 0 else yours, float(ranks.rank))
+            said.append(message(transport, [tensor]))
+            kept &= tensor.eq(ranks.rank).all().item()
             transport.close()
         return said, kept
 
     for rank, (said, kept) in enumerate(team(2)(run)):
-        assert len(said) == 5
+        assert len(said) == 4
         expected = f"rank {rank} averages other gradients than rank {1 - rank}"
         assert all(each.startswith(expected) for each in said), said
         assert kept
@@ -233,20 +222,16 @@ def test_what_check_raises_ends_the_wait_and_the_transport(team, tmp_path):
 
         transport = opened(KIND, watched, tmp_path)
         transport.average([torch.ones(3)])
-        seen = []
         watched.check = check
         if ranks.rank == 0:
             with pytest.raises(KeyError, match="rank 1 failed"):
                 transport.average([torch.ones(3)])
-            for use in (lambda: transport.average([torch.ones(3)]), lambda: transport.exchange(torch.zeros(1).byte())):
-                with pytest.raises(NanoError, match="the ranks are out of step") as caught:
-                    use()
-                seen.append(str(caught.value))
+            with pytest.raises(NanoError, match="the ranks are out of step"):
+                transport.average([torch.ones(3)])
         ranks.barrier()
         transport.close()
-        return len(seen)
 
-    assert team(2)(run) == [2, 0]
+    team(2)(run)
 
 
 # --- the file ---
@@ -267,7 +252,6 @@ def test_nothing_is_left_and_nothing_is_held_after_close(team, tmp_path):
             try:
                 for length in (10, 5000):
                     transport.average([torch.ones(length), torch.ones(3, dtype=torch.complex64)])
-                transport.exchange(torch.ones(3, dtype=torch.uint8))
                 transport.close()
                 counts.append((files, before, held, mapped(), len(os.listdir("/proc/self/fd")) - descriptors))
             finally:
@@ -283,7 +267,7 @@ def test_a_full_file_system_is_an_error_on_every_rank(team, tmp_path):
         if ranks.rank == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
         try:
-            return outcome(ranks, tmp_path, chunk=1 << 20)
+            return outcome(ranks, tmp_path, size=1 << 20)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 

@@ -175,41 +175,6 @@ def test_a_large_list_in_chunks_of_the_usual_size(team, tmp_path, kind):
 
 
 @kinds
-@sizes
-def test_headers_of_any_lengths_arrive_between_averages(team, tmp_path, kind, size):
-    lengths = (0, 1, 247, 248, 249, 1000, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 200_000)
-
-    def header(turn, rank):
-        length = lengths[(turn * (rank + 1)) % len(lengths)] if turn % 3 else lengths[turn % len(lengths)]
-        return torch.arange(length).add(turn + rank).remainder(251).to(torch.uint8)
-
-    def run(ranks):
-        transport, wrong = opened(kind, ranks, tmp_path), []
-        for turn in range(60):
-            if turn % 4:
-                tensor = torch.full((turn * 7,), float(ranks.rank))
-                transport.average([tensor])
-                wrong += [(turn, "mean")] * (not tensor.eq((ranks.size - 1) / 2).all())
-            received = transport.exchange(header(turn, ranks.rank))
-            wrong += [(turn, r) for r, each in enumerate(received) if not same_bits(each, header(turn, r))]
-        transport.close()
-        return wrong
-
-    assert team(size)(run) == [[]] * size
-
-
-@kinds
-def test_received_headers_stay_as_they_are(team, tmp_path, kind):
-    def run(ranks):
-        transport = opened(kind, ranks, tmp_path)
-        received = [transport.exchange(torch.tensor([turn, ranks.rank], dtype=torch.uint8)) for turn in range(8)]
-        transport.close()
-        return [[each.tolist() for each in turn] for turn in received]
-
-    assert team(2)(run) == [[[[turn, 0], [turn, 1]] for turn in range(8)]] * 2
-
-
-@kinds
 def test_unknown_dtypes_are_refused_and_the_transport_goes_on(team, tmp_path, kind):
     def run(ranks):
         transport = opened(kind, ranks, tmp_path)
@@ -231,9 +196,8 @@ def test_closed_transport_says_so(team, tmp_path, kind):
         transport.leave()
         transport.close()
         transport.close()
-        for use in (lambda: transport.average([torch.ones(3)]), lambda: transport.exchange(torch.zeros(1).byte())):
-            with pytest.raises(NanoError, match="the transport is closed"):
-                use()
+        with pytest.raises(NanoError, match="the transport is closed"):
+            transport.average([torch.ones(3)])
 
     team(2)(run)
 

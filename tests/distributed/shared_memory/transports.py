@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
-from nano_loop.distributed.shared_memory.allocation import map_together
+from nano_loop.distributed.multi_host.hosts import HostsTransport
+from nano_loop.distributed.shared_memory.shared_file import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 
 KINDS = ("shared memory", "process group")
@@ -16,10 +16,11 @@ SMALL = 512  # bytes that travel at once, so that small lists make many batches
 
 
 def opened(kind, ranks, folder, size=SMALL, **options):
-    """A transport; `size` is of its chunk or bucket."""
+    """A transport; `size` is of its chunk."""
     if kind == "process group":
-        return ProcessGroupTransport(ranks, bucket=size, **options)
-    return SharedMemoryTransport(ranks, partial(map_together, ranks, folder), chunk=size, **options)
+        return HostsTransport(ranks, chunk=size, **options)
+    mapped = partial(map_together, ranks, folder / "averaging-gradients", ranks.rank == 0)
+    return SharedMemoryTransport(ranks, mapped, chunk=size, **options)
 
 
 def values(seed, rank, shape, dtype):

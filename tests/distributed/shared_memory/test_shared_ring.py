@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nano_loop.distributed.comm.packing import pack, signature
-from nano_loop.distributed.shared_memory.local_shard import LocalShard
+from nano_loop.distributed.shared_memory.shared_ring import LocalShard
 
 LENGTH = 40
 
