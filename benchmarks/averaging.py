@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from benchmarks.names import at_least_one
 from nano_loop.cpu import read_machine
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
+from nano_loop.distributed.shared_memory.allocation import map_together
 from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 
@@ -57,8 +59,9 @@ def systems(ranks: Ranks, compression: torch.dtype | None) -> dict[str, Callable
         for tensor in tensors:
             tensor.div_(ranks.size)
 
+    mapped = partial(map_together, ranks, "/dev/shm")
     return {
-        OURS: SharedMemoryTransport(ranks, "/dev/shm", compression=compression).average,
+        OURS: SharedMemoryTransport(ranks, mapped, compression=compression).average,
         "process group": ProcessGroupTransport(ranks, compression=compression).average,
         "gloo all_reduce": all_reduce,
     }

@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOSTS = ("nano-loop-a", "nano-loop-b")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = 29617
-WAYS = ("DDP over gloo", "flat", "by host")
+WAYS = ("DDP over gloo", "flat", "by host", "by host, overlapped")
 
 
 class Bert(nn.Module):
@@ -118,7 +118,8 @@ def averaged(ranks: Ranks, way: str, model: nn.Module, optimizer: Any) -> Iterat
     assert ranks.context.hosts is not None
     flat = way == "flat"
     transport: Any = ProcessGroupTransport(ranks) if flat else HostsTransport(ranks, ranks.context.hosts)
-    averaging = Averaging(ranks, transport, compare=False)
+    stream = transport.stream if way == "by host, overlapped" else None
+    averaging = Averaging(ranks, transport, compare=False, stream=stream)
     averaging.add([model], [optimizer])
     with ExitStack() as stack:
         stack.callback(transport.close)

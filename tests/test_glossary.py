@@ -38,7 +38,7 @@ OLD = frozenset(
 #: How many are left, by folder; lower a number with the names, and never raise it.
 LEFT = {
     "distributed": 2,
-    "precision": 21,
+    "precision": 20,
     "steps": 7,
 }
 

@@ -211,6 +211,7 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     script = f"nano_loop-{nano_loop.__version__}.data/scripts/nano-loop-init"
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "nano_loop/kernels/csrc").iterdir()}
+    sources.add("nano_loop/precision/autocast/operators.json")
     assert held == modules | sources | {"nano_loop/py.typed", script}
     assert wheel.read(script) == (ROOT / "scripts/nano-loop-init").read_bytes()
 

@@ -37,12 +37,10 @@ _PRESETS = "torchvision.transforms._presets"
 #: and to read them, in this module. There is no public place between them and the files.
 FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 
-#: Operators without a public name: attention by blocks on the CPU, the convolution below every other, and products of
-#: sparse matrices.
+#: Operators without a public name: attention by blocks on the CPU, and the convolution below every other.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 FLASH_ATTENTION = getattr(torch.ops.aten, FLASH_KERNEL)
 INNER_CONVOLUTION = "_convolution"
-SPARSE_PRODUCTS = ("_sparse_mm", "_sparse_mm.reduce", "_sparse_addmm")
 
 #: The attributes of a leaf tensor that hold its hooks, which pickling omits.
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -284,6 +282,16 @@ def has_kernel(operator: str, dispatch_key: str) -> bool:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", dispatch_key))
     except RuntimeError:  # this torch has no such operator
         return False
+
+
+def is_operator(name: str) -> bool:
+    """Whether this torch has an ATen operator, such as ``softmax.int``. torch has no public check without an error."""
+    return f"aten::{name}" in _operator_names()
+
+
+@functools.cache
+def _operator_names() -> frozenset[str]:
+    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def arguments_of(overload: Any) -> list[Any]:

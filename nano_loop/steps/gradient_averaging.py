@@ -1,9 +1,10 @@
-"""Averages gradients over the ranks at the end of each backward."""
+"""Averages gradients over the ranks at the end of each backward, between hosts during it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 
 import torch
 from torch import distributed, nn
@@ -15,6 +16,7 @@ from nano_loop.distributed.data_parallel.initial_sync import named_parameters
 from nano_loop.distributed.multi_host.hosts import HostsTransport
 from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
 from nano_loop.distributed.sharding.sharding import served_whole_by_mode
+from nano_loop.distributed.shared_memory.allocation import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
 from nano_loop.errors import NanoError
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -62,6 +64,7 @@ class GradientAveraging(RanksStep):
             transport,
             served_whole_by_mode,
             compare=self.options.compare_parameters,
+            stream=transport.stream if isinstance(transport, HostsTransport) else None,
         )
         self.undoing.callback(averaging.close)
         return averaging
@@ -79,9 +82,8 @@ class GradientAveraging(RanksStep):
         folder = self.ranks.folder
         if folder is not None and self.ranks.on_one_host and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers
-                transport = SharedMemoryTransport(
-                    self.ranks, folder, compression=compression, chunk=chunk_for(self._nbytes)
-                )
+                mapped, chunk = partial(map_together, self.ranks, folder), chunk_for(self._nbytes)
+                transport = SharedMemoryTransport(self.ranks, mapped, compression=compression, chunk=chunk)
                 self._way = f"{_AT_END}, through shared memory"
                 return transport
         if self.ranks.context.hosts is not None and backend in (None, "gloo"):
@@ -89,7 +91,7 @@ class GradientAveraging(RanksStep):
                 transport_between = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
                 shares = any(len(member) > 1 for member in self.ranks.context.hosts.members)
                 route = "through shared memory, then between hosts by gloo" if shares else "by gloo"
-                self._way = f"{_AT_END}, {route}"
+                self._way = f"during each backward, {route}"
                 return transport_between
         self._way = f"{_AT_END}, by {distributed.get_backend()}"
         return ProcessGroupTransport(self.ranks, compression=compression)

@@ -22,9 +22,10 @@ from nano_loop.patching.torch_private import next_node_number
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
-from nano_loop.precision.autocast.mixed_dtypes import mixed_dtypes_accepted
+from nano_loop.precision.autocast.fp32_consumers import consumers_get_fp32
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
+from nano_loop.precision.autocast.widest_dtype import widest_dtype_computed
 from nano_loop.precision.policy.bf16_policy import Bf16Policy, Kind, kind_of
 from nano_loop.precision.policy.layers_in_fp32 import UnlessListed
 from nano_loop.precision.policy.lstms import can_train_lstms
@@ -80,7 +81,8 @@ class Precision(Step):
             for context in (
                 in_force({}),
                 activations_noticed(),
-                mixed_dtypes_accepted(),
+                widest_dtype_computed(),
+                consumers_get_fp32(),
                 backwards_under_autocast(CallUnderAutocast),
             ):
                 self.undoing.enter_context(context)

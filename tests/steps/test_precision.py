@@ -175,12 +175,13 @@ def test_selective_checkpoints_of_a_weight_that_is_used_twice(step):
     torch.testing.assert_close(model.inner.weight.grad, plain.inner.weight.grad, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
 def test_recurrent_layers_cast_their_weights_once_a_call(step, kind):
     model = kind(64, 64)
     step(Precision, precision="bf16").apply(TrainingObjects([model]))
     with torch.profiler.profile(record_shapes=True) as profile:
-        model(torch.rand(20, 1024, 64))
+        steps = torch.rand(20, 1024, 64)
+        model(nn.utils.rnn.pack_padded_sequence(steps, [20] * 1024) if kind is nn.LSTM else steps)
     casts = [event.input_shapes[0] for event in profile.events() if event.name == "aten::_to_copy"]
     assert sum(shape == [*model.weight_hh_l0.shape] for shape in casts) == 2, "of the input and of the state"
 

@@ -20,6 +20,9 @@ from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_me
 
 Value = TypeVar("Value")
 
+#: Returns whether what another rank has to do first is done; called with True, waits until it is.
+Reached = Callable[[bool], bool]
+
 
 class RankLeftError(NanoError):
     """Another rank has left the run: it has returned from the loop, or it has failed, which it reports itself.
@@ -255,6 +258,13 @@ class Ranks:
                 raise RankLateError(message, 1 - self.rank if self.size == 2 else None)
 
         wait_until(done, look_around)
+
+    def is_finished(self, work: Any, wait: bool) -> bool:
+        """Return whether a collective of torch is done, as a `Reached`; see `finish`."""
+        done = wait or work.is_completed()
+        if done:
+            self.finish(work)
+        return bool(done)
 
     def finish(self, work: Any) -> None:
         """Wait for a collective of torch that was started with ``async_op=True``.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,7 +27,9 @@ from nano_loop.distributed.data_parallel.duplicate_work import DuplicateWork
 from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
 from nano_loop.distributed.data_parallel.gradients import DenseGradients, average_sparse, kind_of
 from nano_loop.distributed.data_parallel.initial_sync import make_equal
+from nano_loop.distributed.data_parallel.overlap import NONE, Overlap
 from nano_loop.distributed.data_parallel.parameters import Parameters
+from nano_loop.distributed.shared_memory.shared_memory import Stream
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
@@ -52,6 +54,8 @@ class Averaging:
         Returns whether the loop trains on batches that all ranks got because the models are in eval mode.
     compare : bool
         Whether the ranks compare their parameters from time to time; see `checksums`.
+    stream : callable, optional
+        By which averaging begins while the backward still computes; see `overlap`.
     """
 
     def __init__(
@@ -61,11 +65,13 @@ class Averaging:
         served_whole: Callable[[], bool] = lambda: False,
         *,
         compare: bool = True,
+        stream: Callable[[Sequence[torch.Tensor]], Stream] | None = None,
     ) -> None:
         self._ranks = ranks
         self._transport = transport
         self._served_whole = served_whole
         self._compare = compare
+        self._overlap = None if stream is None else Overlap(stream)
         self._warnings_given: set[str] = set()
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
         self._parameters = Parameters(self._note)
@@ -137,8 +143,11 @@ class Averaging:
         held = {id(parameter) for model in self._paused for parameter in model.parameters()}
         fingerprints = self._agree("average", self._waiting - held)
         arrived = [fingerprint.arrived for fingerprint in fingerprints]
-        with torch.no_grad():
-            self._average(arrived)
+        if self._overlap is None or not self._overlap.finish([fingerprint.overlap for fingerprint in fingerprints]):
+            with torch.no_grad():
+                self._average(arrived)
+        if self._overlap is not None:
+            self._overlap.expect(self._parameters.in_order[::-1] if self._is_usual(arrived) else [])
         self._averagings += 1
         self._waiting &= held
         self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
@@ -155,7 +164,11 @@ class Averaging:
         self._noted = True
         if self._task != graph_task():
             self._task = graph_task()
+            if self._overlap is not None:
+                self._overlap.start(allowed=not self._paused and not self._parameters.newcomers)
             at_end_of_backward(self._end_backward)
+        if self._overlap is not None:
+            self._overlap.send(parameter)
 
     def _end_backward(self) -> None:
         # Several may have been asked for in one backward, if others were run inside it.
@@ -182,6 +195,7 @@ class Averaging:
             arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
             checksums=checksums.checksums(in_order) if compared else b"",
             evidence=self._duplicate_work.evidence(in_order) if purpose == "average" else b"",
+            overlap=self._overlap.state if self._overlap is not None and purpose == "average" else NONE,
         )
         fingerprints = [Fingerprint.unpack(packed) for packed in self._transport.exchange(own_fingerprint.pack())]
         refuse_divergence(fingerprints)
@@ -194,7 +208,7 @@ class Averaging:
     def _average(self, arrived: list[bytes]) -> None:
         """Average the parameters of which something arrived on any rank, all ranks in the same order."""
         dense, sparse = self._by_kind(arrived)
-        gradients = DenseGradients(dense)
+        gradients = DenseGradients(dense[::-1])  # in the order in which a backward makes them, as `Overlap` does
         if gradients.tensors:
             self._transport.average(gradients.tensors)
         gradients.put_back()

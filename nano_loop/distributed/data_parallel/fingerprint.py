@@ -18,8 +18,8 @@ NOTHING, DENSE, SPARSE = range(3)
 #: To average gradients, or to make equal what the loop has added to a model.
 Purpose = Literal["average", "welcome"]
 
-#: The purpose, averagings, steps, newcomers, learning rates, bytes of checksums and of evidence.
-_COUNTS = struct.Struct("<7s6q")
+#: The purpose, averagings, steps, newcomers, overlap, learning rates, bytes of checksums and of evidence.
+_COUNTS = struct.Struct("<7s7q")
 _PLACES = {"average": "ended a backward", "welcome": "called a model with added parameters"}
 _ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
@@ -46,6 +46,8 @@ class Fingerprint:
         Those of all parameters, from `nano_loop.distributed.data_parallel.checksums`; empty if not compared.
     evidence : bytes
         That of `nano_loop.distributed.data_parallel.duplicate_work`; empty where it is not compared.
+    overlap : int
+        The state of `nano_loop.distributed.data_parallel.overlap`.
     """
 
     purpose: Purpose
@@ -56,12 +58,13 @@ class Fingerprint:
     arrived: bytes
     checksums: bytes = b""
     evidence: bytes = b""
+    overlap: int = 0
 
     def pack(self) -> torch.Tensor:
         """Return it as a uint8 tensor."""
         purpose = self.purpose.encode()
         sizes = len(self.rates), len(self.checksums), len(self.evidence)
-        counts = _COUNTS.pack(purpose, self.averagings, self.steps, self.newcomers, *sizes)
+        counts = _COUNTS.pack(purpose, self.averagings, self.steps, self.newcomers, self.overlap, *sizes)
         rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
         content = b"".join([counts, rates, self.checksums, self.evidence, self.arrived])
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -70,17 +73,17 @@ class Fingerprint:
     def unpack(cls, packed: torch.Tensor) -> Fingerprint:
         """Make one from what `pack` returned."""
         content = packed.numpy().tobytes()
-        purpose, averagings, steps, newcomers, count, *sizes = _COUNTS.unpack_from(content)
+        purpose, averagings, steps, newcomers, overlap, count, *sizes = _COUNTS.unpack_from(content)
         rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
         first, second, third = itertools.accumulate(sizes, initial=_COUNTS.size + 8 * count)
         checksums, evidence, arrived = content[first:second], content[second:third], content[third:]
-        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, checksums, evidence)
+        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, checksums, evidence, overlap)
 
 
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
     """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
 
-    What arrived may differ, and checksums and evidence are compared elsewhere. NaN equals NaN.
+    What arrived and the overlap may differ, and checksums and evidence are compared elsewhere. NaN equals NaN.
     """
     if all(_agree(fingerprint, fingerprints[0]) for fingerprint in fingerprints):
         return
@@ -99,7 +102,7 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
 def _agree(one: Fingerprint, other: Fingerprint) -> bool:
     """Whether two are the same where they must be; never of those with NaN, which `_refuse` compares as text."""
-    counts = [replace(fingerprint, arrived=b"", checksums=b"", evidence=b"") for fingerprint in (one, other)]
+    counts = [replace(fingerprint, arrived=b"", checksums=b"", evidence=b"", overlap=0) for fingerprint in (one, other)]
     return counts[0] == counts[1] and len(one.arrived) == len(other.arrived)
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
 from nano_loop.distributed.comm.averaging_math import divide, is_summed_wider, new_scratch, real, write_mean
-from nano_loop.distributed.comm.packing import Batch, pack, signature
-from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.packing import Batch, Places, pack, signature
+from nano_loop.distributed.comm.ranks import Ranks, Reached
 from nano_loop.errors import NanoError, error_message
 
 _BUCKET = 25 << 20  # bytes: large enough for bandwidth, small enough that copying one overlaps with sending another
@@ -21,11 +21,58 @@ _UNDER_WAY = 4  # buckets that `average` has started and not finished: more woul
 _FIRST_MESSAGE = 248  # bytes of a header that travel with its length, in one message
 
 
-class ProcessGroupTransport:
-    """Averages in flat buckets over a process group. See `Transport`.
+class GroupMean:
+    """Means over a process group.
 
     Elements of 16 bits, which gloo would sum in 16 bits, are sent to the ranks that sum them, and gathered again: the
     same traffic as an all-reduce.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        All ranks of the run, for waits.
+    group : torch.distributed.ProcessGroup, optional
+        Those of the ranks that average; by default, all.
+    """
+
+    def __init__(self, ranks: Ranks, group: Any = None) -> None:
+        self._ranks, self._group = ranks, group
+        self.size: int = ranks.size if group is None else group.size()
+        self._unused: list[torch.Tensor] = []  # what elements of 16 bits were received in, so that pages stay
+        self._scratch = new_scratch()
+
+    def average(self, elements: torch.Tensor) -> Iterator[Reached]:
+        """Overwrite flat `elements` by their mean over the group; yield what has to be reached first.
+
+        Several may be on their way, if all ranks advance them in the same order. Of elements of 16 bits, there are as
+        many for each rank.
+        """
+        if not is_summed_wider(elements.dtype):
+            total = real(elements)
+            yield partial(self._ranks.is_finished, distributed.all_reduce(total, group=self._group, async_op=True))
+            divide(total, self.size)
+            return
+        received = self._unused.pop() if self._unused else torch.empty(0, dtype=elements.dtype, device="cpu")
+        if received.dtype is not elements.dtype or len(received) < len(elements):
+            received = torch.empty_like(elements)
+        exchanged, group = received[: len(elements)], self._group
+        yield partial(
+            self._ranks.is_finished, distributed.all_to_all_single(exchanged, elements, group=group, async_op=True)
+        )
+        slices = exchanged.chunk(self.size)
+        mean = torch.empty_like(slices[0])
+        write_mean(mean, slices, self._scratch)
+        gathered = [*elements.chunk(self.size)]
+        yield partial(self._ranks.is_finished, distributed.all_gather(gathered, mean, group, async_op=True))
+        self._unused.append(received)
+
+    def close(self) -> None:
+        """Give back all memory."""
+        self._unused.clear()
+
+
+class ProcessGroupTransport:
+    """Averages in flat buckets over a process group. See `Transport`.
 
     Parameters
     ----------
@@ -35,19 +82,14 @@ class ProcessGroupTransport:
         In which float32 and float64 tensors travel, such as ``torch.bfloat16``.
     bucket : int
         Bytes that travel as one.
-    group : torch.distributed.ProcessGroup, optional
-        Those of the ranks that average; by default, all.
     """
 
-    def __init__(
-        self, ranks: Ranks, *, compression: torch.dtype | None = None, bucket: int = _BUCKET, group: Any = None
-    ) -> None:
-        self._ranks, self._group = ranks, group
-        self._size: int = ranks.size if group is None else group.size()
+    def __init__(self, ranks: Ranks, *, compression: torch.dtype | None = None, bucket: int = _BUCKET) -> None:
+        self._ranks = ranks
         self._bucket = bucket
         self._pack = lru_cache(maxsize=64)(partial(pack, capacity=bucket, compression=compression))
         self._unused: list[torch.Tensor] = []  # buffers of earlier buckets, so that their pages are faulted in once
-        self._scratch = new_scratch()
+        self._mean = GroupMean(ranks)
         self._closed = False
 
     def exchange(self, header: torch.Tensor) -> list[torch.Tensor]:
@@ -84,6 +126,7 @@ class ProcessGroupTransport:
         """See `Transport.close`."""
         self._closed = True
         self._unused.clear()
+        self._mean.close()
         self._pack.cache_clear()
 
     def _refuse_closed(self) -> None:
@@ -91,59 +134,34 @@ class ProcessGroupTransport:
             raise NanoError(error_message("averaging after the run", "the transport is closed", "Start another run"))
 
     def _start(self, batch: Batch, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> _Bucket:
-        memory = [self._take()]
-        elements = self._elements(memory[0], batch)
-        batch.places(elements).fill(tensors, flat)
-        if is_summed_wider(batch.dtype):
-            memory.append(self._take())
-            work = distributed.all_to_all_single(
-                self._elements(memory[1], batch), elements, group=self._group, async_op=True
-            )
-        else:
-            work = distributed.all_reduce(real(elements[: batch.length]), group=self._group, async_op=True)
-        return _Bucket(batch, memory, work)
+        length = batch.padded(self._ranks.size)
+        # A batch may be filled to the last byte, and is then rounded up to equal slices.
+        nbytes = self._bucket + 2 * self._ranks.size
+        memory = self._unused.pop() if self._unused else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        elements = memory[: length * batch.dtype.itemsize].view(batch.dtype)
+        places = batch.places(elements)
+        places.fill(tensors, flat)
+        rest = self._mean.average(elements)
+        return _Bucket(places, memory, chain([next(rest)], rest))
 
     def _finish(self, bucket: _Bucket, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
-        self._ranks.finish(bucket.work)
-        elements = [self._elements(memory, bucket.batch) for memory in bucket.memory]
-        if is_summed_wider(bucket.batch.dtype):
-            self._average_slice(*elements)
-        else:
-            divide(real(elements[0][: bucket.batch.length]), self._size)
-        bucket.batch.places(elements[-1]).empty(tensors, flat)
-        self._unused += bucket.memory
-
-    def _average_slice(self, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """Average this rank's slice, received from all ranks, and gather all slices into `received`."""
-        slices = received.chunk(self._size)
-        mean = sent[: len(slices[0])]
-        write_mean(mean, slices, self._scratch)
-        self._ranks.finish(distributed.all_gather(list(slices), mean, self._group, async_op=True))
-
-    def _take(self) -> torch.Tensor:
-        # A batch may be filled to the last byte, and is then rounded up to equal slices.
-        length = self._bucket + 2 * self._size
-        return self._unused.pop() if self._unused else torch.empty(length, dtype=torch.uint8, device="cpu")
-
-    def _elements(self, memory: torch.Tensor, batch: Batch) -> torch.Tensor:
-        length = batch.length
-        if is_summed_wider(batch.dtype):  # every rank sums a slice, and slices are of one length
-            length = -(-length // self._size) * self._size
-        return memory[: length * batch.dtype.itemsize].view(batch.dtype)
+        for reached in bucket.rest:
+            reached(True)
+        bucket.places.empty(tensors, flat)
+        self._unused.append(bucket.memory)
 
     def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
-        received = [torch.empty_like(message) for _ in range(self._size)]
-        self._ranks.finish(distributed.all_gather(received, message, self._group, async_op=True))
+        received = [torch.empty_like(message) for _ in range(self._ranks.size)]
+        self._ranks.finish(distributed.all_gather(received, message, async_op=True))
         return received
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """A batch that is under way, the buffers that it takes, and what torch has been asked to do with them."""
+class _Bucket(NamedTuple):
+    """A batch that is under way: where its elements are in its memory, and what is left to do."""
 
-    batch: Batch
-    memory: list[torch.Tensor]
-    work: Any
+    places: Places
+    memory: torch.Tensor
+    rest: Iterator[Reached]
 
 
 def _padded(data: torch.Tensor, length: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from nano_loop.distributed.shared_memory.shared_file import make, make_at_once, 
 from nano_loop.errors import NanoError, error_message
 
 
-def map_together(ranks: Ranks, folder: str, size: int) -> mmap.mmap:
+def map_together(ranks: Ranks, folder: str | os.PathLike[str], size: int) -> mmap.mmap:
     """Map `size` bytes of a file that rank 0 makes in `folder`. Collective, through the channel of `ranks`.
 
     Raises
@@ -24,6 +24,7 @@ def map_together(ranks: Ranks, folder: str, size: int) -> mmap.mmap:
     NanoError
         On every rank, if one of them cannot make or map the file, as when the file system is full.
     """
+    folder = os.fspath(folder)
     path, unmade = _make(folder, size) if ranks.rank == 0 else (None, None)
     try:
         path, unmade = ranks.broadcast((path, unmade))

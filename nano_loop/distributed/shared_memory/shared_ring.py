@@ -14,20 +14,53 @@ A batch is used by three counters of each rank, which count batches over the rin
 
 An averaging starts at a multiple of the ring's size, so that a batch of a list always meets the same slots and its
 views are made once.
+
+In a run on several hosts, batches are copied in and out as a whole, and between the sum and the copy out the first rank
+makes the host's mean the mean over the hosts. Tensors may still arrive then: an averaging stops wherever it would wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
 from nano_loop.distributed.comm.averaging_math import new_scratch, real, write_mean
 from nano_loop.distributed.comm.packing import Batch, Packing, Places
-from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.ranks import Ranks, Reached
 from nano_loop.distributed.shared_memory.local_shard import SUMMED_IN_PLACE, LocalShard
 from nano_loop.distributed.shared_memory.shared_segment import LINE, SharedSegment
+
+
+class Elements(NamedTuple):
+    """The tensors of a list, but those that have not arrived, and in `flat` the split ones, in a row."""
+
+    tensors: list[Any]
+    flat: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BetweenHosts:
+    """What a host's means go through before its ranks copy them out.
+
+    Parameters
+    ----------
+    hosts : int
+        How many there are.
+    weight : float
+        By what the means of this host are multiplied: a host counts by its ranks.
+    average : callable or None
+        For the first rank of the host; see `nano_loop.distributed.multi_host.process_group.GroupMean.average`.
+    """
+
+    hosts: int
+    weight: float
+    average: Callable[[torch.Tensor], Iterator[Reached]] | None
 
 
 class Ring:
@@ -42,11 +75,11 @@ class Ring:
     memory : torch.Tensor
         `Ring.nbytes` of shared memory, uint8.
     counters : sequence of int
-        The segment's counters that are for posted, reduced and read.
-    chunk : int
-        Bytes of a slot, a multiple of a cache line.
+        The segment's counters that are for posted, reduced, read and, between hosts, sent.
     slots : int
-        Batches that the ring holds.
+        Batches that the ring holds; four or more between hosts.
+    between : BetweenHosts, optional
+        In a run on several hosts.
     """
 
     def __init__(
@@ -56,20 +89,27 @@ class Ring:
         memory: torch.Tensor,
         *,
         counters: Sequence[int],
-        chunk: int,
         slots: int,
+        between: BetweenHosts | None = None,
     ) -> None:
         self._segment = segment
         self._rank, self._size, self._slots = ranks.rank, ranks.size, slots
-        self._memory = memory.view(slots, ranks.size + 1, chunk)  # the last of a row is for the result
-        self._posted, self._reduced, self._read = (segment.places(counter) for counter in counters)
+        self._memory = memory.view(slots, ranks.size + 1, -1)  # the last of a row is for the result
+        self._posted, self._reduced, self._read, self._sent = (segment.places(counter) for counter in counters)
         self._base = 0  # batches until now, and those that a list left out at its end
         self._scratch = new_scratch()
+        self._between = between
+        self._travelling: deque[Iterator[Reached]] = deque()  # what waits for the means of batches that were sent
+        if between is None:
+            self._steps = {0: Ring._post, 1: Ring._reduce, 2: Ring._copy_out}
+        else:
+            self._steps = {0: Ring._post, 1: Ring._reduce, 2: Ring._send, slots - 1: Ring._copy_out}
 
     @staticmethod
-    def nbytes(size: int, chunk: int, slots: int) -> int:
-        """Return the memory that a ring between `size` ranks needs."""
-        return slots * (size + 1) * chunk
+    def nbytes(size: int, chunk: int, slots: int, between: BetweenHosts | None = None) -> int:
+        """Return the memory that a ring between `size` ranks takes."""
+        padding = 0 if between is None else -(-2 * between.hosts // LINE) * LINE
+        return slots * (size + 1) * (chunk + padding)
 
     def plan(self, packing: Packing) -> Plan:
         """Make the views that averaging a list needs; they hold for the ring's life."""
@@ -79,57 +119,74 @@ class Ring:
         cut = {index for stage in stages for index in stage.cut}
         return Plan(replace(packing, split=tuple(sorted({*packing.split, *cut}))), stages, length)
 
-    def average(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite `tensors`, for which `plan` was made, by their means. Collective."""
-        flat = plan.packing.flat(tensors)
-        stages = plan.stages
-        for number in range(len(stages) + 2):
-            if number < len(stages):
-                self._post(stages[number], number, tensors, flat)
-            if 0 <= number - 1 < len(stages):
-                self._reduce(stages[number - 1], number - 1, tensors, flat)
-            if 0 <= number - 2 < len(stages):
-                self._copy_out(stages[number - 2], number - 2, tensors, flat)
-        self._base += plan.length
-        plan.packing.put_back(tensors, flat)
+    def average(self, plan: Plan, sources: Elements, targets: Elements) -> Iterator[Reached]:
+        """Write the means of `sources`, for which `plan` was made, to `targets`; yield what has to be reached first.
 
-    def _post(self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]) -> None:
-        self._segment.wait(self._reduced, self._base + number + 1 - self._slots)
-        stage.coming.fill(tensors, flat)
+        On one host these are the same. The steps are in one order on all ranks, and none waits for a later one.
+        Collective.
+        """
+        stages, last = plan.stages, len(plan.stages)
+        for number in range(last + max(self._steps)):
+            for delay, step in self._steps.items():
+                if 0 <= number - delay < last:
+                    yield from step(self, stages[number - delay], number - delay, sources, targets)
+        self._base += plan.length
+        plan.packing.put_back(*targets)
+
+    def _post(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
+        if sources is not targets:
+            yield partial(stage.coming.have_arrived, sources.tensors)
+        yield partial(self._segment.reached, self._reduced, self._base + number + 1 - self._slots)
+        stage.coming.fill(*sources)
         self._segment.publish(self._posted[self._rank], self._base + stage.count)
 
-    def _reduce(
-        self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]
-    ) -> None:
-        self._segment.wait(self._posted, self._base + number + 1)
-        self._segment.wait(self._read, self._base + number + 1 - self._slots)
+    def _reduce(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
+        yield partial(self._segment.reached, self._posted, self._base + number + 1)
+        yield partial(self._segment.reached, self._read, self._base + number + 1 - self._slots)
         if stage.own is not None:
-            stage.own.average(tensors, flat)
-        elif len(stage.mean):
+            stage.own.average(*targets)
+        elif len(stage.mean) and len(stage.parts) > 1:
             write_mean(stage.mean, stage.parts, self._scratch)
+        if self._between is not None and self._between.weight != 1:
+            stage.mean.mul_(self._between.weight)
         self._segment.publish(self._reduced[self._rank], self._base + stage.count)
 
-    def _copy_out(
-        self, stage: _Stage, number: int, tensors: Sequence[torch.Tensor], flat: dict[int, torch.Tensor]
-    ) -> None:
-        self._segment.wait(self._reduced, self._base + number + 1)
-        stage.going.empty(tensors, flat)
+    def _send(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
+        assert self._between is not None
+        if self._between.average is not None:
+            yield partial(self._segment.reached, self._reduced, self._base + number + 1)
+            rest = self._between.average(stage.result)
+            self._travelling.append(chain([next(rest)], rest))
+
+    def _copy_out(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
+        if self._between is None:
+            yield partial(self._segment.reached, self._reduced, self._base + number + 1)
+        elif self._travelling:
+            yield from self._travelling.popleft()
+            self._segment.publish(self._sent[self._rank], self._base + stage.count)
+        else:
+            yield partial(self._segment.reached, self._sent[:1], self._base + number + 1)
+        stage.going.empty(*targets)
         self._segment.publish(self._read[self._rank], self._base + stage.count)
 
     def _stage(self, batch: Batch, number: int, count: int) -> _Stage:
-        row = self._memory[number % self._slots, :, : batch.nbytes].view(batch.dtype)
+        slot = self._memory[number % self._slots]
+        row = slot[:, : batch.nbytes].view(batch.dtype)
         # Slices end where cache lines do, so that no two ranks write to one line.
         length = -(-batch.length // self._size)
         length = -(-length // LINE) * LINE
         start, stop = (min(rank * length, batch.length) for rank in (self._rank, self._rank + 1))
-        if batch.dtype not in SUMMED_IN_PLACE:
+        if self._between is not None or batch.dtype not in SUMMED_IN_PLACE:
             *parts, mean = (real(elements[start:stop]) for elements in row)
-            return _Stage(batch.places(row[self._rank]), batch.places(row[-1]), parts, mean, count)
+            length = batch.length if self._between is None else batch.padded(self._between.hosts)
+            result = slot[-1, : length * batch.dtype.itemsize].view(batch.dtype)
+            coming = batch.places(row[self._rank] if self._size > 1 else result)
+            return _Stage(coming, batch.places(result), parts, mean, result, count)
         own = LocalShard(batch, start, stop, self._rank, [*row[:-1]], row[-1])
         others = [*batch.between(0, start), *batch.between(stop, batch.length)]
         cut = [piece.index for piece in (*others, *batch.between(start, stop)) if piece.bounds is not None]
         coming, going = Places(others, row[self._rank]), Places(others, row[-1])
-        return _Stage(coming, going, [], row[-1][:0], count, own, cut)
+        return _Stage(coming, going, [], row[-1][:0], row[-1], count, own, cut)
 
 
 @dataclass(frozen=True)
@@ -137,13 +194,15 @@ class _Stage:
     """The views of a batch: into this rank's slot, into the result slot, and of its slice in every slot.
 
     `count` is what the counters show, from the averaging's start on, when the batch is done. `own` sums the slice where
-    the tensors lie; without it, `parts` are summed into `mean`. `cut` are the tensors of which the views hold parts.
+    the tensors lie; without it, `parts` are summed into `mean`, a slice of `result`. `cut` are the tensors of
+    which the views hold parts.
     """
 
     coming: Places
     going: Places
     parts: list[torch.Tensor]
     mean: torch.Tensor
+    result: torch.Tensor
     count: int
     own: LocalShard | None = None
     cut: Sequence[int] = ()

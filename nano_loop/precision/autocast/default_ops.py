@@ -149,6 +149,15 @@ def overload_of(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
+def written_places(overload: Any) -> list[int | str]:
+    """Return the arguments that an overload writes to: their places, or their names where they have none."""
+    return [
+        argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(arguments_of(overload))
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
 def cast_like_autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast as autocast does: floating-point tensors of the CPU, but fp64. Part of the autograd graph."""
     if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64) or not tensor.is_cpu:

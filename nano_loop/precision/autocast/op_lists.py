@@ -2,7 +2,7 @@
 
 Three rules hold for what is in no list, as Habana's mixed precision had them: an operator runs in the dtype of its
 input; with inputs of several dtypes, in the widest; in place, in that of the tensor it writes to. torch does so, and
-`mixed_dtypes` where torch refuses.
+`widest_dtype` where torch refuses.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def in_fp32_where_faster(layer: nn.Module) -> Call | None:
     rule = RULES.get(type(layer))
     if type(layer) is nn.Linear:
         return _around_linear(layer)
-    if rule is recurrence_is_faster:
+    if rule is recurrence_is_faster or type(layer) is nn.LSTM:  # which is composed of products for packed sequences
         return _around_recurrence
     return None if rule is None else _around(rule)
 
@@ -208,7 +208,8 @@ def _around(rule: Callable[[Any, Tensor], bool]) -> Call:
 def _around_recurrence(function: Call, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """As `_around`. Without hooks of the user, nothing can change a weight between two time steps."""
     most = 2  # the input and the state
-    if not kwargs and 0 < len(args) <= most and type(args[0]) in _PLAIN and recurrence_is_faster(self, args[0]):
+    is_plain = type(self) in RULES and not kwargs and 0 < len(args) <= most and type(args[0]) in _PLAIN
+    if is_plain and recurrence_is_faster(self, args[0]):
         return in_fp32(function, self, args)
     with weights_cast_once() if calls_only_forward(self) else nullcontext():
         return function(self, *args, **kwargs)

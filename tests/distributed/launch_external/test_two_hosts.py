@@ -66,8 +66,8 @@ def test_ranks_of_a_host_average_before_the_hosts_do(tmp_path):
         ((code, output),) = run_together([command], [environment(**variables)], tmp_path)
         assert code == 0, output
         found = [each[0] for each in told(tmp_path, 3)]
-        then = ", then between hosts by gloo" if variables["HOST_OF"] else ""
-        assert [each["way"] for each in found] == [f"at the end of each backward, through shared memory{then}"] * 3
+        when, then = ("during", ", then between hosts by gloo") if variables["HOST_OF"] else ("at the end of", "")
+        assert [each["way"] for each in found] == [f"{when} each backward, through shared memory{then}"] * 3
         assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
         if variables["HOST_OF"]:
             by_hosts = found[0]["weights"]

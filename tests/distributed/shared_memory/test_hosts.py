@@ -35,7 +35,7 @@ class Placed:
         self.leaders = distributed.new_group([each[0] for each in members], backend="gloo")
         alone = len(members[own]) == 1
         self.hosts = Hosts(members, own, None if alone else folder / f"host-{own}", self.leaders)
-        self.transport = HostsTransport(ranks, self.hosts, **{"bucket": CHUNK, **options})
+        self.transport = HostsTransport(ranks, self.hosts, **{"chunk": CHUNK, **options})
 
     def __enter__(self):
         return self.transport
@@ -91,9 +91,10 @@ def test_equal_tensors_stay_what_they_are(team, folders):
         assert all(map(same_bits, got, mine))
 
 
-def test_compressed_tensors_arrive_rounded_and_alike(team, folders):
+@pytest.mark.parametrize("slots", [4, 6])
+def test_compressed_tensors_arrive_rounded_and_alike(team, folders, slots):
     def run(ranks):
-        with Placed(ranks, folders, ODD, compression=torch.bfloat16) as transport:
+        with Placed(ranks, folders, ODD, compression=torch.bfloat16, slots=slots) as transport:
             tensors = [values(5, ranks.rank, (2000,), torch.float32)]
             transport.average(tensors)
             return tensors

@@ -42,7 +42,7 @@ def message(transport, tensors):
 def outcome(ranks, folder, **options):
     """What a NanoError of making a transport says; None where there is none."""
     try:
-        SharedMemoryTransport(ranks, folder, **options).close()
+        SharedMemoryTransport(ranks, partial(map_together, ranks, folder), **options).close()
     except NanoError as error:
         return str(error)
     return None

@@ -2,10 +2,12 @@
 
 import random
 import time
+from functools import partial
 
 import torch
 
 from nano_loop.distributed.multi_host.process_group import ProcessGroupTransport
+from nano_loop.distributed.shared_memory.allocation import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 
 KINDS = ("shared memory", "process group")
@@ -17,7 +19,7 @@ def opened(kind, ranks, folder, size=SMALL, **options):
     """A transport; `size` is of its chunk or bucket."""
     if kind == "process group":
         return ProcessGroupTransport(ranks, bucket=size, **options)
-    return SharedMemoryTransport(ranks, folder, chunk=size, **options)
+    return SharedMemoryTransport(ranks, partial(map_together, ranks, folder), chunk=size, **options)
 
 
 def values(seed, rank, shape, dtype):

@@ -1,4 +1,4 @@
-"""In bf16, operators that refuse mixed dtypes compute in fp32, and custom autograd functions have their backward."""
+"""In bf16, operators that refuse it compute in fp32, and custom autograd functions have their backward."""
 
 import re
 import warnings
@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import distributions, nn
 
 from nano_loop import NanoError, disable_casts
 from nano_loop.patching.operators.operators import gives_kernels
@@ -42,6 +42,30 @@ WAYS = {
     "index_put": lambda h: zeros().index_put((torch.arange(4),), h),
     "assignment by a mask": lambda h: assigned(h),
     "masked_scatter_": lambda h: zeros().masked_scatter_(ADJACENCY[:, :2] > 0, h),
+    "bilinear": lambda h: F.bilinear(h, torch.ones(4, 2), torch.ones(3, 2, 2)),
+    "index_copy_": lambda h: zeros().index_copy_(0, torch.arange(4), h),
+    "scatter": lambda h: zeros().scatter(1, torch.zeros(4, 2).long(), h[:, :1].expand(4, 2)),
+    "put": lambda h: zeros().put(torch.arange(2), h[0]),
+    "lerp_": lambda h: zeros().lerp_(h, 0.5),
+    "addmm_": lambda h: torch.zeros(4, 4).addmm_(h, h.t()),
+    "addmv_": lambda h: torch.zeros(4).addmv_(h, h[0]),
+    "inner": lambda h: torch.inner(h, torch.ones(3, 2)),
+    "tensordot": lambda h: torch.tensordot(h, torch.ones(2, 3), 1),
+    "multi_dot": lambda h: torch.linalg.multi_dot([h, torch.ones(2, 2), torch.ones(2, 2)]),
+    "complex": lambda h: torch.complex(h, torch.ones(4, 2)).abs(),
+    "pdist": lambda h: F.pdist(h),
+    "pinv": lambda h: torch.linalg.pinv(h[:2] + torch.eye(2)),
+    "det": lambda h: torch.linalg.det(h[:2] + 3 * torch.eye(2)),
+    "matrix_exp": lambda h: torch.matrix_exp(h[:2]),
+    "i1e": lambda h: torch.special.i1e(h),
+    "in place, without a kernel": lambda h: torch.special.i1(h) + (h * 0.3).erfinv_(),
+    "into an output": lambda h: torch.mm(h.detach(), torch.ones(2, 2), out=torch.empty(4, 2)) + h,
+    "into an output of another shape": lambda h: (
+        torch.addmm(zeros(), h.detach(), torch.ones(2, 2), out=torch.empty(0)) + h
+    ),
+    "embedding_bag": lambda h: F.embedding_bag(
+        torch.zeros(4, 2).long(), torch.ones(3, 2), per_sample_weights=h.contiguous(), mode="sum"
+    ),
     "into bf16": lambda h: torch.zeros_like(h).index_add(0, ROWS, h.float()),
     "into bf16, in place": lambda h: torch.zeros_like(h).index_add_(0, ROWS, h.float()),
 }
@@ -177,7 +201,8 @@ def explanation(error):
 
 
 def refused(h):
-    return F.bilinear(h, torch.ones(4, 2), torch.ones(3, 2, 2))
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(h, torch.ones(3, 2))
 
 
 def test_error_names_the_operation_the_line_and_what_to_do(net):
@@ -186,8 +211,8 @@ def test_error_names_the_operation_the_line_and_what_to_do(net):
         model(X)
     text = explanation(caught.value)
     assert "same dtype" in text, "torch's own words"
-    assert "F.bilinear(h, torch.ones(4, 2), torch.ones(3, 2, 2))" in text
-    assert re.search(rf"test_mixed_dtypes.py, line {refused.__code__.co_firstlineno + 1}\)", text)
+    assert "F.linear(h, torch.ones(3, 2))" in text
+    assert re.search(rf"test_widest_dtype.py, line {refused.__code__.co_firstlineno + 2}\)", text)
     assert "disable_casts()" in text
 
     def advised(h):
@@ -202,3 +227,45 @@ def test_error_about_something_else_is_left_alone(net):
         net(lambda h: h @ torch.ones(3, 3))(X)
     assert not getattr(caught.value, "__notes__", ())
     assert not isinstance(caught.value, NanoError)
+
+
+class Acting(nn.Module):
+    """A policy: `forward` returns a distribution, and `act` an array."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.make = nn.Linear(3, 4), make
+
+    def forward(self, x):
+        return self.make(self.layer(x))
+
+    def act(self, x):
+        with torch.no_grad():
+            return self.layer(x).sigmoid().cpu().numpy()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda h: distributions.Categorical(probs=h.softmax(-1)),
+        lambda h: distributions.Categorical(logits=h),
+        lambda h: distributions.Beta(h.exp() + 1, h.exp() + 1),
+        lambda h: distributions.Gamma(h.exp(), h.exp()),
+        lambda h: distributions.Independent(distributions.Normal(h, h.exp()), 1),
+        lambda h: distributions.Bernoulli(h.sigmoid()),
+        lambda h: distributions.MultivariateNormal(h, torch.eye(4)),
+    ],
+)
+def test_distributions_and_arrays_of_a_model_are_fp32(step, make):
+    torch.manual_seed(0)
+    model = Acting(make)
+    with torch.no_grad():
+        sample, exact = model(X).sample(), model(X)
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    policy = model(X)
+    density = policy.log_prob(sample)
+    assert density.dtype is policy.sample().log().dtype is torch.float32
+    torch.testing.assert_close(density, exact.log_prob(sample), rtol=0.05, atol=0.05)
+    density.sum().backward()
+    assert model.layer.weight.grad.isfinite().all()
+    assert model.act(X).dtype == "float32"

@@ -1,0 +1,102 @@
+"""Operators without a right kernel for bf16 or fp16, or that refuse it beside fp32: they compute in the widest dtype.
+
+CUDA's autocast promotes the inputs of some, and lists others for fp32. On a CPU, autocast leaves them as they are, so a
+graph convolution (`torch.sparse.mm`) and pooling by `scatter_add_` raise torch's bare dtype error, and `matrix_exp` is
+NaN. ``operators.json`` has them, by version of torch: `scripts/sweep_operators.py` finds them by running all of torch's
+operators, and nobody edits the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.operators.operators import Kernel, gives_kernels, kernel, overridden_together
+from nano_loop.patching.ownership import call_state
+from nano_loop.patching.torch_private import below_autocast, is_operator
+from nano_loop.patching.walk import find
+from nano_loop.precision.autocast.autocast import LOW_DTYPES, to_fp32
+from nano_loop.precision.autocast.default_ops import as_torch_does, below, overload_of, written_places
+
+_TABLES: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("operators.json").read_text())
+_VERSION = ".".join(torch.__version__.split(".")[:2])
+
+#: By operator, when it computes in the widest dtype: with inputs of all "bfloat16" or "float16", with "mixed" ones, or
+#: with "float32" alone, where it is composed of products. For a torch that was not swept, the last table counts.
+TABLE: Mapping[str, frozenset[str]] = {
+    name: frozenset(rules) for name, rules in _TABLES.get(_VERSION, [*_TABLES.values()][-1]).items()
+}
+#: Operators for which autocast casts to bf16, also CSR matrices, for which torch has no bf16 kernel.
+_PRODUCTS = ("mm", "matmul", "addmm")
+_KEY = "AutocastCPU"
+_CSR = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
+
+
+def widest_dtype_computed() -> AbstractContextManager[None]:
+    """Let these operators of set-up models compute so, until the last user of this context exits."""
+    return overridden_together("widest dtype", functions, _KEY)
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """Return what computes the operators that this torch has."""
+    products = {name: _in_fp32_if_csr(name, kernel(name, _KEY)) for name in _PRODUCTS if gives_kernels()}
+    return {**{name: _widest(name, rules) for name, rules in TABLE.items() if is_operator(name)}, **products}
+
+
+def _widest(name: str, rules: frozenset[str]) -> Callable[..., Any]:
+    overload = overload_of(name)
+    alone = frozenset(dtype for dtype in (*LOW_DTYPES, torch.float32) if str(dtype).removeprefix("torch.") in rules)
+    places = written_places(overload)
+
+    def compute(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensor for tensor in find(Tensor, (args, kwargs)) if tensor.is_floating_point()]
+        dtypes = {tensor.dtype for tensor in tensors}
+        is_low = call_state.accelerated and not dtypes.isdisjoint((*LOW_DTYPES, *alone))
+        if is_low and (len(dtypes) > 1 or dtypes & alone or any(one.layout is not torch.strided for one in tensors)):
+            written = [args[place] if isinstance(place, int) else kwargs.get(place) for place in places]
+            return _in_widest_dtype(overload, [*find(Tensor, written)], alone, args, kwargs)
+        return as_torch_does(name, keys, *args, **kwargs)
+
+    return compute
+
+
+def _in_widest_dtype(
+    overload: Any, written: list[Tensor], alone: frozenset[torch.dtype], args: Any, kwargs: Any
+) -> Any:
+    """Compute in fp32, or where a tensor is written to, in its dtype, if there is a kernel for it."""
+    wide = {id(tensor): tensor.float() if tensor.dtype in alone else tensor for tensor in written}
+    target = next((tensor.dtype for tensor in wide.values() if tensor.is_floating_point()), torch.float32)
+
+    def cast(tensor: Tensor) -> Tensor:
+        if id(tensor) in wide:
+            return wide[id(tensor)]
+        return tensor.to(target) if tensor.dtype in (*LOW_DTYPES, torch.float32) else tensor
+
+    outputs = below(overload, *map_tensors(cast, (args, kwargs)))
+    originals = {id(wide[id(tensor)]): tensor for tensor in written}
+    for tensor in written:
+        computed = wide[id(tensor)]
+        if computed is not tensor:
+            if tensor.shape != computed.shape:  # an output that torch is to resize
+                tensor.resize_(computed.shape)
+            tensor.copy_(computed)
+    return map_tensors(lambda output: originals.get(id(output), output), outputs)
+
+
+def _in_fp32_if_csr(name: str, original: Kernel) -> Callable[..., Any]:
+    operator = overload_of(name)
+
+    def product(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if call_state.accelerated and any(isinstance(arg, Tensor) and arg.layout in _CSR for arg in args):
+            with below_autocast():
+                return operator(*map_tensors(to_fp32, args), **kwargs)
+        return original(keys, *args, **kwargs)
+
+    return product

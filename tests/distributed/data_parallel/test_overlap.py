@@ -1,0 +1,167 @@
+"""Averaging that overlaps with the backward computes, to the bit, what averaging after it does."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+from nano_loop.distributed.comm.hosts import Hosts
+from nano_loop.distributed.data_parallel.averaging import Averaging
+from nano_loop.distributed.data_parallel.overlap import Overlap
+from nano_loop.distributed.multi_host.hosts import HostsTransport
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+STEPS = 6
+LARGER = ((0, 1), (2,)), ((0,), (1,), (2,))
+#: After so many averagings that were begun for nothing, it is not tried again.
+MISSES = 3
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(5, 40), nn.Linear(40, 40), nn.Linear(40, 1)
+
+    def forward(self, x):
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+def usual(rank, step, model, x):
+    model(x).square().mean().backward()
+
+
+def two_backwards(rank, step, model, x):
+    model(x).square().mean().backward()
+    model(x + 1).square().mean().backward()
+
+
+def unused_in_some_steps(rank, step, model, x):
+    (model(x) if step % 3 else model.third(x.repeat(1, 8))).square().mean().backward()
+
+
+def unused_on_one_rank(rank, step, model, x):
+    (model(x) if rank or step % 2 == 0 else model.third(x.repeat(1, 8))).square().mean().backward()
+
+
+def again_in_one_backward(rank, step, model, x):
+    hidden = checkpoint(model.second, torch.relu(model.first(x)), use_reentrant=True)
+    again = checkpoint(model.second, torch.relu(hidden), use_reentrant=True)
+    model.third(again).square().mean().backward()
+
+
+def changed_after_arrival(rank, step, model, x):
+    handle = None
+    if step == 3 and rank == 1:
+        handle = model.first.weight.register_hook(lambda _: double(model.third.weight.grad))
+    model(x).square().mean().backward()
+    if handle:
+        handle.remove()
+
+
+def double(gradient):
+    gradient.mul_(2)
+
+
+def fails_once(rank, step, model, x):
+    if step == 2:
+        handle = model.first.weight.register_hook(stop)
+        with pytest.raises(ZeroDivisionError):
+            model(x).square().mean().backward()
+        handle.remove()
+        model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def stop(gradient):
+    raise ZeroDivisionError
+
+
+def changed_in_every_step(rank, step, model, x):
+    handle = model.first.weight.register_hook(lambda _: double(model.third.weight.grad))
+    model(x).square().mean().backward()
+    handle.remove()
+
+
+def strided(rank, step, model, x):
+    if step == 0:
+        model.second.weight.data = model.second.weight.data.t().contiguous().t()
+    model(x).square().mean().backward()
+
+
+def converted(rank, step, model, x):
+    if step == 2:
+        model.double()
+    model(x.to(model.first.weight.dtype)).square().mean().backward()
+
+
+def of_16_bits(rank, step, model, x):
+    model.bfloat16()
+    model(x.bfloat16()).square().mean().backward()
+
+
+# With how many averagings end by the overlapped one: the first of a run never does.
+LOOPS = {
+    usual: STEPS - 1,
+    two_backwards: 2 * STEPS - 1,
+    unused_in_some_steps: None,
+    unused_on_one_rank: None,
+    again_in_one_backward: None,
+    changed_after_arrival: STEPS - 2,
+    fails_once: STEPS - 2,
+    strided: STEPS - 1,
+    changed_in_every_step: 0,
+    converted: STEPS - 2,
+    of_16_bits: STEPS - 1,
+}
+
+
+def trained(ranks, loop, members, folder, overlapped):
+    """Return the parameters and gradients after each step, and how many averagings were overlapped and begun so."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    leaders = distributed.new_group([each[0] for each in members], backend="gloo")
+    own = next(number for number, each in enumerate(members) if ranks.rank in each)
+    place = folder / f"{overlapped}-{own}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    hosts = Hosts(members, own, place if len(members[own]) > 1 else None, leaders)
+    transport = HostsTransport(ranks, hosts, chunk=1024)
+    averaging = Averaging(ranks, transport, compare=False, stream=transport.stream if overlapped else None)
+    averaging.add([model], [optimizer])
+    ended, finish = [], Overlap.finish
+    Overlap.finish = lambda self, states: ended.append((finish(self, states), any(states))) or ended[-1][0]
+    generator = torch.Generator().manual_seed(ranks.rank)
+    history = []
+    for step in range(STEPS):
+        loop(ranks.rank, step, model, torch.randn(8, 5, generator=generator))
+        history += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        history += [each.detach().clone() for each in model.parameters()]
+    Overlap.finish = finish
+    averaging.close()
+    transport.leave()
+    transport.close()
+    if hosts.here[0] == ranks.rank:
+        distributed.destroy_process_group(leaders)
+    return history, tuple(map(sum, zip(*ended, strict=True))) if ended else (0, 0)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("members", [((0,), (1,)), *(pytest.param(each, marks=pytest.mark.slow) for each in LARGER)])
+def test_overlapped_averaging_gives_the_same_bits(team, tmp_path, loop, members):
+    def run(ranks):
+        return [trained(ranks, loop, members, tmp_path, overlapped) for overlapped in (True, False)]
+
+    results = team(sum(map(len, members)))(run)
+    for (overlapped, (count, begun)), (after, none) in results:
+        assert none == (0, 0)
+        assert begun - count <= MISSES
+        assert count == LOOPS[loop] if LOOPS[loop] is not None else count < STEPS - 1
+        assert all(one.equal(other) for one, other in zip(overlapped, after, strict=True))
+    weights = [history[-1] for (history, _), _ in results]
+    assert all(each.equal(weights[0]) for each in weights)
