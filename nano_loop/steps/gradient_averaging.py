@@ -36,7 +36,7 @@ class GradientAveraging(RanksStep):
         self._averaging: Averaging | None = None
         self._transport: Transport | None = None
         self._nbytes = 0  # of all parameters that were set up
-        self._way = ""
+        self._route = ""
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
@@ -51,7 +51,7 @@ class GradientAveraging(RanksStep):
         for model in parts.models:
             self.interceptors.add(model, self.name, self._averaging.around_call)
         narrowed = f", as {self.options.gradient_compression}" if self.options.gradient_compression else ""
-        return f"{self._way}{narrowed}"
+        return f"{self._route}{narrowed}"
 
     @override
     def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -84,14 +84,14 @@ class GradientAveraging(RanksStep):
             with suppress(NanoError):  # raised on every rank if shared memory is too small, as in many containers
                 mapped, chunk = partial(map_together, self.ranks, folder), chunk_for(self._nbytes)
                 transport = SharedMemoryTransport(self.ranks, mapped, compression=compression, chunk=chunk)
-                self._way = f"{_AT_END}, through shared memory"
+                self._route = f"{_AT_END}, through shared memory"
                 return transport
         if self.ranks.context.hosts is not None and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank, as above
                 transport_between = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
                 shares = any(len(member) > 1 for member in self.ranks.context.hosts.members)
                 route = "through shared memory, then between hosts by gloo" if shares else "by gloo"
-                self._way = f"during each backward, {route}"
+                self._route = f"during each backward, {route}"
                 return transport_between
-        self._way = f"{_AT_END}, by {distributed.get_backend()}"
+        self._route = f"{_AT_END}, by {distributed.get_backend()}"
         return ProcessGroupTransport(self.ranks, compression=compression)

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.sharding.dataset_digest import Known
-from nano_loop.distributed.sharding.found import FoundSharding
+from nano_loop.distributed.sharding.implicit_loaders import ImplicitSharding
 from nano_loop.distributed.sharding.sharding import BatchSharding, forget_last_served, serving, sharded_by_user
 from nano_loop.patching.objects.loaders import changed, implicit_loaders_changed
 from nano_loop.runtime.objects.report import StepResult
@@ -70,13 +70,13 @@ class Sharding(RanksStep):
         super().undo()
         forget_last_served()
 
-    def _find(self, loader: DataLoader[Any]) -> FoundSharding | None:
+    def _find(self, loader: DataLoader[Any]) -> ImplicitSharding | None:
         """Return the change to a loader that the loop uses and that was not set up."""
         run = innermost()
         # A dataset's own, or one of a run that each rank makes alone.
         if serving.depth or (run is not None and run.size == 1):
             return None
-        return FoundSharding(self.ranks, self._models, self._known)
+        return ImplicitSharding(self.ranks, self._models, self._known)
 
     def _shard(self, loader: DataLoader[Any], shard: bool | None) -> None:
         if id(loader) not in self._shardings:

@@ -88,7 +88,7 @@ class _OfLayer:
         except RuntimeError:  # a nested or a sparse tensor
             return False
         algorithm = self._by_kind.algorithm(
-            key, lambda: self._guessed(x), lambda: self._decided(x), lambda: self._stored(x)
+            key, lambda: self._guessed(x), lambda: self._decision(x), lambda: self._stored(x)
         )
         return algorithm == _FP32
 
@@ -100,7 +100,7 @@ class _OfLayer:
         choice = self._tuner.choices.get(_key(self._layer, x)) if measured else None
         return None if choice is None else choice.algorithm
 
-    def _decided(self, x: Tensor) -> Decision:
+    def _decision(self, x: Tensor) -> Decision:
         guess, layer = self._guessed(x), self._layer
         if not computes_as_ours(layer, (x,)) or in_mode():
             return Decision(guess, is_settled=False)

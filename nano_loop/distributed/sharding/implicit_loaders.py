@@ -16,7 +16,7 @@ from nano_loop.distributed.sharding.sharding import BatchSharding, sharded, shar
 from nano_loop.patching.objects.loaders import Start
 
 
-class FoundSharding(BatchSharding):
+class ImplicitSharding(BatchSharding):
     """Shards a loader if all ranks have the same one.
 
     Parameters
