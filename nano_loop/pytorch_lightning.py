@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from nano_loop.integrations.lightning.compiled import CompiledMixin
 from nano_loop.integrations.lightning.package import lightning_is_missing, register
-from nano_loop.integrations.lightning.precision import ProductsPrecisionMixin, refuse_other
+from nano_loop.integrations.lightning.precision import ProductsPrecisionMixin
 from nano_loop.integrations.lightning.strategy import NanoStrategyMixin
 from nano_loop.integrations.lightning.trainer import NanoTrainerMixin
 
@@ -33,25 +33,7 @@ class ProductsPrecision(ProductsPrecisionMixin, Precision):  # type: ignore[misc
     """What `precision` returns; see `ProductsPrecisionMixin`."""
 
 
-def precision(name: str) -> ProductsPrecision:
-    """Return the plugin of a precision that Lightning and Fabric do not know.
-
-    Parameters
-    ----------
-    name : str
-        ``"bf16-products"``: large products round their inputs to bf16, and all else is fp32.
-
-    Raises
-    ------
-    NanoConfigError
-        If it is another one.
-
-    Examples
-    --------
-    >>> trainer = Trainer(plugins=precision("bf16-products"))  # Lightning's own  # doctest: +SKIP
-    """
-    refuse_other(name)
-    return ProductsPrecision()
+precision = ProductsPrecision.named
 
 
 class Trainer(NanoTrainerMixin, pl.Trainer):  # type: ignore[misc, unused-ignore]

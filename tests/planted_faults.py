@@ -41,8 +41,8 @@ FAULTS = (
     ),
     Fault(
         "autotune/decisions.py",
-        "            return guess() if before else found.way\n",
-        "            return found.way\n",
+        "            return guess() if before else known.algorithm\n",
+        "            return known.algorithm\n",
         "tests/autotune",
     ),
     Fault(

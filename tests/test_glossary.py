@@ -35,13 +35,6 @@ OLD = frozenset(
         *("clock", "live", "pump", "_meet", "_bury", "_moved", "nobody_sees", "of_inputs", "of_outputs"),
     )
 )
-#: How many are left, by folder; lower a number with the names, and never raise it.
-LEFT = {
-    "autotune": 78,
-    "distributed": 1,
-    "precision": 20,
-    "steps": 7,
-}
 
 
 def defined(tree):
@@ -69,8 +62,8 @@ def old_names(package):
     return {room: count for room, count in counts.items() if count}
 
 
-def test_old_names_are_no_more_than_were_left():
-    assert old_names(PACKAGE) == LEFT
+def test_no_old_name_is_defined():
+    assert old_names(PACKAGE) == {}
 
 
 @pytest.mark.parametrize(

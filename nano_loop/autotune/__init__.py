@@ -1,1 +1,1 @@
-"""Chooses by measurement between ways to compute an operator, as ``torch.backends.cudnn.benchmark`` does on a GPU."""
+"""Chooses by measurement between algorithms of an operator, as ``torch.backends.cudnn.benchmark`` does on a GPU."""

@@ -1,4 +1,4 @@
-"""The ways that were measured to be the fastest, in a file, so that later runs on this machine start tuned."""
+"""The algorithms that were measured to be the fastest, in a file, so that later runs on this machine start tuned."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from nano_loop.cache_folder import JsonFile, cache_folder
 from nano_loop.cpu import Machine
 from nano_loop.version import __version__
 
-#: Of the file, and of the ways: a choice among fewer ways is not used.
+#: Of the file, and of the algorithms: a choice among fewer algorithms is not used.
 _FORMAT = 2
 
 
 class Choice(NamedTuple):
-    """The fastest way for one key.
+    """The fastest algorithm for one key.
 
     Attributes
     ----------
-    way : str
+    algorithm : str
         Its name.
     guess : str
-        The way that is taken without a measurement.
+        The algorithm that is taken without a measurement.
     milliseconds : mapping of str to float
-        The shortest time of each way that was measured to the end, by name.
+        The shortest time of each algorithm that was measured to the end, by name.
     """
 
-    way: str
+    algorithm: str
     guess: str
     milliseconds: Mapping[str, float]
 
     @property
     def gain(self) -> float:
-        """The milliseconds that the way saves each time, against the guess."""
+        """The milliseconds that the algorithm saves each time, against the guess."""
         times = self.milliseconds
-        return times[self.guess] - times[self.way] if {self.guess, self.way} <= times.keys() else 0.0
+        return times[self.guess] - times[self.algorithm] if {self.guess, self.algorithm} <= times.keys() else 0.0
 
 
 class Choices:
@@ -55,30 +55,30 @@ class Choices:
     def __init__(self, path: Path | None) -> None:
         self._file = JsonFile(path, _FORMAT)
         self._lock = threading.Lock()
-        self._found = _read(self._file)
+        self._choices = _read(self._file)
         self._new: dict[str, Choice] = {}
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._choices)
 
     def get(self, key: str) -> Choice | None:
         """Return the choice for a key, or None."""
-        return self._found.get(key)
+        return self._choices.get(key)
 
     def put(self, key: str, choice: Choice) -> None:
         """Note a choice, for `save`."""
         with self._lock:
-            self._found[key] = self._new[key] = choice
+            self._choices[key] = self._new[key] = choice
 
     def take_over(self, others: Mapping[str, Choice]) -> None:
         """Add choices of another process, which saves them."""
         with self._lock:
-            self._found.update(others)
+            self._choices.update(others)
 
     def all(self) -> dict[str, Choice]:
         """Return all choices by key."""
         with self._lock:
-            return dict(self._found)
+            return dict(self._choices)
 
     def save(self) -> None:
         """Write the new choices to the file, besides those that other processes have written meanwhile.
@@ -129,5 +129,6 @@ def _read(file: JsonFile) -> dict[str, Choice]:
 def _is_choice(entry: Any) -> bool:
     if not (isinstance(entry, list) and len(entry) == len(Choice._fields) and isinstance(entry[2], dict)):
         return False
-    way, guess, times = entry
-    return isinstance(way, str) and isinstance(guess, str) and all(isinstance(time, float) for time in times.values())
+    algorithm, guess, times = entry
+    are_names = isinstance(algorithm, str) and isinstance(guess, str)
+    return are_names and all(isinstance(time, float) for time in times.values())

@@ -12,7 +12,7 @@ from nano_loop.autotune.tuner import Tuner
 from nano_loop.patching.torch_private import current_node_number, in_backward, in_mode, next_node_number
 
 #: Maximum number of kinds that are remembered: a loop may have a new shape in each batch.
-_MOST_KINDS = 256
+_MOST_KINDS = 1024
 _SETTLED = -1
 
 
@@ -21,20 +21,20 @@ class Decision(NamedTuple):
 
     Attributes
     ----------
-    way : str
-        The way.
+    algorithm : str
+        The name.
     is_settled : bool
         Whether that is so for the rest of the run. Else it is a guess, for as long as the tuner's turn is the same.
     """
 
-    way: str
+    algorithm: str
     is_settled: bool = True
 
 
-def decided(guess: str, measure: Callable[[], str | None]) -> Decision:
-    """Measure a way now, outside of modes and of inference mode, and if there is time for it."""
-    way = None if in_mode() or torch.is_inference_mode_enabled() else measure()
-    return Decision(guess, is_settled=False) if way is None else Decision(way)
+def measure_or_guess(guess: str, measure: Callable[[], str | None]) -> Decision:
+    """Measure now, outside of modes and of inference mode, and if there is time for it."""
+    algorithm = None if in_mode() or torch.is_inference_mode_enabled() else measure()
+    return Decision(guess, is_settled=False) if algorithm is None else Decision(algorithm)
 
 
 class _Known(NamedTuple):
@@ -42,18 +42,21 @@ class _Known(NamedTuple):
 
     Attributes
     ----------
-    way : str
-        The way.
+    algorithm : str
+        The algorithm.
     turn : int
         The tuner's turn until whose end that is only a guess, or `_SETTLED`.
+    is_gradient : bool
+        Whether it is about calls of backwards only.
     since : int
         The first autograd node that was made after it was settled, if calls were computed by the guess before.
     thread : int
         The thread whose node that is: each one has its numbers.
     """
 
-    way: str
+    algorithm: str
     turn: int
+    is_gradient: bool
     since: int = 0
     thread: int = 0
 
@@ -65,17 +68,20 @@ class Decisions:
     ----------
     tuner : Tuner
         The one that measures.
+    has_gradients : bool
+        Whether what a backward calls for the first time is a gradient. Else it was called by a forward, and forgotten.
     """
 
-    def __init__(self, tuner: Tuner) -> None:
+    def __init__(self, tuner: Tuner, has_gradients: bool = False) -> None:
         self._tuner = tuner
+        self._has_gradients = has_gradients
         self._known: dict[Hashable, _Known] = {}
         self._has_forgotten = False
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._known
 
-    def way(
+    def algorithm(
         self,
         key: Hashable,
         guess: Callable[[], str],
@@ -89,28 +95,34 @@ class Decisions:
         key : hashable
             Its kind.
         guess : callable
-            Returns the way of such calls before it is decided.
+            Returns the algorithm of such calls before it is decided.
         decide : callable
             Decides, where that was not done in this turn.
         stored : callable
-            Returns the way that was measured before, if there is one, for a call whose decision is forgotten.
+            Returns the algorithm that was measured before, if there is one, for a call whose decision is forgotten.
         """
-        found = self._known.get(key)
-        # An activation checkpoint calls again in the backward, and has to compute as its forward did.
-        if in_backward():
-            if found is None:
-                return stored() or guess()
-            before = found.thread == threading.get_ident() and (current_node_number() or 0) < found.since
-            return guess() if before else found.way
-        if found is None or found.turn not in (_SETTLED, self._tuner.turn):
-            found = self._decided(decide(), is_first=found is None and not self._has_forgotten)
+        known, is_gradient = self._known.get(key), False
+        if not in_backward():
+            known = None if known is not None and known.is_gradient else known
+        else:
+            is_gradient = self._has_gradients if known is None else known.is_gradient
+            # An activation checkpoint calls again in the backward, and has to compute as its forward did.
+            if not is_gradient:
+                if known is None:
+                    return stored() or guess()
+                before = known.thread == threading.get_ident() and (current_node_number() or 0) < known.since
+                return guess() if before else known.algorithm
+        if known is None or known.turn not in (_SETTLED, self._tuner.turn):
+            is_first = is_gradient or (known is None and not self._has_forgotten)
+            known = self._settled(decide(), is_first, is_gradient)
             if len(self._known) >= _MOST_KINDS:
                 self._known.clear()
                 self._has_forgotten = True
-            self._known[key] = found
-        return found.way
+            self._known[key] = known
+        return known.algorithm
 
-    def _decided(self, decision: Decision, is_first: bool) -> _Known:
+    def _settled(self, decision: Decision, is_first: bool, is_gradient: bool) -> _Known:
         if not decision.is_settled:
-            return _Known(decision.way, self._tuner.turn)
-        return _Known(decision.way, _SETTLED, 0 if is_first else next_node_number(), threading.get_ident())
+            return _Known(decision.algorithm, self._tuner.turn, is_gradient)
+        since = 0 if is_first else next_node_number()
+        return _Known(decision.algorithm, _SETTLED, is_gradient, since, threading.get_ident())

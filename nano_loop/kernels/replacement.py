@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -10,6 +10,11 @@ import torch
 
 from nano_loop.kernels.memory import attempt
 from nano_loop.patching.operators.operators import Kernel, overridden
+
+#: Returns the algorithms of a call by name. They take its arguments.
+Algorithms = Callable[[], Mapping[str, Callable[..., Any]]]
+#: Chooses the algorithm of a call. Takes the call, its algorithms, and the name of the one to take by default.
+Choose = Callable[[Any, Algorithms, str], str]
 
 
 class Replacement(NamedTuple):

@@ -56,8 +56,8 @@ def _checksum(value: Any, start: int = 0) -> int:
     if isinstance(value, dict):
         return _checksum([part for item in value.items() for part in item], start)
     if isinstance(value, (list, tuple)):
-        for each in value:
-            start = _checksum(each, start + 1)
+        for item in value:
+            start = _checksum(item, start + 1)
         return start
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         whole = value.detach().contiguous().resolve_conj().resolve_neg().view(-1)

@@ -36,7 +36,7 @@ class GradientAveraging(RanksStep):
         self._averaging: Averaging | None = None
         self._transport: Transport | None = None
         self._nbytes = 0  # of all parameters that were set up
-        self._way = ""
+        self._route = ""
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
@@ -51,7 +51,7 @@ class GradientAveraging(RanksStep):
         for model in parts.models:
             self.interceptors.add(model, self.name, self._averaging.around_call)
         narrowed = f", as {self.options.gradient_compression}" if self.options.gradient_compression else ""
-        return f"{self._way}{narrowed}"
+        return f"{self._route}{narrowed}"
 
     @override
     def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -85,14 +85,14 @@ class GradientAveraging(RanksStep):
                 mapped = partial(map_together, self.ranks, folder / _FILE, self.ranks.rank == 0)
                 chunk = chunk_for(self._nbytes)
                 transport = SharedMemoryTransport(self.ranks, mapped, compression=compression, chunk=chunk)
-                self._way = f"{_AT_END}, through shared memory"
+                self._route = f"{_AT_END}, through shared memory"
                 return transport
         if self.ranks.context.hosts is not None and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank, as above
                 transport_between = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
                 shares = any(len(member) > 1 for member in self.ranks.context.hosts.members)
                 route = "through shared memory, then between hosts by gloo" if shares else "by gloo"
-                self._way = f"{_DURING}, {route}"
+                self._route = f"{_DURING}, {route}"
                 return transport_between
-        self._way = f"{_AT_END if self.ranks.on_one_host else _DURING}, by {distributed.get_backend()}"
+        self._route = f"{_AT_END if self.ranks.on_one_host else _DURING}, by {distributed.get_backend()}"
         return HostsTransport(self.ranks, compression=compression)

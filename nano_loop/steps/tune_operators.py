@@ -1,4 +1,4 @@
-"""Times the ways to compute layers, products, LSTMs, attention and gradients of convolutions within the first steps."""
+"""Times algorithms of layers, products, LSTMs, attention and gradients of convolutions within the first steps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import itertools
 import torch
 from typing_extensions import override
 
-from nano_loop.autotune import attention, convolutions, lstms, products
 from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, Choices, choices_for
+from nano_loop.autotune.operators import OPERATORS
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.kernels.attention.attention import ALGORITHM as OF_ATTENTION
-from nano_loop.kernels.convolution.convolution import OPERATOR
-from nano_loop.kernels.linear.linear import ALGORITHM as OF_LINEAR
-from nano_loop.kernels.rnn.lstm import ALGORITHM as OF_LSTM
 from nano_loop.patching.calls.calls import DTYPES
 from nano_loop.patching.ownership import Rule
 from nano_loop.precision.policy.tuned_layers import TunedLayers
@@ -27,7 +23,7 @@ _FIRST_SHARING = 4
 
 
 class TuneOperators(Step):
-    """Chooses which layers compute in fp32, and ways of products, LSTMs, attention and convolutions' gradients.
+    """Chooses which layers compute in fp32, and algorithms of products, LSTMs, attention and convolutions' gradients.
 
     The bounds in `nano_loop.precision.policy.layers_in_fp32` and `nano_loop.kernels.convolution.convolution`, which
     are right for the CPUs on which they were measured, are first guesses then. Rank 0 measures, and all ranks compute
@@ -59,7 +55,7 @@ class TuneOperators(Step):
 
     def _own_reason(self) -> SkipReason | None:
         if not self.options.reduced_precision:
-            return SkipReason("not_bf16", "it is for bf16: in fp32 no two ways give equal bits")
+            return SkipReason("not_bf16", "it is for bf16: in fp32 no two algorithms give equal bits")
         if self.options.use_ipex:
             return SkipReason("ipex", "IPEX has its own kernels")
         if self.options.compile:
@@ -78,13 +74,7 @@ class TuneOperators(Step):
             self._layers = TunedLayers(self._tuner, itertools.chain(*self.options.listed_operators.values()))
         for model in parts.models:
             interceptor = self.interceptors.for_model(model)
-            of_gradients: Rule = convolutions.chooser(self._tuner)
-            rules: dict[str, Rule] = {
-                OPERATOR: of_gradients,
-                OF_ATTENTION: attention.chooser(self._tuner),
-                OF_LINEAR: products.chooser(self._tuner),
-                OF_LSTM: lstms.chooser(self._tuner),
-            }
+            rules: dict[str, Rule] = {operator.rule: operator.chooser(self._tuner) for operator in OPERATORS}
             interceptor.rules = {**interceptor.rules, **rules}
             if self.options.kind.autocast is torch.bfloat16:
                 interceptor.around_modules(self._layers.around, DTYPES)
@@ -96,10 +86,8 @@ class TuneOperators(Step):
         tuner = self._tuner
         if tuner is None or not tuner.measured:
             return None
-        gain = sum(choice.gain for choice in tuner.found)
-        words = (
-            f"{tuner.measured} shapes timed in {tuner.spent:.2g} s; {tuner.replaced} compute in another way than usual"
-        )
+        gain = sum(choice.gain for choice in tuner.new_choices)
+        words = f"{tuner.measured} shapes timed in {tuner.spent:.2g} s; {tuner.replaced} with another algorithm"
         return StepResult(self.name, "applied", f"{words}, {gain:.2g} ms faster together" if gain else words)
 
     def _open(self) -> Tuner:
@@ -129,7 +117,7 @@ class TuneOperators(Step):
             )
             received = self.ranks.broadcast([(key, *value) for key, value in new.items()])
             shared.update(key for key, *_ in received)
-            choices_here.take_over({key: Choice(way, guess, times) for key, way, guess, times in received})
+            choices_here.take_over({key: Choice(name, guess, times) for key, name, guess, times in received})
 
         share(_FIRST_SHARING)
         self.ranks.context.after_averaging.append(share)

@@ -34,7 +34,7 @@ class Verify(Step):
     def begin(self) -> None:
         self._recorded: dict[int, RecordedCalls] = {}
         self._optimizers: dict[int, Optimizer] = {}
-        self._found: dict[str, Verification] = {}
+        self._verifications: dict[str, Verification] = {}
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -58,11 +58,11 @@ class Verify(Step):
         if not self._recorded:
             return None
         self._compare()  # a step with a closure has made its gradients after the hook
-        if not self._found:
+        if not self._verifications:
             reasons = dict.fromkeys(recorded.reason or NO_GRADIENT for recorded in self._recorded.values())
             return StepResult(self.name, "skipped", "; ".join(reasons), code="not_compared")
-        summaries = [f"{name}: {verification.summary()}" for name, verification in self._found.items()]
-        return StepResult(self.name, "measured", "; ".join(summaries), _Findings(self._found))
+        summaries = [f"{name}: {verification.summary()}" for name, verification in self._verifications.items()]
+        return StepResult(self.name, "measured", "; ".join(summaries), _Findings(self._verifications))
 
     def _compare(self, *_: object) -> None:
         for recorded in self._recorded.values():
@@ -76,7 +76,7 @@ class Verify(Step):
         model, calls = recorded.take()
         with gradients_kept(self._parameters()):
             verification = verified(model, loss_of, calls, self.options.kind, self.accelerated)
-        self._found[_another(name, self._found)] = verification
+        self._verifications[_another(name, self._verifications)] = verification
         if not verification.ok:
             got = f"{verification.fault} of {name} is off by more than rounding"
             expected = "an accelerated model computes what the plain one does"

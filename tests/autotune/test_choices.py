@@ -16,16 +16,16 @@ def test_choices_are_there_again_and_those_of_others_too(tmp_path):
     path = tmp_path / "choices.json"
     mine, others = Choices(path), Choices(path)
     mine.put("a", FASTER)
-    others.put("b", FASTER._replace(way="bf16"))
+    others.put("b", FASTER._replace(algorithm="bf16"))
     others.save()
     mine.save()
-    assert Choices(path).all() == {"a": FASTER, "b": FASTER._replace(way="bf16")}
+    assert Choices(path).all() == {"a": FASTER, "b": FASTER._replace(algorithm="bf16")}
     assert [each.name for each in tmp_path.iterdir()] == ["choices.json"]
 
 
 def test_gain_is_that_over_the_guess():
     assert FASTER.gain == 1
-    assert FASTER._replace(way="bf16").gain == 0
+    assert FASTER._replace(algorithm="bf16").gain == 0
     assert FASTER._replace(milliseconds={}).gain == 0  # without another way nothing is timed
 
 

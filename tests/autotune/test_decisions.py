@@ -23,13 +23,13 @@ def tuner():
 
 
 @pytest.fixture
-def way(tuner):
-    """Ask for a call's way, where `decision` is what would be decided; without one, nothing may be."""
+def algorithm(tuner):
+    """Ask for a call's algorithm, where `decision` is what would be decided; without one, nothing may be."""
     made = Decisions(tuner)
 
     def ask(key=0, decision=None, stored=lambda: STORED):
         decide = (lambda: decision) if decision else lambda: pytest.fail("decided again")
-        return made.way(key, lambda: GUESS, decide, stored)
+        return made.algorithm(key, lambda: GUESS, decide, stored)
 
     return ask
 
@@ -45,56 +45,85 @@ def backward_of(monkeypatch):
     return enter
 
 
-def test_what_is_settled_is_not_asked_again(way):
-    assert way(decision=Decision("one")) == "one"
-    assert way() == "one"
+def test_what_is_settled_is_not_asked_again(algorithm):
+    assert algorithm(decision=Decision("one")) == "one"
+    assert algorithm() == "one"
 
 
-def test_a_guess_holds_for_a_turn(way, tuner):
-    assert way(decision=Decision(GUESS, is_settled=False)) == GUESS
-    assert way() == GUESS
+def test_a_guess_holds_for_a_turn(algorithm, tuner):
+    assert algorithm(decision=Decision(GUESS, is_settled=False)) == GUESS
+    assert algorithm() == GUESS
     tuner.turn += 1
-    assert way(decision=Decision("one")) == "one"
+    assert algorithm(decision=Decision("one")) == "one"
 
 
-def test_calls_before_and_after_the_decision_are_repeated_as_they_were(way, tuner, backward_of, monkeypatch):
+def test_calls_before_and_after_the_decision_are_repeated_as_they_were(algorithm, tuner, backward_of, monkeypatch):
     monkeypatch.setattr(decisions, "next_node_number", lambda: 10)
-    way(decision=Decision(GUESS, is_settled=False))
+    algorithm(decision=Decision(GUESS, is_settled=False))
     tuner.turn += 1
-    way(decision=Decision("one"))
+    algorithm(decision=Decision("one"))
     backward_of(9)
-    assert way() == GUESS
+    assert algorithm() == GUESS
     in_another_thread = []
-    thread = threading.Thread(target=lambda: in_another_thread.append(way()))
+    thread = threading.Thread(target=lambda: in_another_thread.append(algorithm()))
     thread.start()
     thread.join()
     assert in_another_thread == ["one"]  # whose nodes have other numbers
     backward_of(10)
-    assert way() == "one"
+    assert algorithm() == "one"
 
 
-def test_first_call_that_is_decided_has_no_calls_before(way, backward_of, monkeypatch):
+def test_first_call_that_is_decided_has_no_calls_before(algorithm, backward_of, monkeypatch):
     monkeypatch.setattr(decisions, "next_node_number", lambda: 10)
-    way(decision=Decision("one"))
+    algorithm(decision=Decision("one"))
     backward_of(9)
-    assert way() == "one"
+    assert algorithm() == "one"
 
 
-def test_what_was_forgotten_is_repeated_as_it_was_measured(way, backward_of, monkeypatch):
+def test_what_was_forgotten_is_repeated_as_it_was_measured(algorithm, backward_of, monkeypatch):
     monkeypatch.setattr(decisions, "_MOST_KINDS", 1)
-    way(0, Decision("one"))
-    way(1, Decision("two"))
+    algorithm(0, Decision("one"))
+    algorithm(1, Decision("two"))
     backward_of(9)
-    assert way(0) == STORED
-    assert way(0, stored=lambda: None) == GUESS
-    assert way(1) == "two"
+    assert algorithm(0) == STORED
+    assert algorithm(0, stored=lambda: None) == GUESS
+    assert algorithm(1) == "two"
 
 
-def test_what_was_forgotten_is_not_taken_for_new(way, tuner, backward_of, monkeypatch):
+def test_what_was_forgotten_is_not_taken_for_new(algorithm, tuner, backward_of, monkeypatch):
     monkeypatch.setattr(decisions, "_MOST_KINDS", 1)
     monkeypatch.setattr(decisions, "next_node_number", lambda: 10)
-    way(0, Decision(GUESS, is_settled=False))
-    way(1, Decision("two"))
-    way(0, Decision("one"))
+    algorithm(0, Decision(GUESS, is_settled=False))
+    algorithm(1, Decision("two"))
+    algorithm(0, Decision("one"))
     backward_of(9)
-    assert way(0) == GUESS
+    assert algorithm(0) == GUESS
+
+
+def test_gradient_is_decided_in_a_backward_and_again_by_a_forward_of_its_kind(tuner, backward_of, monkeypatch):
+    made, inside = Decisions(tuner, has_gradients=True), [True]
+    backward_of(9)
+    monkeypatch.setattr(decisions, "in_backward", lambda: inside[0])
+
+    def ask(decision=None):
+        decide = (lambda: decision) if decision else lambda: pytest.fail("decided again")
+        return made.algorithm(0, lambda: GUESS, decide, lambda: STORED)
+
+    assert ask(Decision(GUESS, is_settled=False)) == GUESS
+    assert ask() == GUESS
+    tuner.turn += 1
+    assert ask(Decision("one")) == "one"
+    assert ask() == "one"
+    inside[0] = False
+    assert ask(Decision(GUESS, is_settled=False)) == GUESS
+    inside[0] = True
+    tuner.turn += 1
+    assert ask() == GUESS  # as in the forward that is called again
+
+
+def test_many_kinds_are_forgotten_together(tuner, monkeypatch):
+    monkeypatch.setattr(decisions, "_MOST_KINDS", 3)
+    made, asked = Decisions(tuner), []
+    for kind in (1, 2, 3, 1, 4, 1):
+        made.algorithm(kind, lambda: GUESS, lambda kind=kind: asked.append(kind) or Decision("one"), lambda: STORED)
+    assert asked == [1, 2, 3, 4, 1]

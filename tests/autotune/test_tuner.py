@@ -1,17 +1,19 @@
-"""The fastest of the ways that are as exact as torch's is kept, and measurements stay within their time."""
+"""The fastest of the algorithms that are as exact as torch's is kept, and measurements stay within their time."""
+
+import time
 
 import pytest
 import torch
 
 from autotune.time_for import ALWAYS, TimeFor
 from nano_loop.autotune.choices import Choices
-from nano_loop.autotune.tuner import Tuner, Ways, fastest
+from nano_loop.autotune.tuner import Race, Tuner, fastest
 
 EXACT = torch.linspace(-1, 1, 64)
 
 
 class Clock:
-    """A clock that ways put on."""
+    """A clock that algorithms put on."""
 
     now = 0.0
 
@@ -20,13 +22,13 @@ class Clock:
 
 
 class Workshop:
-    """Ways that take a time of their clock, and note that they have computed."""
+    """Algorithms that take a time of their clock, and note that they have computed."""
 
     def __init__(self):
         self.clock = Clock()
         self.computed = []
 
-    def way(self, name, seconds, error=0.0, raises=None):
+    def algorithm(self, name, seconds, error=0.0, raises=None):
         def compute():
             self.computed.append(name)
             self.clock.now += seconds
@@ -36,8 +38,8 @@ class Workshop:
 
         return compute
 
-    def ways(self, reference=None, **ways):
-        return Ways({name: self.way(name, *given) for name, given in ways.items()}, "torchs", reference)
+    def race(self, reference=None, **race):
+        return Race({name: self.algorithm(name, *given) for name, given in race.items()}, "torchs", reference)
 
 
 @pytest.fixture
@@ -45,18 +47,23 @@ def shop():
     return Workshop()
 
 
-def chosen(shop, guess="torchs", **ways):
-    return fastest(shop.ways(**ways), guess, 1e6, shop.clock).way
+def winner(torchs, other, guess="o", timer=time.perf_counter):
+    """The winner of a race between torch's algorithm and another one, without a reference."""
+    return fastest(Race({"torchs": torchs, "o": other}, "torchs", None), guess, 1e6, timer).algorithm
 
 
-def test_faster_way_is_kept_and_its_gain_known(shop):
-    choice = fastest(shop.ways(torchs=[0.004], other=[0.003]), "torchs", 1e6, shop.clock)
-    assert choice.way == "other"
+def chosen(shop, guess="torchs", **race):
+    return fastest(shop.race(**race), guess, 1e6, shop.clock).algorithm
+
+
+def test_faster_algorithm_is_kept_and_its_gain_known(shop):
+    choice = fastest(shop.race(torchs=[0.004], other=[0.003]), "torchs", 1e6, shop.clock)
+    assert choice.algorithm == "other"
     assert choice.milliseconds == pytest.approx({"torchs": 4, "other": 3})
     assert choice.gain == pytest.approx(1)
 
 
-def test_slower_way_is_never_kept_and_not_timed_again_where_it_is_hopeless(shop):
+def test_slower_algorithm_is_never_kept_and_not_timed_again_where_it_is_hopeless(shop):
     assert chosen(shop, torchs=[0.004], slow=[0.04], close=[0.0045]) == "torchs"
     assert shop.computed.count("slow") == 1  # for its exactness
     assert shop.computed.count("close") > 2
@@ -67,86 +74,86 @@ def test_guess_stays_where_it_is_nearly_as_fast(shop):
     assert chosen(shop, torchs=[0.0100], guessed=[0.0106], guess="guessed") == "torchs"
 
 
-def test_way_that_was_slower_once_is_not_kept_for_a_disturbed_machine(shop):
+def test_algorithm_that_was_slower_once_is_not_kept_for_a_disturbed_machine(shop):
     def disturbed(name, seconds):
-        return lambda: shop.way(name, seconds[min(shop.computed.count(name), len(seconds) - 1)])()
+        return lambda: shop.algorithm(name, seconds[min(shop.computed.count(name), len(seconds) - 1)])()
 
     # The first is for the exactness.
     other = disturbed("other", [0, 0.004, 0.005, 0.004])
     torchs = disturbed("torchs", [0, 0.006, 0.0045, 0.006])
-    assert fastest(Ways({"torchs": torchs, "other": other}, "torchs", None), "torchs", 1e6, shop.clock).way == "torchs"
+    assert winner(torchs, other, "torchs", shop.clock) == "torchs"
 
 
-def test_guess_that_is_less_exact_than_torch_s_way_is_left(shop):
-    choice = fastest(shop.ways(torchs=[0.004], guessed=[0.001, 0.02]), "guessed", 1e6, shop.clock)
-    assert (choice.way, choice.guess) == ("torchs", "torchs")
+def test_guess_that_is_less_exact_than_torch_s_is_left(shop):
+    choice = fastest(shop.race(torchs=[0.004], guessed=[0.001, 0.02]), "guessed", 1e6, shop.clock)
+    assert (choice.algorithm, choice.guess) == ("torchs", "torchs")
 
 
-def test_wrong_way_is_rejected_however_fast(shop):
+def test_wrong_algorithm_is_rejected_however_fast(shop):
     assert chosen(shop, torchs=[0.004], wrong=[0.001, 0.02]) == "torchs"
     assert chosen(shop, torchs=[0.004], right=[0.001, 0.005]) == "right"  # as another order of summation
 
 
-def test_way_may_be_as_inexact_as_torchs_where_there_is_a_reference(shop):
+def test_algorithm_may_be_as_inexact_as_torchs_where_there_is_a_reference(shop):
     for error, expected in ((0.11, "other"), (0.13, "torchs")):
-        ways = shop.ways(shop.way("reference", 1), torchs=[0.004, 0.1], other=[0.001, error])
-        assert fastest(ways, "torchs", 1e6, shop.clock).way == expected
+        race = shop.race(shop.algorithm("reference", 1), torchs=[0.004, 0.1], other=[0.001, error])
+        assert fastest(race, "torchs", 1e6, shop.clock).algorithm == expected
 
 
 def test_reference_is_as_exact_as_itself_and_computed_once_for_that(shop):
-    reference = shop.way("fp32", 0.001)
-    ways = Ways({"torchs": shop.way("torchs", 0.004, 0.1), "fp32": reference}, "torchs", reference)
-    assert fastest(ways, "torchs", 1e6, shop.clock).way == "fp32"
+    reference = shop.algorithm("fp32", 0.001)
+    race = Race({"torchs": shop.algorithm("torchs", 0.004, 0.1), "fp32": reference}, "torchs", reference)
+    assert fastest(race, "torchs", 1e6, shop.clock).algorithm == "fp32"
     assert shop.computed[:3] == ["torchs", "fp32", "torchs"]
 
 
-def test_way_that_is_hopeless_in_the_first_round_is_timed_no_further(shop):
+def test_algorithm_that_is_hopeless_in_the_first_round_is_timed_no_further(shop):
     assert chosen(shop, torchs=[0.004], slow=[0.008]) == "torchs"
     assert shop.computed.count("slow") == 2
 
 
 def test_measurement_that_would_take_too_long_is_given_up(shop):
-    def tried(seconds, **ways):
+    def tried(seconds, **race):
         shop.computed.clear()
-        return fastest(shop.ways(**ways), "torchs", seconds, shop.clock)
+        return fastest(shop.race(**race), "torchs", seconds, shop.clock)
 
     assert tried(0.1, torchs=[0.1], other=[0.1]) is None
     assert shop.computed == ["torchs"]
     assert tried(0.7, torchs=[0.1], other=[0.1]) is None
     assert shop.computed == ["torchs", "other"]
     assert tried(0.5, torchs=[0.1], other=[0.1], third=[1.0]) is None
-    assert tried(0.9, torchs=[0.1], other=[0.09]).way == "other"
-    assert tried(0.9, torchs=[0.1], slow=[0.3]).way == "torchs"  # which is seen at once
+    assert tried(0.9, torchs=[0.1], other=[0.09]).algorithm == "other"
+    assert tried(0.9, torchs=[0.1], slow=[0.3]).algorithm == "torchs"  # which is seen at once
 
 
 def test_part_of_a_large_tensor_is_compared():
     ones = torch.ones(3, 1 << 17).t()
-    assert fastest(Ways({"torchs": lambda: [ones], "o": lambda: [ones]}, "torchs", None), "o", 1e6).way == "o"
+    assert winner(lambda: [ones], lambda: [ones]) == "o"
     wrong = ones.clone()
     wrong[: len(wrong) // 2] = 0
-    assert fastest(Ways({"torchs": lambda: [ones], "o": lambda: [wrong]}, "torchs", None), "o", 1e6).way == "torchs"
+    assert winner(lambda: [ones], lambda: [wrong]) == "torchs"
 
 
-def test_values_that_are_no_numbers_reject_only_ways_that_have_them_alone():
+def test_values_that_are_no_numbers_reject_only_algorithms_that_have_them_alone():
     nothing = [torch.full((3,), torch.nan)]
-    assert fastest(Ways({"torchs": lambda: nothing, "o": lambda: nothing}, "torchs", None), "o", 1e6).way == "o"
+    assert winner(lambda: nothing, lambda: nothing) == "o"
     numbers = [torch.ones(3)]
-    assert fastest(Ways({"torchs": lambda: numbers, "o": lambda: nothing}, "torchs", None), "o", 1e6).way == "torchs"
+    assert winner(lambda: numbers, lambda: nothing) == "torchs"
     zeros = [torch.zeros(3)]
-    assert fastest(Ways({"torchs": lambda: zeros, "o": lambda: numbers}, "torchs", None), "o", 1e6).way == "torchs"
+    assert winner(lambda: zeros, lambda: numbers) == "torchs"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("not enough memory"), MemoryError()])
-def test_way_that_raises_is_left_out_and_without_torchs_there_is_no_choice(shop, error):
+def test_algorithm_that_raises_is_left_out_and_without_torchs_there_is_no_choice(shop, error):
     assert chosen(shop, torchs=[0.004], other=[0.001, 0, error]) == "torchs"
     tuner = Tuner(Choices(None), ALWAYS, shop.clock)
-    ways = shop.ways(torchs=[0.004, 0, error], other=[0.001])
-    assert tuner.choose("key", "torchs", lambda: ways) is None
+    race = shop.race(torchs=[0.004, 0, error], other=[0.001])
+    assert tuner.choose("key", "torchs", lambda: race) is None
     assert tuner.choices.get("key") is None  # it is measured where it does not raise
     assert tuner.spent == pytest.approx(0.004)
 
 
-def test_short_ways_are_timed_more_often_than_long_ones(shop):
+def test_short_algorithms_are_timed_more_often_than_long_ones(shop):
     chosen(shop, torchs=[1.0], other=[1.0])
     long = len(shop.computed)
     shop.computed.clear()
@@ -160,7 +167,7 @@ def test_short_ways_are_timed_more_often_than_long_ones(shop):
 def test_measures_once_and_takes_what_is_known(shop):
     tuner = Tuner(Choices(None), ALWAYS, shop.clock)
     for _ in range(3):
-        assert tuner.choose("key", "torchs", lambda: shop.ways(torchs=[0.004], other=[0.001])) == "other"
+        assert tuner.choose("key", "torchs", lambda: shop.race(torchs=[0.004], other=[0.001])) == "other"
     assert tuner.measured == tuner.replaced == 1
     again = Tuner(tuner.choices, ALWAYS, shop.clock)
     assert again.choose("key", "torchs", lambda: pytest.fail("it is known")) == "other"
@@ -170,9 +177,9 @@ def test_measures_once_and_takes_what_is_known(shop):
 def test_nothing_is_measured_where_there_is_no_time_for_it(shop):
     asked = []
     tuner = Tuner(Choices(None), TimeFor(0.21, asked), shop.clock)
-    ways = shop.ways(torchs=[0.04], other=[0.01])
-    assert tuner.choose("one", "torchs", lambda: ways) == "other"
-    assert tuner.choose("two", "torchs", lambda: ways) is None
+    race = shop.race(torchs=[0.04], other=[0.01])
+    assert tuner.choose("one", "torchs", lambda: race) == "other"
+    assert tuner.choose("two", "torchs", lambda: race) is None
     assert asked[0] == 0
     assert tuner.spent == pytest.approx(shop.clock.now)
 
@@ -181,9 +188,11 @@ def test_measurement_inside_of_another_counts_once(shop):
     tuner = Tuner(Choices(None), ALWAYS, shop.clock)
 
     def outer():
-        tuner.choose("inner", "torchs", lambda: shop.ways(torchs=[0.004], other=[0.001]))
-        return shop.way("outer", 0.01)()
+        tuner.choose("inner", "torchs", lambda: shop.race(torchs=[0.004], other=[0.001]))
+        return shop.algorithm("outer", 0.01)()
 
-    tuner.choose("outer", "torchs", lambda: Ways({"torchs": outer, "other": shop.way("other", 0.01)}, "torchs", None))
+    tuner.choose(
+        "outer", "torchs", lambda: Race({"torchs": outer, "other": shop.algorithm("other", 0.01)}, "torchs", None)
+    )
     assert tuner.measured == 2
     assert tuner.spent == pytest.approx(shop.clock.now)

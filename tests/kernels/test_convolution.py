@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nano_loop.kernels.convolution import convolution as module
+from nano_loop.kernels.convolution import weight_gradient
 from nano_loop.patching.operators.operators import overridden
 
 NHWC = torch.channels_last
@@ -330,3 +331,71 @@ def test_layers_of_a_model_get_gradients_of_their_dtype_and_shape(in_force):
         assert parameter.grad.dtype is torch.float32
         assert parameter.grad.shape == parameter.shape
     assert in_force == [(True, True, False), (True, False, False)]
+
+
+# --- plans ---
+
+
+def backward_arguments(
+    images=4, channels=8, outputs=8, groups=1, transposed=False, mask=(True, True, True), size=9, layout=NHWC
+):
+    generator = torch.Generator().manual_seed(0)
+    shape = (channels, outputs // groups) if transposed else (outputs, channels // groups)
+
+    def some(*shape):
+        return torch.randn(shape, generator=generator).bfloat16().contiguous(memory_format=layout)
+
+    inputs, weight = some(images, channels, 9, 9), some(*shape, 3, 3)
+    function = F.conv_transpose2d if transposed else F.conv2d
+    out = function(inputs, weight, padding=1, groups=groups)
+    geometry = ([outputs], [1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
+    return module.Arguments(some(*out.shape), inputs, weight, *geometry, mask)
+
+
+def by_kernel(keys, *given):
+    """torch's kernel."""
+    return torch.ops.aten.convolution_backward(*given)
+
+
+def by_plan(given, plan):
+    return module.faster_backward(by_kernel, lambda call, algorithms, guess: plan.name)(None, *given)
+
+
+PLANNED = {
+    "plain": {},
+    "NCHW": {"layout": torch.contiguous_format},
+    "few channels": {"channels": 3},
+    "depthwise": {"groups": 8},
+    "groups": {"groups": 2},
+    "transposed": {"transposed": True},
+    "transposed to an image": {"transposed": True, "outputs": 3},
+    "frozen inputs": {"channels": 3, "mask": (False, True, True)},
+    "frozen weight": {"groups": 8, "mask": (True, False, False)},
+    "without bias": {"groups": 8, "mask": (True, True, False)},
+}
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_every_plan_gives_torch_s_gradients(case):
+    given = backward_arguments(**PLANNED[case])
+    theirs = by_kernel(None, *given)
+    assert module.Plan() in module.plans(given)
+    for plan in {*module.plans(given), module.first_guess(given)}:
+        for ours, torchs, asked in zip(by_plan(given, plan), theirs, given.output_mask, strict=True):
+            assert (ours is None) == (not asked)
+            if asked:
+                assert ours.dtype is torch.bfloat16
+                assert (ours - torchs).float().norm() < 0.01 * torchs.float().norm(), plan
+
+
+def test_products_are_for_nhwc_and_fp32_for_groups_and_few_channels():
+    def weights(**case):
+        return {plan.weight for plan in module.plans(backward_arguments(**case))}
+
+    blocks = {"blocks"} if weight_gradient.KERNEL.unavailable is None else set()
+    assert weights() == {"torch", "product"} | blocks
+    assert weights(layout=torch.contiguous_format) == {"torch"}
+    assert weights(channels=4) == {"torch", "product", "fp32"}
+    assert weights(groups=8) == {"torch", "fp32"}
+    assert weights(transposed=True, outputs=3) == {"torch"}
+    assert weights(mask=(True, False, False)) == {"torch"}

@@ -45,14 +45,14 @@ class Deciding(Tuner):
     own_turn = None
 
     def choose(self, key, guess, ways):
-        self.budget.seconds = float("inf") if len(self.found) < self.times else -1
+        self.budget.seconds = float("inf") if len(self.new_choices) < self.times else -1
         return super().choose(key, guess, ways)
 
     def _measure(self, key, guess, ways):
         choice = super()._measure(key, guess, ways)
         if choice is None:
             return None
-        choice = choice._replace(way=self.way)
+        choice = choice._replace(algorithm=self.way)
         self.choices.put(key, choice)
         return choice
 
@@ -114,7 +114,7 @@ def test_call_computes_in_the_chosen_way_to_the_bit(tuned, name, way):
     tuner = Deciding(way)
     found = computed(tuned(layer, tuner), x)
     assert tuner.measured == 1
-    assert len(tuner.found[0].milliseconds) == 2  # both were as exact, and timed
+    assert len(tuner.new_choices[0].milliseconds) == 2  # both were as exact, and timed
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype is theirs.dtype
         assert torch.equal(ours, theirs)

@@ -102,7 +102,7 @@ class Workers:
 
     def check(self) -> None:
         """Raise a `NanoWorkerError` if a worker has failed, once it is known which was the first."""
-        failure = self._decided()
+        failure = self._decisive_failure()
         if failure is not None:
             raise failure.as_error()
 
@@ -111,11 +111,11 @@ class Workers:
 
         def is_known() -> bool:
             waiting = self.unfinished
-            return self._decided() is not None or not waiting or (of is not None and of not in waiting)
+            return self._decisive_failure() is not None or not waiting or (of is not None and of not in waiting)
 
         with self._changed:
             self._changed.wait_for(is_known, timeout)
-            return self._decided() or first(self._failures)
+            return self._decisive_failure() or first(self._failures)
 
     def interrupt(self) -> None:
         """Kill every worker because the user has interrupted the run, which ends rank 0's wait for them."""
@@ -150,7 +150,7 @@ class Workers:
             late.traceback = self.stack_dump(late.rank) or None
             raise late.as_error()
 
-    def _decided(self) -> Failure | None:
+    def _decisive_failure(self) -> Failure | None:
         failure = first(self._failures)
         if failure is None or failure.kind is Kind.CAUSE:
             return failure
@@ -162,7 +162,7 @@ class Workers:
             self._wait_for_news()
             for worker in self._workers:
                 self._note(worker.poll())
-            if self._decided() is not None:
+            if self._decisive_failure() is not None:
                 self.kill()  # which also ends what rank 0 waits for
             with self._changed:
                 self._changed.notify_all()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from typing_extensions import Self
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import read_machine
 from nano_loop.errors import NanoConfigError, error_message, shown
 from nano_loop.patching.calls.calls import CallInterceptors
-from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.patching.user_code import warn
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.bf16_products import Bf16Products
 from nano_loop.steps.step import StepContext
 
@@ -33,6 +35,30 @@ class ProductsPrecisionMixin:
         self._interceptors: CallInterceptors | None = None
         self._step: Bf16Products | None = None
 
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """Return the plugin of a precision that Lightning and Fabric do not know.
+
+        Parameters
+        ----------
+        name : str
+            ``"bf16-products"``: large products round their inputs to bf16, and all else is fp32.
+
+        Raises
+        ------
+        NanoConfigError
+            If it is another one.
+
+        Examples
+        --------
+        >>> trainer = Trainer(plugins=precision("bf16-products"))  # Lightning's own  # doctest: +SKIP
+        """
+        if name != PRODUCTS:
+            got = f"precision({shown('name', name)})"
+            hint = "Pass others to the Trainer or to Fabric: precision='bf16-mixed'"
+            raise NanoConfigError(error_message(got, f"there is a plugin for '{PRODUCTS}' alone", hint))
+        return cls()
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """See Lightning: the module itself is not changed."""
         if self.is_left_to_run:
@@ -42,8 +68,13 @@ class ProductsPrecisionMixin:
             options = Options(precision=PRODUCTS).resolved(machine)
             self._step = Bf16Products(StepContext(options, machine, self._interceptors))
         parts = TrainingObjects(models=[module])
-        if self._step.skip_reason(parts) is None:
+        reason = self._step.skip_reason(parts)
+        if reason is None:
             self._step.apply(parts)
+        else:
+            hint = "Leave the plugin out to train in fp32 without this warning"
+            got = f"{PRODUCTS!r} for {class_name(module)}"
+            warn(error_message(got, f"it is skipped: {reason.detail}", hint))
         return module
 
     def teardown(self) -> None:
@@ -53,11 +84,3 @@ class ProductsPrecisionMixin:
             self._step.undo()
             self._interceptors.close()
             self._step = None
-
-
-def refuse_other(precision: Any) -> None:
-    """Raise for a precision that has no plugin here."""
-    if precision != PRODUCTS:
-        got = f"precision({shown('name', precision)})"
-        hint = "Pass others to the Trainer or to Fabric: precision='bf16-mixed'"
-        raise NanoConfigError(error_message(got, f"there is a plugin for '{PRODUCTS}' alone", hint))

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nano_loop.kernels.attention import blocked_attention, plain_attention
 from nano_loop.kernels.memory import attempt
-from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.patching.torch_private import in_functorch
 
@@ -26,8 +26,6 @@ from nano_loop.patching.torch_private import in_functorch
 ALGORITHM = "algorithm of attention"
 #: The algorithms: blocks in C, plain products, and torch's kernel.
 BLOCKS, PRODUCTS, TORCH = "blocks", "products", "torch"
-#: Takes the arguments of a call, the algorithms that support it, and a guess, and returns one of them.
-Choose = Callable[["Arguments", "list[str]", str], str]
 #: Minimum number of scores. Below it, the Python overhead exceeds the gain.
 MIN_SCORES = 1 << 14
 #: Minimum head size. With smaller heads there is no gain, and torch's kernel is more accurate.
@@ -143,7 +141,9 @@ def _algorithm(call: Arguments) -> str:
         possible.append(PRODUCTS)
     possible.append(TORCH)
     rule: Choose | None = rule_for(ALGORITHM)
-    return possible[0] if rule is None else rule(call, possible, possible[0])
+    return (
+        possible[0] if rule is None else rule(call, lambda: {name: ALGORITHMS[name] for name in possible}, possible[0])
+    )
 
 
 def _scale(query: Tensor, scale: float | None) -> float:

@@ -9,6 +9,7 @@ groups, are up to ten times as fast in fp32, casts included. docs/performance.md
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 from nano_loop.kernels.convolution import weight_gradient
 from nano_loop.kernels.convolution.rounded_convolution import rounds_inputs
 from nano_loop.kernels.memory import attempt
-from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
@@ -67,6 +68,11 @@ class Plan(NamedTuple):
     inputs: str = "torch"
     weight: str = "torch"
 
+    @property
+    def name(self) -> str:
+        """The name of the algorithm."""
+        return "/".join(self)
+
 
 class Arguments(NamedTuple):
     """The arguments of ``aten::convolution_backward``."""
@@ -89,15 +95,11 @@ class Arguments(NamedTuple):
         return self[3:-1]
 
 
-#: Computes the gradients by a plan, those of a mask, or those that are asked for.
-ByPlan = Callable[..., _Gradients]
-
-
 def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gradients]:
     """Return the replacement of the CPU kernel of ``aten::convolution_backward``.
 
     Backwards that do not belong to a set-up model return torch's own result, bitwise identical. A rule of the set-up
-    model for the operator chooses the plan: it is called as ``rule(by_plan, arguments, guess)``.
+    model for the operator chooses the plan by its name; see `nano_loop.kernels.replacement.Choose`.
 
     Parameters
     ----------
@@ -121,9 +123,7 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
 REPLACEMENTS = (Replacement(OPERATOR, for_set_up_models),)
 
 
-def faster_backward(
-    kernel: Callable[..., _Gradients], choose: Callable[[ByPlan, Arguments, Plan], Plan] | None = None
-) -> Callable[..., _Gradients]:
+def faster_backward(kernel: Callable[..., _Gradients], choose: Choose | None = None) -> Callable[..., _Gradients]:
     """Return a function that computes some gradients of convolutions faster than the CPU's kernel.
 
     Parameters
@@ -131,7 +131,7 @@ def faster_backward(
     kernel : callable
         The original kernel, which computes the remaining gradients.
     choose : callable, optional
-        Chooses the plan, one of `plans`. By default it is that of `first_guess`.
+        Chooses one of `plans` by its name. By default it is that of `first_guess`.
 
     Returns
     -------
@@ -146,11 +146,16 @@ def faster_backward(
         if not _is_plain_bf16(call.gradient, call.inputs, call.weight):
             return kernel(keys, *args)
 
-        def by_plan(plan: Plan, mask: Sequence[bool] = call.output_mask) -> _Gradients:
-            return _by_plan(plan, kernel, keys, call._replace(output_mask=mask))
+        def by_plan(plan: Plan, *arguments: Any) -> _Gradients:
+            return _by_plan(plan, kernel, keys, Arguments(*arguments))
+
+        def algorithms() -> dict[str, Callable[..., _Gradients]]:
+            return {plan.name: functools.partial(by_plan, plan) for plan in {*plans(call), first_guess(call)}}
 
         plan = first_guess(call)
-        computed = attempt(by_plan, plan if choose is None else choose(by_plan, call, plan))
+        if choose is not None:
+            plan = Plan(*choose(call, algorithms, plan.name).split("/"))
+        computed = attempt(by_plan, plan, *call)
         return kernel(keys, *args) if computed is None else computed
 
     return backward

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nano_loop.kernels.linear import product, rounded_product
 from nano_loop.kernels.memory import attempt
-from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
@@ -35,19 +35,13 @@ class Arguments(NamedTuple):
     bias: Tensor | None = None
 
 
-#: Computes some arguments by an algorithm.
-ByAlgorithm = Callable[[str, Arguments], Tensor]
-#: Chooses the algorithm of a call. Takes a function that computes by any of them, the call, and the default.
-Choose = Callable[[ByAlgorithm, Arguments, str], str]
-
-
 def mm(original: _Kernel | None) -> _Kernel:
     """Return the replacement of the CPU kernel of ``aten::mm``. Calls outside of set-up models are torch's."""
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
-        def by_torch(call: Arguments, **kwargs: Any) -> Any:
-            return original(keys, call.a, call.b, **kwargs)
+        def by_torch(a: Tensor, b: Tensor, _: None, **kwargs: Any) -> Any:
+            return original(keys, a, b, **kwargs)
 
         return _computed(Arguments(a, b), by_torch, kwargs)
 
@@ -59,8 +53,8 @@ def addmm(original: _Kernel | None) -> _Kernel:
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
-        def by_torch(call: Arguments, **kwargs: Any) -> Any:
-            return original(keys, call.bias, call.a, call.b, **kwargs)
+        def by_torch(a: Tensor, b: Tensor, bias: Tensor, **kwargs: Any) -> Any:
+            return original(keys, bias, a, b, **kwargs)
 
         return _computed(Arguments(a, b, bias), by_torch, kwargs)
 
@@ -94,7 +88,7 @@ def _computed(call: Arguments, by_torch: _Kernel, kwargs: dict[str, Any]) -> Any
         result = attempt(rounded_product.rounded_product, *call, **kwargs)
     elif _is_ours(call, **kwargs) and _algorithm(call, by_torch, "out" in kwargs) == BLOCKS:
         result = attempt(product.product, *call, kwargs.get("out"))
-    return by_torch(call, **kwargs) if result is None else result
+    return by_torch(*call, **kwargs) if result is None else result
 
 
 def _is_ours(call: Arguments, out: Tensor | None = None, beta: float = 1, alpha: float = 1) -> bool:
@@ -122,11 +116,7 @@ def _algorithm(call: Arguments, by_torch: _Kernel, needs_out: bool) -> str:
     if rule is None:
         return guess
 
-    def by_algorithm(algorithm: str, call: Arguments) -> Tensor:
-        if algorithm == BLOCKS:
-            return product.product(*call)
-        out = {"out": call.a.new_empty(call.a.size(0), call.b.size(1))} if needs_out else {}
-        result: Tensor = by_torch(call, **out)
-        return result
+    def torchs(a: Tensor, b: Tensor, bias: Tensor | None) -> Any:
+        return by_torch(a, b, bias, **({"out": a.new_empty(a.size(0), b.size(1))} if needs_out else {}))
 
-    return rule(by_algorithm, call, guess)
+    return rule(call, lambda: {TORCH: torchs, BLOCKS: product.product}, guess)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.memory import attempt
-from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.kernels.rnn import lstm_layer
 from nano_loop.kernels.rnn.lstm_layer import GATES, Arguments, States
 from nano_loop.kernels.rounding import LSTM, is_large, note, rounds_products
@@ -35,12 +35,6 @@ _LSTM = 2  # torch's mode
 _Kernel = Callable[..., Any]
 
 
-#: Computes by torch, in any dtype, from the tensors in the order of torch's operator.
-ByTorch = Callable[[Sequence[Tensor]], States]
-#: Chooses the algorithm of a call. Takes a function that computes by torch, the call, and the default.
-Choose = Callable[[ByTorch, Arguments, str], str]
-
-
 def for_set_up_models(original: _Kernel | None) -> _Kernel:
     """Return the replacement of the kernel of autograd on the CPU of ``aten::mkldnn_rnn_layer``.
 
@@ -55,9 +49,9 @@ def for_set_up_models(original: _Kernel | None) -> _Kernel:
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, *args: Any) -> Any:
-        def by_torch(tensors: Sequence[Tensor]) -> States:
-            outputs, output, cells, _ = original(keys, *tensors, *args[len(tensors) :])
-            return outputs, output, cells
+        def by_torch(*arguments: Any) -> Any:
+            tensors = Arguments(*arguments).tensors
+            return original(keys, *tensors, *args[len(tensors) :])[:3]
 
         call = _ours(args)
         computed = None
@@ -123,9 +117,13 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.data_ptr() != 0
 
 
-def _algorithm(call: Arguments, by_torch: ByTorch) -> str:
+def _algorithm(call: Arguments, by_torch: _Kernel) -> str:
     if call.inputs.dtype is torch.float32:
         return BLOCKS
     guess = BLOCKS if lstm_layer.KERNEL.is_first_guess else TORCH
     rule: Choose | None = rule_for(ALGORITHM)
-    return guess if rule is None else rule(by_torch, call, guess)
+    return guess if rule is None else rule(call, lambda: {TORCH: by_torch, BLOCKS: _by_blocks}, guess)
+
+
+def _by_blocks(*arguments: Any) -> States:
+    return lstm_layer.lstm(Arguments(*arguments))

@@ -71,7 +71,8 @@ class Arguments(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors, in the order of torch's operator."""
-        biases = self.biases or (self.input_weight, self.hidden_weight)
+        # Where there are no biases, torch has the weights again, and no gradients for them.
+        biases = self.biases or (self.input_weight.detach(), self.hidden_weight.detach())
         return [self.inputs, self.input_weight, self.hidden_weight, *biases, self.output, self.cells]
 
 

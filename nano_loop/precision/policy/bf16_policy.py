@@ -48,8 +48,8 @@ _ATEN = torch.ops.aten
 
 
 def _of_recurrence(args: tuple[Any, ...], out: Tensor) -> int:
-    inputs, of_inputs, of_outputs = args[:3]
-    return int(inputs.numel() // inputs.size(-1) * (of_inputs.numel() + of_outputs.numel()))
+    inputs, input_weight, hidden_weight = args[:3]
+    return int(inputs.numel() // inputs.size(-1) * (input_weight.numel() + hidden_weight.numel()))
 
 
 #: How to count the multiplications of an operator, from its arguments and its output.
@@ -97,9 +97,9 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        found = gain(func.overloadpacket, args, out)
-        self.gain += found
-        self.products += found != 0
+        gained = gain(func.overloadpacket, args, out)
+        self.gain += gained
+        self.products += gained != 0
         return out
 
 

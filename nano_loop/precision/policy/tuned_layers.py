@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nano_loop.autotune.decisions import Decision, Decisions
+from nano_loop.autotune.decisions import Decision, Decisions, measure_or_guess
+from nano_loop.autotune.hooks import none_for_saved_tensors
 from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, layout
-from nano_loop.autotune.tuner import Tuner, Way, Ways
+from nano_loop.autotune.tuner import Algorithm, Race, Tuner
 from nano_loop.kernels.norm.norms import computes_group_norm
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.torch_private import direct_parameters, in_mode, with_parameters
@@ -86,32 +87,33 @@ class _OfLayer:
             key = x.shape, x.stride(), x.dtype, self._layer.training, weight is not None and weight.requires_grad
         except RuntimeError:  # a nested or a sparse tensor
             return False
-        way = self._by_kind.way(key, lambda: self._guessed(x), lambda: self._decided(x), lambda: self._stored(x))
-        return way == _FP32
+        algorithm = self._by_kind.algorithm(
+            key, lambda: self._guessed(x), lambda: self._decision(x), lambda: self._stored(x)
+        )
+        return algorithm == _FP32
 
     def _guessed(self, x: Tensor) -> str:
         return _FP32 if self._guess(self._layer, x) else _BF16
 
     def _stored(self, x: Tensor) -> str | None:
         measured = computes_as_ours(self._layer, (x,)) and _is_measured(self._layer, x)
-        found = self._tuner.choices.get(_key(self._layer, x)) if measured else None
-        return None if found is None else found.way
+        choice = self._tuner.choices.get(_key(self._layer, x)) if measured else None
+        return None if choice is None else choice.algorithm
 
-    def _decided(self, x: Tensor) -> Decision:
+    def _decision(self, x: Tensor) -> Decision:
         guess, layer = self._guessed(x), self._layer
-        if not computes_as_ours(layer, (x,)) or in_mode() or torch.is_inference_mode_enabled():
+        if not computes_as_ours(layer, (x,)) or in_mode():
             return Decision(guess, is_settled=False)
         if not _is_measured(layer, x):
             return Decision(guess)
-        way = self._tuner.choose(_key(layer, x), guess, lambda: _ways(layer, x))
-        return Decision(guess, is_settled=False) if way is None else Decision(way)
+        return measure_or_guess(guess, lambda: self._tuner.choose(_key(layer, x), guess, lambda: _race(layer, x)))
 
 
 def _is_measured(layer: nn.Module, x: Tensor) -> bool:
-    """Whether a call has two ways, and neither takes long to measure."""
+    """Whether a call has two algorithms, and neither takes long to measure."""
     # Autocast leaves one of fp32 as it is, and `fast_norm` has its own kernel.
-    has_one_way = isinstance(layer, nn.GroupNorm) and (x.dtype is torch.float32 or computes_group_norm(x))
-    return not has_one_way and 0 < _largest(layer, x) <= MOST_ELEMENTS and _work(layer, x) <= _MOST_WORK
+    is_alone = isinstance(layer, nn.GroupNorm) and (x.dtype is torch.float32 or computes_group_norm(x))
+    return not is_alone and 0 < _largest(layer, x) <= MOST_ELEMENTS and _work(layer, x) <= _MOST_WORK
 
 
 def _outputs(layer: Any, x: Tensor) -> int:
@@ -157,24 +159,24 @@ def _key(layer: nn.Module, x: Tensor) -> str:
     return " ".join([kind.__name__, *values, "of", *sizes, of_input, *weights, "train" if layer.training else "eval"])
 
 
-def _ways(layer: nn.Module, x: Tensor) -> Ways:
-    by_name = {_BF16: _way(layer, x, type(layer).forward), _FP32: _way(layer, x, _forward_in_fp32)}
-    return Ways(by_name, _BF16, by_name[_FP32])
+def _race(layer: nn.Module, x: Tensor) -> Race:
+    by_name = {_BF16: _algorithm(layer, x, type(layer).forward), _FP32: _algorithm(layer, x, _forward_in_fp32)}
+    return Race(by_name, _BF16, by_name[_FP32])
 
 
 def _forward_in_fp32(layer: nn.Module, x: Tensor) -> Any:
     return in_fp32(type(layer).forward, layer, (x,))
 
 
-def _way(layer: nn.Module, x: Tensor, forward: Call) -> Way:
+def _algorithm(layer: nn.Module, x: Tensor, forward: Call) -> Algorithm:
     """Return what computes a call on tensors that share the memory of the real ones, in training with its backward."""
     twin, leaves = _twin(layer, x)
     gradient: list[Tensor] = []
 
-    def way() -> Sequence[Tensor]:
+    def algorithm() -> Sequence[Tensor]:
         # As in the loop: a weight is cast in each call, and the backward runs outside of autocast.
         autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-        with _not_seen_by_the_loop(), autocast, torch.set_grad_enabled(layer.training):
+        with none_for_saved_tensors(), autocast, torch.set_grad_enabled(layer.training):
             out = forward(twin, leaves[0])
             if not layer.training:
                 return [out]
@@ -184,7 +186,7 @@ def _way(layer: nn.Module, x: Tensor, forward: Call) -> Way:
                 wanted = [leaf for leaf in leaves if leaf.requires_grad]
                 return [out.detach(), *torch.autograd.grad(out, wanted, gradient[0])]
 
-    return way
+    return algorithm
 
 
 def _some_like(out: Tensor) -> Tensor:
@@ -205,8 +207,3 @@ def _twin(layer: nn.Module, x: Tensor) -> tuple[nn.Module, list[Tensor]]:
     return with_parameters(layer, parameters), leaves + [
         parameter for parameter in parameters.values() if parameter is not None
     ]
-
-
-def _not_seen_by_the_loop() -> torch.autograd.graph.saved_tensors_hooks:
-    """Return a context in which the loop's hooks for saved tensors, as of an activation checkpoint, are not called."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

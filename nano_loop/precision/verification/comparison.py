@@ -62,14 +62,14 @@ def compare(traces: Sequence[Mapping[str, Tensor]], last_place: float) -> list[C
     last_place : float
         The relative spacing of numbers in the precision, such as 2⁻⁷ for bf16.
     """
-    found, _, single, exact = traces
+    accelerated, _, single, exact = traces
     # Below it, nothing but rounding errors of larger terms is left: the gradient of a bias before a batch norm.
-    least = last_place * max((each.norm().item() for each in exact.values()), default=0.0)
+    least = last_place * max((tensor.norm().item() for tensor in exact.values()), default=0.0)
     rows = []
-    for name in [*found, *(name for name in single if name not in found)]:
+    for name in [*accelerated, *(name for name in single if name not in accelerated)]:
         if any(name not in trace for trace in traces[1:]):
             continue  # a module that is called in this precision alone
-        if name not in found or found[name].shape != exact[name].shape:
+        if name not in accelerated or accelerated[name].shape != exact[name].shape:
             rows.append(Compared(name, math.inf, 0.0, 0.0, True))
         else:
             rows.append(_compared(name, [trace[name].flatten() for trace in traces], last_place, least))
@@ -77,15 +77,17 @@ def compare(traces: Sequence[Mapping[str, Tensor]], last_place: float) -> list[C
 
 
 def _compared(name: str, tensors: Sequence[Tensor], last_place: float, least: float) -> Compared:
-    mine, hand, single, exact = tensors
+    accelerated, hand, single, exact = tensors
     norm = max(exact.norm().item(), least) or 1.0
-    error, error_by_hand, error_in_fp32 = ((each - exact).norm().item() / norm for each in (mine, hand, single))
-    shares = [(each @ exact).item() / norm**2 for each in (mine, hand)]
+    error, error_by_hand, error_in_fp32 = (
+        (tensor - exact).norm().item() / norm for tensor in (accelerated, hand, single)
+    )
+    shares = [(tensor @ exact).item() / norm**2 for tensor in (accelerated, hand)]
     share_of_noise = TOLERATED_SHARE * error_by_hand / math.sqrt(exact.numel())
     biased = abs(shares[0] - shares[1]) > TOLERATED_BIAS * last_place + share_of_noise
     far = error > TOLERATED * error_by_hand + TOLERATED_BIAS * last_place
     lost = not math.isfinite(error) and math.isfinite(error_in_fp32)
-    cosine = torch.nn.functional.cosine_similarity(mine, single, dim=0, eps=1e-300).item()
+    cosine = torch.nn.functional.cosine_similarity(accelerated, single, dim=0, eps=1e-300).item()
     return Compared(name, error, error_by_hand, cosine, bool(far or biased or lost))
 
 

@@ -203,12 +203,12 @@ def _copy_of(value: Any) -> Any:
     """Return a copy of nested arguments: of their tensors, lists and dicts."""
     copied_tensors = map_tensors(_kept, value)
 
-    def fresh(each: Any) -> Any:
-        if type(each) is tuple:
-            return tuple(map(fresh, each))
-        if type(each) is list:
-            return [fresh(item) for item in each]
-        return {key: fresh(item) for key, item in each.items()} if type(each) is dict else each
+    def fresh(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(fresh, value))
+        if type(value) is list:
+            return [fresh(item) for item in value]
+        return {key: fresh(item) for key, item in value.items()} if type(value) is dict else value
 
     return fresh(copied_tensors)
 

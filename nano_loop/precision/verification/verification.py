@@ -135,8 +135,8 @@ def verified(
     """
     states = RandomStates()
 
-    def step(made: nn.Module, given: Any = batch, kind: PrecisionKind = _FP32, scaled_by_hand: bool = False) -> Tensor:
-        loss = _loss(made, loss_fn, given)
+    def step(made: nn.Module, inputs: Any = batch, kind: PrecisionKind = _FP32, scaled_by_hand: bool = False) -> Tensor:
+        loss = _loss(made, loss_fn, inputs)
         run_backward(loss, made, kind, scaled_by_hand)
         return loss
 
@@ -154,7 +154,7 @@ def verified(
             raise NanoConfigError(error_message(got, "verify compares them", hint))
         made = copied(model)
         with acceleration(made) as run:
-            found = trace(made, lambda model: step(model, kind=kind))
+            accelerated = trace(made, lambda model: step(model, kind=kind))
         with by_hand(copied(model), kind) as made:
             hand = trace(made, lambda model: step(model, kind=kind, scaled_by_hand=True))
         with in_fp64(copied(model)) as made:
@@ -162,7 +162,7 @@ def verified(
         torch.manual_seed(1)
         other = traced(copied(model), step)
     last_place = max(torch.finfo(kind.autocast_by_hand or kind.compute).eps, torch.finfo(torch.float32).eps)
-    traces = found, hand, single, exact
+    traces = accelerated, hand, single, exact
     outputs, gradients, loss = (
         compare([getattr(trace, name) for trace in traces], last_place) for name in ("outputs", "gradients", "loss")
     )
@@ -179,8 +179,8 @@ def _in_fp64(tensor: Tensor) -> Tensor:
 
 
 def _loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
-    given = map_tensors(lambda each: each.detach().clone().requires_grad_(each.requires_grad), batch)
-    loss: Any = loss_fn(model, given)
+    inputs = map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), batch)
+    loss: Any = loss_fn(model, inputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         told = f"loss_fn returned {type(loss).__name__}"
         expected = "it returns the loss of the model, a tensor of one element with a gradient"

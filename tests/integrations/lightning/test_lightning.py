@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pl = imported("lightning.pytorch")
 
-from nano_loop import NanoConfigError, NanoError, NanoWorkerError  # noqa: E402
+from nano_loop import NanoConfigError, NanoError, NanoWarning, NanoWorkerError  # noqa: E402
 from nano_loop.cpu import read_machine  # noqa: E402
 from nano_loop.kernels.linear import product  # noqa: E402
 from nano_loop.patching.operators.operators import gives_kernels  # noqa: E402
@@ -381,6 +381,12 @@ def test_products_round_by_our_trainer_and_as_a_plugin_of_lightnings_and_fabrics
     assert counts[name] == before
     with pytest.raises(NanoConfigError, match="bf16-mixed"):
         own.precision("bf16-mixed")
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Linear(512, 512).double()], ids=["small", "double"])
+def test_module_whose_products_cannot_round_is_named_by_the_plugin(layer):
+    with pytest.warns(NanoWarning, match="'bf16-products' for Linear"):
+        assert ours(PACKAGES[0]).precision("bf16-products").convert_module(layer) is layer
 
 
 def test_module_of_the_other_package_is_refused_by_lightning():

@@ -1,0 +1,234 @@
+"""The operators whose algorithms are timed, and the choice of an algorithm for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_loop.autotune.decisions import Decision, Decisions, measure_or_guess
+from nano_loop.autotune.hooks import none_for_saved_tensors
+from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, layout, most_elements
+from nano_loop.autotune.tuner import Algorithm, Race, Tuner
+from nano_loop.kernels.attention import attention
+from nano_loop.kernels.convolution import convolution
+from nano_loop.kernels.convolution.convolution import Plan
+from nano_loop.kernels.linear import linear
+from nano_loop.kernels.replacement import Algorithms, Choose
+from nano_loop.kernels.rnn import lstm, lstm_layer
+
+#: Minimum number of rows of a product that are measured.
+_MIN_ROWS = 64
+#: Number of steps of an LSTM that are measured, or of multiplications if that is more steps: what a call takes besides
+#: should not decide.
+_STEPS, _MULTIPLICATIONS = 16, 1 << 26
+#: Plain products, the first guess for attention where there are no blocks, have up to 1.5 times the error of torch's.
+_AS_EXACT = 1.6
+
+
+class TunedOperator(NamedTuple):
+    """An operator with several algorithms.
+
+    Attributes
+    ----------
+    rule : str
+        The name of the rule by which its kernel asks for the algorithm of a call.
+    key : callable
+        Takes a call. Returns what the fastest algorithm depends on, in words.
+    race : callable
+        Takes a call and its algorithms by name. Returns the race between them, or None for a call that is not measured.
+    has_gradients : bool
+        Whether calls in a backward may be those of gradients, and not only of layers that a checkpoint calls again.
+    """
+
+    rule: str
+    key: Callable[[Any], str]
+    race: Callable[[Any, Mapping[str, Callable[..., Any]]], Race | None]
+    has_gradients: bool = False
+
+    def chooser(self, tuner: Tuner) -> Choose:
+        """Return the rule of a model, which remembers what was decided about the model's calls."""
+        decisions = Decisions(tuner, self.has_gradients)
+
+        def choose(call: Any, algorithms: Algorithms, guess: str) -> str:
+            return decisions.algorithm(
+                _kind(call),
+                lambda: guess,
+                lambda: self._decision(tuner, call, algorithms(), guess),
+                lambda: self._stored(tuner, call, algorithms()),
+            )
+
+        return choose
+
+    def _stored(self, tuner: Tuner, call: Any, algorithms: Mapping[str, Callable[..., Any]]) -> str | None:
+        choice = tuner.choices.get(self.key(call)) if self.race(call, algorithms) is not None else None
+        return choice.algorithm if choice is not None and choice.algorithm in algorithms else None
+
+    def _decision(self, tuner: Tuner, call: Any, algorithms: Mapping[str, Callable[..., Any]], guess: str) -> Decision:
+        race = self.race(call, algorithms) if len(algorithms) > 1 else None
+        if race is None:
+            return Decision(guess)
+        decision = measure_or_guess(guess, lambda: tuner.choose(self.key(call), guess, lambda: race))
+        # A choice of another version may be none here.
+        return decision if decision.algorithm in algorithms else Decision(guess)
+
+
+def _kind(value: Any) -> Hashable:
+    """Return what calls have in common that are computed alike."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_kind, value))
+    return value != 0 if isinstance(value, float) else value
+
+
+def _with_gradients(compute: Callable[[], Tensor], leaves: Sequence[Tensor], gradient: Tensor) -> Sequence[Tensor]:
+    """Return an output and the gradients of leaves."""
+    with torch.enable_grad(), none_for_saved_tensors():
+        out = compute()
+        return [out.detach(), *torch.autograd.grad(out, leaves, gradient.to(out.dtype))]
+
+
+def _gradient(*shape: int) -> Tensor:
+    """Return a gradient of an output, with different numbers in each row."""
+    row = torch.linspace(-1, 1, shape[-1], dtype=torch.bfloat16, device="cpu").sin_()
+    return row.expand(shape).contiguous()
+
+
+def _leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(dtype).requires_grad_()
+
+
+def _joined(*values: object) -> str:
+    return " ".join(map(str, values)).rstrip()
+
+
+# --- attention ---
+
+
+def _attention_key(call: attention.Arguments) -> str:
+    query, key, value = call[:3]
+    sizes = [bucket(query.shape[:-3].numel()), *query.shape[-3:], "by", *key.shape[-3:], value.size(-1)]
+    flags = ["causal"] * call.is_causal + ["dropout"] * (call.dropout_p > 0)
+    mask = [] if call.mask is None else [str(call.mask.dtype).removeprefix("torch."), "mask"]
+    return _joined("attention", *sizes, *map(layout, call[:3]), *flags, *mask)
+
+
+def _attention_race(call: attention.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    """Return the race without the dropout, which draws from the generator."""
+    scores = call.query.numel() // max(call.query.size(-1), 1) * call.key.size(-2)
+    if not 0 < max(most_elements(call[:3]), scores) <= MOST_ELEMENTS:
+        return None
+    gradient = _gradient(*call.query.shape[:-1], call.value.size(-1))
+
+    def of(name: str, dtype: torch.dtype = torch.bfloat16) -> Algorithm:
+        def algorithm() -> Sequence[Tensor]:
+            leaves = [_leaf(tensor, dtype) for tensor in call[:3]]
+            mask = call.mask if call.mask is None or call.mask.dtype is torch.bool else call.mask.to(dtype)
+            numbers = 0.0, call.is_causal, call.scale
+            return _with_gradients(lambda: algorithms[name](*leaves, mask, *numbers), leaves, gradient)
+
+        return algorithm
+
+    reference = of(attention.TORCH, torch.float32)
+    return Race({name: of(name) for name in algorithms}, attention.TORCH, reference, _AS_EXACT)
+
+
+# --- gradients of convolutions ---
+
+
+def _convolution_key(call: convolution.Arguments) -> str:
+    inputs, weight = call.inputs, call.weight
+    geometry = [*call.stride, *call.padding, *call.dilation, *call.output_padding, call.groups]
+    name = "transposed convolution" if call.transposed else "convolution"
+    mask = "".join("x" if is_needed else "-" for is_needed in call.output_mask)
+    sizes = [bucket(inputs.size(0)), *inputs.shape[1:], "to", *weight.shape]
+    return _joined("gradients of", name, *sizes, "by", *geometry, *map(layout, call[:3]), mask)
+
+
+def _convolution_race(call: convolution.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    if not 0 < most_elements(call[:3]) <= MOST_ELEMENTS:
+        return None
+    needs_inputs, needs_weight, needs_bias = call.output_mask
+    # What all algorithms compute alike is not timed.
+    differ = len({name.partition("/")[0] for name in algorithms}) > 1
+    timed = call._replace(output_mask=[needs_inputs and differ, needs_weight, needs_bias])
+
+    def of(name: str) -> Algorithm:
+        return lambda: [gradient for gradient in algorithms[name](*timed) if gradient is not None]
+
+    def in_fp32() -> Sequence[Tensor]:
+        wide = timed._replace(gradient=call.gradient.float(), inputs=call.inputs.float(), weight=call.weight.float())
+        return [gradient for gradient in algorithms[Plan().name](*wide) if gradient is not None]
+
+    race = {name: of(name) for name in algorithms}
+    all_in_fp32 = Plan("fp32" if timed.output_mask[0] else "torch", "fp32" if needs_weight else "torch").name
+    has_fp32 = any("fp32" in name for name in algorithms)
+    return Race(race, Plan().name, race.get(all_in_fp32, in_fp32) if has_fp32 else None)
+
+
+# --- layers of LSTMs ---
+
+
+def _lstm_key(call: lstm_layer.Arguments) -> str:
+    steps, batch, size = call.inputs.shape
+    flags = ["biases"] * bool(call.biases) + ["reversed"] * call.is_reversed
+    return _joined("lstm", bucket(steps), bucket(batch), size, call.output.size(1), *flags)
+
+
+def _lstm_race(call: lstm_layer.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    weights = call.input_weight.numel() + call.hidden_weight.numel()
+    steps = max(_STEPS, _MULTIPLICATIONS // (call.inputs.size(1) * weights))
+    some = call._replace(inputs=call.inputs[:steps])
+    if most_elements(some.tensors) * lstm_layer.GATES > MOST_ELEMENTS:
+        return None
+    gradient = _gradient(*some.inputs.shape[:2], some.output.size(1))
+
+    def of(name: str, dtype: torch.dtype = torch.bfloat16) -> Algorithm:
+        def algorithm() -> Sequence[Tensor]:
+            inputs, input_weight, hidden_weight, *biases, output, cells = (_leaf(one, dtype) for one in some.tensors)
+            biases = biases if some.biases else []
+            leaves = [inputs, input_weight, hidden_weight, *biases, output, cells]
+            tensors = inputs, input_weight, hidden_weight, tuple(biases), output, cells
+            return _with_gradients(lambda: algorithms[name](*tensors, some.is_reversed)[0], leaves, gradient)
+
+        return algorithm
+
+    return Race({name: of(name) for name in algorithms}, lstm.TORCH, of(lstm.TORCH, torch.float32))
+
+
+# --- products of linear layers and of their gradients ---
+
+
+def _product_key(call: linear.Arguments) -> str:
+    """Return the key, in which the number of rows of a batch, which is the depth of a gradient, is rough."""
+    a, b, bias = call
+    is_transposed = a.stride(1) != 1
+    rows, depth = (a.size(0), bucket(a.size(1))) if is_transposed else (bucket(a.size(0)), a.size(1))
+    order = f"{'T' if is_transposed else 'N'}{'N' if b.stride(1) == 1 else 'T'}"
+    return _joined("product", rows, "by", depth, "by", b.size(1), order, "" if bias is None else "plus a row")
+
+
+def _product_race(call: linear.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race:
+    """Return the race. Of a vocabulary's layer, some rows are computed, since each result takes memory."""
+    rows = max(MOST_ELEMENTS // call.b.size(1), _MIN_ROWS)
+    some = call._replace(a=call.a[:rows])
+
+    def of(name: str) -> Algorithm:
+        def algorithm() -> Sequence[Tensor]:
+            with torch.no_grad():
+                return [algorithms[name](*some)]
+
+        return algorithm
+
+    return Race({name: of(name) for name in algorithms}, linear.TORCH, None)
+
+
+OPERATORS = (
+    TunedOperator(attention.ALGORITHM, _attention_key, _attention_race),
+    TunedOperator(convolution.OPERATOR, _convolution_key, _convolution_race, has_gradients=True),
+    TunedOperator(linear.ALGORITHM, _product_key, _product_race, has_gradients=True),
+    TunedOperator(lstm.ALGORITHM, _lstm_key, _lstm_race),
+)
