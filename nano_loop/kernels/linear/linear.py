@@ -98,16 +98,9 @@ def _is_ours(call: Arguments, out: Tensor | None = None, beta: float = 1, alpha:
         return False
     if not belongs_to_set_up_model():
         return False
-    return beta == alpha == 1 and (out is None or _can_be_filled(call, out)) and supports(call)
-
-
-def _can_be_filled(call: Arguments, out: Tensor) -> bool:
-    """Whether a tensor can be overwritten by the result. torch resizes others, copies what overlaps, or raises."""
-    plain = type(out) is Tensor and out.dtype is torch.bfloat16 and out.shape == (call.a.size(0), call.b.size(1))
-    if not plain or out.stride(1) != 1 or out.stride(0) < out.size(1):
+    if out is not None and not product.can_be_filled(out, torch.Size((a.size(0), b.size(1))), a.dtype, call):
         return False
-    storage = out.untyped_storage().data_ptr()
-    return storage != 0 and all(tensor is None or tensor.untyped_storage().data_ptr() != storage for tensor in call)
+    return beta == alpha == 1 and supports(call)
 
 
 def _algorithm(call: Arguments, by_torch: _Kernel, needs_out: bool) -> str:

@@ -9,6 +9,7 @@ memory where this function fetches ahead. It needs a CPU with AVX-512's bf16 ins
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -81,6 +82,16 @@ def product(
         call.of_batch[2] = out.stride(0)
     KERNEL("product", call, a, b, bias, out, scratch(_bytes(call)))
     return out
+
+
+def can_be_filled(out: Tensor, shape: torch.Size, dtype: torch.dtype, inputs: Iterable[Tensor | None]) -> bool:
+    """Whether `out` can be overwritten by the result. torch resizes others, copies what overlaps, or raises."""
+    if type(out) is not Tensor or out.dtype is not dtype or out.shape != shape or out.stride(-1) != 1:
+        return False
+    if out.stride(-2) < shape[-1] or (len(shape) > _DIMENSIONS and out.stride(0) < out.stride(1) * shape[1]):
+        return False
+    storage = out.untyped_storage().data_ptr()
+    return storage != 0 and all(tensor is None or tensor.untyped_storage().data_ptr() != storage for tensor in inputs)
 
 
 def _is_matrix(tensor: Tensor) -> bool:

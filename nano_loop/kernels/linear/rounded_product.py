@@ -46,7 +46,7 @@ def rounded_product(
     if not is_large(PRODUCT, multiplications) or others or not rounds_products() or not _supports(a, b, dimensions):
         return None
     shape = torch.Size((*a.shape[:-1], b.size(-1)))
-    if out is not None and not _can_be_filled(out, shape, (a, b, bias)):
+    if out is not None and not product.can_be_filled(out, shape, torch.float32, (a, b, bias)):
         return None
     is_row = bias is not None and beta == alpha == 1 and _is_row(bias, shape)
     if bias is not None and not is_row and not _is_expandable(bias, shape):
@@ -98,13 +98,3 @@ def _is_row(bias: Tensor, shape: torch.Size) -> bool:
 def _is_expandable(bias: Tensor, shape: torch.Size) -> bool:
     sizes = zip(reversed(bias.shape), reversed(shape), strict=False)
     return _is_plain(bias) and bias.dim() <= len(shape) and all(size in (1, of) for size, of in sizes)
-
-
-def _can_be_filled(out: Tensor, shape: torch.Size, inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether a tensor can be overwritten by the result. torch resizes others, copies what overlaps, or raises."""
-    if type(out) is not Tensor or out.dtype is not torch.float32 or out.shape != shape or out.stride(-1) != 1:
-        return False
-    if out.stride(-2) < shape[-1] or (len(shape) == _BATCH and out.stride(0) < out.stride(1) * shape[1]):
-        return False
-    storage = out.untyped_storage().data_ptr()
-    return storage != 0 and all(tensor is None or tensor.untyped_storage().data_ptr() != storage for tensor in inputs)
