@@ -21,6 +21,7 @@ from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransp
 from nano_loop.distributed.shared_memory.shared_ring import BetweenHosts
 
 _CHUNK = 4 << 20  # bytes that travel as one
+_CHUNK_ALONE = 25 << 20  # the same where all ranks are on the network: each message waits for all of them
 _SLOTS = 6  # one is filled, one summed, the others are between the hosts or on their way back
 _FILE = "averaging-hosts"
 
@@ -88,7 +89,7 @@ class HostsTransport:
         Where they are; by default, each rank alone on its host.
     compression : torch.dtype, optional
         In which float32 and float64 tensors travel, such as ``torch.bfloat16``.
-    chunk : int
+    chunk : int, optional
         Bytes that travel as one, a multiple of 128.
     slots : int
         Such chunks under way at a time, four or more.
@@ -105,9 +106,10 @@ class HostsTransport:
         hosts: Hosts | None = None,
         *,
         compression: torch.dtype | None = None,
-        chunk: int = _CHUNK,
+        chunk: int | None = None,
         slots: int = _SLOTS,
     ) -> None:
+        chunk = chunk or (_CHUNK_ALONE if hosts is None else _CHUNK)
         if hosts is None:
             hosts = Hosts([(rank,) for rank in range(ranks.size)], ranks.rank, folder=None, leaders=None)
         here, count, path = hosts.here, len(hosts.members), hosts.folder
