@@ -273,7 +273,10 @@ def below_autocast() -> AbstractContextManager[None]:
 
 def as_without_autocast_kernel(operator: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
     """Call an operator as if it had no kernel for autocast; the operators that it is composed of have theirs."""
-    return operator.redispatch(keys.remove(torch._C.DispatchKey.AutocastCPU), *args, **kwargs)
+    # While a compiler traces, Python's dispatcher comes first, and would begin with all keys again: autocast's, too.
+    for key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.PythonDispatcher):
+        keys = keys.remove(key)
+    return operator.redispatch(keys, *args, **kwargs)
 
 
 def has_kernel(operator: str, dispatch_key: str) -> bool:

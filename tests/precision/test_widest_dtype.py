@@ -269,3 +269,21 @@ def test_distributions_and_arrays_of_a_model_are_fp32(step, make):
     density.sum().backward()
     assert model.layer.weight.grad.isfinite().all()
     assert model.act(X).dtype == "float32"
+
+
+# Also operators that are left as they are, since all inputs are fp32.
+TRACED = {
+    **{name: WAYS[name] for name in ("lerp", "bilinear", "scatter_add", "index_copy_", "det", "matrix_exp", "i1e")},
+    "lerp_ of fp32": lambda h: h + zeros().lerp_(h.detach().float(), 0.1),
+    "digamma of fp32": lambda h: torch.digamma(h.float().abs() + 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
+@pytest.mark.parametrize("name", TRACED)
+def test_operator_computes_the_same_where_a_part_of_the_model_is_compiled(net, name):
+    model = net(TRACED[name])
+    expected = trained(model, model(X))
+    torch.compiler.reset()
+    model.way = torch.compile(TRACED[name], backend="aot_eager")
+    torch.testing.assert_close(trained(model, model(X)), expected, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Rounding errors of gradients by precision: ``python -m benchmarks.exactness [--seeds 25]``.
+"""Rounding errors of gradients by precision: ``python -m benchmarks.gradient_errors [--seeds 25]``.
 
 Each small model computes one step in fp64 and in both precisions, with every product in bf16, whatever its size. A row
 has the root mean square, over seeds and gradients, of the error relative to the gradient in fp64, and the two's ratio.
