@@ -184,7 +184,7 @@ def test_rank_that_is_late_is_named_with_the_line_that_it_is_in():
 
     # On a busy machine, joining takes some seconds.
     error = refused(failing(sleep, rank=2), timeout=12, worker_init=apart)
-    assert "rank 0 has waited 12 seconds" in str(error)
+    assert re.match("rank [01] has waited 12 seconds", str(error))  # who waits first is who says so
     assert "time.sleep(60)" in str(error)
 
 

@@ -24,6 +24,8 @@ _LONGEST_WORDS = 10_000  # characters of an exception's message
 _LONGEST_TRACEBACK = 100_000
 # What the system sends to a process for what that has done itself.
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGSTKFLT")
+#: Stands for the rank that is late, where any but the one that has waited may be.
+ANY = -1
 _UNPICKLING = 3.0  # seconds that a user's exception may take to come back
 
 
@@ -117,8 +119,8 @@ def _raised_by_torch_distributed(traceback: TracebackType | None) -> bool:
 
 def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> Failure:
     """Return the failure of a rank that raised; `where` is ``" in worker_init"`` if the loop did not."""
-    if isinstance(error, RankLateError) and error.rank is not None:
-        return Failure(rank, Kind.CAUSE, str(error), "", late=error.rank)
+    if isinstance(error, RankLateError):
+        return Failure(rank, Kind.CAUSE, str(error), "", late=ANY if error.rank is None else error.rank)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         what = f"called sys.exit({'' if error.code is None else repr(error.code)}){where}"

@@ -155,7 +155,7 @@ class ReportingWorker(ABC):
         ended = self.has_ended()  # asked first: what has been reported then is all that there will be
         self.read_reports()
         if self._failure is not None:
-            waits = self.reports is not None and not ended and time.monotonic() < self._failed_at + _EXCEPTION
+            waits = self.reports is not None and time.monotonic() < self._failed_at + _EXCEPTION
             return None if waits else self._failure
         if self.finished:
             return None

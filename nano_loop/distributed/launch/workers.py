@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
-from nano_loop.distributed.launch.failure import Failure, Kind, first
+from nano_loop.distributed.launch.failure import ANY, Failure, Kind, first
 
 _INTERVAL = 0.1  # seconds between two looks at the workers
 _GRACE = 1.0  # seconds that an echo waits for its cause
@@ -178,7 +178,12 @@ class Workers:
         if failure is None or any(known.rank == failure.rank for known in self._failures):
             return
         if failure.late is not None:
-            failure.traceback = self.stack_dump(failure.late)
+            late = [failure.late]
+            if failure.late == ANY:
+                late = [rank for rank in (0, *self.unfinished) if rank != failure.rank]
+            failure.late, failure.traceback = late[0], self.stack_dump(late[0])
+            for rank in late[1:]:
+                failure.traceback += f"\n\nrank {rank}:\n{self.stack_dump(rank)}"
         with self._changed:
             self._failed_at = self._failed_at or time.monotonic()
             self._failures.append(failure)

@@ -7,8 +7,9 @@ import pytest
 from nano_loop import NanoWorkerError
 from nano_loop.distributed.comm.ranks import RankLeftError, wait_until
 from nano_loop.distributed.launch.ending import running_together
-from nano_loop.distributed.launch.failure import Failure, Kind, died
+from nano_loop.distributed.launch.failure import Failure, Kind, died, raised
 from nano_loop.distributed.launch.workers import Workers
+from nano_loop.errors import RankLateError
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -71,6 +72,15 @@ def test_lost_connection_of_rank_0_is_raised_as_the_failure_that_caused_it():
     with pytest.raises(NanoWorkerError, match="rank 2 ended its process:") as caught:
         run_beside(Remote(1, lost), Remote(2, killed), body=lose)
     assert (caught.value.rank, caught.value.exitcode, caught.value.traceback) == (2, None, "out of memory")
+
+
+def test_every_rank_that_may_be_late_is_shown_where_it_is():
+    late = raised(1, RankLateError("rank 1 has waited 12 seconds for the others"), "")
+    with watched(Remote(1, late), Remote(2, finishes=False)) as workers:
+        error = workers.await_failure(5).as_error()
+    assert str(error).startswith("rank 1 has waited 12 seconds for the others\n\nrank 0:\n")
+    assert str(error).endswith("\n\nrank 2:\nin a loop")
+    assert error.rank == 0
 
 
 def test_check_raises_while_rank_0_waits():
