@@ -58,7 +58,7 @@ class Failure:
     pickled : bytes
         What it raised, pickled; empty where that could not be sent.
     late : int or None
-        The rank that it has waited for in vain, of which the traceback is then; None if that is not why it failed.
+        The rank that it has waited for in vain, or ANY, of which the traceback is then; None if it failed otherwise.
     """
 
     rank: int
