@@ -243,6 +243,13 @@ def gradient_compression(value: Any) -> str | None:
     raise RefusedValueError('it must be None or "bf16"', "Leave it out for exact averages")
 
 
+def sync_buffers(value: Any) -> Literal["average", "rank0"] | None:
+    """Accept None, ``"average"`` and ``"rank0"``."""
+    if value is None or (isinstance(value, str) and value in ("average", "rank0")):
+        return value  # type: ignore[return-value]
+    raise RefusedValueError('it must be None, "average" or "rank0"', "Leave it out for buffers of each process")
+
+
 def seconds(value: Any) -> float:
     """Accept a positive number of seconds that the clocks of threads and sockets can hold."""
     if _is_number(value, Real) and math.isfinite(value) and 0 < value <= _LONGEST_TIMEOUT:
