@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -137,7 +137,7 @@ class TorchNano(RanksFabric):
         return self._nano_settings.options.use_ipex
 
     @property
-    def channels_last(self) -> bool:
+    def channels_last(self) -> bool | Literal["auto"]:
         """Whether images are NHWC."""
         return self._nano_settings.options.channels_last
 

@@ -39,7 +39,7 @@ def auto_or_boolean(value: Any) -> bool | Literal["auto"]:
     """Accept True, False and ``"auto"``."""
     if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
         return value  # type: ignore[return-value]
-    raise RefusedValueError('it must be "auto", True or False', 'Leave it out for "auto", or pass one of the three')
+    raise RefusedValueError('it must be "auto", True or False', "Pass one of the three")
 
 
 def num_processes(value: Any) -> int | None:

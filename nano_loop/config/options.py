@@ -124,8 +124,11 @@ class Options:
         checks.cpu_for_each_process,
         "CPU ids of each process, such as `[[0, 1], [2, 3]]`, or how many CPUs each has. `None`: even shares.",
     )
-    channels_last: bool = option(
-        False, checks.boolean, "NHWC layout for 4-D and 5-D inputs of models and of convolutions."
+    channels_last: bool | Literal["auto"] = option(
+        False,
+        checks.auto_or_boolean,
+        'NHWC layout for 4-D and 5-D inputs of models and of convolutions. `"auto"`: the layout that is faster in a '
+        "measurement after the first batch.",
     )
     auto_lr: bool = option(
         True, checks.boolean, "Learning rate that ramps from 1× to N× over the first 1,000 steps, with N processes."
@@ -310,9 +313,10 @@ class Options:
         options._remember(from_environment=self.from_environment)
         return options.resolved(machine)
 
-    def for_nested_run(self) -> Options:
-        """Return the options of a run inside this one, which has a copy of a model to itself."""
+    def for_nested_run(self, **changes: Any) -> Options:
+        """Return the options of a run inside this one, which has a copy of a model to itself, with some changed."""
         options = copy.copy(self)
+        options._remember(**changes)
         options._remember(num_processes=1, cpu_for_each_process=None, verbose=False)
         options._remember(verify=False, log_casts=False, step_time=False, tune=False)
         return options
