@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from nano_loop.config.declarations import CHECKS
 from nano_loop.config.option_checks import auto_or_boolean
-from nano_loop.config.options import CHECKS, Options
+from nano_loop.config.options import Options
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.settings import Settings
 

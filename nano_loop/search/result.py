@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nano_loop.config.options import DEFAULTS, Options
+from nano_loop.config.declarations import DEFAULTS
+from nano_loop.config.options import Options
 from nano_loop.config.precisions import SHORT_NAMES
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.runtime.settings import Settings
