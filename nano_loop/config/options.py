@@ -89,8 +89,7 @@ class Options(Declarations):
         NanoConfigError
             If a value is not allowed, or contradicts another option.
         """
-        present = self.as_dict() | ({"precision": "auto"} if self.auto_precision else {})
-        options = Options(**present | dict(values))
+        options = Options(**self.as_asked() | dict(values))
         return options._with(from_environment=self.from_environment).resolved(machine)
 
     def for_nested_run(self) -> Options:
@@ -120,6 +119,10 @@ class Options(Declarations):
     def as_dict(self) -> dict[str, Any]:
         """Return every option by its name."""
         return {name: getattr(self, name) for name in OPTIONS}
+
+    def as_asked(self) -> dict[str, Any]:
+        """Return every option by its name, as it was before `resolved`."""
+        return self.as_dict() | ({"precision": "auto"} if self.auto_precision else {})
 
     def _with(self, **values: Any) -> Options:
         """Return a copy with values that need no check."""
