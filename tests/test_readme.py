@@ -1,6 +1,5 @@
 """The README's examples run, its report is the one that is printed, and its table holds the options that there are."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import nano_loop
-from nano_loop.config.options import OPTIONS, Options
+from nano_loop.config.declarations import DECLARED
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -76,11 +75,7 @@ def test_class_of_the_second_diff_trains():
 
 def test_table_says_of_every_option_what_its_declaration_says():
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| (.+) \|$", README, flags=re.MULTILINE)
-    declared = [
-        (each.name, repr(each.default).replace("'", '"'), each.metadata["help"])
-        for each in dataclasses.fields(Options)
-        if each.name in OPTIONS
-    ]
+    declared = [(each.name, repr(each.default).replace("'", '"'), each.metadata["help"]) for each in DECLARED]
     assert sorted(rows) == sorted(declared)  # the table begins with what most people want
 
 

@@ -160,8 +160,8 @@ def _parts_and_names(
 
 
 def _starts_workers(options: Options) -> bool:
-    request = requested(options)
-    is_search = request is not None and request.name == "tune"
+    command = requested(options)
+    is_search = command is not None and command.name == "tune"
     return is_search or ((options.num_processes or 1) > 1 and found_launch(os.environ) is None)
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from nano_loop.config.declarations import CHECKS, OPTIONS
 from nano_loop.config.option_checks import auto_or_boolean
-from nano_loop.config.options import CHECKS, OPTIONS
 from nano_loop.cpu import read_machine
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.settings import Settings
