@@ -43,8 +43,10 @@ def candidates(
     options, machine = settings.options, settings.machine
     steps, has_convolutions = answer["steps"], answer["convolutions"] if parts is None else _has_convolutions(parts)
     layouts = [False, True] if has_convolutions else [options.channels_last]
-    precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16, *["16-mixed"] * machine.has_fast_fp16]
+    precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16]
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]
+    if machine.has_fast_fp16:
+        combined.append({"precision": "16-mixed", "channels_last": layouts[-1]})
     # What is faster on most machines. With "auto", calls that are too small for bf16 stay in fp32.
     base = {"precision": "auto" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
     more = [{}, *_processes(settings), *_loaders(settings, steps), *_steps(options), *_ipex(options)]
