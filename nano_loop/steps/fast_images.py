@@ -54,9 +54,9 @@ class FastImages(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         fitting = [loader for loader in parts.loaders if not refusal(loader)]
-        problems = [problem for loader in fitting if (problem := self._cache(loader))]
-        if problems:
-            return f"left alone: {problems[0]}"
+        reasons = [reason for loader in fitting if (reason := self._cache(loader))]
+        if reasons:
+            return f"left alone: {reasons[0]}"
         limits = {store.limit for store in self._stores.values()}
         room = ", ".join(sorted(_in_words(limit) for limit in limits))
         return f"{len(fitting)} of {len(parts.loaders)} loaders, {_kept(fitting)}; {room}"
