@@ -52,7 +52,7 @@ class ChannelsLast(Step):
     def begin(self) -> None:
         self._trials: list[LayoutTrial] = []
         self._optimizers: set[int] = set()
-        self._decided: list[tuple[int, bool]] = []  # the places of trials, and whether NHWC was faster
+        self._chosen: list[tuple[int, bool]] = []  # the places of trials, and whether NHWC was faster
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -117,19 +117,19 @@ class ChannelsLast(Step):
         for place, trial in enumerate(self._trials):
             in_nhwc = trial.run(itertools.chain(*(trial.model.parameters() for trial in self._trials)))
             if in_nhwc is not None:
-                self._decided.append((place, in_nhwc))
+                self._chosen.append((place, in_nhwc))
         if self.ranks.size == 1:
-            self._follow(self._decided)
-            self._decided = []
+            self._follow(self._chosen)
+            self._chosen = []
 
     def _share(self, averagings: int) -> None:
-        """Take over what rank 0 has decided, after the averagings whose number is a power of two. Collective."""
+        """Take over what rank 0 has chosen, after the averagings whose number is a power of two. Collective."""
         if averagings.bit_count() == 1:
-            self._follow(self.ranks.broadcast(self._decided))
-            self._decided = []
+            self._follow(self.ranks.broadcast(self._chosen))
+            self._chosen = []
 
-    def _follow(self, decided: Iterable[tuple[int, bool]]) -> None:
-        for place, in_nhwc in decided:
+    def _follow(self, chosen: Iterable[tuple[int, bool]]) -> None:
+        for place, in_nhwc in chosen:
             self._turn(self._trials[place].model, in_nhwc)
 
     @override
