@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from option_values import ALLOWED, REFUSED, TEXTS, Colour
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, nano
-from nano_loop.config.options import CHECKS, OPTIONS, Options
+from nano_loop.config.declarations import CHECKS, OPTIONS
+from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 
 HUGE = 10**5000  # Python refuses to print it

@@ -15,7 +15,8 @@ from torch import nn
 
 import nano_loop
 from nano_loop import TorchNano, nano
-from nano_loop.config.options import DEFAULTS, OPTIONS, Options
+from nano_loop.config.declarations import DEFAULTS, OPTIONS
+from nano_loop.config.options import Options
 from nano_loop.config.signatures import documented, with_options
 
 # BigDL-Nano's, in its order, with its defaults.
@@ -174,9 +175,9 @@ print(*train.report.from_environment)
 )
 def test_option_takes_one_declaration(tmp_path, flags, variable):
     copied = shutil.copytree(Path(nano_loop.__file__).parent, tmp_path / "nano_loop")
-    source = (copied / "config/options.py").read_text(encoding="utf-8")
+    source = (copied / "config/declarations.py").read_text(encoding="utf-8")
     assert source.count("    _: KW_ONLY\n") == 1
-    (copied / "config/options.py").write_text(
+    (copied / "config/declarations.py").write_text(
         source.replace("    _: KW_ONLY\n", "    _: KW_ONLY" + ADDED), encoding="utf-8"
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), **({"NANO_LOOP_DUMMY": variable} if variable else {})}

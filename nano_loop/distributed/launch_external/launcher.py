@@ -175,6 +175,7 @@ def join_run(
             _refuse_different_secrets(presences)
             if leaders is not None:
                 ranks.context.hosts = Hosts(members, members.index(here), folder if len(here) > 1 else None, leaders)
+                stack.callback(setattr, ranks.context, "hosts", None)  # see `GroupMean.close`
             ranks.channel = ProcessGroupChannel(ranks, SignedCodec(ranks.rank, _run_of(presences), secret))
         if share is not None:
             stack.enter_context(bound(share.cpus))
