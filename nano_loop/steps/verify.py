@@ -17,7 +17,7 @@ from nano_loop.precision.verification.traces import gradients_kept
 from nano_loop.precision.verification.verification import Verification, verified
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
-from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step import Step
 
 
 class Verify(Step):
@@ -35,10 +35,6 @@ class Verify(Step):
         self._recorded: dict[int, RecordedCalls] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._verifications: dict[str, Verification] = {}
-
-    @override
-    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        return None
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
