@@ -15,8 +15,9 @@ from nano_loop.cli.main import main
 from nano_loop.cli.run import run
 from nano_loop.cli.script_options import flag_of
 from nano_loop.config import option_checks as checks
+from nano_loop.config.declarations import CHECKS, OPTIONS
 from nano_loop.config.exports import EXPORTS
-from nano_loop.config.options import CHECKS, OPTIONS, Options
+from nano_loop.config.options import Options
 from nano_loop.cpu.glibc import is_glibc
 
 NANO_LOOP = [sys.executable, "-m", "nano_loop", "run"]
