@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -137,7 +137,7 @@ class TorchNano(RanksFabric):
         return self._nano_settings.options.num_processes or self.world_size
 
     use_ipex: bool = _option("use_ipex", "Whether IPEX's kernels are used.")
-    channels_last: bool = _option("channels_last", "Whether images are NHWC.")
+    channels_last: bool | Literal["auto"] = _option("channels_last", "Whether images are NHWC.")
     auto_lr: bool = _option("auto_lr", "Whether the learning rate ramps to that of several processes.")
 
     @property

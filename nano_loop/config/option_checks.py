@@ -54,7 +54,7 @@ def _count(least: int, hint: str) -> Check:
 
 
 boolean = _one_of(True, False, hint="Pass one of the two")
-auto_or_boolean = _one_of("auto", True, False, hint='Leave it out for "auto", or pass one of the three')
+auto_or_boolean = _one_of("auto", True, False, hint="Pass one of the three")
 verbosity = _one_of(True, False, "all", hint="Pass False to silence the report")
 gradient_compression = _one_of(None, "bf16", hint="Leave it out for exact averages")
 num_processes = _count(1, "Pass the number of processes, or leave it out for one")

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from nano_loop.config.declarations import CHECKS
-from nano_loop.config.option_checks import auto_or_boolean
+from nano_loop.config.declarations import DEFAULTS
 from nano_loop.config.options import Options
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.settings import Settings
@@ -17,7 +16,7 @@ from nano_loop.runtime.settings import Settings
 Changes = dict[str, Any]
 
 #: The steps that are on by default where they apply.
-STEPS_BY_DEFAULT = tuple(name for name, check in CHECKS.items() if check is auto_or_boolean)
+STEPS_BY_DEFAULT = tuple(name for name, default in DEFAULTS.items() if default == "auto")
 #: With these a model may compute other numbers than in fp32; the others move rounding errors at most.
 OF_NUMBERS = ("precision", "channels_last", "use_ipex", "compile")
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
