@@ -1,0 +1,44 @@
+"""Metrics of torchmetrics over evaluations that every rank has done whole: they are not joined."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.launch.active_runs import innermost
+from nano_loop.distributed.sharding.dataset_digest import digest
+from nano_loop.patching.attributes import replaced
+
+
+@contextmanager
+def whole_evaluations_not_joined() -> Iterator[None]:
+    """Leave metrics alone, in the body, that are the same on all ranks after batches that all ranks got.
+
+    torchmetrics joins the states of all ranks where there is a process group, so each rank's samples would count.
+    Metrics of divided batches are joined.
+    """
+    metric = getattr(sys.modules.get("torchmetrics"), "Metric", None)
+    if metric is None:
+        yield
+        return
+    with replaced(metric, "sync", _synchronized):
+        yield
+
+
+def _synchronized(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def sync(self: Any, *args: Any, should_sync: bool = True, **kwargs: Any) -> None:
+        ranks = innermost()
+        if ranks is None or not should_sync or not ranks.context.sharding.whole or not _is_whole(self, ranks):
+            original(self, *args, should_sync=should_sync, **kwargs)
+
+    return sync
+
+
+def _is_whole(metric: Any, ranks: Ranks) -> bool:
+    """Whether a metric has the same states on all ranks. Collective."""
+    return len(set(ranks.gather(digest(metric.metric_state)))) == 1
