@@ -10,9 +10,10 @@ import os
 import re
 import stat
 import sys
+import traceback
 from collections.abc import Iterator
-from itertools import chain, islice
-from types import TracebackType
+from itertools import chain
+from types import FrameType
 from typing import Any
 
 from nano_loop.distributed.files.functions import WRITING, redirected
@@ -155,44 +156,29 @@ def _paths(error: Exception) -> Iterator[str]:
         yield os.fsdecode(error.filename)
     for match in _QUOTED.finditer(_text(error)):
         yield next(filter(None, match.groups()))
-    for trace in _traces(error)[::-1]:
-        yield from (path for path in _arguments(trace) if path not in _text(error))
+    for frame, line in _frames(error)[::-1]:
+        yield from (path for path in _arguments(frame, line) if path not in _text(error))
 
 
-def _traces(error: Exception) -> list[TracebackType]:
-    """Return where the error has come through, the innermost last."""
-    traces, trace = [], error.__traceback__
-    while trace is not None:
-        traces.append(trace)
-        trace = trace.tb_next
-    return traces
+def _frames(error: Exception) -> list[tuple[FrameType, int]]:
+    """Return where the error has come through, the innermost last, with the lines."""
+    return [*traceback.walk_tb(error.__traceback__)]
 
 
 def _source(error: Exception) -> str:
-    trace = _traces(error)[-1]
-    file = trace.tb_frame.f_code.co_filename
-    return f"a file in line {trace.tb_lineno} of {file} ({linecache.getline(file, trace.tb_lineno).strip()})"
+    frame, line = _frames(error)[-1]
+    file = frame.f_code.co_filename
+    return f"a file in line {line} of {file} ({linecache.getline(file, line).strip()})"
 
 
-def _arguments(trace: TracebackType) -> Iterator[str]:
-    """Yield the paths that the call was given which has failed, as far as they can be computed once more."""
-    frame = trace.tb_frame
+def _arguments(frame: FrameType, line: int) -> Iterator[str]:
+    """Yield the paths that the calls in a line were given, as far as they can be computed once more."""
     with contextlib.suppress(SyntaxError):
-        calls = [node for node in ast.walk(ast.parse(_failed_call(trace))) if isinstance(node, ast.Call)]
+        nodes = [*ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename))))]
+        calls = [node for node in nodes if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or 0)]
         for node in [*chain(*(call.args for call in calls)), *(word.value for call in calls for word in call.keywords)]:
             if all(isinstance(part, _PURE) for part in ast.walk(node)):
                 with contextlib.suppress(Exception):  # of the user's objects
                     value = eval(compile(ast.Expression(node), "", "eval"), frame.f_globals, frame.f_locals)
                     if isinstance(value, (str, os.PathLike)):
                         yield os.fsdecode(value)
-
-
-def _failed_call(trace: TracebackType) -> str:
-    """Return the source of the call; of the line, before Python 3.11."""
-    code = trace.tb_frame.f_code
-    line = linecache.getline(code.co_filename, trace.tb_lineno)
-    positions = getattr(code, "co_positions", None)
-    if positions is None:
-        return line.strip()
-    first, last, start, end = next(islice(positions(), trace.tb_lasti // 2, None))
-    return line.encode()[start:end].decode() if first == last else line.strip()
