@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import errno
+import functools
 import linecache
 import os
 import re
 import stat
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -38,6 +39,9 @@ _MISSING = re.compile(r"no such file|not found|does not exist|unable to open|can
 _QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"|`([^`]+)`|(/[^\s:'\",]+)")
 _ONE_RULE = "only rank 0 writes your files, and what another rank writes is its own, which compiled code does not see"
 _ADVICE = "Do it on rank 0 alone: if nano_loop.is_global_zero()"
+_ROOM = "what a worker writes needs room there until the run ends"
+_MAKE_ROOM = "Make room, set TMPDIR to a folder on a larger disk, or write on rank 0 alone (nano_loop.is_global_zero())"
+_LITTLE = 1 << 20  # bytes that are free on a disk that is as good as full
 # Expressions that can be computed once more: they change nothing.
 _PURE = (
     *(ast.Name, ast.Constant, ast.BinOp, ast.Add, ast.Div, ast.JoinedStr, ast.FormattedValue, ast.Attribute),
@@ -45,6 +49,7 @@ _PURE = (
 )
 
 
+@functools.cache
 def refuse_unseen_changes(table: Table) -> None:
     """Raise where the caller's files would be changed by a function that no table is asked by, while there is a table.
 
@@ -91,20 +96,36 @@ def _is_of_the_caller(table: Table, path: str) -> bool:
 
 @contextlib.contextmanager
 def explaining_files(table: Table) -> Iterator[None]:
-    """Let the error of compiled code that has opened a file by its path name the file, and say what to do.
+    """Let the errors of a rank say which disk is full, and which file compiled code could not open, and what to do.
 
     Raises
     ------
+    OSError
+        Instead of the one for which there was no room, and instead of torch's, which names no reason.
     NanoError
-        Instead of it.
+        Instead of that of compiled code.
     """
     try:
         yield
     except Exception as error:
-        text = None if isinstance(error, NanoError) or not table.root else _explained(table, error)
+        if isinstance(error, NanoError) or not table.root:
+            raise
+        if _is_for_lack_of_room(table, error):
+            got = f"the disk of {table.root} is full ({error})"
+            raise OSError(errno.ENOSPC, error_message(got, _ROOM, _MAKE_ROOM)) from error
+        text = _explained(table, error)
         if text is None:
             raise
         raise NanoError(_message(f"{text} ({type(error).__name__}: {_text(error)})")) from error
+
+
+def _is_for_lack_of_room(table: Table, error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not isinstance(error, RuntimeError):
+        return False
+    disk = os.statvfs(table.root)
+    return disk.f_bavail * disk.f_frsize < _LITTLE
 
 
 def _text(error: Exception) -> str:
@@ -120,32 +141,28 @@ def _explained(table: Table, error: Exception) -> str | None:
     if _OF_SQLITE.search(_text(error)) and table.read_only:
         return f"compiled code, SQLite, writes to {' or '.join(sorted(table.read_only))}"
     paths = [path for path in _paths(error) if path not in ("", ".", "/")]
+    keys = [*_private_keys(table, paths)]
     if number in (errno.EACCES, errno.EROFS) or _DENIED.search(_text(error)):
-        refused = next((path for path in paths if _would_be_written(table, path)), None)
+        # What the user may write was refused to this process alone.
+        could = (real.access(key if lower(key) else os.path.dirname(key), os.W_OK) for key in keys)
+        refused = next((key for key, is_allowed in zip(keys, could, strict=True) if is_allowed), None)
         if refused is None and (paths or table.outside is None):
             return None
         return f"compiled code opened {refused or _source(error)} to write it"
     if number == errno.ENOENT or _MISSING.search(_text(error)):
-        private = next((path for path in paths if _is_private(table, path)), None)
+        own = (key for key in keys if any(table.place(at) != at for at in (key, os.path.dirname(key))))
+        private = next(own, None)
         return private and f"compiled code opened {private}, which this rank has written or renamed"
     return None
 
 
-def _would_be_written(table: Table, path: str) -> bool:
-    """Whether the user may write a file, so that it was refused to this process alone."""
-    with contextlib.suppress(OSError):
-        key = table.key(path)
-        return not table.is_shared(key) and real.access(key if lower(key) else os.path.dirname(key), os.W_OK)
-    return False
-
-
-def _is_private(table: Table, path: str) -> bool:
-    """Whether a file, or the folder that it is to be in, is the rank's own."""
-    with contextlib.suppress(OSError):
-        key = table.key(path)
-        above = os.path.dirname(key)
-        return not table.is_shared(key) and (table.place(key) != key or table.place(above) != above)
-    return False
+def _private_keys(table: Table, paths: Iterable[str]) -> Iterator[str]:
+    """Yield where paths lead to, unless all ranks share it."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            key = table.key(path)
+            if not table.is_shared(key):
+                yield key
 
 
 # --- which file it is: that is in the error, or in the call that has failed ---

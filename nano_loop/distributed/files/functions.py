@@ -54,9 +54,6 @@ class Replacement(staticmethod):  # type: ignore[type-arg]
         """Return the name, by which another process has its own."""
         return str(self.__name__)
 
-    def __repr__(self) -> str:
-        return f"<function {self.__module__}.{self.__name__}, with this rank's private files>"
-
 
 def replaced_class(original: type, module: str, make: _Function | None = None, **namespace: Any) -> type:
     """Return a class that stands for another one, in `isinstance` too.
