@@ -52,7 +52,7 @@ class Table:
 
     def __init__(self) -> None:
         self._changes: Any = memoryview(bytearray(8)).cast("Q")  # how often folders may have become others
-        self._folders: dict[str, str] = {}
+        self._folders: dict[str, tuple[str, bool]] = {}
         self._known = 0
         self.read_only: set[str] = set()
         self.outside: Executor | None = None
@@ -106,47 +106,56 @@ class Table:
         OSError
             If the rank sees no folder that it could be in.
         """
+        return self._looked_up(path, follow)[0]
+
+    def _looked_up(self, path: Any, follow: bool) -> tuple[str, str | None]:
+        """Return the absolute path without symbolic links, and the place of what the rank sees there."""
         path = os.fsdecode(path)
         if path.startswith(SYSTEM):  # where links lead to what has no path, such as a pipe
-            return str(path)
+            return path, path
         if not path.startswith("/"):
             path = f"{self.working_folder()}/{path}"
         above, _, name = path.rpartition("/")
         if name in ("", ".", ".."):
-            return self._folder(path) or "/"
-        return self._resolved(self._folder(above), [name], path, follow)
+            folder = self._folder(path)[0] or "/"
+            return folder, self.place(folder)
+        return self._resolved(*self._folder(above), [name], path, follow)
 
-    def _folder(self, path: str) -> str:
-        """Return a folder without symbolic links, the root as an empty string."""
+    def _folder(self, path: str) -> tuple[str, bool]:
+        """Return a folder without symbolic links, the root as an empty string, and whether the rank has some of it."""
         if self._known != self._changes[0] or len(self._folders) > _MOST_FOLDERS:
             self._folders, self._known = {}, self._changes[0]
         if path not in self._folders:
-            self._folders[path] = self._resolved("", [*path.split("/"), "."], path).rstrip("/")
+            folder = self._resolved("", True, [*path.split("/"), "."], path)[0].rstrip("/")
+            self._folders[path] = folder, self._entry(folder)[0] is not None
         return self._folders[path]
 
-    def _resolved(self, folder: str, names: list[str], path: str, follow: bool = True) -> str:
-        """Return where names lead one after the other, all but the last to folders."""
-        rest, links = names[::-1], 0
+    def _resolved(
+        self, folder: str, has_own: bool, names: list[str], path: str, follow: bool = True
+    ) -> tuple[str, str | None]:
+        """Return where names lead one after the other, all but the last to folders, and the place of the last."""
+        rest, links, place = names[::-1], 0, None
         while rest:
             name = rest.pop()
             if name in ("", ".", ".."):
                 folder = folder.rpartition("/")[0] if name == ".." else folder
+                place = self.place(folder or "/")
                 continue
             step = f"{folder}/{name}"
-            place, status = self._seen_at(step)
+            place, status = self._seen_at(step) if has_own else (step, lower(step))
             kind = 0 if status is None else stat.S_IFMT(status.st_mode)
             if kind == stat.S_IFLNK and (rest or follow):
                 target, links = os.path.join(folder, os.fsdecode(real.readlink(place))), links + 1
                 if links > _MOST_LINKS:
                     raise os_error(errno.ELOOP, path)
                 if target.startswith(SYSTEM):
-                    return os.path.join(target, *rest[::-1])
-                folder, rest = "", [*rest, *target.split("/")[::-1]]
+                    return (os.path.join(target, *rest[::-1]),) * 2
+                folder, has_own, rest = "", True, [*rest, *target.split("/")[::-1]]
             elif rest and kind != stat.S_IFDIR:
                 raise os_error(errno.ENOTDIR if kind else errno.ENOENT, path)
             else:
                 folder = step
-        return folder or "/"
+        return folder or "/", place
 
     def place(self, key: str) -> str | None:
         """Return where that lies which the rank sees at a resolved path; None where it has removed it."""
@@ -210,8 +219,7 @@ class Table:
         """
         if self.is_empty:
             return path
-        key = self.key(path, follow)
-        place = self.place(key)
+        place = self._looked_up(path, follow)[1]
         if place is None:
             raise missing(path)
         return os.fsencode(place) if isinstance(path, bytes) else place
