@@ -137,32 +137,41 @@ def _text(error: Exception) -> str:
 
 
 def _explained(table: Table, error: Exception) -> str | None:
-    number = error.errno if isinstance(error, OSError) else None
-    if _OF_SQLITE.search(_text(error)) and table.read_only:
+    number, text = error.errno if isinstance(error, OSError) else None, _text(error)
+    if _OF_SQLITE.search(text) and table.read_only:
         return f"compiled code, SQLite, writes to {' or '.join(sorted(table.read_only))}"
+    is_denied = number in (errno.EACCES, errno.EROFS) or bool(_DENIED.search(text))
+    if not is_denied and number != errno.ENOENT and not _MISSING.search(text):
+        return None
     paths = [path for path in _paths(error) if path not in ("", ".", "/")]
-    keys = [*_private_keys(table, paths)]
-    if number in (errno.EACCES, errno.EROFS) or _DENIED.search(_text(error)):
-        # What the user may write was refused to this process alone.
-        could = (real.access(key if lower(key) else os.path.dirname(key), os.W_OK) for key in keys)
-        refused = next((key for key, is_allowed in zip(keys, could, strict=True) if is_allowed), None)
-        if refused is None and (paths or table.outside is None):
-            return None
-        return f"compiled code opened {refused or _source(error)} to write it"
-    if number == errno.ENOENT or _MISSING.search(_text(error)):
-        own = (key for key in keys if any(table.place(at) != at for at in (key, os.path.dirname(key))))
-        private = next(own, None)
-        return private and f"compiled code opened {private}, which this rank has written or renamed"
-    return None
+    keys = _keys_of_ranks(table, paths)
+    if not is_denied:
+        own = next((key for key in keys if _is_own(table, key)), None)
+        return own and f"compiled code opened {own}, which this rank has written or renamed"
+    refused = next(filter(_may_be_written, keys), None)
+    if refused is None and (paths or table.outside is None):
+        return None
+    return f"compiled code opened {refused or _source(error)} to write it"
 
 
-def _private_keys(table: Table, paths: Iterable[str]) -> Iterator[str]:
+def _keys_of_ranks(table: Table, paths: Iterable[str]) -> Iterator[str]:
     """Yield where paths lead to, unless all ranks share it."""
     for path in paths:
         with contextlib.suppress(OSError):
             key = table.key(path)
             if not table.is_shared(key):
                 yield key
+
+
+def _is_own(table: Table, key: str) -> bool:
+    """Whether a file, or the folder that it is to be in, is the rank's own."""
+    above = os.path.dirname(key)
+    return table.place(key) != key or table.place(above) != above
+
+
+def _may_be_written(key: str) -> bool:
+    """Whether the user may write a file, so that it was refused to this process alone."""
+    return bool(real.access(key if lower(key) else os.path.dirname(key), os.W_OK))
 
 
 # --- which file it is: that is in the error, or in the call that has failed ---
