@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 from nano_loop.config import option_checks as checks
 from nano_loop.config.environment import read_options, variable_of
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
-from nano_loop.cpu import Machine
 from nano_loop.errors import NanoConfigError, error_message, shown
 
 
@@ -73,8 +72,6 @@ class Options:
 
     Attributes
     ----------
-    auto_precision : bool
-        Whether ``precision`` was ``"auto"`` before `resolved`.
     given : dict
         Each option as the user wrote it.
     from_environment : tuple of str
@@ -114,8 +111,7 @@ class Options:
         32,
         checks.precision,
         'Precision of the models. `"bf16"`: bf16 autocast around each call into a model, with outputs in fp32. '
-        '`"auto"`: that where the CPU has bf16 instructions and a call is large enough for bf16 to pay, else fp32. '
-        '`"bf16-products"`: fp32, with the inputs of large matrix products rounded to bf16. '
+        '`"bf16-products"` or `"auto"`: fp32, with the inputs of matrix products rounded to bf16 where that is faster. '
         '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
         "`16`: fp16 autocast, with loss scaling that the loop does not see.",
     )
@@ -168,8 +164,8 @@ class Options:
         "later and, at first use, a C compiler."
     )
     tune_operators: bool | Literal["auto"] = step(
-        "Timing of layers and of gradients of convolutions in bf16 and fp32, in reduced precision, from the third step "
-        "on. The fastest way is kept for later runs too."
+        "Timing of the algorithms of products, attention, LSTMs and convolutions, in reduced precision, from the third "
+        "step on. The fastest ones are kept for later runs too."
     )
     fast_fetch: bool | Literal["auto"] = step("Whole batches out of a `TensorDataset` or a tensor.")
     num_threads: int | None = option(
@@ -252,7 +248,6 @@ class Options:
     )
 
     # Set by the methods below.
-    auto_precision: bool = field(default=False, init=False, repr=False)
     as_written: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     from_environment: tuple[str, ...] = field(default=(), init=False, repr=False)
 
@@ -289,26 +284,17 @@ class Options:
         options._remember(as_written=as_written, from_environment=tuple(as_written[name] for name in overriding))
         return options
 
-    def resolved(self, machine: Machine) -> Options:
-        """Return the options with ``precision="auto"`` replaced by the precision for `machine`."""
-        if self.precision != "auto":
-            return self
-        options = copy.copy(self)
-        options._remember(precision="bf16-mixed" if machine.has_fast_bf16 else "32-true", auto_precision=True)
-        return options
-
-    def changed(self, values: Mapping[str, Any], machine: Machine) -> Options:
-        """Return the options with other values of some of them, resolved for `machine`.
+    def changed(self, values: Mapping[str, Any]) -> Options:
+        """Return the options with other values of some of them.
 
         Raises
         ------
         NanoConfigError
             If a value is not allowed, or contradicts another option.
         """
-        present = self.as_dict() | ({"precision": "auto"} if self.auto_precision else {})
-        options = Options(**present | dict(values))
+        options = Options(**self.as_dict() | dict(values))
         options._remember(from_environment=self.from_environment)
-        return options.resolved(machine)
+        return options
 
     def for_nested_run(self) -> Options:
         """Return the options of a run inside this one, which has a copy of a model to itself."""
@@ -325,12 +311,12 @@ class Options:
 
     @property
     def reduced_precision(self) -> bool:
-        """Whether tensors inside models are bf16. Call `resolved` first."""
+        """Whether tensors inside models are bf16."""
         return "bfloat16" in (self.kind.autocast_name, self.kind.parameters_name)
 
     @property
     def kind(self) -> PrecisionKind:
-        """What the precision is. Call `resolved` first."""
+        """What the precision is."""
         return PRECISIONS[str(self.precision)]
 
     @property

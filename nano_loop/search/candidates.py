@@ -46,8 +46,8 @@ def candidates(
     layouts = [False, True] if has_convolutions else [options.channels_last]
     precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16, *["16-mixed"] * machine.has_fast_fp16]
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]
-    # What is faster on most machines. With "auto", calls that are too small for bf16 stay in fp32.
-    base = {"precision": "auto" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
+    # What is faster on most machines: products that are too small for bf16 to pay stay in fp32.
+    base = {"precision": "bf16-products" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
     more = [{}, *_processes(settings), *_loaders(settings, steps), *_steps(options), *_ipex(options)]
     more.append({"compile": not options.compile})
     return [*_distinct([*combined, *({**base, **change} for change in more)], options, fixed)]
@@ -86,7 +86,7 @@ def _has_convolutions(parts: TrainingObjects) -> bool:
 
 def _distinct(proposals: Iterable[Changes], options: Options, fixed: Collection[str]) -> Iterator[Changes]:
     """Yield what proposals really change of the options, each change once."""
-    present = written(options)
+    present = options.as_dict()
     seen: list[Changes] = [{}]
     for proposal in proposals:
         changes = {
@@ -104,11 +104,6 @@ def _value(name: str, value: Any) -> Any:
     return value or 1 if name == "num_processes" else value
 
 
-def written(options: Options) -> dict[str, Any]:
-    """Return the options as the user writes them, before ``precision="auto"`` is resolved."""
-    return options.as_dict() | ({"precision": "auto"} if options.auto_precision else {})
-
-
 def changed(settings: Settings, changes: Changes) -> Settings:
     """Return settings with other values of some options."""
-    return replace(settings, options=settings.options.changed(changes, settings.machine))
+    return replace(settings, options=settings.options.changed(changes))

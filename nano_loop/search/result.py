@@ -11,7 +11,7 @@ from nano_loop.config.options import DEFAULTS, Options
 from nano_loop.config.precisions import SHORT_NAMES
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.runtime.settings import Settings
-from nano_loop.search.candidates import STEPS_BY_DEFAULT, changed, written
+from nano_loop.search.candidates import STEPS_BY_DEFAULT, changed
 
 _GIB = 1 << 30
 _MANY = 3  # steps left out, which the table only counts
@@ -198,7 +198,7 @@ def as_text(values: Mapping[str, Any]) -> str:
 
 def differing(options: Options) -> dict[str, Any]:
     """Return the options that are not the default, besides those that only measure."""
-    values, plain = written(options), Options()
+    values, plain = options.as_dict(), Options()
     names = (name for name in DEFAULTS if name not in ("tune", "log_casts", "step_time", "verify"))
     return {name: values[name] for name in names if values[name] != getattr(plain, name)}
 
