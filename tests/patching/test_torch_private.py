@@ -290,8 +290,8 @@ def test_loader_keeps_its_iterator_and_ends_its_workers():
     assert [int(each) for each in loader] == [1, 2]
     iterator = private.kept_iterator(loader)
     assert iterator is not None
-    assert private.own_iterator(loader) == {"_iterator": iterator}
-    assert private.without_kept_iterator(vars(loader)) == {**vars(loader), "_iterator": None}
+    assert private.with_iterator(vars(loader), iterator) == vars(loader)
+    assert private.with_iterator(vars(loader)) == {**vars(loader), "_iterator": None}
     (process,) = torch.multiprocessing.active_children()
     private.stop_kept_workers(loader)
     assert private.kept_iterator(loader) is None

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import process_wide
-from nano_loop.patching.torch_private import own_iterator, stop_kept_workers, without_kept_iterator
+from nano_loop.patching.torch_private import kept_iterator, stop_kept_workers, with_iterator
 
 Loader = DataLoader[Any]
 #: Starts the iteration of a loader.
@@ -101,7 +101,7 @@ class _StandIn:
     def __init__(self, loader: Loader) -> None:
         # Not `copy.copy`, which leaves a cache on the class and calls its pickling methods, and not __init__.
         self.copy: Loader = object.__new__(type(loader))
-        vars(self.copy).update(without_kept_iterator(vars(loader)))
+        vars(self.copy).update(with_iterator(vars(loader)))
         self.changes: list[LoaderChange] = []
         self._in_force: list[LoaderChange] = []
 
@@ -129,12 +129,12 @@ class _StandIn:
         """Select the latest change of each class."""
         latest = list({type(change): change for change in self.changes}.values())
         if latest != self._in_force and self.changes:
-            vars(self.copy).update(without_kept_iterator({}))  # its workers were started with other changes
+            vars(self.copy).update(with_iterator({}))  # its workers were started with other changes
         self._in_force = latest
 
     def _refresh(self, loader: Loader) -> None:
         """Update the copy with the loader's current attributes, which the loop may have set, and with the changes."""
-        attributes = {**vars(loader), **own_iterator(self.copy)}
+        attributes = with_iterator(vars(loader), kept_iterator(self.copy))
         for change in self._in_force:
             attributes.update(change.attributes(loader))
         # Not by assignment, since a DataLoader rejects the assignment of a sampler or a dataset.
