@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from loops.pairs import slow_bf16_is_fine
 from torch import nn
 
 import nano_loop
@@ -95,8 +94,7 @@ def test_fourth_argument_of_the_decorator_is_the_precision_as_in_bigdl_nano():
     @nano(None, False, "subprocess", "bf16", None, True, False, verbose=False)
     def train(model): ...
 
-    with slow_bf16_is_fine():
-        train(nn.Linear(2, 1))
+    train(nn.Linear(2, 1))
     used = train.report.options
     assert (used["precision"], used["channels_last"], used["auto_lr"]) == ("bf16-mixed", True, False)
 

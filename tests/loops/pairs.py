@@ -5,7 +5,6 @@ import contextlib
 import functools
 import importlib.metadata
 import random
-import warnings
 from dataclasses import dataclass, field, replace
 
 import numpy
@@ -433,7 +432,7 @@ def run_accelerated(build, loop, config):
 
     by_setup = config.subclass and can_be_set_up(arguments)
     launch = accelerated_by_setup if by_setup else accelerated_by_decorator
-    with slow_bf16_is_fine(), every_size_worth_it(config), without_a_scale(), left_as_found():
+    with every_size_worth_it(config), without_a_scale(), left_as_found():
         try:
             result = launch(watched, dict(arguments), {"verbose": False, **config.options})
             assert not config.raises, "an exception of the loop was swallowed"
@@ -512,16 +511,6 @@ def without_a_scale():
     """Let fp16 gradients be those of autocast by hand, which has no scale."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_scale, "FIRST", 1.0)
-        yield
-
-
-@contextlib.contextmanager
-def slow_bf16_is_fine():
-    """On a CPU without bf16 or fp16 instructions the run warns that it will be slow, rightly."""
-    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    with warnings.catch_warnings():
-        if not supported:
-            warnings.simplefilter("ignore", nano_loop.NanoWarning)
         yield
 
 

@@ -148,10 +148,9 @@ def test_parametrized_weights(model, optimizer, loader, by_hand=untouched):
         return weight, losses, by_hand(model)(torch.ones(2, 6)), parametrize.is_parametrized(model[4])
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-@pair(job("weight", parametrized(nn.utils.weight_norm)), job("spectral", parametrized(nn.utils.spectral_norm)))
-def test_weights_normed_by_the_older_functions(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+OLDER = job("weight", parametrized(nn.utils.weight_norm)), job("spectral", parametrized(nn.utils.spectral_norm))
+deprecated = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+test_weights_normed_by_the_older_functions = deprecated(pair(*OLDER)(fit))
 
 
 class Symmetric(nn.Module):
@@ -223,9 +222,7 @@ class WithOwnFunction(Net):
         return Doubled.apply(self.head(self.encoder(x)))
 
 
-@pair(job(model=WithOwnFunction))
-def test_an_autograd_function_of_the_users(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+test_an_autograd_function_of_the_users = pair(job(model=WithOwnFunction))(fit)
 
 
 class RecomputingInFp32(nn.Module):

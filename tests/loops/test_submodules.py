@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy, mse_loss, softsign
 
 from nano_loop import disable_casts, nano
 
-from .pairs import CONVOLUTIONS, pair, slow_bf16_is_fine, untouched
+from .pairs import CONVOLUTIONS, pair, untouched
 from .tasks import ADAMW, ConvNet, Net, entropy, fit, images, job, steps, train, vectors
 
 
@@ -98,8 +98,7 @@ def test_methods_and_submodules_run_in_bf16_and_give_fp32():
         return model.my_loss(x, x), model.encoder(x), model.decoder(torch.randn(2, 4)), model.encode(x)
 
     model = Autoencoder()
-    with slow_bf16_is_fine():
-        found, *others = compute(model, torch.randn(2, 6))
+    found, *others = compute(model, torch.randn(2, 6))
     assert {t.dtype for t in (*found.values(), *others)} == {torch.float32}
     assert {seen for layer in model.layers for seen in layer.saw} == {(torch.bfloat16, True)}
 

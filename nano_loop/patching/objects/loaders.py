@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import process_wide
@@ -89,9 +89,7 @@ def implicit_loaders_changed(find: Callable[[Loader], LoaderChange | None]) -> I
 
 @contextmanager
 def _loaders_intercepted() -> Iterator[None]:
-    with ExitStack() as stack:
-        for name, make in (("__iter__", _through_copy), ("__len__", _changed_length)):
-            stack.enter_context(replaced(DataLoader, name, make))
+    with replaced(DataLoader, "__iter__", _through_copy), replaced(DataLoader, "__len__", _changed_length):
         yield
 
 
@@ -147,31 +145,21 @@ class _Finding:
     def __init__(self, find: Callable[[Loader], LoaderChange | None]) -> None:
         self.owner = _this_thread()
         self._find = find
-        self._stand_ins: dict[int, tuple[weakref.ref[Loader], _StandIn]] = {}  # by the id of a loader
+        self._stand_ins: Any = WeakIdKeyDictionary()  # of `_StandIn`, by the loader
 
     def stand_in(self, loader: Loader) -> _StandIn | None:
         """Return the copy of a loader, which is found now if it was not."""
-        reference, stand_in = self._stand_ins.get(id(loader), (None, None))
-        if reference is not None and reference() is loader:
-            return stand_in
-        change = self._find(loader)
-        if change is None:
-            return None
-        stand_in = _StandIn(loader)
-        stand_in.add(change)
-        # The iteration outlives a loader that only the loop's header names, so its workers are not stopped.
-        forget = functools.partial(self._forget, id(loader))
-        self._stand_ins[id(loader)] = weakref.ref(loader, forget), stand_in
+        stand_in: _StandIn | None = self._stand_ins.get(loader)
+        if stand_in is None and (change := self._find(loader)) is not None:
+            # The iteration outlives a loader that only the loop's header names, so its workers are not stopped.
+            stand_in = self._stand_ins[loader] = _StandIn(loader)
+            stand_in.add(change)
         return stand_in
 
     def close(self) -> None:
-        for _, stand_in in [*self._stand_ins.values()]:
+        for stand_in in self._stand_ins.values():
             stop_kept_workers(stand_in.copy)
         self._stand_ins.clear()
-
-    def _forget(self, key: int, reference: weakref.ref[Loader]) -> None:
-        if self._stand_ins.get(key, (None,))[0] is reference:
-            del self._stand_ins[key]
 
 
 # By the id of a loader, which is kept alive so that the id is its.
