@@ -23,7 +23,7 @@ from nano_loop.images.batches import Pending, of_entry, pending
 from nano_loop.images.deferred import DeferredImage, decoded, is_deferred
 from nano_loop.images.drafts import drafted
 from nano_loop.images.pipelines import Plan, applied, compositions
-from nano_loop.images.reading import ORIGIN, Origin, Reading, close_later, current, paused
+from nano_loop.images.reading import ORIGIN, Origin, Reading, close_later, current, in_fetch
 from nano_loop.images.sources import FileState, Source, file_state, is_in_state, remember, source_of
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.torch_private import image_preset
@@ -36,7 +36,6 @@ _CONVERTED_TO = ("RGB", "L", "RGBA")
 @contextmanager
 def fetching(reading: Reading, deferring: bool = False) -> Iterator[None]:
     """Take images from the cache in the body, in this thread. Results may be `Pending` if it is `deferring`."""
-    before = current.reading, current.deferring
     with ExitStack() as stack:
         stack.enter_context(replaced(Image, "open", _opening))
         stack.enter_context(replaced(Image.Image, "convert", _converting))
@@ -44,11 +43,8 @@ def fetching(reading: Reading, deferring: bool = False) -> Iterator[None]:
             if kind is not None:
                 name = "forward" if issubclass(kind, torch.nn.Module) else "__call__"
                 stack.enter_context(replaced(kind, name, _transforming))
-        current.reading, current.deferring = reading, deferring
-        try:
-            yield
-        finally:
-            current.reading, current.deferring = before
+        stack.enter_context(in_fetch(reading, deferring))
+        yield
 
 
 def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +108,7 @@ def _converted(reading: Reading, image: Any, source: Source, mode: str, original
 
 def _decode(image: Any, state: FileState, mode: str, original: Callable[..., Any]) -> Any:
     """Return the converted image in the plain way, from the opened file if it is still open."""
-    with paused():
+    with in_fetch(None):
         if image is not None and image.fp is not None and not image.fp.closed:
             return original(image, mode)
         with Image.open(state.path) as again:
@@ -126,7 +122,7 @@ def _transforming(original: Callable[..., Any]) -> Callable[..., Any]:
         if reading is None:
             return original(self, *inputs)
         deferring = current.deferring and id(self) in reading.deferring
-        with paused():
+        with in_fetch(None):
             if len(inputs) != 1:
                 return original(self, *inputs)
             return _transformed(reading, self, inputs[0], deferring, original)

@@ -285,23 +285,3 @@ def test_entry_that_two_processes_make_at_once_counts_once(tmp_path, monkeypatch
     assert first.usage() == ((4096, 1) if links else (2 * 4096, 2))
     assert_right(first, 1)
     assert not [*tmp_path.glob("??/unfinished-*")]
-
-
-@pytest.mark.parametrize("most", [1, 7, 60])
-def test_disk_that_takes_some_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch, most):
-    pixels = bytes(range(256)) * 2
-    whole, count = os.writev, []
-
-    def some(descriptor, pieces):
-        taken = b"".join(pieces)[:most]
-        count.append(len(taken))
-        return whole(descriptor, [taken])
-
-    monkeypatch.setattr(os, "writev", some)
-    store = Store(tmp_path, None, sums=True)
-    for size in (len(pixels), 0):
-        key = f"{size:040x}"
-        store.put(key, {"kind": "pil"}, pixels[:size])
-        header, found = store.get(key)
-        assert (header["kind"], bytes(found)) == ("pil", pixels[:size])
-    assert max(count) == most
