@@ -53,9 +53,9 @@ def test_function_is_marked_as_the_public_decorator_marks_it():
 
 def test_compiled_models_are_told_from_others_and_compiling_can_be_taken_back():
     model = nn.Linear(2, 2)
-    before = dict(vars(model))
     assert not private.is_compiled(model)
     assert private.is_compiled(torch.compile(model, backend="eager"))
+    before = dict(vars(model))
     model.compile(backend="eager")
     assert private.is_compiled(model)
     private.forget_compiled(model)
