@@ -179,7 +179,13 @@ class Declarations:
     )
     compare_parameters: bool = switch(
         True,
-        "Comparison of the parameters of all processes every 100 steps, with an error where they differ.",
+        "Comparison of the parameters of all processes every 100 steps, with an error where they differ, and of the "
+        "buffers, with a warning.",
+    )
+    sync_buffers: Literal["average", "rank0"] | None = option(
+        None,
+        checks.sync_buffers,
+        'What buffers become after each backward, with several processes: `"average"`, the mean of all, or `"rank0"`.',
     )
     worker_init: Callable[[], object] | None = option(  # noqa: RUF009
         None,
