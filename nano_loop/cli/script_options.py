@@ -7,14 +7,13 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
 import click
 
 from nano_loop.config import option_checks as checks
+from nano_loop.config.declarations import CHECKS, DECLARED
 from nano_loop.config.environment import read_options, variable_of
-from nano_loop.config.options import CHECKS, Options
 from nano_loop.errors import NanoConfigError, error_message
 
 _T = TypeVar("_T")
@@ -43,7 +42,7 @@ def takes_script(json_help: str = "Print JSON. docs/cli.md describes it.") -> Ca
 
         command = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(command)
         command = click.argument("script")(command)
-        for option in reversed([field for field in fields(Options) if field.init]):
+        for option in reversed(DECLARED):
             check, text = option.metadata["check"], option.metadata["help"]
             flag = flag_of(option.name)
             if check in _SWITCHES:

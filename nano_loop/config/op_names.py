@@ -5,11 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
-
-from nano_loop.errors import error_message
 
 #: What CUDA's autocast runs in fp32 and the CPU's does not.
 SAFE = (
@@ -85,15 +82,10 @@ def read_names(path: Path) -> tuple[str, ...]:
     return tuple(filter(None, lines))
 
 
-def unknown(names: Collection[str]) -> list[str]:
-    """Return a message for each name that stands for no operator, with the nearest one that does."""
-    messages = []
-    for name in names:
-        if not operators_of(name):
-            close = difflib.get_close_matches(name.rpartition(".")[2], _written(), n=1)
-            advice = f"Write {close[0]}" if close else 'Write a name such as "softmax", "Tensor.mul" or "aten::addmm"'
-            messages.append(error_message(repr(name), "torch has no such operator", advice))
-    return messages
+def nearest(name: str) -> str:
+    """Return the advice for a name that stands for no operator: the nearest one that does."""
+    close = difflib.get_close_matches(name.rpartition(".")[2], _written(), n=1)
+    return f"Write {close[0]}" if close else 'Write a name such as "softmax", "Tensor.mul" or "aten::addmm"'
 
 
 def _overloads(packet: str) -> list[str]:

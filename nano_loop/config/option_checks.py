@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from nano_loop.config.op_names import PRESETS, operators_of, overloads_of, read_names, unknown
+from nano_loop.config.op_names import PRESETS, nearest, operators_of, overloads_of, read_names
 from nano_loop.config.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
 from nano_loop.errors import error_message, shown
 
@@ -28,41 +28,39 @@ class RefusedValueError(Exception):
     """The allowed values, and what to do. The caller adds the name and the value of the option."""
 
 
-def boolean(value: Any) -> bool:
-    """Accept True and False."""
-    if isinstance(value, bool):
-        return value
-    raise RefusedValueError("it must be True or False", "Pass one of the two")
+def _one_of(*values: bool | str | None, hint: str) -> Check:
+    """Return a check that accepts these values alone."""
+    *others, last = (f'"{value}"' if isinstance(value, str) else str(value) for value in values)
+
+    def check(value: Any) -> Any:
+        if any(isinstance(value, type(allowed)) and value == allowed for allowed in values):  # 1 is not True here
+            return value
+        raise RefusedValueError(f"it must be {', '.join(others)} or {last}", hint)
+
+    return check
 
 
-def auto_or_boolean(value: Any) -> bool | Literal["auto"]:
-    """Accept True, False and ``"auto"``."""
-    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
-        return value  # type: ignore[return-value]
-    raise RefusedValueError('it must be "auto", True or False', 'Leave it out for "auto", or pass one of the three')
+def _count(least: int, hint: str) -> Check:
+    """Return a check that accepts None and whole numbers."""
+
+    def check(value: Any) -> int | None:
+        if value is None:
+            return None
+        if _is_number(value, Integral) and least <= value < _TOO_MANY:
+            return int(value)
+        raise RefusedValueError(f"it must be None or an int from {least} to {_TOO_MANY - 1}", hint)
+
+    return check
 
 
-def num_processes(value: Any) -> int | None:
-    """Accept None and a number of processes."""
-    return _count(value, 1, "Pass the number of processes, or leave it out for one")
-
-
-def num_threads(value: Any) -> int | None:
-    """Accept None and a number of threads."""
-    return _count(value, 1, "Leave it out for one thread a physical core")
-
-
-def loader_workers(value: Any) -> int | None:
-    """Accept None and a number of worker processes of a loader."""
-    return _count(value, 0, "Leave it out for as many as each loader has")
-
-
-def _count(value: Any, least: int, hint: str) -> int | None:
-    if value is None:
-        return None
-    if _is_number(value, Integral) and least <= value < _TOO_MANY:
-        return int(value)
-    raise RefusedValueError(f"it must be None or an int from {least} to {_TOO_MANY - 1}", hint)
+boolean = _one_of(True, False, hint="Pass one of the two")
+auto_or_boolean = _one_of("auto", True, False, hint="Pass one of the three")
+verbosity = _one_of(True, False, "all", hint="Pass False to silence the report")
+gradient_compression = _one_of(None, "bf16", hint="Leave it out for exact averages")
+sync_buffers = _one_of(None, "average", "rank0", hint="Leave it out, and each process keeps its own")
+num_processes = _count(1, "Pass the number of processes, or leave it out for one")
+num_threads = _count(1, "Leave it out for one thread a physical core")
+loader_workers = _count(0, "Leave it out for as many as each loader has")
 
 
 def distributed_backend(value: Any) -> str:
@@ -217,9 +215,8 @@ def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
         raise RefusedValueError(allowed, advice)
     if not all(isinstance(name, str) and name for name in names):
         raise RefusedValueError(allowed, advice)
-    wrong = unknown(names)
-    if wrong:
-        raise RefusedValueError(f"{allowed}. {wrong[0].rpartition('. ')[0]}", wrong[0].rpartition(". ")[2].rstrip("."))
+    if unknown := next((name for name in names if not operators_of(name)), None):
+        raise RefusedValueError(f"{allowed}. {unknown!r}: torch has no such operator", nearest(unknown))
     return tuple(dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names))
 
 
@@ -236,26 +233,12 @@ def _in_file(path: str | Path) -> tuple[str, ...]:
         raise RefusedValueError(f"the file cannot be read: {reason}", advice) from None
 
 
-def gradient_compression(value: Any) -> str | None:
-    """Accept None and ``"bf16"``."""
-    if value is None or (isinstance(value, str) and value == "bf16"):
-        return value
-    raise RefusedValueError('it must be None or "bf16"', "Leave it out for exact averages")
-
-
 def seconds(value: Any) -> float:
     """Accept a positive number of seconds that the clocks of threads and sockets can hold."""
     if _is_number(value, Real) and math.isfinite(value) and 0 < value <= _LONGEST_TIMEOUT:
         return float(value)
     allowed = f"it must be a positive number of seconds, at most {_LONGEST_TIMEOUT:,}"
     raise RefusedValueError(allowed, "Leave it out for ten minutes")
-
-
-def verbosity(value: Any) -> bool | Literal["all"]:
-    """Accept True, False and ``"all"``."""
-    if isinstance(value, bool) or (isinstance(value, str) and value == "all"):
-        return value  # type: ignore[return-value]
-    raise RefusedValueError('it must be True, False or "all"', "Pass False to silence the report")
 
 
 def worker_init(value: Any) -> Callable[[], object] | None:

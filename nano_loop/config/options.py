@@ -1,6 +1,6 @@
-"""The options: name, type, default, check and help of each. Signatures and docstrings are generated from them.
+"""The options of a run: read from a call and from the environment, checked, and resolved for the machine.
 
-It does not import torch, so that the command line knows the options at once.
+`nano_loop.config.declarations` says which options there are.
 """
 
 from __future__ import annotations
@@ -8,74 +8,28 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from nano_loop.config import option_checks as checks
+from nano_loop.config.declarations import CHECKS, DEFAULTS, OPTIONS, Declarations
 from nano_loop.config.environment import read_options, variable_of
+from nano_loop.config.leftovers import LEFTOVERS
+from nano_loop.config.option_checks import RefusedValueError, contradictions
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
 from nano_loop.cpu import Machine
 from nano_loop.errors import NanoConfigError, error_message, shown
 
 
-def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = "") -> Any:
-    """Declare an option, whose name and type are those of the field.
-
-    Parameters
-    ----------
-    default : object
-        The default value.
-    check : callable
-        A check from `nano_loop.config.option_checks`, which defines the allowed values, including ``"auto"``.
-    help : str
-        A description for docstrings and the README.
-    by_name_in : str
-        A function that takes the option by name only, although others also take it by position.
-    """
-    return field(default=default, metadata={"check": check, "help": help, "by_name_in": by_name_in})
-
-
-def step(help: str) -> Any:
-    """Declare the option of a step that is applied, unless the user leaves it out, where it applies."""
-    return option("auto", checks.auto_or_boolean, help)
-
-
-class Leftover(NamedTuple):
-    """An argument of BigDL-Nano and LightningLite that has no effect here."""
-
-    #: The values that ask for nothing else than nano_loop does. None: all.
-    tolerated: tuple[Any, ...] | None
-    #: The last two parts of the message.
-    expected: str
-    hint: str
-
-    def tolerates(self, value: Any) -> bool:
-        """Whether the argument may have this value."""
-        return self.tolerated is None or any(type(value) is type(other) and value == other for other in self.tolerated)
-
-
-LEFTOVERS = {
-    "strategy": Leftover(None, "nano_loop has only one strategy, so the argument has no effect", "Leave it out"),
-    "accelerator": Leftover((None, "auto", "cpu"), "nano_loop trains on the CPU", "Leave it out"),
-    "devices": Leftover((None, "auto", 1, "1"), "num_processes counts the processes", "Write num_processes instead"),
-    "num_nodes": Leftover((None, 1), "several hosts take Ray, torchrun, srun or mpirun", "Leave it out"),
-    "plugins": Leftover((None, [], ()), "nano_loop has no plugins", "Leave it out"),
-}
-
-
 @dataclass(frozen=True)
-class Options:
+class Options(Declarations):
     """The options of a run, validated and normalized.
-
-    Each option declared here is an argument of `nano_loop.TorchNano` and `nano_loop.nano`, an entry of their
-    docstrings, an environment variable, and an entry of the report.
 
     Attributes
     ----------
     auto_precision : bool
         Whether ``precision`` was ``"auto"`` before `resolved`.
-    given : dict
+    as_written : dict
         Each option as the user wrote it.
     from_environment : tuple of str
         The environment variables that overrode arguments, with their values.
@@ -86,171 +40,6 @@ class Options:
         If options are invalid. The message lists each, with its value, the allowed values, and what to do.
     """
 
-    # BigDL-Nano's eight, in its order and with its defaults. Its `nano` had no process_group_backend.
-    num_processes: int | None = option(
-        None,
-        checks.num_processes,
-        "Number of data-parallel processes. `None`: one, or as many as `torchrun`, `srun` or `mpirun` has started.",
-    )
-    use_ipex: bool = option(
-        False,
-        checks.boolean,
-        'Kernels of Intel Extension for PyTorch. Needs torch 2.8 and `pip install "nano-loop[ipex]"`. From 0.9 to 1.2 '
-        "times as fast as without; the report says which, once a process has run both.",
-    )
-    distributed_backend: str = option(
-        "subprocess",
-        checks.distributed_backend,
-        'Starter of the processes. `"spawn"` is another name for `"subprocess"`. `"ray"`: Ray, on the nodes of its '
-        'cluster; needs `pip install "nano-loop[ray]"`. `"k8s"`: they have been started from outside, as by torchrun.',
-    )
-    process_group_backend: str | None = option(
-        None,
-        checks.process_group_backend,
-        "Backend of torch.distributed between processes. `None`: shared memory on one host, gloo between hosts.",
-        by_name_in="nano",
-    )
-    precision: int | str = option(
-        32,
-        checks.precision,
-        'Precision of the models. `"bf16"`: bf16 autocast around each call into a model, with outputs in fp32. '
-        '`"auto"`: that where the CPU has bf16 instructions and a call is large enough for bf16 to pay, else fp32. '
-        '`"bf16-products"`: fp32, with the inputs of large matrix products rounded to bf16. '
-        '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
-        "`16`: fp16 autocast, with loss scaling that the loop does not see.",
-    )
-    cpu_for_each_process: Sequence[Sequence[int]] | int | None = option(
-        None,
-        checks.cpu_for_each_process,
-        "CPU ids of each process, such as `[[0, 1], [2, 3]]`, or how many CPUs each has. `None`: even shares.",
-    )
-    channels_last: bool = option(
-        False, checks.boolean, "NHWC layout for 4-D and 5-D inputs of models and of convolutions."
-    )
-    auto_lr: bool = option(
-        True, checks.boolean, "Learning rate that ramps from 1× to N× over the first 1,000 steps, with N processes."
-    )
-    _: KW_ONLY
-    fused_optimizer: bool | Literal["auto"] = step(
-        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs."
-    )
-    allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.")
-    fast_dropout: bool | Literal["auto"] = step(
-        "The masks of torch's own generator, drawn about ten times as fast. Needs a C compiler, at first use."
-    )
-    fast_attention: bool | Literal["auto"] = step(
-        "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
-        "Needs a C compiler, at first use, and AVX-512; else by plain products, about twice as fast."
-    )
-    fast_activation: bool | Literal["auto"] = step(
-        "tanh, and GELU by tanh, by functions in C, in reduced precision: about three times as fast. Needs torch 2.9 "
-        "or later, and a C compiler, at first use."
-    )
-    fast_convolution: bool | Literal["auto"] = step(
-        "Gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 times as "
-        "fast as oneDNN, for NHWC images. Needs torch 2.9, and a C compiler, at first use, and AVX-512; else by plain "
-        "matrix products where oneDNN is slow."
-    )
-    fast_linear: bool | Literal["auto"] = step(
-        "Large products of linear layers and of their gradients in blocks by bf16 instructions, in reduced precision: "
-        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
-    )
-    fast_lstm: bool | Literal["auto"] = step(
-        "LSTMs by large products, and a function in C for the recurrence, in reduced precision: 1.06 to 2.7 times "
-        "as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
-    )
-    fast_cross_entropy: bool | Literal["auto"] = step(
-        "Cross-entropy over many classes in two passes over the logits, in reduced precision: less time, and a third "
-        "of the memory. Needs a C compiler, at first use."
-    )
-    fast_norm: bool | Literal["auto"] = step(
-        "Batch, group and layer norms at twice the speed of torch's kernels, in reduced precision. Needs torch 2.9 or "
-        "later and, at first use, a C compiler."
-    )
-    tune_operators: bool | Literal["auto"] = step(
-        "Timing of layers and of gradients of convolutions in bf16 and fp32, in reduced precision, from the third step "
-        "on. The fastest way is kept for later runs too."
-    )
-    fast_fetch: bool | Literal["auto"] = step("Whole batches out of a `TensorDataset` or a tensor.")
-    num_threads: int | None = option(
-        None, checks.num_threads, "Compute threads of each process. `None`: one a physical core."
-    )
-    loader_workers: int | None = option(
-        None,
-        checks.loader_workers,
-        "Worker processes of each loader that is set up, of which `0` is none. `None`: as many as the loader has.",
-    )
-    fast_images: bool | Literal["auto"] = step(
-        "Cache of decoded and resized images for loaders with torchvision's transforms, exact to the bit."
-    )
-    image_cache: int | str | os.PathLike[str] | None = option(  # noqa: RUF009
-        None,
-        checks.image_cache,
-        'Place of these: bytes of memory such as `8e9` or `"8 GB"`, or a folder that stays. `None`: a quarter of the '
-        "memory.",
-    )
-    exact_images: bool = option(
-        True,
-        checks.boolean,
-        "Same pixels as without nano_loop. `False`: large JPEG files are decoded at a smaller size.",
-    )
-    compile: bool | Literal["whole"] | dict[str, Any] = option(  # noqa: RUF009
-        False,
-        checks.compile_arguments,
-        "`torch.compile` of the blocks that a model repeats, once for each kind, or of all of it where it repeats "
-        'none. `"whole"`: of all of it. A dict is passed on to torch. Takes 10 s or more at first, and gains little on '
-        "a CPU.",
-    )
-    bf16_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
-        (),
-        checks.operators,
-        'Operators that run in bf16 under autocast, such as `["softmax"]`, or a file with a name a line. They override '
-        "torch's lists for the models of the run.",
-    )
-    fp32_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
-        (),
-        checks.operators_or_safe,
-        "The same for fp32. `\"safe\"`: what CUDA's autocast runs in fp32 and the CPU's does not, such as softmax.",
-    )
-    gradient_compression: str | None = option(
-        None, checks.gradient_compression, 'What gradients are rounded to on their way between processes: `"bf16"`.'
-    )
-    compare_parameters: bool = option(
-        True,
-        checks.boolean,
-        "Comparison of the parameters of all processes every 100 steps, with an error where they differ.",
-    )
-    worker_init: Callable[[], object] | None = option(  # noqa: RUF009
-        None,
-        checks.worker_init,
-        "Function that each worker process calls before it reads the arguments: what your program has patched or "
-        "registered in code is not there in a worker.",
-    )
-    timeout: float = option(600.0, checks.seconds, "Seconds that a process waits for another.")
-    verbose: bool | Literal["all"] = option(
-        True, checks.verbosity, 'Report on standard error. `"all"`: also what every process prints.'
-    )
-
-    tune: bool = option(
-        False,
-        checks.boolean,
-        "Measurement of the options that you leave out, in processes that are thrown away, before the first call. It "
-        "takes up to two minutes. The fastest are kept for later runs too.",
-    )
-    step_time: bool = option(
-        False, checks.boolean, "Last line of the report with the time of a step, to compare options by."
-    )
-    log_casts: bool | str | os.PathLike[str] = option(  # noqa: RUF009
-        False,
-        checks.boolean_or_path,
-        "Table of the casts of the third step, with what caused them and what they moved. A path: JSON in that file.",
-    )
-    verify: bool = option(
-        False,
-        checks.boolean,
-        "Comparison of the first batch with the plain model in fp32 and fp64. It names the layer that is off.",
-    )
-
     # Set by the methods below.
     auto_precision: bool = field(default=False, init=False, repr=False)
     as_written: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -260,9 +49,7 @@ class Options:
         """Validate the arguments one by one, then together, and normalize them."""
         values = self.as_dict()
         as_written = {name: shown(name, value) for name, value in values.items()}
-        checked, problems = _checked(values, as_written)
-        _raise_all(problems)
-        self._remember(**checked, as_written=as_written)
+        self._remember(**_checked(values, as_written), as_written=as_written)
 
     @classmethod
     def from_call(cls, arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
@@ -283,9 +70,8 @@ class Options:
         problems += [
             _unknown(name, text, [variable_of(option) for option in OPTIONS]) for name, text in unknown.items()
         ]
-        checked, more = _checked(values | {name: value for name, (_, value) in overriding.items()}, as_written)
-        _raise_all(problems + more)
-        options = cls(**checked)
+        values |= {name: value for name, (_, value) in overriding.items()}
+        options = cls(**_checked(values, as_written, problems))
         options._remember(as_written=as_written, from_environment=tuple(as_written[name] for name in overriding))
         return options
 
@@ -293,9 +79,7 @@ class Options:
         """Return the options with ``precision="auto"`` replaced by the precision for `machine`."""
         if self.precision != "auto":
             return self
-        options = copy.copy(self)
-        options._remember(precision="bf16-mixed" if machine.has_fast_bf16 else "32-true", auto_precision=True)
-        return options
+        return self._with(precision="bf16-mixed" if machine.has_fast_bf16 else "32-true", auto_precision=True)
 
     def changed(self, values: Mapping[str, Any], machine: Machine) -> Options:
         """Return the options with other values of some of them, resolved for `machine`.
@@ -305,23 +89,17 @@ class Options:
         NanoConfigError
             If a value is not allowed, or contradicts another option.
         """
-        present = self.as_dict() | ({"precision": "auto"} if self.auto_precision else {})
-        options = Options(**present | dict(values))
-        options._remember(from_environment=self.from_environment)
-        return options.resolved(machine)
+        options = Options(**self.as_asked() | dict(values))
+        return options._with(from_environment=self.from_environment).resolved(machine)
 
-    def for_nested_run(self) -> Options:
-        """Return the options of a run inside this one, which has a copy of a model to itself."""
-        options = copy.copy(self)
-        options._remember(num_processes=1, cpu_for_each_process=None, verbose=False)
-        options._remember(verify=False, log_casts=False, step_time=False, tune=False)
-        return options
+    def for_nested_run(self, **changes: Any) -> Options:
+        """Return the options of a run inside this one, which has a copy of a model to itself, with some changed."""
+        alone = {"num_processes": 1, "cpu_for_each_process": None, "verbose": False}
+        return self._with(**alone, **changes, **dict.fromkeys(("verify", "log_casts", "step_time", "tune"), False))
 
     def without_cpus(self) -> Options:
         """Return the options without ``cpu_for_each_process``."""
-        options = copy.copy(self)
-        options._remember(cpu_for_each_process=None)
-        return options
+        return self._with(cpu_for_each_process=None)
 
     @property
     def reduced_precision(self) -> bool:
@@ -342,29 +120,36 @@ class Options:
         """Return every option by its name."""
         return {name: getattr(self, name) for name in OPTIONS}
 
+    def as_asked(self) -> dict[str, Any]:
+        """Return every option by its name, as it was before `resolved`."""
+        return self.as_dict() | ({"precision": "auto"} if self.auto_precision else {})
+
+    def _with(self, **values: Any) -> Options:
+        """Return a copy with values that need no check."""
+        options = copy.copy(self)
+        options._remember(**values)
+        return options
+
     def _remember(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
 
-_DECLARED = {declared.name: declared for declared in fields(Options) if declared.init}
-OPTIONS = tuple(_DECLARED)
-DEFAULTS: dict[str, Any] = {name: declared.default for name, declared in _DECLARED.items()}
-CHECKS: dict[str, checks.Check] = {name: declared.metadata["check"] for name, declared in _DECLARED.items()}
-
-
-def _checked(values: Mapping[str, Any], as_written: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the normalized values, and a message for each invalid one."""
-    good, problems = {}, []
+def _checked(values: Mapping[str, Any], as_written: Mapping[str, str], problems: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the normalized values, or raise an error with these problems and one for each invalid value."""
+    good, problems = {}, [*problems]
     for name, value in values.items():
         try:
             good[name] = CHECKS[name](value)
-        except checks.RefusedValueError as refused:
+        except RefusedValueError as refused:
             problems.append(error_message(as_written[name], *refused.args))
         except Exception as error:  # reading a user's object may raise any exception
             raised = f"reading its value raised {type(error).__name__}"
             problems.append(error_message(as_written[name], raised, "Pass a plain Python value"))
-    return good, problems + checks.contradictions(good)
+    problems += contradictions(good)
+    if problems:
+        raise NanoConfigError("\n".join(problems))
+    return good
 
 
 def _unknown(name: str, got: str, known: Sequence[str]) -> str:
@@ -374,8 +159,3 @@ def _unknown(name: str, got: str, known: Sequence[str]) -> str:
     if close:
         return error_message(got, "there is no such option", f"Write {close[0]}")
     return error_message(got, f"there is no such option, only {', '.join(known)}", "Leave it out")
-
-
-def _raise_all(problems: list[str]) -> None:
-    if problems:
-        raise NanoConfigError("\n".join(problems))

@@ -10,10 +10,11 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
-from nano_loop.config.options import LEFTOVERS, Options
+from nano_loop.config.declarations import DECLARED
+from nano_loop.config.leftovers import LEFTOVERS
+from nano_loop.config.options import Options
 from nano_loop.errors import NanoWarning, error_message, shown
 
 _P = ParamSpec("_P")
@@ -67,7 +68,7 @@ def documented(owner: _T) -> _T:
 
 def _parameters_of(function: str) -> list[inspect.Parameter]:
     """Return the options as the parameters of a function: those that it takes by position first."""
-    by_name = {option.name for option in fields(Options) if option.metadata.get("by_name_in") == function}
+    by_name = {option.name for option in DECLARED if option.metadata["by_name_in"] == function}
     positional = [
         parameter
         for parameter in _PARAMETERS
@@ -109,8 +110,7 @@ def _entries() -> str:
     return "\n".join(
         f"{option.name} : {_in_words(option.type)}\n"
         + textwrap.fill(option.metadata["help"], _WIDTH, initial_indent="    ", subsequent_indent="    ")
-        for option in fields(Options)
-        if option.init
+        for option in DECLARED
     )
 
 

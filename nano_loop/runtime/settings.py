@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nano_loop.config.options import Options
@@ -36,6 +36,10 @@ class Settings:
         options, machine = Options.from_call(arguments), read_machine()
         _refuse_missing_launch(options)
         return cls(options.resolved(machine), machine)
+
+    def changed(self, **values: Any) -> Settings:
+        """Return settings with other values of some options."""
+        return replace(self, options=self.options.changed(values, self.machine))
 
     def expected_ranks(self) -> Ranks:
         """Return this process's place in its next run, as far as it is known before the run starts."""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 
-from nano_loop.config.option_checks import auto_or_boolean
-from nano_loop.config.options import CHECKS, Options
+from nano_loop.config.declarations import DEFAULTS
+from nano_loop.config.options import Options
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.settings import Settings
 
 Changes = dict[str, Any]
 
 #: The steps that are on by default where they apply.
-STEPS_BY_DEFAULT = tuple(name for name, check in CHECKS.items() if check is auto_or_boolean)
+STEPS_BY_DEFAULT = tuple(name for name, default in DEFAULTS.items() if default == "auto")
 #: With these a model may compute other numbers than in fp32; the others move rounding errors at most.
 OF_NUMBERS = ("precision", "channels_last", "use_ipex", "compile")
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -44,8 +43,10 @@ def candidates(
     options, machine = settings.options, settings.machine
     steps, has_convolutions = answer["steps"], answer["convolutions"] if parts is None else _has_convolutions(parts)
     layouts = [False, True] if has_convolutions else [options.channels_last]
-    precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16, *["16-mixed"] * machine.has_fast_fp16]
+    precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16]
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]
+    if machine.has_fast_fp16:
+        combined.append({"precision": "16-mixed", "channels_last": layouts[-1]})
     # What is faster on most machines. With "auto", calls that are too small for bf16 stay in fp32.
     base = {"precision": "auto" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
     more = [{}, *_processes(settings), *_loaders(settings, steps), *_steps(options), *_ipex(options)]
@@ -86,7 +87,7 @@ def _has_convolutions(parts: TrainingObjects) -> bool:
 
 def _distinct(proposals: Iterable[Changes], options: Options, fixed: Collection[str]) -> Iterator[Changes]:
     """Yield what proposals really change of the options, each change once."""
-    present = written(options)
+    present = options.as_asked()
     seen: list[Changes] = [{}]
     for proposal in proposals:
         changes = {
@@ -102,13 +103,3 @@ def _distinct(proposals: Iterable[Changes], options: Options, fixed: Collection[
 def _value(name: str, value: Any) -> Any:
     """Return a value by which equal choices are equal: one process is the same as none."""
     return value or 1 if name == "num_processes" else value
-
-
-def written(options: Options) -> dict[str, Any]:
-    """Return the options as the user writes them, before ``precision="auto"`` is resolved."""
-    return options.as_dict() | ({"precision": "auto"} if options.auto_precision else {})
-
-
-def changed(settings: Settings, changes: Changes) -> Settings:
-    """Return settings with other values of some options."""
-    return replace(settings, options=settings.options.changed(changes, settings.machine))

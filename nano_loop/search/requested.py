@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Literal, NamedTuple, NoReturn
+from typing import NoReturn
 
 from nano_loop.config.environment import option_of
 from nano_loop.config.options import Options
@@ -16,7 +16,6 @@ from nano_loop.distributed.launch_external.environment import found_launch
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.runtime.run import RunTask
 from nano_loop.runtime.settings import Settings
-from nano_loop.search.candidates import changed
 
 #: Several processes train with larger batches, which nobody has asked for who asks for speed alone.
 _NOT_BEFORE_TRAINING = ("num_processes",)
@@ -24,31 +23,22 @@ _NOT_BEFORE_TRAINING = ("num_processes",)
 _INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
 
 
-class Request(NamedTuple):
-    """What is measured, and the command that gets the result; without one, the run follows."""
-
-    name: Literal["tune", "profile"]
-    command: Command | None
-
-
-def requested(options: Options) -> Request | None:
+def requested(options: Options) -> Command | None:
     """Return what is requested of a run that is to begin here; nothing of a run inside of another, as in a trial."""
     command = take_command()
     if innermost() is not None:
         return None
-    if command is not None:
-        return Request("tune" if command.name == "tune" else "profile", command)
-    return Request("tune", None) if options.tune else None
+    return command or (Command("tune", None, {}) if options.tune else None)
 
 
-def measure(request: Request | None, task: RunTask, written: Collection[str]) -> Settings:
+def measure(command: Command | None, task: RunTask, written: Collection[str]) -> Settings:
     """Do what is requested, which may take minutes, and return the settings with which the task is to run.
 
     For ``nano-loop tune`` it does not return: it leaves the result to the command, and ends the process.
 
     Parameters
     ----------
-    request : Request or None
+    command : Command or None
         What `requested` has returned.
     task : RunTask
         The task, with the settings that the code and the environment ask for.
@@ -61,15 +51,13 @@ def measure(request: Request | None, task: RunTask, written: Collection[str]) ->
         If the loop cannot be copied, or fails in a trial.
     """
     settings = task.settings
-    if request is not None and request.name == "tune":
-        if request.command is not None:
-            _answer(request.command, task)
-        return _searched(task, written)
-    if request is not None and request.command is not None:
+    if command is not None and command.name == "tune":
+        return _searched(task, written) if command.result is None else _answer(command, task)
+    if command is not None:
         from nano_loop.profiling.recorder import record
 
-        record(request.command, settings.machine)
-    return changed(settings, {"tune": False}) if settings.options.tune else settings
+        record(command, settings.machine)
+    return settings.changed(tune=False) if settings.options.tune else settings
 
 
 def _searched(task: RunTask, written: Collection[str]) -> Settings:

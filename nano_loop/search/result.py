@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nano_loop.config.options import DEFAULTS, Options
+from nano_loop.config.declarations import DEFAULTS
+from nano_loop.config.options import Options
 from nano_loop.config.precisions import SHORT_NAMES
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.runtime.settings import Settings
-from nano_loop.search.candidates import STEPS_BY_DEFAULT, changed, written
+from nano_loop.search.candidates import STEPS_BY_DEFAULT
 
 _GIB = 1 << 30
 _MANY = 3  # steps left out, which the table only counts
@@ -19,7 +20,7 @@ _CHOSEN, _OTHER = "#1f6f4a", "#9aa5b1"  # colours of bars
 _PLAIN, _AS_IT_IS = "plain PyTorch", "as it is"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """One candidate.
 
@@ -114,7 +115,7 @@ class Tuning:
 
     def settings(self, before: Settings) -> Settings:
         """Return the settings of a run with the chosen options."""
-        return changed(before, {**self.changes, "tune": False})
+        return before.changed(**self.changes, tune=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain lists, dicts, strings and numbers, for JSON."""
@@ -198,7 +199,7 @@ def as_text(values: Mapping[str, Any]) -> str:
 
 def differing(options: Options) -> dict[str, Any]:
     """Return the options that are not the default, besides those that only measure."""
-    values, plain = written(options), Options()
+    values, plain = options.as_asked(), Options()
     names = (name for name in DEFAULTS if name not in ("tune", "log_casts", "step_time", "verify"))
     return {name: values[name] for name in names if values[name] != getattr(plain, name)}
 

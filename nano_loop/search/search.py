@@ -15,7 +15,7 @@ from nano_loop.distributed.payload.payload import dump
 from nano_loop.errors import NanoError, error_message
 from nano_loop.runtime.run import RunTask
 from nano_loop.runtime.settings import Settings
-from nano_loop.search.candidates import OF_NUMBERS, Changes, candidates, changed
+from nano_loop.search.candidates import OF_NUMBERS, Changes, candidates
 from nano_loop.search.key import key_of
 from nano_loop.search.result import Row, Tuning, as_text, differing
 from nano_loop.search.trial import Trial
@@ -43,17 +43,14 @@ _FORMAT = 2  # of the file of a kept result
 
 @dataclass(eq=False)
 class Measured:
-    """What is known of a candidate."""
+    """A candidate and its times."""
 
-    changes: Changes  # the options that differ from the user's
-    is_plain: bool = False  # whether it is the loop without nano_loop
+    row: Row  # in the result; its times are there at the end
     #: The time of a step for one batch, turn by turn: of the candidate, and of the options as they are.
     seconds: list[float] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
-    #: See `Row`.
-    memory: int | None = None
-    note: str = ""
-    comparison: dict[str, Any] = field(default_factory=dict)  # what `verify` says of its numbers
+    is_compared: bool = False  # whether `verify` was asked about its numbers
+    remark: str = ""  # why it could not tell
 
     @property
     def ratios(self) -> list[float]:
@@ -74,32 +71,27 @@ class Measured:
     @property
     def numbers(self) -> Changes:
         """The options that change its numbers. Candidates with equal ones are compared once."""
-        return {name: value for name, value in self.changes.items() if name in OF_NUMBERS}
+        return {name: value for name, value in self.row.options.items() if name in OF_NUMBERS}
 
     def compare(self, comparison: dict[str, Any]) -> None:
-        """Take note of a comparison of its numbers."""
-        self.comparison = comparison
-        fault, loss = comparison.get("fault"), comparison.get("loss") or 0.0
-        if fault:
-            self.note = f"not exact: {fault} is off by more than rounding"
-        elif loss > TOLERANCE:
-            self.note = f"not exact: the loss is off by {loss:.0%}"
+        """Take note of what `verify` says of its numbers."""
+        self.is_compared, self.remark = True, comparison.get("remark", "")
+        self.row.loss, self.row.gradients = comparison.get("loss"), comparison.get("gradients")
+        if fault := comparison.get("fault"):
+            self.row.note = f"not exact: {fault} is off by more than rounding"
+        elif (self.row.loss or 0.0) > TOLERANCE:
+            self.row.note = f"not exact: the loss is off by {self.row.loss:.0%}"
 
-    def row(self, own_speed: float) -> Row:
-        """Return it as a row of the result, by the speed of the options as they are over the loop without nano_loop."""
+    def finish(self, own_speed: float) -> Row:
+        """Return the row with the times, by the speed of the options as they are over the loop without nano_loop."""
         times = [1e3 * step for step in self.seconds]
-        quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else None
-        return Row(
-            options=self.changes,
-            plain=self.is_plain,
-            milliseconds=statistics.median(times) if times else None,
-            spread=(quartiles[0], quartiles[2]) if quartiles else None,
-            speed_up=None if self.speed is None else 1.0 if self.is_plain else own_speed * self.speed,
-            memory=self.memory,
-            loss=self.comparison.get("loss"),
-            gradients=self.comparison.get("gradients"),
-            note=self.note,
-        )
+        if len(times) > 1:
+            low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+            self.row.spread = low, high
+        if self.speed is not None:
+            self.row.milliseconds = statistics.median(times)
+            self.row.speed_up = 1.0 if self.row.plain else own_speed * self.speed
+        return self.row
 
 
 def search(
@@ -142,12 +134,12 @@ class Search:
         self._fixed = fixed
         self._began = time.monotonic()
         self._seconds = seconds
-        self._own = Measured({})
+        self._own = Measured(Row({}))
 
     def run(self) -> Tuning:
         """Time the candidates, and return the result."""
         with ExitStack() as stack:
-            base = changed(self._start, _NOT_IN_TRIALS)
+            base = self._start.changed(**_NOT_IN_TRIALS)
             self._server, folder = stack.enter_context(trial_server(base, self._task.modules))
             self._payload = folder / "loop"
             self._payload.mkdir()
@@ -155,8 +147,9 @@ class Search:
             with self._reference_fails():
                 self._reference = stack.enter_context(self._trial(self._own))
                 answer = self._reference.answers(max(self._left, 60.0))[0]
-            plain = Measured({}, is_plain=True)
-            others = [Measured(changes) for changes in candidates(self._start, self._fixed, answer, self._task.parts)]
+            plain = Measured(Row({}, plain=True))
+            proposals = candidates(self._start, self._fixed, answer, self._task.parts)
+            others = [Measured(Row(changes)) for changes in proposals]
             for number, candidate in enumerate([plain, *others]):
                 # Twice its share of what is left: most take less than theirs.
                 share = 2 * (self._left - (1 - _TIMING) * self._seconds) / (len(others) + 2 - number)
@@ -173,37 +166,38 @@ class Search:
         """Let a candidate and the options as they are take steps in turn; note the times, or why there are none."""
         own = statistics.median(self._own.seconds) if self._own.seconds else 0.0
         if seconds < max(_LEAST, _STEPS * own):
-            candidate.note = "not measured: no time was left"
+            candidate.row.note = "not measured: no time was left"
             return
         until = time.monotonic() + seconds
         try:
             with self._trial(candidate) as trial:
                 steps = trial.answers(max(seconds, 10.0))[0]["steps"]
-                candidate.note = _without_effect(candidate.changes, steps)
-                if not candidate.note:
+                candidate.row.note = _without_effect(candidate.row.options, steps)
+                if not candidate.row.note:
                     self._take_turns(candidate, trial, until)
         except TrialFailedError as error:
-            candidate.note = _first_line(error)
+            candidate.row.note = _first_line(error)
             candidate.seconds, candidate.reference = [], []
 
     def _take_turns(self, candidate: Measured, trial: TrialProcesses, until: float) -> None:
-        once, candidate.memory = trial.take(1, max(until - time.monotonic(), 10.0))
-        with self._reference_fails():
-            own_once, self._own.memory = self._reference.take(1, max(self._left, 60.0))
-        counts = [max(1, round(TURN / max(seconds, 1e-6))) for seconds in (once, own_once)]
+        def take(count: int) -> float:
+            seconds, candidate.row.memory = trial.take(count, max(until - time.monotonic(), 10.0))
+            return seconds
+
+        def take_own(count: int) -> float:
+            with self._reference_fails():
+                seconds, self._own.row.memory = self._reference.take(count, max(self._left, 60.0))
+            return seconds
+
+        sides = ((take, candidate.seconds), (take_own, candidate.reference))
+        turns = [(steps_of, max(1, round(TURN / max(steps_of(1), 1e-6))), times) for steps_of, times in sides]
         for number in range(TURNS):
-            for runner in (0, 1) if number % 2 else (1, 0):
-                if runner == 0:
-                    taken, candidate.memory = trial.take(counts[0], max(until - time.monotonic(), 10.0))
-                    candidate.seconds.append(taken)
-                else:
-                    with self._reference_fails():
-                        taken, self._own.memory = self._reference.take(counts[1], max(self._left, 60.0))
-                    candidate.reference.append(taken)
+            for steps_of, count, times in turns if number % 2 else turns[::-1]:
+                times.append(steps_of(count))
             if number + 1 < _EARLY:
                 continue
             if max(candidate.ratios) * _HOPELESS < 1:
-                candidate.note = "" if candidate.is_plain else "slower"
+                candidate.row.note = "" if candidate.row.plain else "slower"
                 break
             if time.monotonic() >= until:
                 break
@@ -213,8 +207,8 @@ class Search:
     def _trial(self, candidate: Measured, **others: Any) -> Iterator[TrialProcesses]:
         """Give the processes of a candidate, with more changes of its options."""
         try:
-            settings = changed(self._start, {**_NOT_IN_TRIALS, **candidate.changes, **others})
-            task = Trial(self._payload, settings, is_plain=candidate.is_plain)
+            settings = self._start.changed(**{**_NOT_IN_TRIALS, **candidate.row.options, **others})
+            task = Trial(self._payload, settings, is_plain=candidate.row.plain)
             trial = TrialProcesses(self._server, task, settings)
         except (NanoError, OSError) as error:
             raise TrialFailedError(str(error)) from error
@@ -235,12 +229,12 @@ class Search:
     def _chosen(self, others: Sequence[Measured]) -> Measured:
         """Return the fastest candidate that computes what the plain model does, but for rounding."""
         for candidate in sorted((other for other in others if other.pays), key=lambda other: -(other.speed or 0.0)):
-            if not candidate.comparison:
+            if not candidate.is_compared:
                 comparison = self._comparison(candidate)
                 for other in others:
                     if other.seconds and other.numbers == candidate.numbers:
                         other.compare(comparison)
-            if not candidate.note:
+            if not candidate.row.note:
                 return candidate
         return self._own
 
@@ -255,21 +249,20 @@ class Search:
     # --- the result ---
 
     def _result(self, chosen: Measured, plain: Measured, others: Sequence[Measured]) -> Tuning:
-        options = changed(self._start, chosen.changes).options
+        options = self._start.changed(**chosen.row.options).options
         before, after = self._task.written
         values, own_speed = differing(options), 1 / (plain.speed or 1.0)
         self._own.reference = self._own.seconds
         measured = [self._own, plain, *others]
-        rows = [candidate.row(own_speed) for candidate in measured]
-        number = measured.index(chosen)
+        rows = [candidate.finish(own_speed) for candidate in measured]
         return Tuning(
             options=values,
             line=f"{before}{as_text(values)}{after}",
             rows=rows,
-            chosen=number,
+            chosen=measured.index(chosen),
             seconds=time.monotonic() - self._began,
-            changes=chosen.changes,
-            remarks=[*_remarks(options, rows[number].speed_up, chosen.comparison.get("remark"))],
+            changes=chosen.row.options,
+            remarks=[*_remarks(options, chosen.row.speed_up, chosen.remark)],
         )
 
 
@@ -282,7 +275,7 @@ def _without_effect(changes: Changes, steps: dict[str, list[str]]) -> str:
     return ""
 
 
-def _remarks(options: Options, speed: float | None, not_compared: str | None) -> Iterator[str]:
+def _remarks(options: Options, speed: float | None, not_compared: str) -> Iterator[str]:
     if speed is not None and speed < 1 / PAYS:
         times = f"{1 / speed:.2f} times as fast"
         yield f"The loop without nano_loop is {times}: its steps are too short for any option to pay."

@@ -6,9 +6,7 @@ The caller asks them for steps. What they write is in private folders, and what 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -24,10 +22,10 @@ from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.files.table import MadeFolders
 from nano_loop.distributed.launch.assignment import Assignment, State, write_payload
 from nano_loop.distributed.launch.failure import Failure, first
+from nano_loop.distributed.launch.reports import Frames, framed, read_available
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.launch_local.kept_server import keep, server_for
-from nano_loop.distributed.launch_local.launcher import slots_of
+from nano_loop.distributed.launch_local.launcher import serving, slots_of
 from nano_loop.distributed.launch_local.process import WorkerProcess, forked
 from nano_loop.distributed.launch_local.server import Server
 from nano_loop.runtime.settings import Settings
@@ -58,7 +56,7 @@ class TrialProcesses:
     def __init__(self, server: Server, task: Task, settings: Settings) -> None:
         self._ending = contextlib.ExitStack()
         self._processes: list[WorkerProcess] = []
-        self._texts: list[bytes] = []
+        self._frames: list[tuple[Frames, list[dict[str, Any]]]] = []  # of each process, with its answers
         try:
             self._begin(server, task, settings.options, settings.machine)
         except BaseException:
@@ -86,18 +84,15 @@ class TrialProcesses:
             If a process has ended, or the time is over.
         """
         deadline = time.monotonic() + timeout
-        while not all(b"\n" in text for text in self._texts):
+        while not self._have_all_answered():
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TrialFailedError(f"it took more than {timeout:.0f} s")
             sources = {*self._answers, *(source for process in self._processes for source in process.sources)}
             wait(sources, min(left, _INTERVAL))
-            self._read()
-            if not all(b"\n" in text for text in self._texts) and (failure := self._failure()):
+            if not self._have_all_answered() and (failure := self._failure()):
                 raise TrialFailedError(_in_words(failure))
-        lines = [text.partition(b"\n") for text in self._texts]
-        self._texts = [rest for _, _, rest in lines]
-        return [json.loads(line) for line, _, _ in lines]
+        return [answers.pop(0) for _, answers in self._frames]
 
     def close(self) -> None:
         """Kill the processes, and delete what they have written."""
@@ -115,7 +110,7 @@ class TrialProcesses:
         write_payload(Assignment(task, state, options, slots), folder, task.names)
         self._requests = [self._opened(folder / f"{_REQUESTS}-{rank}") for rank in range(len(slots))]
         self._answers = [self._opened(folder / f"{_ANSWERS}-{rank}") for rank in range(len(slots))]
-        self._texts = [b""] * len(slots)
+        self._frames = [(Frames(), []) for _ in slots]
         self._processes = forked(server, slots, quiet=True)
         for process in self._processes:
             self._ending.callback(process.close)
@@ -127,11 +122,12 @@ class TrialProcesses:
         self._ending.callback(os.close, descriptor)
         return descriptor
 
-    def _read(self) -> None:
-        for rank, descriptor in enumerate(self._answers):
-            with contextlib.suppress(BlockingIOError):
-                while data := os.read(descriptor, 1 << 16):
-                    self._texts[rank] += data
+    def _have_all_answered(self) -> bool:
+        """Take in what has arrived, and return whether each process has answered."""
+        for descriptor, (frames, answers) in zip(self._answers, self._frames, strict=True):
+            data, _ = read_available(descriptor)
+            answers += (answer for answer, _ in frames.feed(data))
+        return all(answers for _, answers in self._frames)
 
     def _failure(self) -> Failure | None:
         failures = [failure for process in self._processes if (failure := process.poll())]
@@ -158,7 +154,7 @@ class Line:
 
     def answer(self, **content: Any) -> None:
         """Answer, with what JSON can hold."""
-        text = json.dumps(content).encode() + b"\n"
+        text = framed(content)
         while text:
             text = text[os.write(self._answers, text) :]
 
@@ -166,14 +162,11 @@ class Line:
 @contextlib.contextmanager
 def trial_server(settings: Settings, modules: Sequence[str]) -> Iterator[tuple[Server, Path]]:
     """Give the process, with these modules, that forks those of the trials, and a folder for what all of them read."""
-    with private_folder() as folder:
-        server = server_for(_slots(settings.options, settings.machine, folder)[0], modules)
-        try:
-            yield server, folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            server.finish(str(folder))
-            keep(server)
+    with (
+        private_folder() as folder,
+        serving(_slots(settings.options, settings.machine, folder)[0], modules) as server,
+    ):
+        yield server, folder
 
 
 def _slots(options: Options, machine: Machine, folder: Path) -> list[RankSlot]:

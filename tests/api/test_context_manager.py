@@ -10,7 +10,7 @@ from watched import Net, in_bf16, is_fused
 
 import nano_loop
 from nano_loop import NanoConfigError, NanoError, accelerated, nano
-from nano_loop.config.options import OPTIONS
+from nano_loop.config.declarations import OPTIONS
 from nano_loop.cpu import read_machine
 
 

@@ -14,7 +14,8 @@ from torch import nn
 
 import nano_loop
 from nano_loop import TorchNano, nano
-from nano_loop.config.options import DEFAULTS, OPTIONS, Options
+from nano_loop.config.declarations import DEFAULTS, OPTIONS
+from nano_loop.config.options import Options
 from nano_loop.config.signatures import documented, with_options
 
 # BigDL-Nano's, in its order, with its defaults.
@@ -90,13 +91,15 @@ def test_pickle_takes_them_by_name(thing):
     assert pickle.loads(pickle.dumps(thing)) is thing
 
 
-def test_fourth_argument_of_the_decorator_is_the_precision_as_in_bigdl_nano():
+def test_arguments_in_bigdl_nano_s_order_are_these_options():
     @nano(None, False, "subprocess", "bf16", None, True, False, verbose=False)
     def train(model): ...
 
     train(nn.Linear(2, 1))
-    used = train.report.options
-    assert (used["precision"], used["channels_last"], used["auto_lr"]) == ("bf16-mixed", True, False)
+    options = TorchNano(None, False, "spawn", "gloo", "bf16", None, True, False)._nano_settings.options
+    assert options.process_group_backend == "gloo"
+    for used in (train.report.options, options.as_dict()):
+        assert (used["precision"], used["channels_last"], used["auto_lr"]) == ("bf16-mixed", True, False)
 
 
 # --- docstrings ---
@@ -172,9 +175,9 @@ print(*train.report.from_environment)
 )
 def test_option_takes_one_declaration(tmp_path, flags, variable):
     copied = shutil.copytree(Path(nano_loop.__file__).parent, tmp_path / "nano_loop")
-    source = (copied / "config/options.py").read_text(encoding="utf-8")
+    source = (copied / "config/declarations.py").read_text(encoding="utf-8")
     assert source.count("    _: KW_ONLY\n") == 1
-    (copied / "config/options.py").write_text(
+    (copied / "config/declarations.py").write_text(
         source.replace("    _: KW_ONLY\n", "    _: KW_ONLY" + ADDED), encoding="utf-8"
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), **({"NANO_LOOP_DUMMY": variable} if variable else {})}

@@ -1,10 +1,19 @@
 """Values that travel between ranks arrive whole, everywhere."""
 
+import sys
+import time
+
+import cloudpickle
 import pytest
 import torch
+from torch import distributed
 
 from nano_loop.distributed.comm.ranks import ALONE, Ranks, wait_until
-from nano_loop.errors import NanoError, NanoWorkerError
+from nano_loop.distributed.launch.group import leaders_group
+from nano_loop.errors import NanoError, NanoWorkerError, RankLateError
+
+# The processes of a team do not find the tests' modules by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def test_alone_everything_stays_what_it_is():
@@ -52,6 +61,23 @@ def test_collective_of_torch_that_is_never_done_has_a_deadline():
 
     with pytest.raises(NanoError, match=r"rank 0 has waited 0.2 seconds in a collective for the other ranks: every"):
         Ranks(0, 2, timeout=0.2).finish(Never())
+
+
+def test_rank_that_is_late_is_named_also_where_gloo_notices_first(team):
+    def wait(ranks):
+        ranks = Ranks(ranks.rank, ranks.size, timeout=1.0)
+        with leaders_group(ranks, [[0], [1]]) as leaders:
+            if ranks.rank == 1:
+                time.sleep(2)
+                return None
+            work = distributed.all_reduce(torch.ones(4), group=leaders, async_op=True)
+            time.sleep(0.2)  # the rest of a backward, while gradients travel
+            try:
+                return ranks.finish(work)
+            except RankLateError as error:
+                return error.rank, str(error).partition(":")[0]
+
+    assert team(2)(wait)[0] == (1, "rank 0 has waited 1 seconds in a collective for the other ranks")
 
 
 def test_ranks_that_have_not_joined_have_no_channel():

@@ -10,6 +10,7 @@ import nano_loop
 from nano_loop import NanoConfigError, NanoError, accelerated
 from nano_loop.config.options import Options
 from nano_loop.search import search
+from nano_loop.search.result import Row
 from nano_loop.search.search import Measured
 from search.small import FIXED, STEPS, loss_of, made, state_of
 
@@ -94,7 +95,7 @@ def test_run_without_a_function_refuses_to_search():
 
 @pytest.mark.parametrize(("speed", "said"), [(0.5, True), (1.0, False), (1.3, False), (None, False)])
 def test_loop_that_is_faster_without_nano_loop_is_told(speed, said):
-    remarks = search._remarks(Options(), speed, None)
+    remarks = search._remarks(Options(), speed, "")
     assert ["The loop without nano_loop is 2.00 times as fast" in each for each in remarks] == [True] * said
 
 
@@ -111,7 +112,7 @@ def test_loop_that_is_faster_without_nano_loop_is_told(speed, said):
     ids=str,
 )
 def test_candidate_pays_that_is_faster_in_nearly_all_turns(seconds, pays):
-    assert Measured({}, seconds=seconds, reference=[0.2] * len(seconds)).pays == pays
+    assert Measured(Row({}), seconds=seconds, reference=[0.2] * len(seconds)).pays == pays
 
 
 class Trial:
@@ -129,8 +130,8 @@ class Trial:
 @pytest.mark.parametrize(("seconds", "turns"), [(1.0, 1 + 3), (0.19, 1 + search.TURNS), (0.1, 1 + search.TURNS)])
 def test_candidate_that_cannot_win_stops_early(seconds, turns):
     it = search.Search(None, None, (), 1e9)
-    it._reference, trial, candidate = Trial(0.2), Trial(seconds), Measured({})
+    it._reference, trial, candidate = Trial(0.2), Trial(seconds), Measured(Row({}))
     it._take_turns(candidate, trial, float("inf"))
     assert trial.turns == it._reference.turns == turns
-    assert candidate.note == ("slower" if seconds == 1.0 else "")
+    assert candidate.row.note == ("slower" if seconds == 1.0 else "")
     assert it._own.seconds == [0.2] * (turns - 1)

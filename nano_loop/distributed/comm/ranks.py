@@ -18,6 +18,9 @@ from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_me
 
 Value = TypeVar("Value")
 
+_IN_COLLECTIVE = "in a collective for the other ranks"
+_OF_GLOO = "Timed out waiting"  # in the error of a collective that has taken longer than the timeout of its group
+
 #: Returns whether what another rank has to do first is done; called with True, waits until it is.
 Reached = Callable[[bool], bool]
 
@@ -310,10 +313,7 @@ class Ranks:
         def look_around() -> None:
             self.check()
             if time.monotonic() > deadline:
-                got = f"rank {self.rank} has waited {self.timeout:g} seconds {what}"
-                hint = "Check what the other ranks are doing, or pass a longer timeout if they are working"
-                message = error_message(got, "every rank has to get there within the timeout", hint)
-                raise RankLateError(message, 1 - self.rank if self.size == 2 else None)
+                raise self._late(what)
 
         wait_until(done, look_around)
 
@@ -332,8 +332,19 @@ class Ranks:
         NanoError
             If it is not finished within the timeout. Also what `check` raises.
         """
-        self.wait(work.is_completed, "in a collective for the other ranks")
-        work.wait()  # raises what went wrong
+        self.wait(work.is_completed, _IN_COLLECTIVE)
+        try:
+            work.wait()  # raises what went wrong
+        except RuntimeError as error:
+            if _OF_GLOO not in str(error):
+                raise
+            raise self._late(_IN_COLLECTIVE) from error  # gloo's clock has run since the collective began
+
+    def _late(self, what: str) -> RankLateError:
+        got = f"rank {self.rank} has waited {self.timeout:g} seconds {what}"
+        hint = "Check what the other ranks are doing, or pass a longer timeout if they are working"
+        message = error_message(got, "every rank has to get there within the timeout", hint)
+        return RankLateError(message, 1 - self.rank if self.size == 2 else None)
 
     def _dumped(self, value: Any, send: Callable[[bytes], object]) -> bytes:
         """Return a value as bytes; if it may not travel, send the others the reason and raise."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 from nano_loop.distributed.comm.ranks import Loop, RankLeftError
-from nano_loop.distributed.launch.failure import Kind, kind_of
+from nano_loop.distributed.launch.failure import Kind, kind_of, raised
 from nano_loop.distributed.launch.workers import Workers
-from nano_loop.errors import NanoWorkerError, RankLateError, error_message
+from nano_loop.errors import NanoWorkerError, error_message
 
 Joined = TypeVar("Joined")
 
@@ -51,6 +52,7 @@ def running_together(
     """
     with ending_together(workers, timeout, loop), connected as joined:
         yield joined
+    workers.leave()
     with ending_together(workers, timeout, loop, has_returned=True), waiting():
         workers.wait_until_finished(timeout)
 
@@ -65,7 +67,7 @@ def ending_together(workers: Workers, timeout: float, loop: Loop, *, has_returne
         workers.kill()
         if cause is error:
             raise
-        is_echo = has_returned or kind_of(error) is not Kind.CAUSE
+        is_echo = has_returned or kind_of(error) > Kind.LATE
         raise cause from cause.__cause__ or (None if is_echo else error)
 
 
@@ -73,14 +75,15 @@ def _cause_of(error: BaseException, workers: Workers, timeout: float, loop: Loop
     """Return what is to be raised for an exception of rank 0: itself, or what another rank has done."""
     if workers.interrupted:
         return KeyboardInterrupt()
-    if isinstance(error, RankLateError):
-        return _while_waiting(error, workers)
     if has_returned:
         return _left_behind(error, workers, loop)
-    if kind_of(error) is Kind.CAUSE:
+    kind = kind_of(error)
+    if kind is Kind.CAUSE:
         return error
-    failure = workers.await_failure(_ECHO_WAITS)
-    if failure is not None and failure.kind is Kind.CAUSE:
+    is_late = kind is Kind.LATE
+    workers.leave(raised(0, error, "".join(traceback.format_exception(error))) if is_late else None)
+    failure = workers.await_failure(None if is_late else _ECHO_WAITS)
+    if failure is not None and failure.kind <= Kind.LATE:
         return failure.as_error()
     if isinstance(error, RankLeftError) and error.rank not in workers.finished:
         return _silent(error.rank, workers, timeout, loop)
@@ -109,21 +112,10 @@ def _silent(rank: int, workers: Workers, timeout: float, loop: Loop) -> BaseExce
     return NanoWorkerError(f"{message}\n\nrank {rank}:\n{where}".rstrip(), rank=rank, traceback=where or None)
 
 
-def _while_waiting(error: RankLateError, workers: Workers) -> BaseException:
-    """Return the error for a rank that rank 0 has waited for in vain, with the place where that is."""
-    failure = workers.await_failure(0)
-    if failure is not None:
-        return failure.as_error()
-    late = workers.unfinished if error.rank is None else [error.rank]
-    places = "\n\n".join(f"rank {rank}:\n{workers.stack_dump(rank)}" for rank in late)
-    rank = late[0] if late else 0
-    return NanoWorkerError(f"{error}\n\n{places}".rstrip(), rank=rank, traceback=places or None)
-
-
 def _left_behind(error: BaseException, workers: Workers, loop: Loop) -> BaseException:
     """Return the error for a worker that lost its connection because rank 0 has returned from the loop."""
     failure = workers.await_failure(0)
-    if failure is None or failure.kind is Kind.CAUSE:
+    if failure is None or failure.kind <= Kind.LATE:
         return error
     if failure.kind is Kind.LEFT:
         return failure.as_error()

@@ -24,8 +24,6 @@ _LONGEST_WORDS = 10_000  # characters of an exception's message
 _LONGEST_TRACEBACK = 100_000
 # What the system sends to a process for what that has done itself.
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGSTKFLT")
-#: Stands for the rank that is late, where any but the one that has waited may be.
-ANY = -1
 _UNPICKLING = 3.0  # seconds that a user's exception may take to come back
 
 
@@ -33,8 +31,9 @@ class Kind(IntEnum):
     """How near a failure is to the cause; of several, the smallest is reported."""
 
     CAUSE = 0  # an exception of the loop, a signal, an exit
-    LEFT = 1  # another rank has left the run
-    ECHO = 2  # a connection to another rank broke
+    LATE = 1  # another rank did not come within the timeout
+    LEFT = 2  # another rank has left the run
+    ECHO = 3  # a connection to another rank broke
 
 
 @dataclass
@@ -58,7 +57,7 @@ class Failure:
     pickled : bytes
         What it raised, pickled; empty where that could not be sent.
     late : int or None
-        The rank that it has waited for in vain, or ANY, of which the traceback is then; None if it failed otherwise.
+        The rank that it has waited for in vain; None where it does not know which, or failed otherwise.
     """
 
     rank: int
@@ -81,14 +80,12 @@ class Failure:
 
     def as_error(self) -> NanoWorkerError:
         """Return the error to raise for it, with the rank's own exception as its cause."""
-        rank, message = self.rank, error_message(f"rank {self.rank} {self.what}", _RUNS_TOGETHER, self.advice)
-        if self.late is not None:
-            rank, message = self.late, self.what
-        if self.kind is Kind.LEFT:
+        message = error_message(f"rank {self.rank} {self.what}", _RUNS_TOGETHER, self.advice)
+        if self.kind in (Kind.LATE, Kind.LEFT):
             message = self.what  # which says where it was: its traceback leads through nano_loop
-        elif self.traceback:
-            message += f"\n\nrank {rank}:\n{self.traceback.rstrip()}"
-        error = NanoWorkerError(message, rank=rank, exitcode=self.exitcode, traceback=self.traceback)
+        if self.traceback and self.kind is not Kind.LEFT:
+            message += f"\n\nrank {self.rank}:\n{self.traceback.rstrip()}"
+        error = NanoWorkerError(message, rank=self.rank, exitcode=self.exitcode, traceback=self.traceback)
         error.__cause__ = _unpickled(self.pickled) if self.pickled and self.kind is not Kind.LEFT else None
         return error
 
@@ -102,7 +99,7 @@ def kind_of(error: BaseException) -> Kind:
     if isinstance(error, RankLeftError):
         return Kind.LEFT
     if isinstance(error, RankLateError):
-        return Kind.CAUSE
+        return Kind.LATE
     if isinstance(error, RuntimeError) and _raised_by_torch_distributed(error.__traceback__):
         return Kind.ECHO
     return Kind.CAUSE
@@ -120,7 +117,7 @@ def _raised_by_torch_distributed(traceback: TracebackType | None) -> bool:
 def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> Failure:
     """Return the failure of a rank that raised; `where` is ``" in worker_init"`` if the loop did not."""
     if isinstance(error, RankLateError):
-        return Failure(rank, Kind.CAUSE, str(error), "", late=ANY if error.rank is None else error.rank)
+        return Failure(rank, Kind.LATE, str(error), "", traceback=_shortened(traceback), late=error.rank)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         what = f"called sys.exit({'' if error.code is None else repr(error.code)}){where}"

@@ -7,13 +7,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
-from nano_loop.distributed.launch.failure import ANY, Failure, Kind, first
+from nano_loop.distributed.launch.failure import Failure, Kind, first
 
 _INTERVAL = 0.1  # seconds between two looks at the workers
-_GRACE = 1.0  # seconds that an echo waits for its cause
+_GRACE = 1.0  # seconds that a failure waits for its cause, and a rank that has waited for others that have
 
 
 class Worker(Protocol):
@@ -44,7 +45,7 @@ class Worker(Protocol):
         """Take in what the process has reported, without waiting; return its failure once there is one."""
 
     def stack_dump(self) -> str:
-        """Return where the process is in its Python code, as far as it can be seen within a second."""
+        """Return where the process is in its Python code, as far as it can be seen within a few seconds."""
 
     def kill(self) -> None:
         """End the process and all that it has started, at once; also one that has ended already."""
@@ -66,10 +67,11 @@ class Workers:
         self._workers = workers
         self._failures: list[Failure] = []
         self._failed_at: float | None = None
+        self._failure: Failure | None = None  # that ends the run
         self._changed = threading.Condition()
         self._ending = False
         self.interrupted = False  # whether the user has
-        self._thread = threading.get_ident()
+        self._thread: int | None = threading.get_ident()  # of rank 0, in the loop
         self._watch = threading.Thread(target=self._watch_workers, name="nano_loop watch", daemon=True)
         self._watch.start()
 
@@ -83,10 +85,15 @@ class Workers:
         """The ranks that have not returned from the loop."""
         return [worker.rank for worker in self._workers if not worker.finished]
 
+    def leave(self, failure: Failure | None = None) -> None:
+        """Note that rank 0 is in the loop no more, and its failure, if that may end the run."""
+        self._thread = None
+        self._note(failure)
+
     def stack_dump(self, rank: int) -> str:
         """Return where a rank is in its Python code, rank 0 included."""
         if rank == 0:
-            frame = sys._current_frames().get(self._thread)
+            frame = sys._current_frames().get(self._thread or 0)
             return "".join(traceback.format_stack(frame)) if frame is not None else ""
         return next((worker.stack_dump() for worker in self._workers if worker.rank == rank), "")
 
@@ -102,20 +109,19 @@ class Workers:
 
     def check(self) -> None:
         """Raise a `NanoWorkerError` if a worker has failed, once it is known which was the first."""
-        failure = self._decisive_failure()
-        if failure is not None:
-            raise failure.as_error()
+        if self._failure is not None:
+            raise self._failure.as_error()
 
-    def await_failure(self, timeout: float, of: int | None = None) -> Failure | None:
+    def await_failure(self, timeout: float | None, of: int | None = None) -> Failure | None:
         """Return the first failure, waiting for one that is not seen yet, until rank `of`, or all, have finished."""
 
         def is_known() -> bool:
             waiting = self.unfinished
-            return self._decisive_failure() is not None or not waiting or (of is not None and of not in waiting)
+            return self._failure is not None or not waiting or (of is not None and of not in waiting)
 
         with self._changed:
             self._changed.wait_for(is_known, timeout)
-            return self._decisive_failure() or first(self._failures)
+            return self._failure or first(self._failures)
 
     def interrupt(self) -> None:
         """Kill every worker because the user has interrupted the run, which ends rank 0's wait for them."""
@@ -143,26 +149,46 @@ class Workers:
                 waiting = [worker.rank for worker in self._workers if not done(worker)]
                 if not waiting:
                     return
-                if time.monotonic() <= deadline:
-                    self._changed.wait(_INTERVAL)  # short, so that Ctrl-C is heard
-                    continue
-            late = Failure(waiting[0], Kind.CAUSE, f"{what} within {timeout:g} s", advice)
-            late.traceback = self.stack_dump(late.rank) or None
-            raise late.as_error()
+                if time.monotonic() > deadline:
+                    late = Failure(waiting[0], Kind.CAUSE, f"{what} within {timeout:g} s", advice)
+                    late.traceback = self.stack_dump(late.rank) or None
+                    raise late.as_error()
+                self._changed.wait(_INTERVAL)  # short, so that Ctrl-C is heard
 
     def _decisive_failure(self) -> Failure | None:
         failure = first(self._failures)
         if failure is None or failure.kind is Kind.CAUSE:
             return failure
         assert self._failed_at is not None
-        return failure if time.monotonic() > self._failed_at + _GRACE else None
+        if time.monotonic() <= self._failed_at + _GRACE:
+            return None
+        return self._located(failure) if failure.kind is Kind.LATE else failure
+
+    def _located(self, failure: Failure) -> Failure:
+        """Return the failure of a rank that has waited in vain as one of the ranks that are late, with where they are.
+
+        The rank that it has waited for may wait itself: those are late that have not waited in vain, or, where all
+        have, the others.
+        """
+        known = {other.rank: other for other in self._failures}
+        running = [*([] if self._thread is None else [0]), *self.unfinished]
+        late = sorted((rank for rank in running if rank not in known), key=lambda rank: rank != failure.late)
+        places = {rank: self.stack_dump(rank) for rank in late}
+        if not places:
+            places = {rank: other.traceback or "" for rank, other in known.items() if rank != failure.rank}
+        if not places:
+            return failure
+        shown = "\n\n".join(f"rank {rank}:\n{place.rstrip()}" for rank, place in places.items())
+        first_late = next(iter(places))
+        return replace(failure, rank=first_late, traceback=shown.removeprefix(f"rank {first_late}:\n"))
 
     def _watch_workers(self) -> None:
         while not self._ending:
             self._wait_for_news()
             for worker in self._workers:
                 self._note(worker.poll())
-            if self._decisive_failure() is not None:
+            self._failure = self._failure or self._decisive_failure()
+            if self._failure is not None:
                 self.kill()  # which also ends what rank 0 waits for
             with self._changed:
                 self._changed.notify_all()
@@ -177,13 +203,6 @@ class Workers:
     def _note(self, failure: Failure | None) -> None:
         if failure is None or any(known.rank == failure.rank for known in self._failures):
             return
-        if failure.late is not None:
-            late = [failure.late]
-            if failure.late == ANY:
-                late = [rank for rank in (0, *self.unfinished) if rank != failure.rank]
-            failure.late, failure.traceback = late[0], self.stack_dump(late[0])
-            for rank in late[1:]:
-                failure.traceback += f"\n\nrank {rank}:\n{self.stack_dump(rank)}"
         with self._changed:
             self._failed_at = self._failed_at or time.monotonic()
             self._failures.append(failure)

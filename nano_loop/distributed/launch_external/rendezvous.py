@@ -19,7 +19,7 @@ from nano_loop.distributed.comm.signed import SignedCodec
 from nano_loop.distributed.files.table import MadeFolders
 from nano_loop.distributed.launch.shared_folder import private_folder, refuse_foreign_folder, shared_memory_device
 from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
-from nano_loop.errors import NanoError, error_message
+from nano_loop.errors import NanoError, RankLateError, error_message
 
 _INTERVAL = 0.01  # seconds between two looks at a store, which may be on another host
 _LONGEST = 1 << 20  # characters of a text
@@ -104,7 +104,7 @@ def gather_at(store: Store, ranks: Ranks) -> Gather:
             while not store.check([key]):
                 ranks.check()
                 if time.monotonic() > deadline:
-                    raise NanoError(_is_late(rank, ranks))
+                    raise RankLateError(_is_late(rank, ranks), rank)
                 time.sleep(_INTERVAL)
         return [store.get(key).decode(errors="replace") for key in keys]
 

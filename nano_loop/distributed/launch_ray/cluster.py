@@ -42,7 +42,7 @@ _SHARED = (
 _GONE = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
 _INTERVAL = 0.1  # seconds between two looks for Ctrl-C
 _LONGEST = 2000  # characters of what Ray says
-_ANSWER = 1.0  # seconds that a rank has to say where it is
+_ANSWER = 3.0  # seconds that a rank has to say where it is
 _ENDING = 10.0  # seconds that a killed process may take to end
 _TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
@@ -268,7 +268,7 @@ class Actor(ReportingWorker):
 
     def reported(self, failure: Failure) -> Failure:
         """Add the node to what has happened there, and what to do about a file that is not there."""
-        if failure.kind is not Kind.LEFT and failure.late is None:
+        if failure.kind not in (Kind.LATE, Kind.LEFT):
             failure.what = f"on {self.node} {failure.what}"
         if "raised FileNotFoundError" in failure.what:
             failure.advice = _SHARED

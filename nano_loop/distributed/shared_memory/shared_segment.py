@@ -144,9 +144,9 @@ class SharedSegment:
             if self.has_left(rank):
                 self.fence()
                 if not arrived():  # it may have arrived, and left, since we looked
-                    raise RankLeftError(self._has_left(rank, what), rank)
+                    raise RankLeftError(self._has_left(rank, what), self._names[rank])
             if time.monotonic() - started > self._ranks.timeout:
-                raise RankLateError(self._is_late(rank, what), rank)
+                raise RankLateError(self._is_late(rank, what), self._names[rank])
             if wait is not None and (ring := wait.look()):
                 raise NanoError(mismatch_message(self._names[self._ranks.rank], ring))
 

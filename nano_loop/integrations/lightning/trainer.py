@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from nano_loop.config.declarations import CHECKS
 from nano_loop.config.environment import read_options
-from nano_loop.config.options import CHECKS, Options
+from nano_loop.config.options import Options
 from nano_loop.distributed.launch_external.environment import found_launch, local_size
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message, shown
 from nano_loop.integrations.lightning.compiled import refuse_compiled_twice

@@ -1,6 +1,7 @@
 """Workers are watched by what they have in common, whatever has started them: no pipes and no processes are needed."""
 
 import contextlib
+import time
 
 import pytest
 
@@ -19,8 +20,9 @@ class Remote:
 
     sources = ()
 
-    def __init__(self, rank, failure=None, finishes=True):
+    def __init__(self, rank, failure=None, finishes=True, after=0.0):
         self.rank, self.failure, self.finishes = rank, failure, finishes
+        self.fails_at = time.monotonic() + after
         self.ready = self.finished = False
         self.calls = []
 
@@ -28,10 +30,11 @@ class Remote:
         self.ready = True
         if self.failure is None:
             self.finished = self.finishes
-        return self.failure
+        return self.failure if time.monotonic() >= self.fails_at else None
 
     def stack_dump(self):
-        return "in a loop"
+        time.sleep(0.1)
+        return "" if "kill" in self.calls else "in a loop"
 
     def kill(self):
         self.calls.append("kill")
@@ -74,13 +77,39 @@ def test_lost_connection_of_rank_0_is_raised_as_the_failure_that_caused_it():
     assert (caught.value.rank, caught.value.exitcode, caught.value.traceback) == (2, None, "out of memory")
 
 
+def waits(rank, late=None, where=""):
+    """What a rank reports that has waited in vain for another one, or for any other."""
+    return raised(rank, RankLateError(f"rank {rank} has waited", late), where)
+
+
 def test_every_rank_that_may_be_late_is_shown_where_it_is():
-    late = raised(1, RankLateError("rank 1 has waited 12 seconds for the others"), "")
-    with watched(Remote(1, late), Remote(2, finishes=False)) as workers:
-        error = workers.await_failure(5).as_error()
-    assert str(error).startswith("rank 1 has waited 12 seconds for the others\n\nrank 0:\n")
-    assert str(error).endswith("\n\nrank 2:\nin a loop")
-    assert error.rank == 0
+    with pytest.raises(NanoWorkerError, match=r"^rank 1 has waited\n\nrank 0:\n") as caught:
+        run_beside(Remote(1, waits(1)), Remote(2, finishes=False), body=lambda: time.sleep(3))
+    assert "time.sleep(3)" in str(caught.value)
+    assert str(caught.value).endswith("\n\nrank 2:\nin a loop")
+    assert caught.value.rank == 0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("named", [0, None])
+def test_ranks_that_wait_for_each_other_blame_the_one_that_waits_for_nobody(first, named):
+    def wait():
+        time.sleep(0.3 * first)
+        raise RankLateError("rank 0 has waited", None)
+
+    with pytest.raises(NanoWorkerError) as caught:
+        run_beside(Remote(1, waits(1, named), after=0.3 * (1 - first)), Remote(2, finishes=False), body=wait)
+    assert str(caught.value) == f"rank {first} has waited\n\nrank 2:\nin a loop"
+    assert caught.value.rank == 2
+
+
+def test_ranks_that_all_wait_are_shown_where_they_have_waited():
+    def wait():
+        raise RankLateError("rank 0 has waited", 1)
+
+    with pytest.raises(NanoWorkerError) as caught:
+        run_beside(Remote(1, waits(1, 0, "in barrier"), after=0.3), body=wait)
+    assert str(caught.value) == "rank 0 has waited\n\nrank 1:\nin barrier"
 
 
 def test_check_raises_while_rank_0_waits():

@@ -17,9 +17,9 @@ import torch
 
 from distributed.shared_memory import transports
 from distributed.shared_memory.transports import averaged, opened, random_list, same_bits, values
-from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.ranks import RankLeftError, Ranks
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
-from nano_loop.errors import NanoError
+from nano_loop.errors import NanoError, RankLateError
 
 # The processes of a team do not find the tests' modules by name.
 cloudpickle.register_pickle_by_value(transports)
@@ -178,6 +178,17 @@ def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):
     segment.wait([place], 1)
     with pytest.raises(NanoError, match="rank 0 has returned from train"):
         segment.wait([place], 2)
+    segment.close()
+
+
+def test_rank_of_another_host_that_is_late_or_leaves_is_known_by_its_number_in_the_run():
+    segment = SharedSegment(Ranks(1, 2, timeout=0.1), 1, 8, partial(mmap.mmap, -1), names=(4, 6))
+    with pytest.raises(RankLateError, match=r"rank 6 has waited 0.1 seconds for rank 4") as late:
+        segment.wait(segment.places(0), 1)
+    segment.publish(segment.places(1)[0], 1)
+    with pytest.raises(RankLeftError, match="rank 4 has returned from train") as left:
+        segment.wait(segment.places(0), 1)
+    assert (late.value.rank, left.value.rank) == (4, 4)
     segment.close()
 
 

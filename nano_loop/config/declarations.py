@@ -1,0 +1,221 @@
+"""The declarations of the options: name, type, default, check and help of each.
+
+Signatures, docstrings, environment variables, flags and the README's table follow from them. It does not import torch,
+so that the command line knows the options at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, Literal
+
+from nano_loop.config import option_checks as checks
+
+
+def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = "") -> Any:
+    """Declare an option, whose name and type are those of the field.
+
+    Parameters
+    ----------
+    default : object
+        The default value.
+    check : callable
+        A check from `nano_loop.config.option_checks`, which defines the allowed values, including ``"auto"``.
+    help : str
+        A description for docstrings and the README.
+    by_name_in : str
+        A function that takes the option by name only, although others also take it by position.
+    """
+    return field(default=default, metadata={"check": check, "help": help, "by_name_in": by_name_in})
+
+
+def switch(default: bool, help: str) -> Any:
+    """Declare an option that is on or off."""
+    return option(default, checks.boolean, help)
+
+
+def step(help: str) -> Any:
+    """Declare the option of a step that is applied, unless the user leaves it out, where it applies."""
+    return option("auto", checks.auto_or_boolean, help)
+
+
+@dataclass(frozen=True)
+class Declarations:
+    """The options, as they are declared: the base class of `Options`.
+
+    Each of them is an argument of `nano_loop.TorchNano` and `nano_loop.nano`, an entry of their docstrings, an
+    environment variable, and an entry of the report.
+    """
+
+    # BigDL-Nano's eight, in its order and with its defaults. Its `nano` had no process_group_backend.
+    num_processes: int | None = option(
+        None,
+        checks.num_processes,
+        "Number of data-parallel processes. `None`: one, or as many as `torchrun`, `srun` or `mpirun` has started.",
+    )
+    use_ipex: bool = switch(
+        False,
+        'Kernels of Intel Extension for PyTorch. Needs torch 2.8 and `pip install "nano-loop[ipex]"`. From 0.9 to 1.2 '
+        "times as fast as without; the report says which, once a process has run both.",
+    )
+    distributed_backend: str = option(
+        "subprocess",
+        checks.distributed_backend,
+        'Starter of the processes. `"spawn"` is another name for `"subprocess"`. `"ray"`: Ray, on the nodes of its '
+        'cluster; needs `pip install "nano-loop[ray]"`. `"k8s"`: they have been started from outside, as by torchrun.',
+    )
+    process_group_backend: str | None = option(
+        None,
+        checks.process_group_backend,
+        "Backend of torch.distributed between processes. `None`: shared memory on one host, gloo between hosts.",
+        by_name_in="nano",
+    )
+    precision: int | str = option(
+        32,
+        checks.precision,
+        'Precision of the models. `"bf16"`: bf16 autocast around each call into a model, with outputs in fp32. '
+        '`"auto"`: that where the CPU has bf16 instructions and a call is large enough for bf16 to pay, else fp32. '
+        '`"bf16-products"`: fp32, with the inputs of large matrix products rounded to bf16. '
+        '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
+        "`16`: fp16 autocast, with loss scaling that the loop does not see.",
+    )
+    cpu_for_each_process: Sequence[Sequence[int]] | int | None = option(
+        None,
+        checks.cpu_for_each_process,
+        "CPU ids of each process, such as `[[0, 1], [2, 3]]`, or how many CPUs each has. `None`: even shares.",
+    )
+    channels_last: bool | Literal["auto"] = option(
+        False,
+        checks.auto_or_boolean,
+        'NHWC layout for 4-D and 5-D inputs of models and of convolutions. `"auto"`: the layout that is faster in a '
+        "measurement after the first batch.",
+    )
+    auto_lr: bool = switch(True, "Learning rate that ramps from 1× to N× over the first 1,000 steps, with N processes.")
+    _: KW_ONLY
+    fused_optimizer: bool | Literal["auto"] = step(
+        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs."
+    )
+    allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.")
+    fast_dropout: bool | Literal["auto"] = step(
+        "The masks of torch's own generator, drawn about ten times as fast. Needs a C compiler, at first use."
+    )
+    fast_attention: bool | Literal["auto"] = step(
+        "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
+        "Needs a C compiler, at first use, and AVX-512; else by plain products, about twice as fast."
+    )
+    fast_activation: bool | Literal["auto"] = step(
+        "tanh, and GELU by tanh, by functions in C, in reduced precision: about three times as fast. Needs torch 2.9 "
+        "or later, and a C compiler, at first use."
+    )
+    fast_convolution: bool | Literal["auto"] = step(
+        "Gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 times as "
+        "fast as oneDNN, for NHWC images. Needs torch 2.9, and a C compiler, at first use, and AVX-512; else by plain "
+        "matrix products where oneDNN is slow."
+    )
+    fast_linear: bool | Literal["auto"] = step(
+        "Large products of linear layers and of their gradients in blocks by bf16 instructions, in reduced precision: "
+        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
+    )
+    fast_lstm: bool | Literal["auto"] = step(
+        "LSTMs by large products, and a function in C for the recurrence, in reduced precision: 1.06 to 2.7 times "
+        "as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
+    )
+    fast_cross_entropy: bool | Literal["auto"] = step(
+        "Cross-entropy over many classes in two passes over the logits, in reduced precision: less time, and a third "
+        "of the memory. Needs a C compiler, at first use."
+    )
+    fast_norm: bool | Literal["auto"] = step(
+        "Batch, group and layer norms at twice the speed of torch's kernels, in reduced precision. Needs torch 2.9 or "
+        "later and, at first use, a C compiler."
+    )
+    tune_operators: bool | Literal["auto"] = step(
+        "Timing of layers and of gradients of convolutions in bf16 and fp32, in reduced precision, from the third step "
+        "on. The fastest way is kept for later runs too."
+    )
+    fast_fetch: bool | Literal["auto"] = step("Whole batches out of a `TensorDataset` or a tensor.")
+    num_threads: int | None = option(
+        None, checks.num_threads, "Compute threads of each process. `None`: one a physical core."
+    )
+    loader_workers: int | None = option(
+        None,
+        checks.loader_workers,
+        "Worker processes of each loader that is set up, of which `0` is none. `None`: as many as the loader has.",
+    )
+    fast_images: bool | Literal["auto"] = step(
+        "Cache of decoded and resized images for loaders with torchvision's transforms, exact to the bit."
+    )
+    image_cache: int | str | os.PathLike[str] | None = option(  # noqa: RUF009
+        None,
+        checks.image_cache,
+        'Place of these: bytes of memory such as `8e9` or `"8 GB"`, or a folder that stays. `None`: a quarter of the '
+        "memory.",
+    )
+    exact_images: bool = switch(
+        True,
+        "Same pixels as without nano_loop. `False`: large JPEG files are decoded at a smaller size.",
+    )
+    compile: bool | Literal["whole"] | dict[str, Any] = option(  # noqa: RUF009
+        False,
+        checks.compile_arguments,
+        "`torch.compile` of the blocks that a model repeats, once for each kind, or of all of it where it repeats "
+        'none. `"whole"`: of all of it. A dict is passed on to torch. Takes 10 s or more at first, and gains little on '
+        "a CPU.",
+    )
+    bf16_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
+        (),
+        checks.operators,
+        'Operators that run in bf16 under autocast, such as `["softmax"]`, or a file with a name a line. They override '
+        "torch's lists for the models of the run.",
+    )
+    fp32_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
+        (),
+        checks.operators_or_safe,
+        "The same for fp32. `\"safe\"`: what CUDA's autocast runs in fp32 and the CPU's does not, such as softmax.",
+    )
+    gradient_compression: str | None = option(
+        None, checks.gradient_compression, 'What gradients are rounded to on their way between processes: `"bf16"`.'
+    )
+    compare_parameters: bool = switch(
+        True,
+        "Comparison of the parameters of all processes every 100 steps, with an error where they differ, and of the "
+        "buffers, with a warning.",
+    )
+    sync_buffers: Literal["average", "rank0"] | None = option(
+        None,
+        checks.sync_buffers,
+        'What buffers become after each backward, with several processes: `"average"`, the mean of all, or `"rank0"`.',
+    )
+    worker_init: Callable[[], object] | None = option(  # noqa: RUF009
+        None,
+        checks.worker_init,
+        "Function that each worker process calls before it reads the arguments: what your program has patched or "
+        "registered in code is not there in a worker.",
+    )
+    timeout: float = option(600.0, checks.seconds, "Seconds that a process waits for another.")
+    verbose: bool | Literal["all"] = option(
+        True, checks.verbosity, 'Report on standard error. `"all"`: also what every process prints.'
+    )
+
+    tune: bool = switch(
+        False,
+        "Measurement of the options that you leave out, in processes that are thrown away, before the first call. It "
+        "takes up to two minutes. The fastest are kept for later runs too.",
+    )
+    step_time: bool = switch(False, "Last line of the report with the time of a step, to compare options by.")
+    log_casts: bool | str | os.PathLike[str] = option(  # noqa: RUF009
+        False,
+        checks.boolean_or_path,
+        "Table of the casts of the third step, with what caused them and what they moved. A path: JSON in that file.",
+    )
+    verify: bool = switch(
+        False,
+        "Comparison of the first batch with the plain model in fp32 and fp64. It names the layer that is off.",
+    )
+
+
+DECLARED = fields(Declarations)
+OPTIONS = tuple(declared.name for declared in DECLARED)
+DEFAULTS: dict[str, Any] = {declared.name: declared.default for declared in DECLARED}
+CHECKS: dict[str, checks.Check] = {declared.name: declared.metadata["check"] for declared in DECLARED}
