@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.errors import NanoConfigError, error_message, shown
@@ -85,22 +86,17 @@ class _OnBatch(RunTask):
 
     def __init__(self, settings: Settings, model: Any, optimizer: Any, batch: Any, loss_fn: LossFunction) -> None:
         names = {"model": model, "optimizer": optimizer, "batch": batch, "loss_fn": loss_fn}
-        super().__init__(settings, names, Loop("tune", "nano_loop"))
         self._parts = TrainingObjects.of(model, optimizer, ())
+        super().__init__(settings, names, Loop("tune", "nano_loop"), self._parts)
         self._batch, self._loss_fn = batch, loss_fn
 
-    @property
-    def parts(self) -> TrainingObjects:
-        """See `RunTask.parts`."""
-        return self._parts
-
+    @override
     def do(self, run: Run) -> None:
-        """See `RunTask.do`."""
         run.apply(self._parts)
         self.repeat(run)
 
+    @override
     def repeat(self, run: Run) -> None:
-        """See `RunTask.repeat`."""
         (model,) = self._parts.models
         for optimizer in self._parts.optimizers:
             optimizer.zero_grad()

@@ -72,8 +72,13 @@ class GroupMean:
         self._unused.append(received)
 
     def close(self) -> None:
-        """Give back all memory."""
+        """Give back all memory, and the group.
+
+        A group of gloo that is collected as garbage in a forked process, such as a loader's worker, ends that process:
+        it joins threads that are not there.
+        """
         self._unused.clear()
+        self._group = None
 
 
 class HostsTransport:

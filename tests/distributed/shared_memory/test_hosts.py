@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 import time
+import weakref
 from contextlib import nullcontext
 from unittest import mock
 
@@ -75,6 +76,16 @@ def test_random_lists_become_their_means(team, folders, members):
     for seed in range(20):
         assert_means([results[seed] for results in by_rank], [random_list(seed, rank) for rank in range(size(members))])
     assert not [path for path in folders.rglob("*") if path.is_file()]
+
+
+def test_group_between_hosts_ends_with_the_transport_that_used_it_wherever_that_is_held(team, folders):
+    def run(ranks):
+        with Placed(ranks, folders, ALONE) as transport:
+            transport.average([torch.ones(3)])
+            group = weakref.ref(transport._mean._group)
+        return group() is None
+
+    assert team(3)(run) == [True] * 3
 
 
 @pytest.mark.slow
