@@ -276,12 +276,7 @@ def has_kernel(operator: str, dispatch_key: str) -> bool:
 
 def is_operator(name: str) -> bool:
     """Whether this torch has an ATen operator, such as ``softmax.int``. torch has no public check without an error."""
-    return f"aten::{name}" in _operator_names()
-
-
-@functools.cache
-def _operator_names() -> frozenset[str]:
-    return frozenset(torch._C._dispatch_get_all_op_names())
+    return bool(torch._C._dispatch_has_kernel(f"aten::{name}"))
 
 
 def arguments_of(overload: Any) -> list[Any]:
@@ -405,14 +400,9 @@ def kept_iterator(loader: DataLoader[Any]) -> Any:
     return vars(loader).get(_KEPT_ITERATOR)
 
 
-def own_iterator(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the attribute of a loader that holds its iterator, as a dict."""
-    return {_KEPT_ITERATOR: kept_iterator(loader)}
-
-
-def without_kept_iterator(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return a loader's attributes for a copy that starts its own worker processes."""
-    return {**attributes, _KEPT_ITERATOR: None}
+def with_iterator(attributes: dict[str, Any], iterator: Any = None) -> dict[str, Any]:
+    """Return a loader's attributes for a copy with another such iterator; None: a copy that starts its own workers."""
+    return {**attributes, _KEPT_ITERATOR: iterator}
 
 
 def stop_kept_workers(loader: DataLoader[Any]) -> None:
@@ -465,26 +455,6 @@ def shared_storage(size: int) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_shared(size)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each of `sources` into its target. As `Tensor.copy_` in a loop, without Python's 1 µs for each."""
-    _for_each(torch._foreach_copy_, torch.Tensor.copy_, targets, sources)
-
-
-def foreach_add(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Add each of `others` to its target, likewise."""
-    _for_each(torch._foreach_add_, torch.Tensor.add_, targets, others)
-
-
-def foreach_multiply(targets: list[torch.Tensor], factor: float) -> None:
-    """Multiply each of `targets` by a number, likewise."""
-    _for_each(torch._foreach_mul_, torch.Tensor.mul_, targets, factor)
-
-
-def foreach_divide(targets: list[torch.Tensor], divisor: float) -> None:
-    """Divide each of `targets` by a number, likewise."""
-    _for_each(torch._foreach_div_, torch.Tensor.div_, targets, divisor)
-
-
 def _for_each(
     of_lists: Callable[..., Any], method: Callable[..., Any], targets: list[torch.Tensor], other: Any
 ) -> None:
@@ -494,6 +464,13 @@ def _for_each(
         return
     for target, value in zip(targets, other if isinstance(other, list) else repeat(other, len(targets)), strict=True):
         method(target, value)
+
+
+#: Change the tensors of a list by those of another one or by a number. As a loop over methods, without its 1 µs each.
+foreach_copy = functools.partial(_for_each, torch._foreach_copy_, torch.Tensor.copy_)
+foreach_add = functools.partial(_for_each, torch._foreach_add_, torch.Tensor.add_)
+foreach_multiply = functools.partial(_for_each, torch._foreach_mul_, torch.Tensor.mul_)
+foreach_divide = functools.partial(_for_each, torch._foreach_div_, torch.Tensor.div_)
 
 
 def forget_group_count() -> None:
