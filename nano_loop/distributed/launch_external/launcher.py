@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from nano_loop.distributed.launch_external.rendezvous import (
 )
 from nano_loop.distributed.launch_external.store import external_store
 from nano_loop.distributed.multi_host.process_group_channel import ProcessGroupChannel
+from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.fabric.rank_zero import note_rank
 
@@ -164,9 +165,8 @@ def join_run(
         )
         backend = options.process_group_backend
         if ranks.folder is not None:
-            if not terms.watched:
-                stack.enter_context(watching_each_other(ranks, ranks.folder))
-            stack.enter_context(shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend))
+            local = shared_channel(ranks, ranks.folder) if store is None else local_group(ranks, backend)
+            stack.enter_context(local if terms.watched else _watched_by_each_other(local, ranks, ranks.folder))
         else:
             if store is not None:
                 group = PrefixStore("group", store)
@@ -182,6 +182,15 @@ def join_run(
         part = restricted(machine, share, len(here)) if share else _undivided(machine, masks, terms.threads)
         stack.callback(note_rank, note_rank(launch.rank))
         yield RankSlot(ranks, part, machine)
+
+
+@contextmanager
+def _watched_by_each_other(connected: AbstractContextManager[object], ranks: Ranks, folder: Path) -> Iterator[None]:
+    """Connect ranks of one host that see each other's ends by themselves: no launcher of ours watches them."""
+    with watching_each_other(ranks, folder) as liveness, connected:
+        if isinstance(ranks.channel, SharedChannel):
+            liveness.has_left = ranks.channel.segment.has_left
+        yield
 
 
 def _refuse_different_secrets(presences: list[Presence]) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.failure import died
-from nano_loop.distributed.shared_memory.shared_channel import SharedChannel
 from nano_loop.distributed.shared_memory.shared_file import make, open_private
 
 if sys.platform != "win32":
@@ -33,9 +32,15 @@ class Liveness:
         Who they are.
     folder : pathlib.Path
         Their private folder.
+
+    Attributes
+    ----------
+    has_left : callable
+        Returns whether a rank has announced its end, so that its process may be gone.
     """
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self.has_left: Callable[[int], bool] = lambda rank: False
         self._ranks = ranks
         self._folder = folder
         self._descriptors: dict[int, int] = {}  # of the others, by rank
@@ -51,11 +56,6 @@ class Liveness:
             # It may have left, and ended, since we looked at its lock.
             if rank != self._ranks.rank and self.is_dead(rank) and not self.has_left(rank):
                 raise died(rank).as_error()
-
-    def has_left(self, rank: int) -> bool:
-        """Whether a rank has announced its end, so that its process may be gone."""
-        channel = self._ranks.channel
-        return isinstance(channel, SharedChannel) and channel.segment.has_left(rank)
 
     def is_dead(self, rank: int) -> bool:
         """Whether the process of a rank that has been there is gone."""
@@ -84,7 +84,7 @@ class Liveness:
 
 
 @contextmanager
-def watching_each_other(ranks: Ranks, folder: Path) -> Iterator[None]:
+def watching_each_other(ranks: Ranks, folder: Path) -> Iterator[Liveness]:
     """Let every wait of the ranks of one host see that another's process has ended: no launcher of ours does."""
     launcher_s = ranks.check
     liveness = Liveness(ranks, folder)
@@ -95,7 +95,7 @@ def watching_each_other(ranks: Ranks, folder: Path) -> Iterator[None]:
 
     ranks.check = check
     try:
-        yield
+        yield liveness
     finally:
         ranks.check = launcher_s
         liveness.close()
