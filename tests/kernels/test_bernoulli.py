@@ -168,7 +168,7 @@ def cache(monkeypatch, tmp_path):
 def made():
     """What there is after a new look."""
     compiled.compiled.cache_clear()
-    return compiled.compiled("bernoulli").draw_bernoulli
+    return compiled.compiled("bernoulli", False).draw_bernoulli
 
 
 @same_draws

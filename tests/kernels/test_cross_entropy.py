@@ -189,15 +189,15 @@ def test_under_a_transform_it_is_left_to_torch():
 
 def test_library_needs_no_openmp_beside_torch_s(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled.compiled_for_threads.cache_clear()
+    compiled.compiled.cache_clear()
     try:
         assert CompiledKernel("cross_entropy", {}).unavailable is None
         (library,) = (tmp_path / "nano_loop").iterdir()
         assert b"libgomp" not in library.read_bytes()
-        compiled.compiled_for_threads.cache_clear()
+        compiled.compiled.cache_clear()
         monkeypatch.setenv("CC", "no-such-cc")
         assert CompiledKernel("cross_entropy", {}).unavailable == "no C compiler was found (no-such-cc)"
         with pytest.raises(UnavailableError):
-            compiled.compiled_for_threads("cross_entropy")
+            compiled.compiled("cross_entropy")
     finally:
-        compiled.compiled_for_threads.cache_clear()
+        compiled.compiled.cache_clear()
