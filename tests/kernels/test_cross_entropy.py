@@ -110,17 +110,11 @@ def test_mean_of_nothing_is_nan_as_in_torch():
     assert by_torch(logits, torch.full_like(target, -100)).isnan()
 
 
-def test_result_does_not_depend_on_the_number_of_threads():
+def test_result_does_not_depend_on_the_number_of_threads(for_each_number):
     logits, target = logits_of(33, 5003, torch.bfloat16)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 2):
-            torch.set_num_threads(threads)
-            found.append(with_gradient(ours, logits, target, reduction="none"))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+    first, *others = for_each_number(lambda: with_gradient(ours, logits, target, reduction="none"), 1, 2, 2)
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

@@ -150,17 +150,11 @@ def test_large_means_and_first_elements_that_are_far_away_cost_no_digits(kind, n
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nhwc", [False, True])
-def test_results_do_not_depend_on_the_number_of_threads(kind, nhwc):
+def test_results_do_not_depend_on_the_number_of_threads(for_each_number, kind, nhwc):
     case = case_of(kind, (3, 48, 33, 40), nhwc=nhwc and kind != "layer_norm", groups=4)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(case.by(OURS))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+    first, *others = for_each_number(lambda: case.by(OURS), 1, 2, 3)
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only compilers for x86 have the flag")
