@@ -32,10 +32,8 @@ def _forward(
     """Return the output, and the logarithm of the sum of each row, or None where torch has to compute."""
     if dropout_p or not _is_ours(query, key, value, attn_mask):
         return None
-    q, k, v = _rounded(query), _rounded(key), _rounded(value)
-    mask = None if attn_mask is None else blocked_attention.as_mask(attn_mask, query, key)
     out = blocked_attention.laid_out_as(query, value.size(-1))
-    return blocked_attention.forward(q, k, v, mask, None, 0.0, is_causal, _scale(query, scale), out)
+    return blocked_attention.forward(*_arguments(query, key, value, attn_mask, is_causal, scale), out)
 
 
 def _backward(
@@ -54,11 +52,9 @@ def _backward(
     """Return the gradients of query, key and value, or None where torch has to compute."""
     if dropout_p or not _is_ours(query, key, value, attn_mask):
         return None
-    gradient, q, k, v = _rounded(grad_out), _rounded(query), _rounded(key), _rounded(value)
-    mask = None if attn_mask is None else blocked_attention.as_mask(attn_mask, query, key)
     gradients = [blocked_attention.laid_out_as(tensor) for tensor in (query, key, value)]
-    log_sums, number = logsumexp.contiguous(), _scale(query, scale)
-    blocked_attention.backward(gradient, log_sums, q, k, v, mask, None, 0.0, is_causal, number, gradients)
+    arguments = _arguments(query, key, value, attn_mask, is_causal, scale)
+    blocked_attention.backward(_rounded(grad_out), logsumexp.contiguous(), *arguments, gradients)
     return tuple(gradients)
 
 
@@ -94,5 +90,10 @@ def _rounded(tensor: Tensor) -> Tensor:
     return blocked_attention.with_columns(tensor.bfloat16())
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(query.size(-1)) if scale is None else scale
+def _arguments(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, float, bool, float]:
+    """Return the arguments of the kernel, from `query` to `scale`."""
+    mask = None if mask is None else blocked_attention.as_mask(mask, query, key)
+    number = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    return _rounded(query), _rounded(key), _rounded(value), mask, None, 0.0, is_causal, number

@@ -33,7 +33,7 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., Tens
     def dispatched(
         keys: torch.DispatchKeySet, inputs: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
     ) -> Tensor:
-        if not rounds_inputs(inputs, weight, _output_pixels(inputs, weight, *geometry[:4]), geometry[-1]):
+        if not rounds_inputs(inputs, weight, _output_pixels(inputs, weight, geometry), geometry[-1]):
             out: Tensor = original(keys, inputs, weight, bias, *geometry)
             return out
         out = original(keys, inputs.bfloat16(), weight.bfloat16(), None, *geometry).float()
@@ -62,16 +62,9 @@ def rounds_inputs(inputs: Tensor, weight: Tensor, pixels: int, groups: int) -> b
     return True
 
 
-def _output_pixels(
-    inputs: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-) -> int:
+def _output_pixels(inputs: Tensor, weight: Tensor, geometry: Sequence[Any]) -> int:
     """Return how many pixels are multiplied with the whole weight."""
-    sizes = inputs.shape[2:]
+    (stride, padding, dilation, transposed, *_), sizes = geometry, inputs.shape[2:]
     if not transposed:
         places = zip(sizes, weight.shape[2:], padding, dilation, stride, strict=False)
         sizes = torch.Size((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, p, d, s in places)
