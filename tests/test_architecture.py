@@ -89,6 +89,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.data_parallel.duplicate_work": "how often a line was met, over all calls of a function",
         "distributed.files.private_files": "a worker keeps its files private until it ends",
         "distributed.launch_external.store": "a server outlives the runs that meet on it",
+        "distributed.launch.abandoned": "locks are for processes, and released in those that they fork",
         "distributed.launch_local.kept_server": "the process that forks the next run's workers",
         "distributed.launch.worker_warnings": "a warning is shown once in a process",
         "images.lifetime": "the cache lives as long as the datasets that it is for",
