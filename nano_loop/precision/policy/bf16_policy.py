@@ -23,9 +23,9 @@ from nano_loop.patching.torch_private import (
     current_node_number,
     in_backward,
     in_functorch,
-    is_compiled,
     next_node_number,
 )
+from nano_loop.patching.torch_private_compiler import is_compiled
 from nano_loop.patching.walk import find
 
 #: What is equal for calls that take about as long: the module's id, its method, and the size of the inputs.
