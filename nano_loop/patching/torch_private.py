@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # its class has no public name
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
 _KEPT_ITERATOR = "_iterator"
@@ -28,10 +26,8 @@ _PRESETS = "torchvision.transforms._presets"
 #: and to read them, in this module. There is no public place between them and the files.
 FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 
-#: Operators without a public name: attention by blocks on the CPU, and the convolution below every other.
+#: An operator without a public name: attention by blocks on the CPU.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
-FLASH_ATTENTION = getattr(torch.ops.aten, FLASH_KERNEL)
-INNER_CONVOLUTION = "_convolution"
 
 #: The attributes of a leaf tensor that hold its hooks, which pickling omits.
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -41,18 +37,6 @@ def calls_only_forward(module: nn.Module) -> bool:
     """Whether a call of a module is one of its class's `forward`, without hooks. torch has no public check."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return not hooks and module._compiled_call_impl is None and "forward" not in vars(module)
-
-
-def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict that holds a module's own parameters. ``parameters()`` takes 8 µs to yield those of a leaf."""
-    return module._parameters
-
-
-def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Any:
-    """Return a module with the attributes of another one, and with these parameters."""
-    twin = type(module).__new__(type(module))
-    twin.__dict__.update(vars(module), _parameters=parameters)
-    return twin
 
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
@@ -144,14 +128,12 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 def in_mode() -> bool:
     """Whether a mode of torch sees the functions or operators of this thread. torch has no public check."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+    return in_dispatch_mode() or bool(torch._C._len_torch_function_stack())
 
 
-def in_mode_of_others() -> bool:
-    """Whether a mode that is not nano_loop's sees the operators of this thread, as one that traces does."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(not type(mode).__module__.startswith("nano_loop.") for mode in _get_current_dispatch_mode_stack())
+def in_dispatch_mode() -> bool:
+    """Whether a mode sees the operators of this thread, as one that traces does. torch has no public check."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
 from nano_loop.precision.autocast import loss_scale
-from nano_loop.precision.policy.lstms import can_train_lstms
+from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 from nano_loop.steps import bf16_products
 
 from .nested import differences, leaves, mapped
