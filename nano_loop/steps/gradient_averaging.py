@@ -64,6 +64,7 @@ class GradientAveraging(RanksStep):
             transport,
             served_whole_by_mode,
             compare=self.options.compare_parameters,
+            sync_buffers=self.options.sync_buffers,
             stream=transport.stream if isinstance(transport, HostsTransport) and not self.ranks.on_one_host else None,
         )
         self.undoing.callback(averaging.close)
