@@ -57,7 +57,7 @@ ANY_TORCH := $(CLUSTERS) tests/cli tests/cpu $(wildcard tests/distributed/launch
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs-faults planted-faults bench bench-overhead clean ready ready-ipex
+.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs-faults docs-options planted-faults bench bench-overhead clean ready ready-ipex
 .NOTPARALLEL:
 
 help:
@@ -70,6 +70,7 @@ help:
 	@echo "make lint    ruff, mypy, and that imports run downwards"
 	@echo "make planted-faults   plant the faults of tests/planted_faults.py one by one, and see that tests find them"
 	@echo "make docs-faults  write docs/faults.md from the table of faults in tests/faults"
+	@echo "make docs-options  write the table of options in README.md from their declarations"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
 	@echo "make clean   remove .venv, .venv-ipex, .venv-bench, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
@@ -109,6 +110,9 @@ planted-faults: ready
 
 docs-faults: ready
 	@PYTHONPATH=tests $(RUN) -m faults.page
+
+docs-options: ready
+	@PYTHONPATH=tests $(RUN) -m test_readme
 
 # The peers have an environment of their own, so that nothing of ours comes to rely on them.
 BENCH_VENV := .venv-bench

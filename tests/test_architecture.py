@@ -89,6 +89,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed.data_parallel.duplicate_work": "how often a line was met, over all calls of a function",
         "distributed.files.private_files": "a worker keeps its files private until it ends",
         "distributed.launch_external.store": "a server outlives the runs that meet on it",
+        "distributed.launch.abandoned": "locks are for processes, and released in those that they fork",
         "distributed.launch_local.kept_server": "the process that forks the next run's workers",
         "distributed.launch.worker_warnings": "a warning is shown once in a process",
         "images.lifetime": "the cache lives as long as the datasets that it is for",
@@ -489,57 +490,9 @@ SOUND = {
 }
 
 PLANTED = {
-    "upward": ({"cpu/quota.py": "from nano_loop.steps import STEPS"}, "cpu.quota imports steps"),
-    "upward, relative": ({"cpu/quota.py": "from ..decorator import nano"}, "cpu.quota imports decorator"),
-    "upward, of a whole module": (
-        {"errors.py": "import nano_loop.intercept.calls"},
-        "errors imports intercept.calls",
-    ),
-    "upward, inside a function": (
-        {"errors.py": "def f():\n    from .intercept import calls"},
-        "errors imports intercept.calls",
-    ),
-    "upward, for types": (
-        {"errors.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .intercept.calls import Call"},
-        "errors imports intercept.calls",
-    ),
-    "upward, the public names": (
-        {"intercept/calls.py": "from nano_loop import TorchNano"},
-        "intercept.calls imports __init__",
-    ),
-    "upward, by name": (
-        {"intercept/calls.py": "import_module('nano_loop.decorator')"},
-        "intercept.calls imports decorator",
-    ),
-    "upward, in a constant": (
-        {"intercept/calls.py": "ENTRY = 'nano_loop.decorator'"},
-        "intercept.calls imports decorator",
-    ),
-    "upward, in a program": (
-        {"intercept/calls.py": "RUN = '''\nimport sys\nfrom nano_loop.decorator import nano, kept\nnano()\n'''"},
-        "intercept.calls imports decorator",
-    ),
-    "upward, a whole module in a program": (
-        {"intercept/calls.py": "RUN = 'import nano_loop.decorator'"},
-        "intercept.calls imports decorator",
-    ),
-    "upward, in a folder": (
-        {"distributed/transport/ring.py": "from nano_loop.distributed.averaging.mean import Ring"},
-        "distributed.transport.ring imports distributed.averaging.mean",
-    ),
-    "upward, to a folder inside": (
-        {"distributed/channel.py": "from nano_loop.distributed.transport.ring import Ring"},
-        "distributed.channel imports distributed.transport.ring",
-    ),
-    "unknown room inside": (
-        {"distributed/gadgets/one.py": ""},
-        "distributed.gadgets.one: its room is not in ROOMS",
-    ),
+    "unknown room inside": ({"distributed/gadgets/one.py": ""}, "distributed.gadgets.one: its room is not in ROOMS"),
     "unknown room": ({"gadgets/one.py": ""}, "gadgets.one: its room is not in ROOMS"),
-    "cycle": (
-        {"steps/a.py": "from . import b", "steps/b.py": "from . import a"},
-        "steps.a → steps.b → steps.a",
-    ),
+    "cycle": ({"steps/a.py": "from . import b", "steps/b.py": "from . import a"}, "steps.a → steps.b → steps.a"),
     "cycle, for types": (
         {
             "steps/a.py": "from . import b",
@@ -556,10 +509,7 @@ PLANTED = {
         "steps is in a cycle: steps → steps.ipex → steps",
     ),
     "torch in cpu": ({"cpu/quota.py": "import torch.nn"}, "cpu.quota imports torch"),
-    "torch in cpu, later": (
-        {"cpu/quota.py": "def f():\n    from torch import nn"},
-        "cpu.quota imports torch",
-    ),
+    "torch in cpu, later": ({"cpu/quota.py": "def f():\n    from torch import nn"}, "cpu.quota imports torch"),
     "torch in cpu, indirectly": ({"errors.py": "import torch"}, "cpu.quota imports torch, by way of errors"),
     "IPEX twice": (
         {"intercept/calls.py": "try:\n    from intel_extension_for_pytorch import cpu\nexcept ImportError: ..."},
@@ -577,91 +527,6 @@ PLANTED = {
         {"torch_nano.py": "from lightning.fabric import Fabric", "decorator.py": "import lightning"},
         "lightning is imported by decorator, torch_nano",
     ),
-    "private import": (
-        {"intercept/calls.py": "from torch._dynamo import config"},
-        "intercept.calls uses torch._dynamo.config",
-    ),
-    "private import of a name": (
-        {"intercept/calls.py": "from torch.nn import _reduction"},
-        "intercept.calls uses torch.nn._reduction",
-    ),
-    "private module": ({"intercept/calls.py": "import torch._C as c"}, "intercept.calls uses torch._C"),
-    "private attribute": (
-        {"intercept/calls.py": "import torch\nx = torch._C._get_mkldnn()"},
-        "intercept.calls uses torch._C",
-    ),
-    "private attribute of an alias": (
-        {"intercept/calls.py": "import torch.nn as n\nn.Module._call_impl"},
-        "n.Module._call_impl",
-    ),
-    "private attribute of a class": (
-        {"intercept/calls.py": "from torch.autograd import Variable as V\nV._execution_engine"},
-        "intercept.calls uses V._execution_engine",
-    ),
-    "private attribute by getattr": (
-        {"intercept/calls.py": "import torch\ngetattr(torch, '_C')"},
-        "intercept.calls uses torch._C",
-    ),
-    "private attribute of an instance": (
-        {"intercept/calls.py": "def f(module):\n    return module._parameters"},
-        "intercept.calls uses module._parameters",
-    ),
-    "private attribute of an own attribute": (
-        {"intercept/calls.py": "class C:\n    def f(self):\n        return self.tensor._version"},
-        "intercept.calls uses self.tensor._version",
-    ),
-    "private attribute of what is not torch's": (
-        {"intercept/calls.py": "import sys\nsys._xoptions"},
-        "intercept.calls uses sys._xoptions",
-    ),
-    "private attribute of another file's": (
-        {"intercept/calls.py": "def f(ring):\n    return ring._next"},
-        "intercept.calls uses ring._next",
-    ),
-    "private attribute set by setattr": (
-        {"intercept/calls.py": "def f(tensor):\n    setattr(tensor, '_kept', None)"},
-        "intercept.calls uses tensor._kept",
-    ),
-    "private attribute in vars": (
-        {"intercept/calls.py": "def f(module):\n    return vars(module)['_kept']"},
-        "intercept.calls uses vars(module)._kept",
-    ),
-    "private attribute got from vars": (
-        {"intercept/calls.py": "def f(module):\n    return vars(module).pop('_kept', None)"},
-        "intercept.calls uses vars(module)._kept",
-    ),
-    "private attribute looked for in __dict__": (
-        {"intercept/calls.py": "def f(module):\n    return '_kept' in module.__dict__"},
-        "intercept.calls uses module.__dict__._kept",
-    ),
-    "private attribute, its name in a constant": (
-        {"intercept/calls.py": "_NAME = '_kept'\ndef f(module):\n    return getattr(module, _NAME)"},
-        "intercept.calls uses _NAME = '_kept'",
-    ),
-    "private attribute of torch in a table": (
-        {"intercept/calls.py": "NAMES = ('_parameters', 'weight')"},
-        "intercept.calls uses '_parameters'",
-    ),
-    "private operator": (
-        {"intercept/calls.py": "NAMES = {'_softmax.out': 1}"},
-        "intercept.calls uses '_softmax.out'",
-    ),
-    "private operator with its library": (
-        {"intercept/calls.py": "f('aten::_softmax')"},
-        "intercept.calls uses 'aten::_softmax'",
-    ),
-    "private module in a string": (
-        {"intercept/calls.py": "MODULES = ('torch._dynamo',)"},
-        "intercept.calls uses 'torch._dynamo'",
-    ),
-    "private module by name": (
-        {"intercept/calls.py": "import_module('_io')"},
-        "intercept.calls uses import_module._io",
-    ),
-    "private import of another library": (
-        {"intercept/calls.py": "from ray._private import state"},
-        "intercept.calls uses ray._private.state",
-    ),
     "utils.py": ({"steps/utils.py": ""}, "steps.utils does not say what it is for"),
     "empty dict": ({"cpu/quota.py": "_seen: dict[int, int] = {}"}, "cpu.quota keeps _seen"),
     "container of a class": ({"cpu/quota.py": "import weakref\n_s = weakref.WeakSet()"}, "cpu.quota keeps _s"),
@@ -669,6 +534,71 @@ PLANTED = {
     "constant whose item is changed": ({"cpu/quota.py": "A = {1: 2}\ndef f():\n    A[1] = 3"}, "cpu.quota keeps A"),
     "global": ({"cpu/quota.py": "_n = 0\ndef f():\n    global _n\n    _n = 1"}, "cpu.quota keeps _n"),
     "common/": ({"cpu/common/__init__.py": ""}, "cpu.common does not say what it is for"),
+}
+#: Imports of modules in rooms above: the file, its text, and the module.
+UPWARD = {
+    "a name": ("cpu/quota.py", "from nano_loop.steps import STEPS", "steps"),
+    "relative": ("cpu/quota.py", "from ..decorator import nano", "decorator"),
+    "of a whole module": ("errors.py", "import nano_loop.intercept.calls", "intercept.calls"),
+    "inside a function": ("errors.py", "def f():\n    from .intercept import calls", "intercept.calls"),
+    "for types": (
+        "errors.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .intercept.calls import Call",
+        "intercept.calls",
+    ),
+    "the public names": ("intercept/calls.py", "from nano_loop import TorchNano", "__init__"),
+    "by name": ("intercept/calls.py", "import_module('nano_loop.decorator')", "decorator"),
+    "in a constant": ("intercept/calls.py", "ENTRY = 'nano_loop.decorator'", "decorator"),
+    "in a program": (
+        "intercept/calls.py",
+        "RUN = '''\nimport sys\nfrom nano_loop.decorator import nano, kept\nnano()\n'''",
+        "decorator",
+    ),
+    "a whole module in a program": ("intercept/calls.py", "RUN = 'import nano_loop.decorator'", "decorator"),
+    "in a folder": (
+        "distributed/transport/ring.py",
+        "from nano_loop.distributed.averaging.mean import Ring",
+        "distributed.averaging.mean",
+    ),
+    "to a folder inside": (
+        "distributed/channel.py",
+        "from nano_loop.distributed.transport.ring import Ring",
+        "distributed.transport.ring",
+    ),
+}
+#: Uses of private names, each in a file that may have none, and how they are called.
+PRIVATE = {
+    "import": ("from torch._dynamo import config", "torch._dynamo.config"),
+    "import of a name": ("from torch.nn import _reduction", "torch.nn._reduction"),
+    "module": ("import torch._C as c", "torch._C"),
+    "attribute": ("import torch\nx = torch._C._get_mkldnn()", "torch._C"),
+    "attribute of a class": ("from torch.autograd import Variable as V\nV._execution_engine", "V._execution_engine"),
+    "attribute by getattr": ("import torch\ngetattr(torch, '_C')", "torch._C"),
+    "attribute of an instance": ("def f(module):\n    return module._parameters", "module._parameters"),
+    "attribute of an own attribute": (
+        "class C:\n    def f(self):\n        return self.tensor._version",
+        "self.tensor._version",
+    ),
+    "attribute of what is not torch's": ("import sys\nsys._xoptions", "sys._xoptions"),
+    "attribute of another file's": ("def f(ring):\n    return ring._next", "ring._next"),
+    "attribute set by setattr": ("def f(tensor):\n    setattr(tensor, '_kept', None)", "tensor._kept"),
+    "attribute in vars": ("def f(module):\n    return vars(module)['_kept']", "vars(module)._kept"),
+    "attribute got from vars": ("def f(module):\n    return vars(module).pop('_kept', None)", "vars(module)._kept"),
+    "attribute looked for in __dict__": (
+        "def f(module):\n    return '_kept' in module.__dict__",
+        "module.__dict__._kept",
+    ),
+    "attribute, its name in a constant": (
+        "_NAME = '_kept'\ndef f(module):\n    return getattr(module, _NAME)",
+        "_NAME = '_kept'",
+    ),
+    "attribute of torch in a table": ("NAMES = ('_parameters', 'weight')", "'_parameters'"),
+    "operator": ("NAMES = {'_softmax.out': 1}", "'_softmax.out'"),
+    "operator with its library": ("f('aten::_softmax')", "'aten::_softmax'"),
+    "module in a string": ("MODULES = ('torch._dynamo',)", "'torch._dynamo'"),
+    "module by name": ("import_module('_io')", "import_module._io"),
+    "import of another library": ("from ray._private import state", "ray._private.state"),
+    "attribute of an alias": ("import torch.nn as n\nn.Module._call_impl", "n.Module._call_impl"),
 }
 
 
@@ -695,3 +625,15 @@ def test_sound_package_has_no_faults(small_rooms, tmp_path):
 def test_planted_fault_is_found(small_rooms, tmp_path, files, fault):
     found = faults(plant(tmp_path, SOUND | files))
     assert any(fault in line for line in found), found
+
+
+@pytest.mark.parametrize(("file", "text", "target"), UPWARD.values(), ids=UPWARD.keys())
+def test_upward_import_is_found(small_rooms, tmp_path, file, text, target):
+    found = faults(plant(tmp_path, SOUND | {file: text}))
+    assert any(f"{file[:-3].replace('/', '.')} imports {target}, which" in line for line in found), found
+
+
+@pytest.mark.parametrize(("text", "name"), PRIVATE.values(), ids=PRIVATE.keys())
+def test_private_name_is_found(small_rooms, tmp_path, text, name):
+    found = faults(plant(tmp_path, SOUND | {"intercept/calls.py": text}))
+    assert any(line.startswith(f"intercept.calls uses {name}") for line in found), found

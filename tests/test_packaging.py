@@ -90,6 +90,27 @@ def test_pins_are_what_setup_cfg_admits(python):
         assert pins[name] in requirement.specifier
 
 
+EXTRAS = {
+    "cli": {"click"},
+    "ipex": {"intel-extension-for-pytorch", "torch"},
+    "lightning": {"lightning", "pytorch-lightning"},  # `nano_loop.lightning` and `nano_loop.pytorch_lightning`
+    "plot": {"matplotlib"},
+    "ray": {"ray"},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_extra_that_a_message_names_installs_what_is_imported_there(extra):
+    assert {
+        requirement.name for requirement in requirements_of(setup_cfg()["options.extras_require"][extra])
+    } == EXTRAS[extra]
+
+
+def test_extras_that_messages_name_are_these():
+    text = "".join(path.read_text() for path in (ROOT / "nano_loop").rglob("*.py"))
+    assert {*re.findall(r"nano-loop\[(\w+)\]", text)} == {*EXTRAS}
+
+
 def test_ray_s_pin_is_what_the_extra_admits():
     (wanted,) = requirements_of(setup_cfg()["options.extras_require"]["ray"])
     lines = (ROOT / "requirements/ray.txt").read_text().splitlines()
@@ -307,6 +328,10 @@ class Checkout:
         later = (self.folder / ".venv/ready-3.11").stat().st_mtime + 2
         os.utime(self.folder / name, (later, later))
 
+    def move(self):
+        self.folder = self.folder.rename(self.folder.with_name("elsewhere"))
+        self.python = self.folder / "fake python"
+
 
 @pytest.fixture
 def checkout(tmp_path):
@@ -408,28 +433,21 @@ def test_goals_share_one_set_up(checkout):
     assert not set(calls[3:]) & set(SET_UP)
 
 
-def test_changed_pins_mean_a_new_environment(checkout):
+CHANGES = {
+    "pins": (lambda checkout: checkout.touch("requirements/default.txt"), SET_UP),
+    "metadata": (lambda checkout: checkout.touch("setup.cfg"), ["package"]),
+    "Python": (lambda checkout: checkout.pretend("3.12"), SET_UP),
+    "place": (Checkout.move, ["package"]),
+}
+
+
+@pytest.mark.parametrize(("change", "calls"), CHANGES.values(), ids=CHANGES)
+def test_what_a_change_makes_old_is_set_up_again(checkout, change, calls):
     checkout.make("test")
     checkout.calls()
-    checkout.touch("requirements/default.txt")
+    change(checkout)
     checkout.make("test")
-    assert checkout.calls()[:3] == SET_UP
-
-
-def test_changed_metadata_means_a_new_installation_of_the_package_alone(checkout):
-    checkout.make("test")
-    checkout.calls()
-    checkout.touch("setup.cfg")
-    checkout.make("test")
-    assert checkout.calls() == ["package", OF_TEST]
-
-
-def test_another_python_means_a_new_environment(checkout):
-    checkout.make("test")
-    checkout.calls()
-    checkout.pretend("3.12")
-    checkout.make("test")
-    assert checkout.calls()[:3] == SET_UP
+    assert checkout.calls() == [*calls, OF_TEST]
 
 
 def test_failed_set_up_is_said_and_done_again(checkout):
@@ -441,15 +459,6 @@ def test_failed_set_up_is_said_and_done_again(checkout):
     (checkout.folder / "broken").unlink()
     assert checkout.make("test")[0] == 0
     assert checkout.calls()[:3] == SET_UP
-
-
-def test_moved_checkout_is_installed_from_its_new_place(checkout):
-    checkout.make("test")
-    checkout.calls()
-    moved = checkout.folder.rename(checkout.folder.with_name("elsewhere"))
-    checkout.folder, checkout.python = moved, moved / "fake python"
-    checkout.make("test")
-    assert checkout.calls() == ["package", OF_TEST]
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two `make` apart")

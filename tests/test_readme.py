@@ -1,4 +1,7 @@
-"""The README's examples run, its report is the one that is printed, and its table holds the options that there are."""
+"""The README's examples run, its report is the one that is printed, and its table is that of the declarations.
+
+``make docs-options`` writes the table.
+"""
 
 import re
 from pathlib import Path
@@ -9,7 +12,8 @@ import torch
 import nano_loop
 from nano_loop.config.declarations import DECLARED
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).parent.parent / "README.md"
+README = PAGE.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 DIFFS = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
 
@@ -73,12 +77,23 @@ def test_class_of_the_second_diff_trains():
     assert isinstance(names["MyNano"](verbose=False), nano_loop.TorchNano)
 
 
-def test_table_says_of_every_option_what_its_declaration_says():
-    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| (.+) \|$", README, flags=re.MULTILINE)
-    declared = [(each.name, repr(each.default).replace("'", '"'), each.metadata["help"]) for each in DECLARED]
-    assert sorted(rows) == sorted(declared)  # the table begins with what most people want
+def with_table_of_options(text):
+    """Return the text with a row for each option: in the order that is there, then those that are new."""
+    defaults = {each.name: repr(each.default).replace("'", '"') for each in DECLARED}
+    rows = {each.name: f"| `{each.name}` | `{defaults[each.name]}` | {each.metadata['help']} |\n" for each in DECLARED}
+    (table,) = re.findall(r"^\| option \| default \| .+\n\| --- .+\n((?:\|.+\n)+)", text, re.MULTILINE)
+    order = [name for name in re.findall(r"^\| `(\w+)`", table, re.MULTILINE) if name in rows]
+    return text.replace(table, "".join(rows[name] for name in dict.fromkeys([*order, *rows])))
+
+
+def test_table_is_that_of_the_declarations():
+    assert with_table_of_options(README) == README, "make docs-options writes it"
 
 
 def test_links_lead_to_files():
     for target in re.findall(r"\]\((\S+?\.md)(?:#\S+)?\)", README):
         assert (Path(__file__).parent.parent / target).exists(), target
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table_of_options(README), encoding="utf-8")

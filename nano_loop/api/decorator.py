@@ -97,14 +97,10 @@ class _Call(RunTask):
         self, settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         parts, names = _parts_and_names(settings, function, args, kwargs)
-        super().__init__(settings, names, Loop(getattr(function, "__name__", "the function"), "nano_loop"))
+        loop = Loop(getattr(function, "__name__", "the function"), "nano_loop")
+        super().__init__(settings, names, loop, parts)
         self._function, self._args, self._kwargs = function, args, kwargs
         self._parts = parts  # sent together with the rest, so that on each rank they are those that the function uses
-
-    @property
-    def parts(self) -> TrainingObjects:
-        """See `RunTask.parts`."""
-        return self._parts
 
     def do(self, run: Run) -> Any:
         """See `RunTask.do`."""

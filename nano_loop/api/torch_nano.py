@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,6 +26,11 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.requested import measure, requested
+
+
+def _option(name: str, doc: str) -> Any:
+    """Return a property with an option, for readers alone."""
+    return property(lambda self: getattr(self._nano_settings.options, name), doc=doc)
 
 
 @documented
@@ -131,20 +136,9 @@ class TorchNano(RanksFabric):
         """The number of processes."""
         return self._nano_settings.options.num_processes or self.world_size
 
-    @property
-    def use_ipex(self) -> bool:
-        """Whether IPEX's kernels are used."""
-        return self._nano_settings.options.use_ipex
-
-    @property
-    def channels_last(self) -> bool:
-        """Whether images are NHWC."""
-        return self._nano_settings.options.channels_last
-
-    @property
-    def auto_lr(self) -> bool:
-        """Whether the learning rate ramps to that of several processes."""
-        return self._nano_settings.options.auto_lr
+    use_ipex: bool = _option("use_ipex", "Whether IPEX's kernels are used.")
+    channels_last: bool | Literal["auto"] = _option("channels_last", "Whether images are NHWC.")
+    auto_lr: bool = _option("auto_lr", "Whether the learning rate ramps to that of several processes.")
 
     @property
     def cpu_for_each_process(self) -> list[list[int]] | int | None:
@@ -337,15 +331,11 @@ class _Training(RunTask):
     def __init__(
         self, loop: TorchNano, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        super().__init__(loop._nano_settings, loop._names(train, args, kwargs), Loop())
+        names = loop._names(train, args, kwargs)
+        super().__init__(loop._nano_settings, names, Loop(), parts_in(names))  # the loop may make more
         self._loop, self._args, self._kwargs = loop, args, kwargs
         self._train: Callable[..., Any] | None = train
         self.written = f"{type(loop).__name__}(", ")"
-
-    @property
-    def parts(self) -> TrainingObjects | None:
-        """See `RunTask.parts`: what `train` gets, and what the object holds. The loop may make more."""
-        return parts_in(self.names)
 
     def do(self, run: Run) -> Any:
         """See `RunTask.do`."""
@@ -355,7 +345,7 @@ class _Training(RunTask):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, without the function, which is looked up on the class again."""
-        return {**super().__getstate__(), "_train": None}
+        return {**super().__getstate__(), "_train": None, "parts": None}
 
 
 def _as_run(train: Callable[..., Any]) -> Callable[..., Any]:

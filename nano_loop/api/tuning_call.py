@@ -85,14 +85,9 @@ class _OnBatch(RunTask):
 
     def __init__(self, settings: Settings, model: Any, optimizer: Any, batch: Any, loss_fn: LossFunction) -> None:
         names = {"model": model, "optimizer": optimizer, "batch": batch, "loss_fn": loss_fn}
-        super().__init__(settings, names, Loop("tune", "nano_loop"))
         self._parts = TrainingObjects.of(model, optimizer, ())
+        super().__init__(settings, names, Loop("tune", "nano_loop"), self._parts)
         self._batch, self._loss_fn = batch, loss_fn
-
-    @property
-    def parts(self) -> TrainingObjects:
-        """See `RunTask.parts`."""
-        return self._parts
 
     def do(self, run: Run) -> None:
         """See `RunTask.do`."""

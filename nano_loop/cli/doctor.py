@@ -11,7 +11,7 @@ from nano_loop.cli.findings import Finding, findings_of
 from nano_loop.cli.findings.memory import in_words
 from nano_loop.cli.inspected import Inspected, inspect_system, python_version
 from nano_loop.cli.libraries import openmp_of
-from nano_loop.cli.output import print_json, styled
+from nano_loop.cli.output import print_json
 from nano_loop.cli.torch_inspected import inspect_torch
 from nano_loop.cpu import format_cpu_list
 from nano_loop.cpu.glibc import allocators_of
@@ -84,15 +84,15 @@ def facts_of(inspected: Inspected) -> dict[str, Any]:
 
 
 def _lines(inspected: Inspected, findings: list[Finding]) -> Iterator[str]:
-    yield styled(f"nano_loop {__version__} · Python {python_version()}", bold=True)
+    yield click.style(f"nano_loop {__version__} · Python {python_version()}", bold=True)
     for name, text in _table(inspected):
         yield f"  {name:<{_WIDTH}}  {text}"
     yield ""
     if not findings:
-        yield styled("Nothing was found that slows training down.", fg="green")
+        yield click.style("Nothing was found that slows training down.", fg="green")
     for finding in findings:
-        label = styled("hurts", fg="red") if finding.hurts else styled("note ", fg="yellow")
-        yield f"{label}  {styled(finding.id, bold=True)}: {finding.what}"
+        label = click.style("hurts", fg="red") if finding.hurts else click.style("note ", fg="yellow")
+        yield f"{label}  {click.style(finding.id, bold=True)}: {finding.what}"
         yield f"       why: {finding.why}"
         yield f"       do:  {finding.advice}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -34,8 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from nano_loop.cli.app import app
 
     arguments = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    # By default, click prints colours to terminals alone.
+    color = False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
     try:
-        return int(app.main(args=arguments, prog_name="nano-loop", standalone_mode=False) or 0)
+        return int(app.main(args=arguments, prog_name="nano-loop", standalone_mode=False, color=color) or 0)
     except click.ClickException as error:
         return _refused(_in_one_line(error))
     except click.Abort:

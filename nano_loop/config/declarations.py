@@ -86,7 +86,12 @@ class Declarations:
         checks.cpu_for_each_process,
         "CPU ids of each process, such as `[[0, 1], [2, 3]]`, or how many CPUs each has. `None`: even shares.",
     )
-    channels_last: bool = switch(False, "NHWC layout for 4-D and 5-D inputs of models and of convolutions.")
+    channels_last: bool | Literal["auto"] = option(
+        False,
+        checks.auto_or_boolean,
+        'NHWC layout for 4-D and 5-D inputs of models and of convolutions. `"auto"`: the layout that is faster in a '
+        "measurement after the first batch.",
+    )
     auto_lr: bool = switch(True, "Learning rate that ramps from 1× to N× over the first 1,000 steps, with N processes.")
     _: KW_ONLY
     fused_optimizer: bool | Literal["auto"] = step(
@@ -174,7 +179,13 @@ class Declarations:
     )
     compare_parameters: bool = switch(
         True,
-        "Comparison of the parameters of all processes every 100 steps, with an error where they differ.",
+        "Comparison of the parameters of all processes every 100 steps, with an error where they differ, and of the "
+        "buffers, with a warning.",
+    )
+    sync_buffers: Literal["average", "rank0"] | None = option(
+        None,
+        checks.sync_buffers,
+        'What buffers become after each backward, with several processes: `"average"`, the mean of all, or `"rank0"`.',
     )
     worker_init: Callable[[], object] | None = option(  # noqa: RUF009
         None,

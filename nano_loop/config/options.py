@@ -92,10 +92,10 @@ class Options(Declarations):
         options = Options(**self.as_asked() | dict(values))
         return options._with(from_environment=self.from_environment).resolved(machine)
 
-    def for_nested_run(self) -> Options:
-        """Return the options of a run inside this one, which has a copy of a model to itself."""
+    def for_nested_run(self, **changes: Any) -> Options:
+        """Return the options of a run inside this one, which has a copy of a model to itself, with some changed."""
         alone = {"num_processes": 1, "cpu_for_each_process": None, "verbose": False}
-        return self._with(**alone, **dict.fromkeys(("verify", "log_casts", "step_time", "tune"), False))
+        return self._with(**alone, **changes, **dict.fromkeys(("verify", "log_casts", "step_time", "tune"), False))
 
     def without_cpus(self) -> Options:
         """Return the options without ``cpu_for_each_process``."""

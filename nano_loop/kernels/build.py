@@ -62,8 +62,8 @@ class CompiledKernel:
     is_threaded : bool
         Whether the functions use torch's threads, whose number is then their last argument, and release the GIL.
     needs_avx512_bf16 : bool
-        Whether they need the bf16 instructions of AVX-512. The file then has ``NAME_is_supported``, which is 0 where
-        the compiler's target has none, ``NAME_is_first_guess``, and ``NAME_bytes``, the memory that a call takes.
+        Whether they need the bf16 instructions of AVX-512. The file then includes ``avx512_bf16.h``, and has
+        ``NAME_bytes``, the memory that a call takes.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class CompiledKernel:
             library = self._library()
         except UnavailableError as error:
             return str(error)
-        supported = not self._needs_avx512_bf16 or getattr(library, f"{self.name}_is_supported")()
+        supported = not self._needs_avx512_bf16 or library.is_supported()
         return None if supported else "the CPU has no bf16 instructions of AVX-512"
 
     @functools.cached_property
     def is_first_guess(self) -> bool:
         """Whether they are faster than oneDNN on most shapes: most are not on CPUs with AMX, which oneDNN uses."""
-        return self.unavailable is None and bool(getattr(self._library(), f"{self.name}_is_first_guess")())
+        return self.unavailable is None and bool(self._library().is_first_guess())
 
     def __call__(self, function: str, *arguments: Argument) -> int:
         """Call a function, and return its result, if it has one.

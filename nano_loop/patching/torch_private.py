@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, repeat
 from types import FunctionType
@@ -246,6 +246,11 @@ def in_mode_of_others() -> bool:
 def version(tensor: torch.Tensor) -> int:
     """Return the version counter of a tensor, which in-place changes increment. Inference tensors have none: 0."""
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the version counters of tensors, none of which is an inference tensor."""
+    return [tensor._version for tensor in tensors]
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,8 @@ class RunTask(Task):
         The settings of the run.
     names, loop
         See `Task`.
+    parts : TrainingObjects, optional
+        What it trains, as far as that is known before it begins.
     """
 
     #: The steps of its run, in order.
@@ -50,14 +52,12 @@ class RunTask(Task):
     #: How the user writes the options, around them.
     written: tuple[str, str] = ("@nano(", ")")
 
-    def __init__(self, settings: Settings, names: Mapping[str, Any], loop: Loop) -> None:
+    def __init__(
+        self, settings: Settings, names: Mapping[str, Any], loop: Loop, parts: TrainingObjects | None = None
+    ) -> None:
         super().__init__(names, loop)
         self.settings = settings
-
-    @property
-    def parts(self) -> TrainingObjects | None:
-        """What it trains, as far as that is known before it begins."""
-        return None
+        self.parts = parts
 
     @abstractmethod
     def do(self, run: Run) -> Any:
@@ -264,9 +264,9 @@ class Run:
 
 
 @contextmanager
-def accelerated_copy(settings: Settings, model: nn.Module) -> Iterator[Run]:
-    """Accelerate a copy of a model, to compare it: in one process, and without a report on standard error."""
-    options = settings.options.for_nested_run()
+def accelerated_copy(settings: Settings, model: nn.Module, **changes: Any) -> Iterator[Run]:
+    """Accelerate a copy of a model: in one process, with other values of some options, and without a printed report."""
+    options = settings.options.for_nested_run(**changes)
     with Run(Settings(options, settings.machine), launcher=Alone(options)) as run:
         run.setup(model)
         yield run

@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 from typing_extensions import override
 
@@ -99,20 +100,10 @@ def _trimmed_children() -> Iterator[None]:
         trim.is_on = False
 
 
-class _TrimAfterFork:
-    """Returns freed memory in each process that this one forks, while it is on."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self._malloc_trim = ctypes.CDLL(None).malloc_trim
-
-    def run_in_child(self) -> None:
-        if self.is_on:
-            self._malloc_trim(0)
-
-
 @functools.cache
-def _trim_after_fork() -> _TrimAfterFork:
-    trim = _TrimAfterFork()
-    os.register_at_fork(after_in_child=trim.run_in_child)  # there is no way to take it back
-    return trim
+def _trim_after_fork() -> SimpleNamespace:
+    """Return a switch: while it is on, each process that this one forks returns freed memory."""
+    switch, malloc_trim = SimpleNamespace(is_on=False), ctypes.CDLL(None).malloc_trim
+    # There is no way to take it back.
+    os.register_at_fork(after_in_child=lambda: malloc_trim(0) if switch.is_on else None)
+    return switch

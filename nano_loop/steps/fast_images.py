@@ -54,9 +54,9 @@ class FastImages(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         fitting = [loader for loader in parts.loaders if not refusal(loader)]
-        problems = [error_message for loader in fitting if (error_message := self._cache(loader))]
-        if problems:
-            return f"left alone: {problems[0]}"
+        reasons = [reason for loader in fitting if (reason := self._cache(loader))]
+        if reasons:
+            return f"left alone: {reasons[0]}"
         limits = {store.limit for store in self._stores.values()}
         room = ", ".join(sorted(_in_words(limit) for limit in limits))
         return f"{len(fitting)} of {len(parts.loaders)} loaders, {_kept(fitting)}; {room}"
@@ -72,16 +72,13 @@ class FastImages(Step):
             lines += [f"left alone: {note}" for note in store.notes()]
         return StepResult("image_cache", "measured", "; ".join(lines))
 
-    @property
-    def _place(self) -> int | str | None:
-        return self.options.image_cache  # type: ignore[return-value]  # a path is a str after the check
-
     def _cache(self, loader: DataLoader[Any]) -> str | None:
         """Change a loader, and return None, or why there is no cache for it."""
         if id(loader) in self._changed:
             return None
         try:
-            store = store_for(datasets_in(loader.dataset), self._place, self.ranks)
+            place: int | str | None = self.options.image_cache  # type: ignore[assignment]  # a path is a str by now
+            store = store_for(datasets_in(loader.dataset), place, self.ranks)
         except OSError as error:
             return f"the folder of the cache cannot be made ({error.strerror})"
         self._changed[id(loader)] = loader

@@ -61,6 +61,7 @@ class GradientAveraging(RanksStep):
             self.ranks,
             transport,
             compare=self.options.compare_parameters,
+            sync_buffers=self.options.sync_buffers,
             overlapped=isinstance(transport, HostsTransport) and not self.ranks.on_one_host,
         )
         self.undoing.callback(averaging.close)

@@ -24,12 +24,6 @@ class LoaderWorkers(Step):
 
     name = "loader_workers"
     needs = "loaders"
-    required = False  # a loader that cannot have other workers is no error
-
-    @property
-    @override
-    def enabled(self) -> bool:
-        return self.options.loader_workers is not None
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from nano_loop.precision.diagnostics.cast_log import CastLog, CastRecorder
 from nano_loop.runtime.objects.report import StepResult, print_to_stderr
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step import Step
 
 #: The first steps are not like the others: optimizers make their state, and products of new sizes are counted.
 _AFTER_STEPS = 2
@@ -38,11 +38,6 @@ class LogCasts(Step):
         self._ending = ExitStack()
         self._result: StepResult | None = None
 
-    @property
-    @override
-    def enabled(self) -> bool:
-        return bool(self.options.log_casts)
-
     @override
     def observe(self, parts: TrainingObjects) -> None:
         if not self.enabled or self.options.compile:
@@ -50,10 +45,6 @@ class LogCasts(Step):
         for model in parts.models:
             self._names |= {id(module): name or type(model).__name__ for name, module in model.named_modules()}
             self._models.append(model)
-
-    @override
-    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        return None
 
     @override
     def apply(self, parts: TrainingObjects) -> str:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from nano_loop.precision.autocast.loss_scale import LossScale
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step import Step
 
 #: The keys in the first parameter group of a checkpoint that hold the scale, and the backwards since it was changed.
 KEYS = ("loss_scale", "loss_scale_good")
@@ -22,7 +22,6 @@ class LossScaling(Step):
 
     name = "loss_scale"
     needs = "trained"
-    required = False
 
     @override
     def begin(self) -> None:
@@ -34,10 +33,6 @@ class LossScaling(Step):
     @override
     def enabled(self) -> bool:
         return self.options.kind.scaled
-
-    @override
-    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        return None
 
     @override
     def apply(self, parts: TrainingObjects) -> str:

@@ -21,7 +21,6 @@ class OperatorLists(Step):
     """Gives the calls into the models a rule for each listed operator; autocast is another step's."""
 
     name = "op_lists"
-    required = False
 
     @override
     def begin(self) -> None:

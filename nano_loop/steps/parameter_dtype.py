@@ -20,7 +20,6 @@ class ParameterDtype(Step):
     """Converts parameters and buffers for the run, floating-point inputs at each call, and outputs back to fp32."""
 
     name = "precision"
-    required = False
 
     @override
     def begin(self) -> None:

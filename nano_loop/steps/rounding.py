@@ -20,7 +20,7 @@ from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.conversion import convert_data
 from nano_loop.precision.autocast.rounding import StochasticRounding
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step import Step
 
 
 class Rounding(Step):
@@ -32,7 +32,6 @@ class Rounding(Step):
 
     name = "rounding"
     needs = "optimizers"
-    required = False
 
     @override
     def begin(self) -> None:
@@ -42,10 +41,6 @@ class Rounding(Step):
     @override
     def enabled(self) -> bool:
         return self.options.kind.parameters is torch.bfloat16
-
-    @override
-    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        return None
 
     @override
     def apply(self, parts: TrainingObjects) -> str:

@@ -59,14 +59,15 @@ class StepContext:
     ranks : Ranks
         The processes of the run; a single one by default.
     accelerated : callable
-        Returns a context in which a copy of a model is accelerated as the run accelerates it.
+        Returns a context in which a copy of a model is accelerated as the run accelerates it, or with other values of
+        options that it gets by name.
     """
 
     options: Options
     machine: Machine
     interceptors: CallInterceptors
     ranks: Ranks = ALONE
-    accelerated: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
+    accelerated: Callable[..., AbstractContextManager[Any]] = nullcontext
 
 
 class Step(ABC):
@@ -112,15 +113,15 @@ class Step(ABC):
     @property
     def enabled(self) -> bool:
         """Whether the options enable the step. A disabled step is not in the report."""
-        choice = getattr(self.options, self.name)
+        choice = getattr(self.options, self.name, None)
         if choice == "auto" and self.auto_is_for_reduced_precision:
             return self.options.reduced_precision or self.options.auto_precision
-        return choice is not False
+        return choice is not None and choice is not False
 
     @property
     def required(self) -> bool:
         """Whether the user requested the step explicitly, so that skipping it is an error."""
-        return getattr(self.options, self.name) is True
+        return getattr(self.options, self.name, None) is True
 
     def is_relevant(self, parts: TrainingObjects) -> bool:
         """Return whether the step is in the report for `parts`."""
@@ -129,9 +130,9 @@ class Step(ABC):
     def observe(self, parts: TrainingObjects) -> None:  # noqa: B027
         """Inspect the parts of a ``setup`` call, including calls to which the step does not apply."""
 
-    @abstractmethod
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        """Return why the step does not apply to `parts`, or None if it applies."""
+        """Return why the step does not apply to `parts`, or None if it applies, as it does by default."""
+        return None
 
     @abstractmethod
     def apply(self, parts: TrainingObjects) -> str:
@@ -156,13 +157,7 @@ class Step(ABC):
 class RanksStep(Step):
     """Base class of a step that is needed with several ranks only. It has no option."""
 
-    required = False
-
     @property
     @override
     def enabled(self) -> bool:
         return self.ranks.size > 1
-
-    @override
-    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        return None

@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.step import SkipReason, Step
+from nano_loop.steps.step import Step
 from nano_loop.steps.stopwatch import Stopwatch
 
 
@@ -22,10 +22,6 @@ class StepTime(Step):
     @override
     def begin(self) -> None:
         self._stopwatch: Stopwatch | None = None
-
-    @override
-    def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        return None
 
     @override
     def apply(self, parts: TrainingObjects) -> str:

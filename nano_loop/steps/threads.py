@@ -30,7 +30,6 @@ class Threads(Step):
     needs = None
     once = True
     enabled = True
-    required = False
 
     @override
     def begin(self) -> None:

@@ -5,14 +5,8 @@ import sys
 
 import pytest
 
-from nano_loop.cli.output import print_json, styled
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
+from nano_loop.cli.main import main
+from nano_loop.cli.output import print_json
 
 
 def test_json_says_its_version_and_command_first(capsys):
@@ -21,17 +15,14 @@ def test_json_says_its_version_and_command_first(capsys):
     assert [*found.items()] == [("version", 1), ("command", "doctor"), ("more", [1, None])]
 
 
-@pytest.mark.usefixtures("terminal")
-def test_terminal_has_colour():
-    assert styled("hurts", fg="red") == "\x1b[31mhurts\x1b[0m"
-
-
-@pytest.mark.usefixtures("terminal")
-@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_user_who_wants_no_colour_has_none(monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert styled("hurts", fg="red") == "hurts"
-
-
-def test_file_has_no_colour():
-    assert styled("hurts", fg="red") == "hurts"
+@pytest.mark.parametrize(
+    ("terminal", "variables", "has_colour"),
+    [(True, {}, True), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False), (False, {}, False)],
+)
+def test_terminal_has_colour_unless_its_user_wants_none(monkeypatch, capsys, terminal, variables, has_colour):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in ({"TERM": "xterm"} | variables).items():
+        monkeypatch.setenv(name, value)
+    main(["doctor"])
+    assert ("\x1b[1m" in capsys.readouterr().out) == has_colour

@@ -127,6 +127,22 @@ def by_hand(model, x):
         return model(x).float()
 
 
+def run(loop, model, *args, lr=0.1, **kwargs):
+    """Run a loop with a model and its optimizer; return what the loop returns."""
+    return nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), lr), *args, **kwargs)
+
+
+def step(model, optimizer, factor=1.0, x=X, y=Y):
+    """Take a step by a loss that is multiplied by a factor."""
+    optimizer.zero_grad()
+    (F.mse_loss(model(x), y) * factor).backward()
+    optimizer.step()
+
+
+def scale_of(optimizer):
+    return optimizer.state_dict()["param_groups"][0]["loss_scale"]
+
+
 LOOPS = {
     "plain": (mlp, {}),
     "clipping": (mlp, {"clip": 0.5}),
@@ -147,9 +163,9 @@ def test_loop_is_that_with_a_grad_scaler_by_hand(loop):
     found, users = copy.deepcopy(expected), copy.deepcopy(expected)
     norms = [
         train(expected, torch.optim.SGD(expected.parameters(), 0.1), plain, by_hand, **settings),
-        nano(**QUIET)(train)(found, torch.optim.SGD(found.parameters(), 0.1), **settings),
+        run(train, found, **settings),
         # The loop by hand, inside of the run: its scaler scales alone.
-        nano(**QUIET)(train)(users, torch.optim.SGD(users.parameters(), 0.1), plain, by_hand, **settings),
+        run(train, users, plain, by_hand, **settings),
     ]
     assert str(norms[0]) == str(norms[1]) == str(norms[2])
     for model in (found, users):
@@ -162,10 +178,10 @@ def test_lstm_which_torch_cannot_train_in_fp16_is_fp32():
     torch.manual_seed(0)
     model = Recurrent()
     before = F.mse_loss(model(X), Y).item()
-    run = nano(**QUIET)(train)
-    run(model, torch.optim.Adam(model.parameters(), 0.03), steps=60)
+    fit = nano(**QUIET)(train)
+    fit(model, torch.optim.Adam(model.parameters(), 0.03), steps=60)
     assert F.mse_loss(model(X), Y).item() < before / 2
-    assert "LSTMs of Recurrent in fp32" in run.report["precision"].detail
+    assert "LSTMs of Recurrent in fp32" in fit.report["precision"].detail
 
 
 def test_small_gradients_are_not_lost():
@@ -176,7 +192,7 @@ def test_small_gradients_are_not_lost():
     torch.manual_seed(0)
     model = mlp()
     exact = loop(copy.deepcopy(model), None)
-    found = nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), 0.1))
+    found = run(loop, model)
     with FP16:
         lost = loop(copy.deepcopy(model), None)
     assert (lost - exact).norm() > 0.3 * exact.norm()
@@ -187,26 +203,22 @@ def test_overflow_at_the_third_step_skips_that_step_alone():
     steps = []
 
     def loop(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            x, y = batch(step)
-            (F.mse_loss(model(x), y) * (1e6 if step == 2 else 1e-2)).backward()
+        for number in range(6):
             before = copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
-            optimizer.step()
+            step(model, optimizer, 1e6 if number == 2 else 1e-2, *batch(number))
             after = [model.state_dict(), optimizer.state_dict()["state"]]
             group = optimizer.state_dict()["param_groups"][0]
             steps.append((str(before) == str(after), group["loss_scale"], group["loss_scale_good"]))
 
     torch.manual_seed(0)
-    model = mlp()
-    run = nano(**QUIET)(loop)
-    run(model, torch.optim.Adam(model.parameters(), 0.01))
+    model, fit = mlp(), nano(**QUIET)(loop)
+    fit(model, torch.optim.Adam(model.parameters(), 0.01))
     first = loss_scale.FIRST
     assert steps == [
         *((False, first, 1), (False, first, 2), (True, first / 2, 0)),
         *((False, first / 2, 1), (False, first / 2, 2), (False, first / 2, 3)),
     ]
-    assert run.report["loss_scale"].detail == "1 step was skipped; the scale is 32,768 now"
+    assert fit.report["loss_scale"].detail == "1 step was skipped; the scale is 32,768 now"
 
 
 def test_loop_that_looks_for_overflow_itself_is_not_skipped_twice():
@@ -221,8 +233,7 @@ def test_loop_that_looks_for_overflow_itself_is_not_skipped_twice():
                 taken.append(str(before) != str(model.state_dict()))
         return taken
 
-    model = mlp()
-    assert nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), 0.1)) == [True, True]
+    assert run(loop, mlp()) == [True, True]
 
 
 def test_gradients_that_the_loop_assigns_are_looked_at():
@@ -235,7 +246,7 @@ def test_gradients_that_the_loop_assigns_are_looked_at():
 
     model = mlp()
     before = str(model.state_dict())
-    nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), 0.1))
+    run(loop, model)
     assert str(model.state_dict()) == before
 
 
@@ -245,12 +256,12 @@ def test_scale_grows_after_many_good_steps_and_goes_on_in_the_next_call(monkeypa
 
     def loop(model, optimizer):
         train(model, optimizer, steps=4)
-        return optimizer.state_dict()["param_groups"][0]["loss_scale"]
+        return scale_of(optimizer)
 
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-    start, run = loss_scale.FIRST, nano(**QUIET)(loop)
-    assert [run(model, optimizer) for _ in range(3)] == [start, 2 * start, 4 * start]
+    start, fit = loss_scale.FIRST, nano(**QUIET)(loop)
+    assert [fit(model, optimizer) for _ in range(3)] == [start, 2 * start, 4 * start]
     assert "loss_scale" not in optimizer.param_groups[0]
 
 
@@ -304,7 +315,7 @@ def test_loop_sees_no_scale():
     torch.manual_seed(0)
     model = mlp()
     model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # of before the run
-    found = nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), 0.1))
+    found = run(loop, model)
     model.zero_grad()
     for name, expected in loop(model, None).items():
         torch.testing.assert_close(found[name], expected, rtol=0.05, atol=float(expected.abs().max()) / 50, msg=name)
@@ -364,7 +375,7 @@ def kept_around_another_run(model):
     hidden = model[0](X)
     hidden.retain_grad()
     other = mlp()
-    nano(**QUIET)(train)(other, torch.optim.SGD(other.parameters(), 0.1), steps=1)
+    run(train, other, steps=1)
     model[1:](hidden).square().mean().backward()
     return hidden.grad
 
@@ -413,13 +424,10 @@ def of_a_batch_of_directions(model):
     ],
 )
 def test_gradient_is_that_of_the_plain_loop(gradient):
-    def loop(model, optimizer):
-        return gradient(model)
-
     torch.manual_seed(0)
     model = mlp()
     expected = gradient(copy.deepcopy(model))
-    found = nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), 0.1))
+    found = run(lambda model, optimizer: gradient(model), model)
     torch.testing.assert_close(found, expected, rtol=0.05, atol=float(expected.abs().max()) / 50)
     assert all(each._backward_hooks is None for each in model.parameters())
 
@@ -427,10 +435,8 @@ def test_gradient_is_that_of_the_plain_loop(gradient):
 def test_optimizers_of_the_loop_s_own_skip_too():
     def loop(model):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for scale in (1e8, 1e-2):
-            optimizer.zero_grad()
-            (F.mse_loss(model(X), Y) * scale).backward()
-            optimizer.step()
+        for factor in (1e8, 1e-2):
+            step(model, optimizer, factor)
 
     def in_backward(model):
         optimizers = {each: torch.optim.SGD([each], 0.1) for each in model.parameters()}
@@ -461,23 +467,19 @@ def test_loop_that_leaves_bad_batches_out_trains_and_keeps_its_gradients():
         assert model[0].weight.grad is not None
         return taken
 
-    model = mlp()
-    assert nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), 0.01)) > 10
+    assert run(loop, mlp(), lr=0.01) > 10
 
 
 def test_scale_has_a_floor_at_which_the_run_warns(monkeypatch):
     monkeypatch.setattr(loss_scale, "FIRST", 8.0)
 
     def loop(model, optimizer):
-        for scale in (float("nan"), float("nan"), float("nan"), 1e-2):
-            optimizer.zero_grad()
-            (F.mse_loss(model(X), Y) * scale).backward()
-            optimizer.step()
-        return optimizer.state_dict()["param_groups"][0]["loss_scale"]
+        for factor in (float("nan"), float("nan"), float("nan"), 1e-2):
+            step(model, optimizer, factor)
+        return scale_of(optimizer)
 
-    model = mlp()
     with pytest.warns(NanoWarning, match="also without a loss scale.*Lower the learning rate"):
-        assert nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), 0.1)) == loss_scale.LEAST
+        assert run(loop, mlp()) == loss_scale.LEAST
 
 
 def test_one_overflow_halves_once_whatever_the_number_of_optimizers():
@@ -489,7 +491,7 @@ def test_one_overflow_halves_once_whatever_the_number_of_optimizers():
             for each in (first, second):
                 each.step()
         second.load_state_dict(torch.optim.SGD(model[3].parameters(), 0.1).state_dict())
-        return [each.state_dict()["param_groups"][0]["loss_scale"] for each in (first, second)]
+        return [scale_of(first), scale_of(second)]
 
     model = mlp()
     optimizers = [torch.optim.SGD(model[place].parameters(), 0.1) for place in (0, 3)]
@@ -508,8 +510,7 @@ def test_backwards_of_other_models_are_theirs(monkeypatch):
         model(X).sum().backward()
         assert reached == [loss_scale.FIRST]
 
-    model = mlp()
-    nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), 0.1))
+    run(loop, mlp())
     assert torch.autograd.grad.__module__ == "torch.autograd"
 
 
@@ -541,10 +542,10 @@ def test_generator_and_critic_share_the_scale():
 
 
 def test_closures_are_skipped_too():
-    def loop(model, optimizer, scale):
+    def loop(model, optimizer, factor):
         def closure():
             optimizer.zero_grad()
-            loss = F.mse_loss(model(X), Y) * scale
+            loss = F.mse_loss(model(X), Y) * factor
             loss.backward()
             return loss
 
@@ -552,10 +553,9 @@ def test_closures_are_skipped_too():
 
     model = mlp()
     before = copy.deepcopy(model.state_dict())
-    nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), 0.1), 1e8)
-    assert str(model.state_dict()) == str(before)
-    nano(**QUIET)(loop)(model, torch.optim.SGD(model.parameters(), 0.1), 1e-3)
-    assert str(model.state_dict()) != str(before)
+    for factor, is_skipped in ((1e8, True), (1e-3, False)):
+        run(loop, model, factor)
+        assert (str(model.state_dict()) == str(before)) is is_skipped
 
 
 def test_ranks_skip_together_and_stay_the_same():
@@ -568,7 +568,7 @@ def test_ranks_skip_together_and_stay_the_same():
             (loss * (1e8 if (step, small.rank()) == (1, 1) else 1e-2)).backward()
             nn.utils.clip_grad_value_(model.parameters(), 1.0)  # which hides what is infinite
             optimizer.step()
-            scales.append(optimizer.state_dict()["param_groups"][0]["loss_scale"])
+            scales.append(scale_of(optimizer))
         return all_gather(torch.cat([nn.utils.parameters_to_vector(model.parameters()), torch.tensor(scales)]))
 
     torch.manual_seed(0)
@@ -596,9 +596,8 @@ def test_compiled_models_train_as_others():
 def test_cpu_without_fp16_instructions_is_warned_of(monkeypatch):
     monkeypatch.setattr(Machine, "has_fast_fp16", False)
     monkeypatch.setattr(Machine, "has_fast_bf16", True)
-    model = mlp()
     with pytest.warns(NanoWarning, match=r'no fp16 instructions.*a thousand times.*precision="bf16"'):
-        nano(**QUIET)(train)(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
+        run(train, mlp(), steps=1)
 
 
 def test_autocast_of_the_instance_is_fp16():

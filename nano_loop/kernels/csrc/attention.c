@@ -9,6 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "avx512_bf16.h"
+
 /* Offsets are numbers of elements; of a tensor (batch, head, row, column) in this order, with columns side by side. */
 typedef struct {
     int64_t batch, heads, group;      /* heads of the keys, and how many of the queries share one */
@@ -21,17 +23,12 @@ typedef struct {
     double scale, kept;               /* the second is the probability of being kept by the dropout, 1 without one */
 } Call;
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
-    defined(__AVX512BF16__)
+#ifdef HAS_AVX512_BF16
 #include "tiles.h"
 #include "vectors.h"
 
 #define ROWS 64 /* rows of a block, an even number */
 #define LARGE 4096.0f /* beside a number of this size, fp32 keeps the logarithm of a sum to 2^-12 */
-
-extern int omp_get_thread_num(void);
-
-int attention_is_supported(void) { return 1; }
 
 /* ------------------------------------------------------------------------------------------------- softmax */
 
@@ -336,9 +333,4 @@ void attention_backward(const Call *call, const uint16_t *query, const uint16_t 
         backward_of_head(call, query, key, value, mask, kept, of_out, log_sums, of_query, of_key, of_value,
                          scratch + omp_get_thread_num() * bytes, i / call->heads, i % call->heads);
 }
-
-#else
-
-int attention_is_supported(void) { return 0; }
-
 #endif

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "avx512_bf16.h"
+
 /* Sizes. `inputs` are those that the forward multiplies in each step, an even number, and 0 where that was done before. If
    it is reversed, the last step is computed first. If it is wide, the outputs' gradients have fp32 numbers, and so has
    that of the first outputs. */
@@ -15,24 +17,13 @@ typedef struct {
     int64_t steps, batch, inputs, hidden, is_reversed, is_wide;
 } Call;
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
-    defined(__AVX512BF16__)
+#ifdef HAS_AVX512_BF16
 #include "tiles.h"
 #include "vectors.h"
 
 #define GATES 4 /* input, forget, cell and output */
 #define UNITS 16 /* whose gates are a tile */
 #define ROWS 6   /* sequences of a batch whose sums are computed at a time */
-
-extern int omp_get_thread_num(void);
-extern int omp_get_num_threads(void);
-
-int lstm_is_supported(void) { return 1; }
-#ifdef __AMX_BF16__
-int lstm_is_first_guess(void) { return 0; }
-#else
-int lstm_is_first_guess(void) { return 1; }
-#endif
 
 /* The depth of the product of a step. */
 INLINE int64_t depth_of(const Call *call, int backward) {
@@ -264,14 +255,4 @@ void lstm_backward(const Call *call, const uint16_t *weight, const float *first_
     for (int64_t block = 1; block < blocks; block++)
         for (int64_t i = 0; i < width; i++) of_bias[i] += work.of_bias[block * width + i];
 }
-#else
-int lstm_is_supported(void) { return 0; }
-int lstm_is_first_guess(void) { return 0; }
-int64_t lstm_bytes(const Call *call, int backward) { return 0; }
-void lstm_forward(const Call *call, const uint16_t *inputs, const uint16_t *of_inputs, const uint16_t *weight,
-                  const float *bias, const uint16_t *first_outputs, const float *first_cells, float *states,
-                  uint16_t *out, float *wide_out, char *scratch, int threads) {}
-void lstm_backward(const Call *call, const uint16_t *weight, const float *first_cells, float *states,
-                   const void *of_out, const void *of_last_output, float *of_cells, uint16_t *of_gates,
-                   float *of_bias, void *of_first_output, char *scratch, int threads) {}
 #endif

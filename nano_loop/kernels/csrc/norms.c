@@ -252,6 +252,11 @@ static void sums(const Shape *shape, const void *gradient, const void *x, const 
     }
 }
 
+/* Memory for numbers in double precision, and behind these for others in fp32, or NULL. */
+static void *memory_for(int64_t doubles, int64_t floats) {
+    return malloc((size_t)doubles * sizeof(double) + (size_t)floats * sizeof(float));
+}
+
 /* Makes the sums of some parts those of the first one. */
 static void add_parts(double *sums, int64_t parts, int64_t channels) {
     for (int64_t part = 1; part < parts; part++)
@@ -261,16 +266,16 @@ static void add_parts(double *sums, int64_t parts, int64_t channels) {
 /* out = (x - centers) * scales + offsets, or with a gradient: gradient * scales + (x - centers) * slopes + offsets. All
    coefficients are of (segment, channel), with a stride of 0 or of the channels between segments. */
 typedef struct {
-    const float *centers, *scales, *offsets, *slopes;
-    int64_t center_stride, scale_stride, offset_stride, slope_stride;
+    const float *centers, *scales, *slopes, *offsets;
+    int64_t stride, offset_stride; /* the first is that of all but the offsets */
 } Coefficients;
 
 INLINE void apply_to_row(const Coefficients *by, const void *gradient, const void *x, void *out, int64_t at,
                          int64_t count, int bf16, int64_t segment, int64_t channel, int is_channel) {
-    const float *centers = by->centers + segment * by->center_stride + channel;
-    const float *scales = by->scales + segment * by->scale_stride + channel;
+    const float *centers = by->centers + segment * by->stride + channel;
+    const float *scales = by->scales + segment * by->stride + channel;
     const float *offsets = by->offsets + segment * by->offset_stride + channel;
-    const float *slopes = gradient ? by->slopes + segment * by->slope_stride + channel : centers;
+    const float *slopes = gradient ? by->slopes + segment * by->stride + channel : centers;
     vector center = all(*centers), scale = all(*scales), offset = all(*offsets), slope = all(*slopes);
     int64_t place = 0;
 #define APPLY                                                                                                          \
@@ -316,15 +321,10 @@ int batch_norm(const Shape *shape, const void *x, const float *weight, const flo
                float *running_variance, double momentum, double eps, void *out, float *means, float *inverses,
                int threads) {
     int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
-    double *first = malloc((size_t)count * 2 * sizeof *first);
-    float *scales = malloc((size_t)channels * 2 * sizeof *scales);
-    if (!first || !scales) {
-        free(first);
-        free(scales);
-        return 0;
-    }
+    double *first = memory_for(count * 2, channels * 2);
+    if (!first) return 0;
     double *second = first + count, elements = (double)(shape->segments * shape->rows);
-    float *offsets = scales + channels;
+    float *scales = (float *)(second + count), *offsets = scales + channels;
     sums(shape, 0, x, 0, 0, first, second, threads);
     add_parts(first, parts, channels);
     add_parts(second, parts, channels);
@@ -341,7 +341,6 @@ int batch_norm(const Shape *shape, const void *x, const float *weight, const flo
     Coefficients by = {.centers = means, .scales = scales, .offsets = offsets};
     apply(shape, &by, 0, x, out, threads);
     free(first);
-    free(scales);
     return 1;
 }
 
@@ -350,15 +349,10 @@ int batch_norm_backward(const Shape *shape, const void *gradient, const void *x,
                         const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
                         int threads) {
     int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
-    double *first = malloc((size_t)count * 2 * sizeof *first);
-    float *scales = malloc((size_t)channels * 3 * sizeof *scales);
-    if (!first || !scales) {
-        free(first);
-        free(scales);
-        return 0;
-    }
+    double *first = memory_for(count * 2, channels * 3);
+    if (!first) return 0;
     double *second = first + count, elements = (double)(shape->segments * shape->rows);
-    float *slopes = scales + channels, *offsets = slopes + channels;
+    float *scales = (float *)(second + count), *slopes = scales + channels, *offsets = slopes + channels;
     sums(shape, gradient, x, means, 0, first, second, threads);
     add_parts(first, parts, channels);
     add_parts(second, parts, channels);
@@ -371,10 +365,9 @@ int batch_norm_backward(const Shape *shape, const void *gradient, const void *x,
         slopes[c] = (float)(-scale * inverse * inverse * products / elements);
         offsets[c] = (float)(-scale * plain / elements);
     }
-    Coefficients by = {.centers = means, .scales = scales, .offsets = offsets, .slopes = slopes};
+    Coefficients by = {.centers = means, .scales = scales, .slopes = slopes, .offsets = offsets};
     if (of_input) apply(shape, &by, gradient, x, of_input, threads);
     free(first);
-    free(scales);
     return 1;
 }
 
@@ -383,15 +376,10 @@ int group_norm(const Shape *shape, int64_t groups, const void *x, const float *w
                void *out, float *means, float *inverses, int threads) {
     int64_t channels = shape->channels, chunks = chunks_of(shape), width = channels / groups;
     int64_t count = shape->segments * chunks * channels, pairs = shape->segments * channels;
-    double *first = malloc((size_t)count * 2 * sizeof *first);
-    float *scales = malloc((size_t)(pairs * 2 + channels) * sizeof *scales);
-    if (!first || !scales) {
-        free(first);
-        free(scales);
-        return 0;
-    }
+    double *first = memory_for(count * 2, pairs * 2 + channels);
+    if (!first) return 0;
     double *second = first + count;
-    float *centers = scales + pairs, *offsets = centers + pairs;
+    float *scales = (float *)(second + count), *centers = scales + pairs, *offsets = centers + pairs;
     sums(shape, 0, x, 0, 0, first, second, threads);
     for (int64_t c = 0; c < channels; c++) offsets[c] = bias ? bias[c] : 0;
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
@@ -411,11 +399,9 @@ int group_norm(const Shape *shape, int64_t groups, const void *x, const float *w
             scales[segment * channels + c] = (float)((weight ? weight[c] : 1) * inverse);
         }
     }
-    Coefficients by = {
-        .centers = centers, .scales = scales, .offsets = offsets, .center_stride = channels, .scale_stride = channels};
+    Coefficients by = {.centers = centers, .scales = scales, .offsets = offsets, .stride = channels};
     apply(shape, &by, 0, x, out, threads);
     free(first);
-    free(scales);
     return 1;
 }
 
@@ -425,15 +411,11 @@ int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient
                         int threads) {
     int64_t channels = shape->channels, chunks = chunks_of(shape), width = channels / groups;
     int64_t count = shape->segments * chunks * channels, pairs = shape->segments * channels;
-    double *first = malloc((size_t)count * 2 * sizeof *first);
-    float *scales = malloc((size_t)pairs * 4 * sizeof *scales);
-    if (!first || !scales) {
-        free(first);
-        free(scales);
-        return 0;
-    }
+    double *first = memory_for(count * 2, pairs * 4);
+    if (!first) return 0;
     double *second = first + count, elements = (double)(width * shape->rows);
-    float *centers = scales + pairs, *slopes = centers + pairs, *offsets = slopes + pairs;
+    float *scales = (float *)(second + count), *centers = scales + pairs, *slopes = centers + pairs;
+    float *offsets = slopes + pairs;
     for (int64_t at = 0; at < pairs; at++) centers[at] = means[at / channels * groups + at % channels / width];
     sums(shape, gradient, x, centers, channels, first, second, threads);
     /* The sums of all chunks of an image become those of its first. */
@@ -465,17 +447,10 @@ int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient
         if (of_weight) of_weight[c] = (float)products;
         if (of_bias) of_bias[c] = (float)plain;
     }
-    Coefficients by = {.centers = centers,
-                       .scales = scales,
-                       .offsets = offsets,
-                       .slopes = slopes,
-                       .center_stride = channels,
-                       .scale_stride = channels,
-                       .offset_stride = channels,
-                       .slope_stride = channels};
+    Coefficients by = {.centers = centers, .scales = scales, .slopes = slopes, .offsets = offsets};
+    by.stride = by.offset_stride = channels;
     if (of_input) apply(shape, &by, gradient, x, of_input, threads);
     free(first);
-    free(scales);
     return 1;
 }
 
@@ -571,14 +546,12 @@ int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64
     int64_t length = (rows + CHUNKS - 1) / CHUNKS, chunks;
     length = length > LEAST_ROWS ? length : LEAST_ROWS;
     chunks = (rows + length - 1) / length;
-    double *first = calloc((size_t)(chunks * width), 2 * sizeof *first);
-    float *summed = malloc((size_t)(chunks * width) * 2 * sizeof *summed);
-    if (!first || !summed) {
-        free(first);
-        free(summed);
-        return 0;
-    }
-    double *second = first + chunks * width;
+    int64_t count = chunks * width;
+    double *first = memory_for(count * 2, count * 2);
+    if (!first) return 0;
+    double *second = first + count;
+    float *summed = (float *)(second + count);
+    memset(first, 0, (size_t)count * 2 * sizeof *first);
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t part = 0; part < chunks; part++) {
         float *products = summed + part * width * 2, *plain = products + width;
@@ -604,6 +577,5 @@ int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64
         if (of_bias) of_bias[c] = (float)second[c];
     }
     free(first);
-    free(summed);
     return 1;
 }

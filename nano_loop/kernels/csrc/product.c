@@ -10,6 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "avx512_bf16.h"
+
 /* Strides are numbers of elements; of A of a row and of the depth, of B of the depth and of a column. One of each is 1. */
 typedef struct {
     int64_t rows, columns, depth;
@@ -18,8 +20,7 @@ typedef struct {
     int64_t a_is_wide, b_is_wide, bias_is_wide, is_wide; /* whether A, B, the row and the result have fp32 numbers */
 } Call;
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
-    defined(__AVX512BF16__)
+#ifdef HAS_AVX512_BF16
 #include "packing.h"
 
 #define ROWS 6             /* of a tile of sums, one broadcast for each */
@@ -29,16 +30,6 @@ typedef struct {
 #define PACKED_PAIRS 1024  /* the same, where A is packed */
 #define WORDS (1 << 17)    /* of the panels of a block: half of a second cache of 1 MB */
 #define STEP 8             /* pairs between two looks at what is to be fetched */
-
-extern int omp_get_thread_num(void);
-extern int omp_get_num_threads(void);
-
-int product_is_supported(void) { return 1; }
-#ifdef __AMX_BF16__
-int product_is_first_guess(void) { return 0; }
-#else
-int product_is_first_guess(void) { return 1; }
-#endif
 
 /* How the work is divided: among threads, and into blocks. */
 typedef struct {
@@ -432,9 +423,4 @@ void product(const Call *call, const void *a, const void *b, const void *bias, c
         }
     }
 }
-#else
-int product_is_supported(void) { return 0; }
-int product_is_first_guess(void) { return 0; }
-int64_t product_bytes(const Call *call, int threads) { return 0; }
-void product(const Call *call, const void *a, const void *b, const void *bias, char *out, char *scratch, int threads) {}
 #endif

@@ -10,6 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "avx512_bf16.h"
+
 /* Strides are numbers of elements. Channels, and outputs in the gradient, lie side by side; in the result, it may be the
    kernel's positions. */
 typedef struct {
@@ -20,8 +22,7 @@ typedef struct {
     int64_t result[4];                                 /* strides of an output, a channel, the kernel's rows and columns */
 } Call;
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
-    defined(__AVX512BF16__)
+#ifdef HAS_AVX512_BF16
 #include "packing.h"
 
 #define OUTPUTS 8   /* of a tile of sums, one broadcast for each */
@@ -29,16 +30,6 @@ typedef struct {
 #define SUMS (OUTPUTS * CHANNELS)
 #define MOST_POSITIONS 25 /* of a kernel whose positions lie side by side in the result */
 #define PIXELS 144  /* of a block, about: a tile reads 64 bytes of the outputs' and 128 of the inputs' for each */
-
-extern int omp_get_thread_num(void);
-extern int omp_get_num_threads(void);
-
-int weight_gradient_is_supported(void) { return 1; }
-#ifdef __AMX_BF16__
-int weight_gradient_is_first_guess(void) { return 0; }
-#else
-int weight_gradient_is_first_guess(void) { return 1; }
-#endif
 
 /* How the work is divided: into blocks of pixels, and among threads. */
 typedef struct {
@@ -380,10 +371,4 @@ void weight_gradient(const Call *call, const uint16_t *inputs, const uint16_t *g
         for (int64_t part = thread; part < parts; part += given) store_part(call, &plan, turns ? &turn : 0, scratch, part, result);
     }
 }
-#else
-int weight_gradient_is_supported(void) { return 0; }
-int weight_gradient_is_first_guess(void) { return 0; }
-int64_t weight_gradient_bytes(const Call *call, int threads) { return 0; }
-void weight_gradient(const Call *call, const uint16_t *inputs, const uint16_t *gradient, uint16_t *result,
-                           char *scratch, int threads) {}
 #endif

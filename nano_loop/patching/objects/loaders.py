@@ -102,6 +102,7 @@ class _StandIn:
         # Not `copy.copy`, which leaves a cache on the class and calls its pickling methods, and not __init__.
         self.copy: Loader = object.__new__(type(loader))
         vars(self.copy).update(without_kept_iterator(vars(loader)))
+        self.process = os.getpid()  # those that it forks have the loader itself
         self.changes: list[LoaderChange] = []
         self._in_force: list[LoaderChange] = []
 
@@ -193,7 +194,8 @@ def _finding() -> _Finding | None:
 
 def _stand_in(loader: Loader) -> _StandIn | None:
     if id(loader) in _stand_ins:
-        return _stand_ins[id(loader)][1]
+        stand_in = _stand_ins[id(loader)][1]
+        return stand_in if stand_in.process == os.getpid() else None
     finding = _finding()
     return None if finding is None else finding.stand_in(loader)
 

@@ -90,9 +90,9 @@ def test_pausing_saves_the_averaging(team):
                 model(torch.ones(1, 6)).sum().backward()
             before = gather.call_count
             model(torch.ones(1, 6)).sum().backward()
-            return before, gather.call_count
+            return before == 0 < gather.call_count
 
-    assert team(2)(trained, loop) == [[0, 1]] * 2
+    assert team(2)(trained, loop) == [True] * 2
 
 
 def test_only_what_arrived_since_is_averaged(team):
@@ -830,6 +830,7 @@ def test_different_numbers_of_steps_raise_on_every_rank(team):
 
     def loop(setup):
         setup.ranks.mean, mean = lambda value: value, setup.ranks.mean
+        setup.averaging._compare = False  # nothing is averaged
         try:
             return diverging(setup, "rank 0 has 4, rank 1 has 5", change)
         finally:
@@ -967,6 +968,7 @@ def test_optimizer_of_what_was_set_up_is_not_warned_of(team):
 def test_nothing_is_left_behind(team):
     def loop(ranks):
         plain, setup = torch.autograd.backward, Setup(ranks)
+        torch.manual_seed(0)
         model = net()
         model[0].requires_grad_(False)
         optimizer = sgd(model)

@@ -1,0 +1,19 @@
+/* Whether a kernel for the bf16 instructions of AVX-512 is compiled, and torch's threads, which compute it. */
+#pragma once
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+    defined(__AVX512BF16__)
+#define HAS_AVX512_BF16
+int is_supported(void) { return 1; }
+#else
+int is_supported(void) { return 0; }
+#endif
+
+/* Whether it is faster than oneDNN on most shapes: oneDNN uses AMX. */
+#ifdef __AMX_BF16__
+int is_first_guess(void) { return 0; }
+#else
+int is_first_guess(void) { return 1; }
+#endif
+
+extern int omp_get_thread_num(void);
+extern int omp_get_num_threads(void);
