@@ -23,7 +23,7 @@ from nano_loop.patching.objects.optimizers import is_dense
 #: The data that the nodes refer to by number.
 _Blobs = Sequence[memoryview]
 #: The name of a type, the parts by which a value of it is made and, for some types, data.
-_Parts = tuple[Any, ...]
+_Content = tuple[Any, ...]
 
 _NUMBERS = "biufc"  # the kinds of numpy's dtypes that are plain numbers
 _LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -105,7 +105,7 @@ def _node(value: Any, blobs: list[bytes], depth: int) -> Any:
     return [name, [_node(item, blobs, depth + 1) for item in items], *numbers]
 
 
-def _parts(value: Any) -> _Parts | None:
+def _parts(value: Any) -> _Content | None:
     """Return what a value is made of; None for one of another type."""
     kind = type(value)
     if kind in _CONTAINERS:
@@ -117,12 +117,12 @@ def _parts(value: Any) -> _Parts | None:
     return ("tuple", value) if isinstance(value, tuple) and hasattr(value, "_fields") else None
 
 
-def _parts_of_array(array: np.ndarray[Any, Any]) -> _Parts | None:
+def _parts_of_array(array: np.ndarray[Any, Any]) -> _Content | None:
     numbers = array.dtype.kind in _NUMBERS
     return ("array", [array.dtype.str, list(array.shape)], array.tobytes()) if numbers else None
 
 
-def _parts_of_tensor(tensor: torch.Tensor) -> _Parts | None:
+def _parts_of_tensor(tensor: torch.Tensor) -> _Content | None:
     """Return what a tensor is made of; None for one that is not on the CPU, or quantized."""
     if tensor.device.type != "cpu" or tensor.is_quantized:
         return None
@@ -150,7 +150,7 @@ def _stored(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
-_LEAVES: dict[type, Callable[[Any], _Parts | None]] = {
+_LEAVES: dict[type, Callable[[Any], _Content | None]] = {
     dict: lambda value: ("dict", value.items()),
     bytes: lambda value: ("bytes", [], value),
     complex: lambda value: ("complex", [value.real, value.imag]),
