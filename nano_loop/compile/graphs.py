@@ -28,21 +28,11 @@ ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU = "attention", "batch_norm",
 _SOURCES = [Path(str(module.__file__)) for module in (operators, attentions, plain_attention)] + [Path(__file__)]
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def attention(*args: Any, **kwargs: Any) -> Tensor:
     """Compute `torch.nn.functional.scaled_dot_product_attention`."""
-    args = query, key, value, attn_mask, dropout_p, is_causal
     if not torch.is_autocast_enabled("cpu"):
-        return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
-    return attentions.attention(*args, scale=scale, enable_gqa=enable_gqa, traced_as=_attention)
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    return attentions.attention(*args, **kwargs, traced_as=_attention)
 
 
 def _attention(

@@ -18,20 +18,15 @@ _FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512b
 _PATIENCE = 10.0  # timeout of the compiler, in seconds
 
 
-def is_inductor(options: Mapping[str, Any]) -> bool:
-    """Whether Inductor compiles with these arguments of `torch.compile`."""
-    return options.get("backend") in (None, "inductor")
-
-
 def with_operators(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return arguments of `torch.compile` with which Inductor keeps the operators of these names whole.
 
     It also draws random numbers as the plain loop does. The user's options prevail. Another backend than Inductor gets
     the arguments as they are.
     """
-    if not is_inductor(options):
-        return dict(options)
     arguments = dict(options)
+    if arguments.get("backend") not in (None, "inductor"):
+        return arguments
     # torch takes a mode or options.
     modes = mode_options(arguments.pop("mode", None), arguments.get("dynamic"))
     ours: dict[str, Any] = {"pre_grad_custom_pass": keeping(names)} if names else {}

@@ -20,8 +20,6 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # its class has no public name
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
 _FUSED_CHECK = "_need_device_dtype_check_for_fused"
@@ -37,10 +35,8 @@ _PRESETS = "torchvision.transforms._presets"
 #: and to read them, in this module. There is no public place between them and the files.
 FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 
-#: Operators without a public name: attention by blocks on the CPU, and the convolution below every other.
+#: An operator without a public name: attention by blocks on the CPU.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
-FLASH_ATTENTION = getattr(torch.ops.aten, FLASH_KERNEL)
-INNER_CONVOLUTION = "_convolution"
 
 #: The attributes of a leaf tensor that hold its hooks, which pickling omits.
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -132,18 +128,6 @@ def calls_only_forward(module: nn.Module) -> bool:
     return not hooks and module._compiled_call_impl is None and "forward" not in vars(module)
 
 
-def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict that holds a module's own parameters. ``parameters()`` takes 8 µs to yield those of a leaf."""
-    return module._parameters
-
-
-def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Any:
-    """Return a module with the attributes of another one, and with these parameters."""
-    twin = type(module).__new__(type(module))
-    twin.__dict__.update(vars(module), _parameters=parameters)
-    return twin
-
-
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks of ``register_hook`` are on a tensor. torch can register them, but not list them."""
     return bool(tensor._backward_hooks)
@@ -233,14 +217,12 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 def in_mode() -> bool:
     """Whether a mode of torch sees the functions or operators of this thread. torch has no public check."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+    return in_dispatch_mode() or bool(torch._C._len_torch_function_stack())
 
 
-def in_mode_of_others() -> bool:
-    """Whether a mode that is not nano_loop's sees the operators of this thread, as one that traces does."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(not type(mode).__module__.startswith("nano_loop.") for mode in _get_current_dispatch_mode_stack())
+def in_dispatch_mode() -> bool:
+    """Whether a mode sees the operators of this thread, as one that traces does. torch has no public check."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -294,12 +276,7 @@ def has_kernel(operator: str, dispatch_key: str) -> bool:
 
 def is_operator(name: str) -> bool:
     """Whether this torch has an ATen operator, such as ``softmax.int``. torch has no public check without an error."""
-    return f"aten::{name}" in _operator_names()
-
-
-@functools.cache
-def _operator_names() -> frozenset[str]:
-    return frozenset(torch._C._dispatch_get_all_op_names())
+    return bool(torch._C._dispatch_has_kernel(f"aten::{name}"))
 
 
 def arguments_of(overload: Any) -> list[Any]:
@@ -423,14 +400,9 @@ def kept_iterator(loader: DataLoader[Any]) -> Any:
     return vars(loader).get(_KEPT_ITERATOR)
 
 
-def own_iterator(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the attribute of a loader that holds its iterator, as a dict."""
-    return {_KEPT_ITERATOR: kept_iterator(loader)}
-
-
-def without_kept_iterator(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return a loader's attributes for a copy that starts its own worker processes."""
-    return {**attributes, _KEPT_ITERATOR: None}
+def with_iterator(attributes: dict[str, Any], iterator: Any = None) -> dict[str, Any]:
+    """Return a loader's attributes for a copy with another such iterator; None: a copy that starts its own workers."""
+    return {**attributes, _KEPT_ITERATOR: iterator}
 
 
 def stop_kept_workers(loader: DataLoader[Any]) -> None:
@@ -483,26 +455,6 @@ def shared_storage(size: int) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_shared(size)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each of `sources` into its target. As `Tensor.copy_` in a loop, without Python's 1 µs for each."""
-    _for_each(torch._foreach_copy_, torch.Tensor.copy_, targets, sources)
-
-
-def foreach_add(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Add each of `others` to its target, likewise."""
-    _for_each(torch._foreach_add_, torch.Tensor.add_, targets, others)
-
-
-def foreach_multiply(targets: list[torch.Tensor], factor: float) -> None:
-    """Multiply each of `targets` by a number, likewise."""
-    _for_each(torch._foreach_mul_, torch.Tensor.mul_, targets, factor)
-
-
-def foreach_divide(targets: list[torch.Tensor], divisor: float) -> None:
-    """Divide each of `targets` by a number, likewise."""
-    _for_each(torch._foreach_div_, torch.Tensor.div_, targets, divisor)
-
-
 def _for_each(
     of_lists: Callable[..., Any], method: Callable[..., Any], targets: list[torch.Tensor], other: Any
 ) -> None:
@@ -512,6 +464,13 @@ def _for_each(
         return
     for target, value in zip(targets, other if isinstance(other, list) else repeat(other, len(targets)), strict=True):
         method(target, value)
+
+
+#: Change the tensors of a list by those of another one or by a number. As a loop over methods, without its 1 µs each.
+foreach_copy = functools.partial(_for_each, torch._foreach_copy_, torch.Tensor.copy_)
+foreach_add = functools.partial(_for_each, torch._foreach_add_, torch.Tensor.add_)
+foreach_multiply = functools.partial(_for_each, torch._foreach_mul_, torch.Tensor.mul_)
+foreach_divide = functools.partial(_for_each, torch._foreach_div_, torch.Tensor.div_)
 
 
 def forget_group_count() -> None:

@@ -49,8 +49,8 @@ def candidates(
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]
     if machine.has_fast_fp16:
         combined.append({"precision": "16-mixed", "channels_last": layouts[-1]})
-    # What is faster on most machines. With "auto", calls that are too small for bf16 stay in fp32.
-    base = {"precision": "auto" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
+    # What is faster on most machines: products that are too small for bf16 to pay stay in fp32.
+    base = {"precision": "bf16-products" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
     more = [{}, *_processes(settings), *_loaders(settings, steps), *_steps(options), *_ipex(options)]
     more.append({"compile": not options.compile})
     return [*_distinct([*combined, *({**base, **change} for change in more)], options, fixed)]
@@ -85,7 +85,7 @@ def _ipex(options: Options) -> Iterator[Changes]:
 
 def _distinct(proposals: Iterable[Changes], options: Options, fixed: Collection[str]) -> Iterator[Changes]:
     """Yield what proposals really change of the options, each change once."""
-    present = options.as_asked()
+    present = options.as_dict()
     seen: list[Changes] = [{}]
     for proposal in proposals:
         changes = {

@@ -199,7 +199,7 @@ def as_text(values: Mapping[str, Any]) -> str:
 
 def differing(options: Options) -> dict[str, Any]:
     """Return the options that are not the default, besides those that only measure."""
-    values, plain = options.as_asked(), Options()
+    values, plain = options.as_dict(), Options()
     return {name: values[name] for name in values if name not in MEASURING and values[name] != getattr(plain, name)}
 
 

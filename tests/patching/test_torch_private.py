@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 from nano_loop import disable_casts
 from nano_loop.patching import torch_private as private
@@ -16,25 +17,9 @@ from nano_loop.patching.operators.operators import overridden
 
 
 def test_operators_without_a_public_name_are_there():
-    assert private.FLASH_ATTENTION.default.name() == "aten::_scaled_dot_product_flash_attention_for_cpu"
-    assert private.is_operator(private.INNER_CONVOLUTION)
+    assert private.is_operator(private.FLASH_KERNEL)
     assert private.is_operator("softmax.int")
     assert not private.is_operator("softmax.integer")
-
-
-def test_parameters_of_a_layer_are_read_and_replaced_in_a_twin():
-    layer = nn.Linear(2, 2, bias=False)
-    assert private.direct_parameters(layer) == {"weight": layer.weight, "bias": None}
-    weight = nn.Parameter(torch.zeros(2, 2))
-    twin = private.with_parameters(layer, {"weight": weight, "bias": None})
-    assert (type(twin), twin.weight is weight, layer.weight is weight) == (nn.Linear, True, False)
-
-
-def test_hooks_of_a_tensor_are_seen():
-    tensor = torch.zeros(1, requires_grad=True)
-    assert not private.has_tensor_hooks(tensor)
-    tensor.register_hook(print)
-    assert private.has_tensor_hooks(tensor)
 
 
 def test_preset_of_torchvision_is_that_of_its_weights():
@@ -49,14 +34,6 @@ def test_trainer_puts_its_signal_handlers_back():
     private.put_back_signal_handlers(None)
 
 
-def test_compiled_models_are_told_from_others():
-    model = nn.Linear(2, 2)
-    assert not private.is_compiled(model)
-    assert private.is_compiled(torch.compile(model, backend="eager"))
-    model.compile(backend="eager")
-    assert private.is_compiled(model)
-
-
 def test_function_is_marked_as_the_public_decorator_marks_it():
     def ours(): ...
 
@@ -66,17 +43,16 @@ def test_function_is_marked_as_the_public_decorator_marks_it():
     assert vars(private.constant_when_traced(ours)) == vars(theirs) != {}
 
 
-def test_compiling_can_be_taken_back():
+def test_compiled_models_are_told_from_others_and_compiling_can_be_taken_back():
     model = nn.Linear(2, 2)
+    assert not private.is_compiled(model)
+    assert private.is_compiled(torch.compile(model, backend="eager"))
     before = dict(vars(model))
     model.compile(backend="eager")
+    assert private.is_compiled(model)
     private.forget_compiled(model)
     assert not private.is_compiled(model)
     assert vars(model).keys() - before.keys() <= {"_compiled_call_impl"}
-
-
-def test_modules_call_a_function_that_was_compiled_for_them_until_it_is_taken_back():
-    model = nn.Linear(2, 2)
     private.call_compiled(model, lambda module, x: private.plain_call(module, x) + 1)
     assert private.is_compiled(model)
     compiled = model(torch.ones(2))
@@ -101,21 +77,14 @@ def test_pass_over_graphs_is_one_that_inductor_caches():
     assert pickle.loads(pickle.dumps(made)) == "'identity'"
 
 
-def test_backward_is_told_from_forward():
+def test_backwards_are_told_from_forwards_and_numbered():
     seen, x = [], torch.ones(1, requires_grad=True)
-    x.register_hook(lambda gradient: seen.append(private.in_backward()))
-    x.sum().backward()
-    assert (seen, private.in_backward()) == ([True], False)
-
-
-def test_backwards_are_numbered():
-    seen, x = [], torch.ones(1, requires_grad=True)
-    x.register_hook(lambda gradient: seen.append(private.graph_task()))
+    x.register_hook(lambda gradient: seen.append((private.in_backward(), private.graph_task())))
     x.sum().backward()
     x.sum().backward()
-    assert private.graph_task() == -1
-    assert -1 not in seen
-    assert len(set(seen)) == 2
+    assert (private.in_backward(), private.graph_task()) == (False, -1)
+    assert [is_inside for is_inside, _ in seen] == [True, True]
+    assert len({number for _, number in seen} - {-1}) == 2
 
 
 def test_callback_runs_before_backward_returns_and_may_raise():
@@ -149,8 +118,12 @@ def test_transforms_are_told_from_plain_calls():
     assert (seen, private.in_functorch()) == ([True], False)
 
 
-def test_no_mode_of_torch_functions_sees_what_is_below_them():
-    bf16 = torch.ones(2, dtype=torch.bfloat16)
+def test_autocast_and_modes_of_torch_functions_do_not_see_what_is_below_them():
+    x, bf16 = torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        with private.below_autocast():
+            assert (x @ x).dtype is torch.float32
     with disable_casts():
         with private.below_torch_functions():
             assert (bf16 + bf16).dtype is torch.bfloat16
@@ -248,14 +221,6 @@ def test_hooks_of_optimizers_come_with_their_init():
     assert not private.has_hooks(Bare())
 
 
-def test_operators_below_autocast_are_not_cast():
-    x = torch.ones(2, 2)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert (x @ x).dtype is torch.bfloat16
-        with private.below_autocast():
-            assert (x @ x).dtype is torch.float32
-
-
 def test_operator_can_be_called_as_without_a_kernel_for_autocast():
     seen = []
 
@@ -276,10 +241,12 @@ def test_losses_are_told_from_models():
     assert not private.is_loss(nn.ReLU())
 
 
-def test_hooks_of_tensors_are_called_so():
+def test_hooks_of_tensors_are_called_so_and_seen():
     tensor = torch.ones(1, requires_grad=True)
+    assert not private.has_tensor_hooks(tensor)
     assert [getattr(tensor, name) for name in private.TENSOR_HOOKS] == [None, None]
     tensor.register_hook(print)
+    assert private.has_tensor_hooks(tensor)
     tensor.register_post_accumulate_grad_hook(print)
     assert [[*getattr(tensor, name).values()] for name in private.TENSOR_HOOKS] == [[print], [print]]
 
@@ -290,8 +257,8 @@ def test_loader_keeps_its_iterator_and_ends_its_workers():
     assert [int(each) for each in loader] == [1, 2]
     iterator = private.kept_iterator(loader)
     assert iterator is not None
-    assert private.own_iterator(loader) == {"_iterator": iterator}
-    assert private.without_kept_iterator(vars(loader)) == {**vars(loader), "_iterator": None}
+    assert private.with_iterator(vars(loader), iterator) == vars(loader)
+    assert private.with_iterator(vars(loader)) == {**vars(loader), "_iterator": None}
     (process,) = torch.multiprocessing.active_children()
     private.stop_kept_workers(loader)
     assert private.kept_iterator(loader) is None
@@ -408,18 +375,6 @@ def test_torch_opens_files_by_the_named_classes(tmp_path, monkeypatch):
     assert len(opened) == 2
 
 
-def test_dispatch_mode_sees_operators_below_autocast():
-    class Noting(private.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append((func.overloadpacket, getattr(args[-1], "dtype", None)))
-            return func(*args, **(kwargs or {}))
-
-    seen, ones = [], torch.ones(2, 2)
-    with torch.autocast("cpu", torch.bfloat16), Noting():
-        torch.mm(ones, ones)
-    assert seen[-1] == (torch.ops.aten.mm, torch.bfloat16)
-
-
 def test_hooks_and_compiled_calls_of_a_module_are_seen():
     def hook(*_):
         return None
@@ -445,22 +400,15 @@ def test_base_of_a_view_is_the_whole_tensor():
     assert private.base_of(tensor) is tensor
 
 
-def test_modes_of_others_are_known():
-    class Theirs(private.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            found.append(private.in_mode_of_others())  # while it runs, it does not see its own operators
-            return function(*args, **(kwargs or {}))
-
-    class Ours(Theirs):
-        __module__ = "nano_loop.of_this_test"
-
-    found = []
-    assert not private.in_mode_of_others()
-    with Ours():
-        assert not private.in_mode_of_others()
-        with Theirs():
-            assert private.in_mode_of_others()
-    assert not private.in_mode_of_others()
+def test_modes_are_known():
+    assert not private.in_mode()
+    with torch.overrides.BaseTorchFunctionMode():
+        assert private.in_mode()
+        assert not private.in_dispatch_mode()
+    with FlopCounterMode(display=False):
+        assert private.in_mode()
+        assert private.in_dispatch_mode()
+    assert not private.in_dispatch_mode()
 
 
 def test_shared_storage_is_of_processes():

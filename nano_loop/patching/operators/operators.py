@@ -118,7 +118,11 @@ def overridden(
     dispatch_key : str
         The dispatch key of the kernel, such as ``CPU``.
     """
-    return shared_change((operator, dispatch_key), lambda: _overridden(operator, make, dispatch_key))
+
+    def functions() -> dict[str, Callable[..., Any]]:
+        return {operator: make(kernel(operator, dispatch_key) if gives_kernels() else None)}
+
+    return overridden_together(operator, functions, dispatch_key)
 
 
 def overridden_together(
@@ -139,12 +143,6 @@ def plainly(function: Callable[..., Any]) -> Callable[[Kernel | None], Callable[
         return lambda keys, *args, **kwargs: function(*args, **kwargs)
 
     return make
-
-
-def _overridden(
-    operator: str, make: Callable[[Kernel | None], Callable[..., Any]], dispatch_key: str
-) -> AbstractContextManager[None]:
-    return _registered({operator: make(kernel(operator, dispatch_key) if gives_kernels() else None)}, dispatch_key)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 from loops.nested import differences
-from loops.pairs import has_ipex, in_fp32, slow_bf16_is_fine
+from loops.pairs import has_ipex, in_fp32
 from loops.tasks import ConvNet, Net, images, vectors
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -371,8 +371,7 @@ def by_hand(kind, optimizer, precision):
 @pytest.mark.parametrize("kind", [Net, ConvNet])
 def test_loop_trains_as_with_optimize_by_hand(kind, optimizer, precision):
     model, made, loader = job(kind, optimizer)
-    with slow_bf16_is_fine():
-        losses = nano(use_ipex=True, precision=precision, verbose=False)(fitted)(model, made, loader)
+    losses = nano(use_ipex=True, precision=precision, verbose=False)(fitted)(model, made, loader)
     expected, weights = by_hand(kind, optimizer, precision)
     assert [*model.state_dict()] == [*weights]
     assert {value.dtype for value in model.parameters()} == {torch.float32}

@@ -92,23 +92,6 @@ def test_gradients_are_those_of_onednn(computed, name, precision):
             assert (a - b).float().norm() <= 0.02 * b.float().norm()
 
 
-def test_auto_counts_the_products_of_an_lstm_in_c(computed):
-    class Large(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(96, 96)
-
-        def forward(self, x):
-            return self.lstm(x)[0].sum(2)  # without it, there is no product
-
-    for steps, times in ((32, 3), (8, 1)):
-        x = torch.ones(steps, 8, 96)
-        computed.clear()
-        _, train = trained(Large(), lambda model, _, x=x: [model(x).detach() for _ in range(3)], precision="auto")
-        assert train.report["fast_lstm"].status == "applied"
-        assert len(computed) == times  # the first call is counted
-
-
 def test_fp32_and_other_models_are_torchs_to_the_bit(computed):
     plain = built()
     exact = loop(plain, torch.optim.SGD(plain.parameters(), 0.1))

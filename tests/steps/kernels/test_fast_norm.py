@@ -101,22 +101,6 @@ def test_loop_trains_as_with_torch_s_kernels(called, name, channels_last):
         torch.testing.assert_close(mine, other, rtol=5e-3, atol=2e-3)
 
 
-def test_group_norms_in_nhwc_stay_in_bf16(called):
-    torch.manual_seed(0)
-    model, seen = MODELS["group norm"][0](), []
-    model.norm.forward = lambda x: (seen.append(x.dtype), nn.GroupNorm.forward(model.norm, x))[1]
-    layer = nn.GroupNorm(4, CHANNELS)
-    x = torch.randn(2, CHANNELS, 8, 8).bfloat16().contiguous(memory_format=torch.channels_last)
-    from nano_loop.precision.policy.layers_in_fp32 import group_norm_is_faster
-
-    assert group_norm_is_faster(layer, x)
-    with accelerated(model, precision="bf16", channels_last=True, verbose=False):
-        assert not group_norm_is_faster(layer, x)
-        model(data()[0])
-    assert seen == [torch.bfloat16]
-    assert group_norm_is_faster(layer, x)
-
-
 def test_code_that_was_not_set_up_keeps_torch_s_kernels(called):
     torch.manual_seed(0)
     others = [make() for make, _ in MODELS.values()]
