@@ -15,7 +15,8 @@ import torch
 
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.patch_table import shared_change
-from nano_loop.patching.torch_private import destroy_library, forget_dispatch, has_kernel, never_compiled
+from nano_loop.patching.torch_private import destroy_library, has_kernel
+from nano_loop.patching.torch_private_compiler import forget_dispatch, never_compiled
 
 #: torch's own kernel. It takes the dispatch key set, followed by the arguments of the operator.
 Kernel = Callable[..., Any]
