@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from nano_loop.api.call_parts import parts_in
 from nano_loop.config.options import Options
@@ -337,8 +338,8 @@ class _Training(RunTask):
         self._train: Callable[..., Any] | None = train
         self.written = f"{type(loop).__name__}(", ")"
 
+    @override
     def do(self, run: Run) -> Any:
-        """See `RunTask.do`."""
         train = self._train or getattr(type(self._loop).train, "__wrapped__")  # noqa: B009
         with self._loop._inside(run):
             return train(self._loop, *self._args, **self._kwargs)

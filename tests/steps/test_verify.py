@@ -16,8 +16,6 @@ import nano_loop
 from nano_loop import NanoWarning, TorchNano, nano
 from nano_loop.kernels.attention import attention
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no (bf16|fp16) instructions")
-
 
 class Convolutional(nn.Sequential):
     def __init__(self):
