@@ -33,8 +33,8 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         config.add_cleanup(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Where a CPU has no bf16 instructions, runs in bf16 warn: that is the machine's, and no fault of a test.
-    config.addinivalue_line("filterwarnings", "ignore:.*this CPU has no bf16 instructions")
+    # Where a CPU has no such instructions, runs warn that they are slow: that is the machine's, and no fault of a test.
+    config.addinivalue_line("filterwarnings", "ignore:.*this CPU has no (bf16|fp16) instructions")
     patch = pytest.MonkeyPatch()
     for name in [*os.environ]:
         if name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any, overload
 
+from typing_extensions import override
+
 from nano_loop.api.call_parts import arguments_of, owner_of, parts_in, variables_around
 from nano_loop.config.options import Options
 from nano_loop.config.signatures import named, takes, with_options
@@ -102,13 +104,13 @@ class _Call(RunTask):
         self._function, self._args, self._kwargs = function, args, kwargs
         self._parts = parts  # sent together with the rest, so that on each rank they are those that the function uses
 
+    @override
     def do(self, run: Run) -> Any:
-        """See `RunTask.do`."""
         run.apply(self._parts)
         return self.repeat(run)
 
+    @override
     def repeat(self, run: Run) -> Any:
-        """See `RunTask.repeat`."""
         return self._function(*self._args, **self._kwargs)
 
 

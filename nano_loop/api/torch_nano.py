@@ -7,12 +7,13 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from nano_loop.api.call_parts import parts_in
 from nano_loop.config.options import Options
@@ -137,7 +138,7 @@ class TorchNano(RanksFabric):
         return self._nano_settings.options.num_processes or self.world_size
 
     use_ipex: bool = _option("use_ipex", "Whether IPEX's kernels are used.")
-    channels_last: bool = _option("channels_last", "Whether images are NHWC.")
+    channels_last: bool | Literal["auto"] = _option("channels_last", "Whether images are NHWC.")
     auto_lr: bool = _option("auto_lr", "Whether the learning rate ramps to that of several processes.")
 
     @property
@@ -337,8 +338,8 @@ class _Training(RunTask):
         self._train: Callable[..., Any] | None = train
         self.written = f"{type(loop).__name__}(", ")"
 
+    @override
     def do(self, run: Run) -> Any:
-        """See `RunTask.do`."""
         train = self._train or getattr(type(self._loop).train, "__wrapped__")  # noqa: B009
         with self._loop._inside(run):
             return train(self._loop, *self._args, **self._kwargs)

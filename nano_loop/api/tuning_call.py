@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.errors import NanoConfigError, error_message, shown
@@ -89,13 +90,13 @@ class _OnBatch(RunTask):
         super().__init__(settings, names, Loop("tune", "nano_loop"), self._parts)
         self._batch, self._loss_fn = batch, loss_fn
 
+    @override
     def do(self, run: Run) -> None:
-        """See `RunTask.do`."""
         run.apply(self._parts)
         self.repeat(run)
 
+    @override
     def repeat(self, run: Run) -> None:
-        """See `RunTask.repeat`."""
         (model,) = self._parts.models
         for optimizer in self._parts.optimizers:
             optimizer.zero_grad()

@@ -21,28 +21,19 @@ from nano_loop.compile import operators
 from nano_loop.kernels.attention import attention as attentions
 from nano_loop.kernels.attention import blocked_attention, plain_attention
 from nano_loop.kernels.loss import cross_entropy as losses
-from nano_loop.patching.torch_private import graph_pass, in_functorch
+from nano_loop.patching.torch_private import in_functorch
+from nano_loop.patching.torch_private_compiler import graph_pass
 
 ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU = "attention", "batch_norm", "cross_entropy", "dropout", "relu"
 #: The files on which traced graphs depend.
 _SOURCES = [Path(str(module.__file__)) for module in (operators, attentions, plain_attention)] + [Path(__file__)]
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def attention(*args: Any, **kwargs: Any) -> Tensor:
     """Compute `torch.nn.functional.scaled_dot_product_attention`."""
-    args = query, key, value, attn_mask, dropout_p, is_causal
     if not torch.is_autocast_enabled("cpu"):
-        return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
-    return attentions.attention(*args, scale=scale, enable_gqa=enable_gqa, traced_as=_attention)
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    return attentions.attention(*args, **kwargs, traced_as=_attention)
 
 
 def _attention(

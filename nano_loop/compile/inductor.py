@@ -11,16 +11,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from nano_loop.compile.graphs import keeping
-from nano_loop.patching.torch_private import mode_options
+from nano_loop.patching.torch_private_compiler import mode_options
 
 #: What Inductor may pass to the C++ compiler on a CPU of x86-64, depending on the CPU.
 _FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx512vnni")
 _PATIENCE = 10.0  # timeout of the compiler, in seconds
-
-
-def is_inductor(options: Mapping[str, Any]) -> bool:
-    """Whether Inductor compiles with these arguments of `torch.compile`."""
-    return options.get("backend") in (None, "inductor")
 
 
 def with_operators(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -29,9 +24,9 @@ def with_operators(options: Mapping[str, Any], names: Collection[str]) -> dict[s
     It also draws random numbers as the plain loop does. The user's options prevail. Another backend than Inductor gets
     the arguments as they are.
     """
-    if not is_inductor(options):
-        return dict(options)
     arguments = dict(options)
+    if arguments.get("backend") not in (None, "inductor"):
+        return arguments
     # torch takes a mode or options.
     modes = mode_options(arguments.pop("mode", None), arguments.get("dynamic"))
     ours: dict[str, Any] = {"pre_grad_custom_pass": keeping(names)} if names else {}

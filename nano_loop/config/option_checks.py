@@ -15,7 +15,7 @@ from nano_loop.config.op_names import PRESETS, nearest, operators_of, overloads_
 from nano_loop.config.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
 from nano_loop.errors import error_message, shown
 
-_PRECISIONS = {**SHORT_NAMES, **{name: name for name in (*PRECISIONS, "auto")}}
+_PRECISIONS = {**SHORT_NAMES, **{name: name for name in PRECISIONS}}
 
 #: Takes any value, and returns its normalized form or raises a `RefusedValueError`.
 Check = Callable[[Any], Any]
@@ -54,9 +54,10 @@ def _count(least: int, hint: str) -> Check:
 
 
 boolean = _one_of(True, False, hint="Pass one of the two")
-auto_or_boolean = _one_of("auto", True, False, hint='Leave it out for "auto", or pass one of the three')
+auto_or_boolean = _one_of("auto", True, False, hint="Pass one of the three")
 verbosity = _one_of(True, False, "all", hint="Pass False to silence the report")
 gradient_compression = _one_of(None, "bf16", hint="Leave it out for exact averages")
+sync_buffers = _one_of(None, "average", "rank0", hint="Leave it out, and each process keeps its own")
 num_processes = _count(1, "Pass the number of processes, or leave it out for one")
 num_threads = _count(1, "Leave it out for one thread a physical core")
 loader_workers = _count(0, "Leave it out for as many as each loader has")

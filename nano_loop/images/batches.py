@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate, get_worker_info
 
-from nano_loop.images.pipelines import Conversion, Plan
+from nano_loop.images.pipelines import Conversion, Plan, applied
 from nano_loop.patching.torch_private import shared_storage
 
 
@@ -26,11 +26,9 @@ class Pending(NamedTuple):
 
     def finished(self) -> Any:
         """Return the result of the plain way."""
-        value: Any = self._image() if self.is_pil else self._tensor()
         conversion = self.plan.conversion
-        for transform in self.plan.transforms[conversion.first if conversion else 0 :]:
-            value = transform(value)
-        return value
+        left = self.plan.transforms[conversion.first if conversion else 0 :]
+        return applied(left, self._image() if self.is_pil else self._tensor())
 
     def _image(self) -> Image.Image:
         return Image.fromarray(self.pixels[..., 0] if self.pixels.shape[2] == 1 else self.pixels)

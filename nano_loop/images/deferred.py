@@ -23,18 +23,8 @@ class DeferredImage(Image.Image):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height in pixels."""
+        """Width and height in pixels, from which Pillow takes `width` and `height`."""
         return vars(self)[_SIZE]  # type: ignore[no-any-return]
-
-    @property
-    def width(self) -> int:
-        """Width in pixels."""
-        return self.size[0]
-
-    @property
-    def height(self) -> int:
-        """Height in pixels."""
-        return self.size[1]
 
     @property
     def mode(self) -> str:

@@ -40,7 +40,7 @@ def read(header: Header, pixels: memoryview) -> Any:
     if header["kind"] == "pil":
         width, height = header["size"]
         image = Image.frombytes(header["mode"], (width, height), pixels)
-        image.info = _info(header["info"])
+        image.info = dict(_info(header["info"]))
         return image
     tensor = torch.frombuffer(pixels, dtype=torch.uint8).as_strided(header["shape"], header["strides"])
     return typed_image()(tensor) if header["kind"] == "image" else tensor
@@ -85,11 +85,7 @@ def _is_literal(value: Any) -> bool:
     return type(value) in _PLAIN and not (type(value) is float and value - value != 0)
 
 
-def _info(text: str) -> dict[Any, Any]:
-    return dict(_literal(text)) if text else {}
-
-
 @functools.lru_cache(maxsize=64)
-def _literal(text: str) -> dict[Any, Any]:
-    info: dict[Any, Any] = ast.literal_eval(text)
+def _info(text: str) -> dict[Any, Any]:
+    info: dict[Any, Any] = ast.literal_eval(text or "{}")
     return info

@@ -6,6 +6,7 @@ for: a function that is called once an epoch finds it again. A folder that the u
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -118,7 +119,7 @@ def _in_memory(datasets: Sequence[Any], limit: int | None) -> Store:
         for dataset in datasets:
             if id(dataset) not in _memory.users:
                 _memory.users.add(id(dataset))
-                _when_gone(dataset, _forgetting(id(dataset), os.getpid()))
+                _when_gone(dataset, functools.partial(_forget, id(dataset), os.getpid()))
         return _memory.store
 
 
@@ -130,18 +131,16 @@ def _when_gone(dataset: Any, forget: Callable[[], None]) -> None:
         weakref.finalize(_Memory, forget)
 
 
-def _forgetting(user: int, process: int) -> Callable[[], None]:
-    def forget() -> None:
-        global _memory
-        with _lock:
-            if _memory is None or _memory.process != process or os.getpid() != process:
-                return
-            _memory.users.discard(user)
-            if not _memory.users:
-                _memory.close()
-                _memory = None
-
-    return forget
+def _forget(user: int, process: int) -> None:
+    """Forget a dataset of this process, and with the last one the cache."""
+    global _memory
+    with _lock:
+        if _memory is None or _memory.process != process or os.getpid() != process:
+            return
+        _memory.users.discard(user)
+        if not _memory.users:
+            _memory.close()
+            _memory = None
 
 
 def _parent(limit: int) -> Path:

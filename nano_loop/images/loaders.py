@@ -40,9 +40,8 @@ class Images(Dataset[Any]):
     def __init__(self, dataset: Any, store: Store, exact: bool, batched: bool) -> None:
         from nano_loop.images.reading import Reading  # imports Pillow
 
-        plans = [plan for pipeline in pipelines_in(dataset) if (plan := plan_of(pipeline)) is not None]
         deferring = {id(pipeline): pipeline for pipeline in direct_pipelines(dataset)} if batched else {}
-        reading = Reading(store, exact, plans[:4], deferring)
+        reading = Reading(store, exact, plans_in(dataset)[:4], deferring)
         vars(self).update(_dataset=dataset, _reading=reading, _batched=batched)
 
     @property  # type: ignore[misc]
@@ -109,7 +108,7 @@ def refusal(loader: DataLoader[Any]) -> str | None:
         return "the dataset is an IterableDataset"
     if not compositions():
         return "torchvision is not imported"
-    if not any(True for _ in pipelines_in(dataset)):
+    if not pipelines_in(dataset):
         return f"no pipeline of torchvision's was found in the dataset, a {type(dataset).__name__}"
     return None
 

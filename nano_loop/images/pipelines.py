@@ -10,7 +10,7 @@ import enum
 import functools
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -180,6 +180,13 @@ def transforms_of(pipeline: Any) -> tuple[Any, ...] | None:
     return None
 
 
+def applied(transforms: Sequence[Any], value: Any) -> Any:
+    """Return what transforms make of an image, one after another."""
+    for transform in transforms:
+        value = transform(value)
+    return value
+
+
 def compositions() -> tuple[type, ...]:
     """Return torchvision's classes `Compose`, as far as they are imported."""
     return tuple(sys.modules[name].Compose for name in (V1, V2) if name in sys.modules)
@@ -249,7 +256,11 @@ def _conversion(transforms: Sequence[Any], known: Sequence[Known | None], prefix
     first = len(names)
     while first > prefix and names[first - 1] in ("Normalize", "ToPureTensor"):
         first -= 1
-    normalizations = tuple(_normalizations(transforms[first:]))
+    normalizations = tuple(
+        (_numbers(transform.mean), _numbers(transform.std))
+        for transform in transforms[first:]
+        if hasattr(transform, "mean")
+    )
     if first <= prefix or any(len(mean) != len(std) for mean, std in normalizations):
         return None
     first -= 1
@@ -264,12 +275,6 @@ def _conversion(transforms: Sequence[Any], known: Sequence[Known | None], prefix
         return None
     from_pil = first > prefix and names[first - 1] in ("PILToTensor", "ToImage")
     return Conversion(first - from_pil, from_pil, kind.module == V1, normalizations, typed)
-
-
-def _normalizations(transforms: Sequence[Any]) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
-    for transform in transforms:
-        if hasattr(transform, "mean"):
-            yield _numbers(transform.mean), _numbers(transform.std)
 
 
 def _numbers(value: Any) -> tuple[float, ...]:

@@ -61,14 +61,14 @@ current = Current()
 
 
 @contextmanager
-def paused() -> Iterator[None]:
-    """Let all that this thread calls run as always."""
-    before = current.reading
-    current.reading = None
+def in_fetch(reading: Reading | None, deferring: bool = False) -> Iterator[None]:
+    """Let what this thread calls be a part of a fetch; None: let it run as always."""
+    before = current.reading, current.deferring
+    current.reading, current.deferring = reading, deferring
     try:
         yield
     finally:
-        current.reading = before
+        current.reading, current.deferring = before
 
 
 class Origin:

@@ -22,8 +22,8 @@ from nano_loop.images import entries
 from nano_loop.images.batches import Pending, of_entry, pending
 from nano_loop.images.deferred import DeferredImage, decoded, is_deferred
 from nano_loop.images.drafts import drafted
-from nano_loop.images.pipelines import Plan, compositions
-from nano_loop.images.reading import ORIGIN, Origin, Reading, close_later, current, paused
+from nano_loop.images.pipelines import Plan, applied, compositions
+from nano_loop.images.reading import ORIGIN, Origin, Reading, close_later, current, in_fetch
 from nano_loop.images.sources import FileState, Source, file_state, is_in_state, remember, source_of
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.torch_private import image_preset
@@ -36,7 +36,6 @@ _CONVERTED_TO = ("RGB", "L", "RGBA")
 @contextmanager
 def fetching(reading: Reading, deferring: bool = False) -> Iterator[None]:
     """Take images from the cache in the body, in this thread. Results may be `Pending` if it is `deferring`."""
-    before = current.reading, current.deferring
     with ExitStack() as stack:
         stack.enter_context(replaced(Image, "open", _opening))
         stack.enter_context(replaced(Image.Image, "convert", _converting))
@@ -44,11 +43,8 @@ def fetching(reading: Reading, deferring: bool = False) -> Iterator[None]:
             if kind is not None:
                 name = "forward" if issubclass(kind, torch.nn.Module) else "__call__"
                 stack.enter_context(replaced(kind, name, _transforming))
-        current.reading, current.deferring = reading, deferring
-        try:
-            yield
-        finally:
-            current.reading, current.deferring = before
+        stack.enter_context(in_fetch(reading, deferring))
+        yield
 
 
 def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +108,7 @@ def _converted(reading: Reading, image: Any, source: Source, mode: str, original
 
 def _decode(image: Any, state: FileState, mode: str, original: Callable[..., Any]) -> Any:
     """Return the converted image in the plain way, from the opened file if it is still open."""
-    with paused():
+    with in_fetch(None):
         if image is not None and image.fp is not None and not image.fp.closed:
             return original(image, mode)
         with Image.open(state.path) as again:
@@ -126,7 +122,7 @@ def _transforming(original: Callable[..., Any]) -> Callable[..., Any]:
         if reading is None:
             return original(self, *inputs)
         deferring = current.deferring and id(self) in reading.deferring
-        with paused():
+        with in_fetch(None):
             if len(inputs) != 1:
                 return original(self, *inputs)
             return _transformed(reading, self, inputs[0], deferring, original)
@@ -141,10 +137,7 @@ def _transformed(reading: Reading, pipeline: Any, image: Any, deferring: bool, o
     reading.used(plan)
     origin = _origin_of(reading, image, plan)
     if origin is None:
-        start: Any = image
-        for transform in plan.transforms[: plan.prefix]:
-            start = transform(start)
-        return _finished(plan, start, deferring)
+        return _finished(plan, applied(plan.transforms[: plan.prefix], image), deferring)
     key = origin.key(plan, reading.exact)
     entry = reading.store.get(key)
     if entry is None:
@@ -191,11 +184,9 @@ def _unknown(image: Any) -> str:
 def _first(reading: Reading, plan: Plan, image: Any, origin: Origin, key: str) -> Any:
     """Apply the deterministic transforms, and keep their result."""
     if origin.draft is not None:
-        value, rest = origin.draft.resized(), plan.transforms[1 : plan.prefix]
+        value = applied(plan.transforms[1 : plan.prefix], origin.draft.resized())
     else:
-        value, rest = decoded(image), plan.transforms[: plan.prefix]
-    for transform in rest:
-        value = transform(value)
+        value = applied(plan.transforms[: plan.prefix], decoded(image))
     if isinstance(origin.state, FileState) and not is_in_state(origin.state):
         return value
     kept = entries.written(value)
@@ -217,13 +208,7 @@ def _direct(plan: Plan, header: dict[str, Any], pixels: memoryview) -> Pending |
 def _finished(plan: Plan, value: Any, deferring: bool) -> Any:
     """Apply what comes after the deterministic transforms, up to what is left to the batch."""
     until = plan.conversion.first if deferring and plan.conversion else len(plan.transforms)
-    for transform in plan.transforms[plan.prefix : until]:
-        value = transform(value)
-    if until == len(plan.transforms):
-        return value
-    left = pending(value, plan)
-    if left is not None:
+    value = applied(plan.transforms[plan.prefix : until], value)
+    if until < len(plan.transforms) and (left := pending(value, plan)) is not None:
         return left
-    for transform in plan.transforms[until:]:
-        value = transform(value)
-    return value
+    return applied(plan.transforms[until:], value)

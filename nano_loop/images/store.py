@@ -16,7 +16,6 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,9 +118,8 @@ class Store:
     def usage(self) -> Usage:
         """Return what all processes have written."""
         try:
-            data = (self.folder / "used").read_bytes()
-            return Usage(*_USED.unpack(data))
-        except (OSError, struct.error):
+            return _unpacked((self.folder / "used").read_bytes())
+        except OSError:
             return Usage(0, 0)
 
     def tidy(self) -> None:
@@ -138,11 +136,8 @@ class Store:
         path = self._path(key)
         unfinished = os.path.join(os.path.dirname(path), f"{_UNFINISHED}{os.getpid()}-{next(self._numbers)}")
         try:
-            descriptor = _opened(unfinished)
-            try:
-                _write_all(descriptor, pieces)
-            finally:
-                os.close(descriptor)
+            with os.fdopen(_opened(unfinished), "wb") as file:
+                file.writelines(pieces)
             _appear(unfinished, path)
         finally:
             with contextlib.suppress(OSError):
@@ -151,27 +146,20 @@ class Store:
     def _count(self, size: int, entries: int) -> bool:
         """Count bytes and entries against the limit, and return whether there is room."""
         try:
-            with self._counter() as descriptor:
-                data = os.pread(descriptor, _USED.size, 0)
-                used = Usage(*_USED.unpack(data)) if len(data) == _USED.size else Usage(0, 0)
+            counter = os.open(self.folder / "used", os.O_RDWR | os.O_CREAT, 0o600)
+            with os.fdopen(counter, "r+b", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                used = _unpacked(file.read())
                 if self.limit is not None and used.size + size > self.limit:
                     self._is_closed = True
                     return False
                 left = max(used.size + size, 0), max(used.entries + entries, 0)
-                os.pwrite(descriptor, _USED.pack(*left), 0)
+                file.seek(0)
+                file.write(_USED.pack(*left))
         except OSError as error:
             self._close(error)
             return False
         return True
-
-    @contextlib.contextmanager
-    def _counter(self) -> Iterator[int]:
-        descriptor = os.open(self.folder / "used", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield descriptor
-        finally:
-            os.close(descriptor)
 
     def _close(self, error: OSError) -> None:
         self._is_closed = True
@@ -190,7 +178,7 @@ def _appear(unfinished: str, path: str) -> None:
 
 
 def _opened(path: str) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         return os.open(path, flags, 0o600)
     except FileNotFoundError:
@@ -198,14 +186,8 @@ def _opened(path: str) -> int:
         return os.open(path, flags, 0o600)
 
 
-def _write_all(descriptor: int, pieces: list[bytes | memoryview]) -> None:
-    left = [memoryview(piece) for piece in pieces]
-    while left:
-        count = os.writev(descriptor, left)
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if left:
-            left[0] = left[0][count:]
+def _unpacked(data: bytes) -> Usage:
+    return Usage(*_USED.unpack(data)) if len(data) == _USED.size else Usage(0, 0)
 
 
 def _parsed(data: memoryview, key: str, sums: bool) -> tuple[dict[str, Any], memoryview] | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import operator
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -37,44 +38,38 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, _LEAVES):
         return value
     if isinstance(value, tuple):
-        return _map_tuple(function, value)
-    if isinstance(value, list):
-        return _map_items(function, value, enumerate(value))
-    if isinstance(value, MutableMapping):
-        return _map_items(function, value, value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_fields(function, value)
-    return value
+        return _map_tuple(functools.partial(map_tensors, function), value)
+    mapped = [(key, old, map_tensors(function, old)) for key, old in _items(value)]
+    return _with_items(value, [(key, new) for key, old, new in mapped if new is not old])
 
 
-def _map_tuple(function: Callable[[torch.Tensor], torch.Tensor], value: tuple[Any, ...]) -> Any:
-    items = [map_tensors(function, item) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
+def _map_tuple(change: Callable[[Any], Any], value: tuple[Any, ...]) -> Any:
+    items = [change(item) for item in value]
+    if all(map(operator.is_, items, value)):
         return value
-    return _tuple_like(value, items)
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def _map_items(function: Callable[[torch.Tensor], torch.Tensor], value: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    mapped = ((key, old, map_tensors(function, old)) for key, old in items)
-    changed = [(key, new) for key, old, new in mapped if new is not old]
+def _with_items(value: Any, changed: list[tuple[Any, Any]]) -> Any:
+    """Return a copy of a container with other items at some keys, or the container itself if there are none."""
     if not changed:
         return value
     result = copy.copy(value)
     for key, new in changed:
-        result[key] = new
+        _put(result, key, new)
     return result
 
 
-def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    mapped = ((name, getattr(value, name), map_tensors(function, getattr(value, name))) for name in names)
-    changed = [(name, new) for name, old, new in mapped if new is not old]
-    if not changed:
-        return value
-    result = copy.copy(value)
-    for name, new in changed:
-        object.__setattr__(result, name, new)  # also works if the dataclass is frozen
-    return result
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """Return the keys and items of a list, mapping or dataclass; nothing for other objects."""
+    if isinstance(value, list):
+        return list(enumerate(value))
+    if isinstance(value, MutableMapping):
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return [(name, getattr(value, name)) for name in names]
+    return []
 
 
 class Substitution:
@@ -101,17 +96,14 @@ class Substitution:
         if isinstance(value, torch.Tensor):
             return self._substitute(value)
         if isinstance(value, tuple):
-            items = [self(item) for item in value]
-            return value if all(map(operator.is_, items, value)) else _tuple_like(value, items)
-        if isinstance(value, list):
-            self._replace_items(value, list(enumerate(value)))
-        elif isinstance(value, MutableMapping):
-            self._replace_items(value, list(value.items()))
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            if type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
-                return _map_fields(self, value)
-            names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-            self._replace_items(value, [(name, getattr(value, name)) for name in names])
+            return _map_tuple(self, value)
+        substitutes = [(key, old, self(old)) for key, old in _items(value)]
+        changed = [(key, old, new) for key, old, new in substitutes if new is not old]
+        if changed and _is_frozen(value):
+            return _with_items(value, [(key, new) for key, _, new in changed])
+        for key, old, new in changed:
+            _put(value, key, new)
+            self._items.append((value, key, old, new))
         return value
 
     def restore(self) -> None:
@@ -130,13 +122,6 @@ class Substitution:
         if substitute is not tensor:
             self._tensors.append((tensor, substitute, version(substitute)))
         return substitute
-
-    def _replace_items(self, container: Any, items: list[tuple[Any, Any]]) -> None:
-        for key, item in items:
-            substitute = self(item)
-            if substitute is not item:
-                _put(container, key, substitute)
-                self._items.append((container, key, item, substitute))
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -157,8 +142,9 @@ def _put(container: Any, key: Any, item: Any) -> None:
     if isinstance(container, (list, MutableMapping)):
         container[key] = item
     else:
-        setattr(container, key, item)
+        object.__setattr__(container, key, item)  # also works if the dataclass is frozen
 
 
-def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+def _is_frozen(container: Any) -> bool:
+    parameters = getattr(container, "__dataclass_params__", None)
+    return parameters is not None and parameters.frozen and not isinstance(container, (list, MutableMapping))

@@ -64,11 +64,20 @@ def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value
     object
         The value of the context manager, the same for every user.
     """
-    change = _enter(key, make)
+    with _lock:
+        change = _changes.get(key)
+        if change is None:
+            context = make()
+            change = _changes[key] = _Change(context, context.__enter__())
+        change.users += 1
     try:
         yield change.value
     finally:
-        _leave(key)
+        with _lock:
+            change.users -= 1
+            if not change.users:
+                del _changes[key]
+                change.context.__exit__(None, None, None)
 
 
 def values_in_force() -> list[Any]:
@@ -91,22 +100,3 @@ def users(key: Hashable) -> int:
     """Return the number of current users of a change."""
     with _lock:
         return _changes[key].users if key in _changes else 0
-
-
-def _enter(key: Hashable, make: Callable[[], AbstractContextManager[Any]]) -> _Change:
-    with _lock:
-        change = _changes.get(key)
-        if change is None:
-            context = make()
-            change = _changes[key] = _Change(context, context.__enter__())
-        change.users += 1
-        return change
-
-
-def _leave(key: Hashable) -> None:
-    with _lock:
-        change = _changes[key]
-        change.users -= 1
-        if not change.users:
-            del _changes[key]
-            change.context.__exit__(None, None, None)

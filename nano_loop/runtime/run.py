@@ -264,9 +264,9 @@ class Run:
 
 
 @contextmanager
-def accelerated_copy(settings: Settings, model: nn.Module) -> Iterator[Run]:
-    """Accelerate a copy of a model, to compare it: in one process, and without a report on standard error."""
-    options = settings.options.for_nested_run()
+def accelerated_copy(settings: Settings, model: nn.Module, **changes: Any) -> Iterator[Run]:
+    """Accelerate a copy of a model: in one process, with other values of some options, and without a printed report."""
+    options = settings.options.for_nested_run(**changes)
     with Run(Settings(options, settings.machine), launcher=Alone(options)) as run:
         run.setup(model)
         yield run

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from typing_extensions import override
 
 from nano_loop.cpu import peak_memory
 from nano_loop.distributed.comm.rank_slot import RankSlot
@@ -52,15 +53,15 @@ class Trial(RunTask):
         self._payload = payload
         self.steps = (GradientAveraging,) if is_plain else STEPS
 
+    @override
     def run_in(self, slot: RankSlot) -> Any:
-        """See `RunTask.run_in`."""
         self._line = Line(slot)
         run = Run(self.settings, self, slot=slot)
         run.complete()
         self._line.answer(comparison=_comparison(run))
 
+    @override
     def do(self, run: Run) -> Any:
-        """See `RunTask.do`."""
         task = load(self._payload)
         guard_files()
         gate = _Gate(self._line, run, ends_after_one=self.settings.options.verify)

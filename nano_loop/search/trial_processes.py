@@ -21,7 +21,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.files.folder import place_of, workers_files
 from nano_loop.distributed.files.table import MadeFolders
 from nano_loop.distributed.launch.assignment import Assignment, State, write_payload
-from nano_loop.distributed.launch.failure import Failure, first
+from nano_loop.distributed.launch.failure import Failure, Kind, first
 from nano_loop.distributed.launch.reports import Frames, framed, read_available
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
@@ -183,6 +183,6 @@ def _mean_without_pauses(seconds: list[float]) -> float:
 
 def _in_words(failure: Failure) -> str:
     words = [failure.what]
-    if not failure.what.startswith("raised") and failure.traceback:
+    if failure.kind is Kind.CAUSE and not failure.what.startswith("raised") and failure.traceback:
         words += failure.traceback.strip().splitlines()[-1:]
     return ": ".join(words)

@@ -19,7 +19,9 @@ from nano_loop.patching.nested_tensors import Substitution
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import in_functorch
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.steps.layout_trial import LayoutTrial
 from nano_loop.steps.step import SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -38,10 +40,19 @@ class ChannelsLast(Step):
     The outputs of the model are contiguous, as in the plain loop. Inside the model, `Tensor.view` is replaced: the
     common `x.view(batch, -1)` after a convolution needs the strides of NCHW, so on NHWC strides it falls back to
     `reshape`. Group norms whose weights alone have gradients get their input in NCHW.
+
+    With ``"auto"``, a model begins in NHWC where the precision is reduced, and else in NCHW. Before the first step of
+    an optimizer, rank 0 times both layouts, and all ranks go on in the faster one.
     """
 
     name = "channels_last"
     required = False  # the option applies to all models of a run, and one of them may have no convolution
+
+    @override
+    def begin(self) -> None:
+        self._trials: list[LayoutTrial] = []
+        self._optimizers: set[int] = set()
+        self._chosen: list[tuple[int, bool]] = []  # the places of trials, and whether NHWC was faster
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -63,17 +74,69 @@ class ChannelsLast(Step):
         by_the_user = any(map(_lies_as_nhwc, parts.parameters()))
         for context in (drawn_as_they_lie,) if by_the_user else (drawn_as_nchw, same_draws):
             self.undoing.enter_context(context())
-        for model in models:
-            self.interceptors.add(model, self.name, _converting_inputs(_dimensions(model.parameters())))
-        count = sum(self._convert(module) for model in models for module in model.modules())
+        if self.options.channels_last == "auto":
+            for model in models:
+                self._open_trial(model)
+            for optimizer in parts.optimizers:
+                if id(optimizer) not in self._optimizers:
+                    self._optimizers.add(id(optimizer))
+                    self.undoing.callback(optimizer.register_step_pre_hook(self._time).remove)
+            return "the faster layout"
+        count = sum(self._turn(model, to_nhwc=True) for model in models)
         inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_dimensions(parts.parameters())))
         return f"{count} convolution{'s' * (count != 1)}, {inputs} inputs"
 
-    def _convert(self, module: nn.Module) -> bool:
-        if isinstance(module, _CONVOLUTIONS) and id(module) not in _converting:
-            self.undoing.callback(_converting.pop, id(module))
-            _converting[id(module)] = module
-        return isinstance(module, _CONVOLUTIONS)
+    def _turn(self, model: nn.Module, to_nhwc: bool) -> int:
+        """Let a model compute in NHWC from now on, or in NCHW, and return how many convolutions it has."""
+        wrapper = _converting_inputs(_dimensions(model.parameters())) if to_nhwc else _as_they_are
+        self.interceptors.add(model, self.name, wrapper)
+        convolutions = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
+        for convolution in convolutions:
+            if to_nhwc and id(convolution) not in _converting:
+                self.undoing.callback(_converting.pop, id(convolution), None)
+                _converting[id(convolution)] = convolution
+            elif not to_nhwc:
+                _converting.pop(id(convolution), None)
+        return len(convolutions)
+
+    def _open_trial(self, model: nn.Module) -> None:
+        if any(trial.model is model for trial in self._trials):
+            return
+        trial = LayoutTrial(model, self.options, self.accelerated)
+        if self.ranks.rank == 0 and trial.recorded is not None:
+            self.undoing.callback(trial.recorded.end)
+            self.interceptors.add(model, f"{self.name} trial", trial.recorded.layer)  # outside of the conversion
+        self._turn(model, trial.guess)
+        if not self._trials and self.ranks.size > 1:
+            self.ranks.context.after_averaging.append(self._share)
+            self.undoing.callback(self.ranks.context.after_averaging.remove, self._share)
+        self._trials.append(trial)
+
+    def _time(self, *_: object) -> None:
+        """Time the layouts of the models whose outputs have had gradients."""
+        for place, trial in enumerate(self._trials):
+            in_nhwc = trial.run(itertools.chain(*(trial.model.parameters() for trial in self._trials)))
+            if in_nhwc is not None:
+                self._chosen.append((place, in_nhwc))
+        if self.ranks.size == 1:
+            self._follow(self._chosen)
+            self._chosen = []
+
+    def _share(self, averagings: int) -> None:
+        """Take over what rank 0 has chosen, after the averagings whose number is a power of two. Collective."""
+        if averagings.bit_count() == 1:
+            self._follow(self.ranks.broadcast(self._chosen))
+            self._chosen = []
+
+    def _follow(self, chosen: Iterable[tuple[int, bool]]) -> None:
+        for place, in_nhwc in chosen:
+            self._turn(self._trials[place].model, in_nhwc)
+
+    @override
+    def final_result(self) -> StepResult | None:
+        """Return how long a step takes in each layout, or why that was not measured."""
+        words = dict.fromkeys(str(trial) for trial in self._trials)
+        return StepResult(self.name, "measured", "; ".join(words)) if words else None
 
 
 def _unscripted(parts: TrainingObjects) -> list[nn.Module]:
@@ -114,6 +177,10 @@ def _lies_as_nhwc(tensor: Tensor) -> bool:
         if strides[channels] < min(pixels, default=0) and falling:
             return True
     return False
+
+
+def _as_they_are(call: Call) -> Call:
+    return call
 
 
 def _converting_inputs(dimensions: frozenset[int]) -> Any:

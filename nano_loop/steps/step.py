@@ -59,14 +59,15 @@ class StepContext:
     ranks : Ranks
         The processes of the run; a single one by default.
     accelerated : callable
-        Returns a context in which a copy of a model is accelerated as the run accelerates it.
+        Returns a context in which a copy of a model is accelerated as the run accelerates it, or with other values of
+        options that it gets by name.
     """
 
     options: Options
     machine: Machine
     interceptors: CallInterceptors
     ranks: Ranks = ALONE
-    accelerated: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
+    accelerated: Callable[..., AbstractContextManager[Any]] = nullcontext
 
 
 class Step(ABC):
@@ -114,7 +115,7 @@ class Step(ABC):
         """Whether the options enable the step. A disabled step is not in the report."""
         choice = getattr(self.options, self.name, None)
         if choice == "auto" and self.auto_is_for_reduced_precision:
-            return self.options.reduced_precision or self.options.auto_precision
+            return self.options.reduced_precision
         return choice is not None and choice is not False
 
     @property

@@ -40,7 +40,9 @@ class Verify(Step):
     def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models if self.ranks.rank == 0 else ():
             if id(model) not in self._recorded and any(parameter.requires_grad for parameter in model.parameters()):
-                self._recorded[id(model)] = recorded = RecordedCalls(model, self.options.kind.parameters is not None)
+                self._recorded[id(model)] = recorded = RecordedCalls(
+                    model, self.options.kind.parameters is not None, _warn
+                )
                 self.interceptors.add(model, self.name, recorded.layer)
                 self.undoing.callback(recorded.end)
         for optimizer in parts.optimizers if self.ranks.rank == 0 else ():
@@ -85,6 +87,12 @@ class Verify(Step):
             yield from recorded.model.parameters()
         for optimizer in self._optimizers.values():
             yield from chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _warn(reason: str) -> None:
+    expected = "copies of the model and of its inputs have to run in fp32 and in fp64"
+    message = error_message(f"verify: {reason}", expected, "Leave verify out for this model")
+    warnings.warn(message, NanoWarning, stacklevel=4)
 
 
 def _another(name: str, known: Container[str]) -> str:

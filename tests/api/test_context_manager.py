@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 import torch
-from loops.pairs import slow_bf16_is_fine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, in_bf16, is_fused
@@ -34,18 +33,17 @@ def loop(model, optimizer, loader):
 @pytest.mark.parametrize("precision", [32, "bf16"])
 def test_loop_computes_what_the_decorated_one_does(precision):
     options = {"precision": precision, "verbose": False}
-    with slow_bf16_is_fine():
-        expected = nano(**options)(loop)(*job())
-        parts = job()
-        with accelerated(*parts, **options) as run:
-            actual = loop(*parts)
+    expected = nano(**options)(loop)(*job())
+    parts = job()
+    with accelerated(*parts, **options) as run:
+        actual = loop(*parts)
     assert all(map(torch.equal, actual, expected))
     assert "fused_optimizer" in run.report.applied
     assert "fast_fetch" in run.report.applied
 
 
 def test_what_is_made_in_the_body_is_set_up_by_the_run():
-    with slow_bf16_is_fine(), accelerated(precision="bf16", verbose=False) as run:
+    with accelerated(precision="bf16", verbose=False) as run:
         assert run.report is None
         net, optimizer, loader = job()
         assert run.setup(net, optimizer, loader) == (net, optimizer, loader)
@@ -57,25 +55,9 @@ def test_what_is_made_in_the_body_is_set_up_by_the_run():
 def test_several_models_and_optimizers():
     nets = [Net(), Net()]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    with slow_bf16_is_fine(), accelerated(nets, optimizers, precision="bf16", verbose=False):
+    with accelerated(nets, optimizers, precision="bf16", verbose=False):
         assert in_bf16(*nets) == [True, True]
         assert all(map(is_fused, optimizers))
-
-
-def test_it_may_be_inside_another_run_and_another_inside_it():
-    inner, outer = Net(), Net()
-
-    @nano(verbose=False)
-    def train(model):
-        with accelerated(inner, precision="bf16", verbose=False):
-            assert in_bf16(model, inner) == [False, True]
-        assert in_bf16(inner) == [False]
-
-    with slow_bf16_is_fine():
-        train(outer)
-        with accelerated(outer, precision="bf16", verbose=False):
-            nano(verbose=False)(lambda model: None)(inner)
-            assert in_bf16(outer) == [True]
 
 
 def test_several_processes_are_refused_with_the_way_that_works():

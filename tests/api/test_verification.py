@@ -60,9 +60,6 @@ KINDS = [
 ]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no (bf16|fp16) instructions")
-
-
 OTHERS = ("bf16-true", 64, 16)
 
 

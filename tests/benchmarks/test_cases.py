@@ -1,6 +1,5 @@
 import statistics
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import tiny
@@ -16,7 +15,7 @@ from benchmarks.loop import endless, steps
 from benchmarks.systems import SYSTEMS, settings_of, why_not
 from benchmarks.workloads import ALL, LISTS, UNTUNED, WORKLOADS
 from nano_loop.cpu import read_machine
-from nano_loop.precision.policy.lstms import can_train_lstms
+from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 
 FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
 
@@ -206,30 +205,12 @@ def test_systems_take_the_same_steps(system):
     torch.testing.assert_close(work.model.weight, before - 3 * 0.01 * batch.detach().sum(0).expand(tiny.OUTPUTS, -1))
 
 
-def test_what_a_system_prints_is_not_taken_for_its_result():
-    assert fresh(job("chatty"), limit=60)["median_ms"] > 0
-
-
 def test_a_workload_that_cannot_be_built_says_why_in_a_line():
     assert perform(job("chatty", workload=f"{OWN}without_a_model")) == {"reason": "LookupError: no such model"}
 
 
-def test_a_process_that_dies_is_told_by_its_signal():
-    assert fresh(job("dying"), limit=60)["reason"].startswith("killed by SIGSEGV")
-
-
-def test_a_case_that_never_ends_is_given_up():
-    assert fresh(job("endless"), limit=6) == {"reason": "it took more than 6 s"}
-
-
 def test_a_python_that_does_not_start_the_case_is_told_by_its_exit_code():
     assert fresh(job("chatty"), limit=60, python="false") == {"reason": "exit code 1"}
-
-
-def test_the_files_of_a_case_go_with_it():
-    _, _, folder = fresh(job("littering"), limit=60)["reason"].partition(": ")
-    assert folder.startswith("/")
-    assert not Path(folder).exists()
 
 
 def test_products_that_would_take_too_long_are_not_measured(monkeypatch):

@@ -48,14 +48,12 @@ def test_a_system_that_has_to_start_with_settings_gets_them(monkeypatch):
     side.end()
 
 
-def test_a_system_that_cannot_be_measured_is_refused(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("systems", "said"),
+    [("plain,expert_jemalloc", "--systems expert_jemalloc: it is not installed"), ("plain", "--systems takes two")],
+)
+def test_systems_that_cannot_be_measured_are_refused(monkeypatch, capsys, systems, said):
     monkeypatch.setattr(lockstep.systems, "why_not", {"plain": None, "expert_jemalloc": "it is not installed"}.get)
     with pytest.raises(SystemExit):
-        lockstep.main(["--systems", "plain,expert_jemalloc"])
-    assert "--systems expert_jemalloc: it is not installed" in capsys.readouterr().err
-
-
-def test_one_system_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        lockstep.main(["--systems", "plain"])
-    assert "--systems takes two" in capsys.readouterr().err
+        lockstep.main(["--systems", systems])
+    assert said in capsys.readouterr().err

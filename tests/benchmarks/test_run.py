@@ -1,6 +1,7 @@
 import pytest
 from command_line import OWN, results
 
+from benchmarks import training
 from benchmarks.run import arguments
 from benchmarks.systems import DEFAULT, LEVERS, NOT_QUICK
 from benchmarks.workloads import UNTUNED
@@ -157,19 +158,21 @@ def test_each_step_that_was_applied_is_left_out_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "said"),
+    ("arguments", "option", "value", "said"),
     [
-        ("--only", "bret", "'bret': there are resnet50, vit, bert"),
-        ("--systems", "plain,nanoo", "'nanoo': there are plain, autocast, by_hand, "),
-        ("--only", "no_such_module:linear", "No module named 'no_such_module'"),
-        ("--systems", f"{OWN}nothing", "has no attribute 'nothing'"),
-        ("--systems", ".a:b", "'.a:b': the 'package' argument is required"),
-        ("--rounds", "0", "'0': a whole number, 1 or more"),
-        ("--output", "/dev/null/results", "name a file that can be written"),
-        ("--output", "/", "name a file that can be written"),
+        (training.arguments, "--only", "digit", "'digit': there are digits, char_gpt"),
+        (training.arguments, "--modes", "fp8", "'fp8': there are plain, fp32, bf16"),
+        (arguments, "--only", "bret", "'bret': there are resnet50, vit, bert"),
+        (arguments, "--systems", "plain,nanoo", "'nanoo': there are plain, autocast, by_hand, "),
+        (arguments, "--only", "no_such_module:linear", "No module named 'no_such_module'"),
+        (arguments, "--systems", f"{OWN}nothing", "has no attribute 'nothing'"),
+        (arguments, "--systems", ".a:b", "'.a:b': the 'package' argument is required"),
+        (arguments, "--rounds", "0", "'0': a whole number, 1 or more"),
+        (arguments, "--output", "/dev/null/results", "name a file that can be written"),
+        (arguments, "--output", "/", "name a file that can be written"),
     ],
 )
-def test_what_does_not_exist_is_named_with_what_does(option, value, said, capsys):
+def test_what_does_not_exist_is_named_with_what_does(arguments, option, value, said, capsys):
     with pytest.raises(SystemExit) as left:
         arguments([option, value])
     assert left.value.code == 2

@@ -1,7 +1,7 @@
 import pytest
 from command_line import run
 
-from benchmarks.training import End, arguments, markdown
+from benchmarks.training import End, markdown
 
 TINY = "--layers 1 --heads 2 --width 16 --context 16 --batch-size 4 --accumulate 1 --steps 3 --sample 1"
 
@@ -33,20 +33,6 @@ def test_an_example_is_trained_in_each_mode():
     assert (full[0], full[1], half[1]) == ("| char_gpt", "fp32", "bf16-true")
     for part in (5, 6):  # parameters and gradients
         assert float(half[part]) == pytest.approx(float(full[part]) / 2, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--only", "digit"], "'digit': there are digits, char_gpt"),
-        (["--modes", "fp8"], "'fp8': there are plain, fp32, bf16"),
-    ],
-)
-def test_what_does_not_exist_is_named_with_what_does(options, said, capsys):
-    with pytest.raises(SystemExit) as left:
-        arguments(options)
-    assert left.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 def test_an_example_that_fails_ends_the_run_with_its_message():

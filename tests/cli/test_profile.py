@@ -27,9 +27,9 @@ print("never printed")
 def profile(tmp_path):
     """Give a function that runs the command on a script."""
 
-    def run(text, *options, name="train.py"):
+    def run(text, *options):
         (tmp_path / "train.py").write_text(text)
-        command = [sys.executable, "-m", "nano_loop", "profile", *options, name]
+        command = [sys.executable, "-m", "nano_loop", "profile", *options, "train.py"]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
 
     return run
@@ -52,17 +52,14 @@ def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "name", "words"),
+    ("options", "words"),
     [
-        ("print(1)", [], "train.py", "train.py never calls nano_loop"),
-        ("print(1)", [], "missing.py", "missing.py: there is no such file"),
-        ("print(1)", ["--no-such-option"], "train.py", "No such option"),
-        ("print(1)", ["--trace=no/such/trace.json"], "train.py", "its folder does not exist"),
+        ([], "train.py never calls nano_loop, or never takes"),
+        (["--trace=no/such/trace.json"], "its folder does not exist"),
     ],
-    ids=["never calls", "missing", "unknown option", "trace"],
 )
-def test_bad_input_is_one_line(profile, text, options, name, words):
-    done = profile(text, *options, name=name)
+def test_bad_input_is_one_line(profile, options, words):
+    done = profile("print(1)", *options)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("nano-loop: ")

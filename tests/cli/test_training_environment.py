@@ -35,33 +35,27 @@ def made(tmp_path):
     return lambda environ=None, *preload: training_environment(MACHINE, environ or {}, preload, tmp_path / "root")
 
 
-def test_threads_are_the_cores_and_glibc_keeps_memory(made):
-    assert made().values == {"OMP_NUM_THREADS": "4", **SETTINGS_AS_VARIABLES}
-    assert made().kept == []
-
-
 def test_another_c_library_has_no_settings(made, monkeypatch):
     monkeypatch.setattr(module, "is_glibc", lambda: False)
     assert made().values == {"OMP_NUM_THREADS": "4"}
 
 
-@pytest.mark.parametrize("value", ["1", "", " 4"])
-def test_variable_that_is_set_stays(made, value):
-    found = made({"OMP_NUM_THREADS": value})
-    assert "OMP_NUM_THREADS" not in found.values
-    assert found.kept == ["OMP_NUM_THREADS"]
+THREADS = {"OMP_NUM_THREADS": "4"}
 
 
-def test_variable_that_has_the_value_already_is_not_said_to_stay(made):
-    found = made({"OMP_NUM_THREADS": "4", **SETTINGS_AS_VARIABLES})
-    assert (found.values, found.kept) == ({}, [])
-
-
-@pytest.mark.parametrize("name", ["MALLOC_TOP_PAD_", "GLIBC_TUNABLES"])
-def test_settings_of_glibc_of_the_user_stay_alone(made, name):
-    found = made({name: "1"})
-    assert found.values == {"OMP_NUM_THREADS": "4"}
-    assert found.kept == [name]
+@pytest.mark.parametrize(
+    ("environ", "values", "kept"),
+    [
+        ({}, {**THREADS, **SETTINGS_AS_VARIABLES}, []),
+        *(({"OMP_NUM_THREADS": text}, SETTINGS_AS_VARIABLES, ["OMP_NUM_THREADS"]) for text in ("1", "", " 4")),
+        ({**THREADS, **SETTINGS_AS_VARIABLES}, {}, []),  # with these values already, none is said to stay
+        *(({name: "1"}, THREADS, [name]) for name in ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES")),
+        ({"LD_PRELOAD": "libmimalloc.so.2"}, THREADS, []),
+    ],
+    ids=str,
+)
+def test_threads_are_the_cores_glibc_keeps_memory_and_what_is_set_stays(made, environ, values, kept):
+    assert (made(environ).values, made(environ).kept) == (values, kept)
 
 
 def test_jemalloc_takes_the_place_of_glibcs_settings(made, library):
@@ -98,10 +92,6 @@ def test_library_that_is_preloaded_already_is_not_preloaded_twice(made, library)
     assert "LD_PRELOAD" not in made({"LD_PRELOAD": f"/a.so:{path}"}, "jemalloc").values
 
 
-def test_allocator_that_is_preloaded_already_leaves_glibc_alone(made):
-    assert made({"LD_PRELOAD": "libmimalloc.so.2"}).values == {"OMP_NUM_THREADS": "4"}
-
-
 def test_second_allocator_is_refused(made, library):
     library("usr/lib/libjemalloc.so")
     with pytest.raises(
@@ -135,14 +125,11 @@ def test_way_back_leads_to_what_was_there(before, values):
     assert before_exports(again) == before
 
 
-def test_environment_without_exports_is_its_own_before():
-    assert before_exports({"A": "1"}) == {"A": "1"}
-
-
 def test_exported_values_are_known_as_such():
     after = exported({"A": "0"}, TrainingEnvironment({"A": "1"}))
     assert is_exported("A", after)
     assert EXPORTS in after
+    assert before_exports({"A": "1"}) == {"A": "1"}  # without exports
 
 
 def test_changes_are_what_differs():

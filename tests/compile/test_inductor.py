@@ -46,19 +46,17 @@ def test_what_is_cached_depends_on_the_operators_and_the_autocast():
         assert len({one.uuid(), bf16, keeping([DROPOUT]).uuid()}) == 2
 
 
-@pytest.mark.parametrize(("compiler", "has"), [("true", True), ("false", False), ("no-such-compiler", False)])
-def test_a_compiler_without_vector_instructions_is_left_to_inductor(monkeypatch, compiler, has):
+@pytest.mark.parametrize(
+    ("machine", "compiler", "has"),
+    [
+        ("x86_64", "true", True),
+        ("x86_64", "false", False),
+        ("x86_64", "no-such-compiler", False),
+        ("arm", "true", False),
+    ],
+)
+def test_compilers_and_processors_without_vectors_are_left_to_inductor(monkeypatch, machine, compiler, has):
     monkeypatch.undo()
     monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr(inductor.platform, "machine", lambda: "x86_64")
-    inductor._compiler_has_vectors.cache_clear()
-    assert inductor._compiler_has_vectors() is has
-    inductor._compiler_has_vectors.cache_clear()
-
-
-def test_another_processor_is_left_to_inductor(monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(inductor.platform, "machine", lambda: "aarch64")
-    inductor._compiler_has_vectors.cache_clear()
-    assert inductor._compiler_has_vectors() is False
-    inductor._compiler_has_vectors.cache_clear()
+    monkeypatch.setattr(inductor.platform, "machine", lambda: machine)
+    assert inductor._compiler_has_vectors.__wrapped__() is has

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from loops.pairs import slow_bf16_is_fine
 from torch import nn
 
 import nano_loop
@@ -92,14 +91,15 @@ def test_pickle_takes_them_by_name(thing):
     assert pickle.loads(pickle.dumps(thing)) is thing
 
 
-def test_fourth_argument_of_the_decorator_is_the_precision_as_in_bigdl_nano():
+def test_arguments_in_bigdl_nano_s_order_are_these_options():
     @nano(None, False, "subprocess", "bf16", None, True, False, verbose=False)
     def train(model): ...
 
-    with slow_bf16_is_fine():
-        train(nn.Linear(2, 1))
-    used = train.report.options
-    assert (used["precision"], used["channels_last"], used["auto_lr"]) == ("bf16-mixed", True, False)
+    train(nn.Linear(2, 1))
+    options = TorchNano(None, False, "spawn", "gloo", "bf16", None, True, False)._nano_settings.options
+    assert options.process_group_backend == "gloo"
+    for used in (train.report.options, options.as_dict()):
+        assert (used["precision"], used["channels_last"], used["auto_lr"]) == ("bf16-mixed", True, False)
 
 
 # --- docstrings ---

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 OF_THE_CPU = "this CPU has no bf16 instructions"
@@ -44,6 +45,19 @@ def run(script, *options, nano_loop=True):
     return subprocess.run(
         command(script, *options, nano_loop=nano_loop), env=environment(), capture_output=True, text=True
     )
+
+
+def kill_when_it_has_saved(file, script, *options):
+    """Run an example until it has saved a checkpoint in a file, and kill it."""
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command(script, *options, "--checkpoint", file), env=environment(), **output)
+    try:
+        while not file.exists():
+            assert process.poll() is None, "it ended before it saved"
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def results(script, *options, folder, nano_loop=True):

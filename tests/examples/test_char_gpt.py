@@ -1,10 +1,8 @@
 import shutil
-import subprocess
-import time
 
 import pytest
 
-from .running import command, environment, results, run
+from .running import kill_when_it_has_saved, results, run
 
 SHAPE = ("--layers", 1, "--heads", 2, "--width", 32, "--context", 32)
 TINY = (*SHAPE, "--batch-size", 4, "--warmup", 5, "--sample", 20)
@@ -31,24 +29,8 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     files = {mode: folder / f"{mode}.pt" for mode in MODES}
     for mode, options in MODES.items():
-        kill_when_it_has_saved(files[mode], *options)
+        kill_when_it_has_saved(files[mode], "char_gpt.py", *options, *LONG)
     return files
-
-
-def kill_when_it_has_saved(file, *options):
-    process = subprocess.Popen(
-        command("char_gpt.py", *options, *LONG, "--checkpoint", file),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        while not file.exists():
-            assert process.poll() is None, "it ended before it saved"
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def resume(checkpoint, mode, folder):
@@ -71,21 +53,16 @@ def test_fp32_trains_as_plain_does(uninterrupted):
     assert uninterrupted["accelerated"]["loss"] == pytest.approx(uninterrupted["plain"]["loss"], rel=1e-4)
 
 
-# That plain runs save and resume is needed by those below, too.
-@pytest.mark.slow  # it starts the example six times
-@pytest.mark.parametrize("mode", ["plain", "accelerated"])
-def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(mode, uninterrupted, checkpoints, tmp_path):
-    resumed = resume(checkpoints[mode], mode, tmp_path)
-    assert 0 < resumed["first_step"] < STEPS
-    assert resumed["loss"] == pytest.approx(uninterrupted[mode]["loss"], rel=1e-6)
-
-
-@pytest.mark.slow  # tests/loops/test_checkpoints.py has it of small loops
-@pytest.mark.parametrize(("saved_by", "resumed_by"), [("plain", "accelerated"), ("accelerated", "plain")])
-def test_plain_and_accelerated_runs_resume_each_other(saved_by, resumed_by, uninterrupted, checkpoints, tmp_path):
+@pytest.mark.slow  # it starts the example six times; tests/loops/test_checkpoints.py has it of small loops
+@pytest.mark.parametrize("resumed_by", MODES)
+@pytest.mark.parametrize("saved_by", MODES)
+def test_a_killed_run_that_either_resumes_ends_as_an_uninterrupted_one(
+    saved_by, resumed_by, uninterrupted, checkpoints, tmp_path
+):
     resumed = resume(checkpoints[saved_by], resumed_by, tmp_path)
     assert 0 < resumed["first_step"] < STEPS
-    assert resumed["loss"] == pytest.approx(uninterrupted["plain"]["loss"], rel=1e-4)
+    accuracy = 1e-6 if saved_by == resumed_by else 1e-4
+    assert resumed["loss"] == pytest.approx(uninterrupted[saved_by]["loss"], rel=accuracy)
 
 
 @pytest.mark.slow  # tests/examples/test_digits.py has bf16

@@ -1,14 +1,12 @@
 """The examples with two processes reach what one process reaches, for both together take its batches."""
 
 import re
-import subprocess
-import time
 
 import pytest
 import torch
 from distributed.launch.started import agents, run_together
 
-from .running import EXAMPLES, command, environment, results, run
+from .running import EXAMPLES, environment, kill_when_it_has_saved, results, run
 
 TWO = ("--num-processes", 2)
 GPT = ("--layers", 1, "--heads", 2, "--width", 32, "--context", 32, "--batch-size", 4, "--warmup", 5, "--sample", 20)
@@ -28,16 +26,9 @@ def test_a_batch_that_does_not_divide_is_refused():
 def test_char_gpt_that_was_killed_in_two_processes_reaches_the_loss_of_one_when_resumed(tmp_path):
     one = results("char_gpt.py", *TINY_GPT, folder=tmp_path)
     checkpoint = tmp_path / "gpt.pt"
-    options = (*TWO, *TINY_GPT, "--checkpoint", checkpoint)
-    process = subprocess.Popen(command("char_gpt.py", *options), env=environment(), stdout=subprocess.DEVNULL)
-    try:
-        while not checkpoint.exists():
-            assert process.poll() is None, "it ended before it saved"
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        process.wait()
-    resumed = results("char_gpt.py", *options, "--resume", folder=tmp_path)
+    options = (*TWO, *TINY_GPT)
+    kill_when_it_has_saved(checkpoint, "char_gpt.py", *options)
+    resumed = results("char_gpt.py", *options, "--checkpoint", checkpoint, "--resume", folder=tmp_path)
     assert 0 < resumed["first_step"] < STEPS
     assert resumed["loss"] == pytest.approx(one["loss"], abs=1e-4)
 

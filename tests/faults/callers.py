@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import psutil
-import torch
+from torch import nn
 
 from faults.fault import BEFORE, EPOCH, STARTING, Fault
-from faults.runs import OPTIONS, at, collective, line_from, on_each, python, raising, script, train
+from faults.runs import at, collective, line_from, on_each, python, raising, script, train
 from nano_loop import NanoError, nano
 from nano_loop.distributed.launch_local import kept_server as servers
 
@@ -43,7 +43,8 @@ def _two_threads_at_once():
     inside, leave = threading.Event(), threading.Event()
 
     def first():
-        nano(**OPTIONS)(_Waiting(inside, leave))(torch.nn.Linear(1, 1))
+        shares = [sorted(os.sched_getaffinity(0))]
+        nano(cpu_for_each_process=shares, verbose=False)(lambda model: (inside.set(), leave.wait(20)))(nn.Linear(1, 1))
 
     thread = threading.Thread(target=first)
     thread.start()
@@ -53,30 +54,6 @@ def _two_threads_at_once():
     finally:
         leave.set()
         thread.join()
-
-
-class _Waiting:
-    """A loop that says when it has begun, and waits; a worker's copy does nothing."""
-
-    __name__ = "waiting"
-
-    def __init__(self, inside, leave):
-        self.events = inside, leave
-
-    def __reduce__(self):
-        return _Passing, ()
-
-    def __call__(self, model):
-        inside, leave = self.events
-        inside.set()
-        assert leave.wait(20)
-
-
-class _Passing:
-    __name__ = "passing"
-
-    def __call__(self, model):
-        pass
 
 
 def _in_a_coroutine(do):
@@ -178,6 +155,13 @@ def fit(model):
         ctypes.PyDLL(None).sleep(100)
     time.sleep(100)
 nano(**OPTIONS)(fit)(torch.nn.Linear(1, 1))
+"""
+_WRITING = f"""{_TELL}
+class Slow:
+    def __reduce__(self):
+        tell()
+        time.sleep(100)
+nano(**OPTIONS)(lambda model, slow: None)(torch.nn.Linear(1, 1), Slow())
 """
 _LOADING = f"""{_TELL}
 def told():
@@ -308,7 +292,7 @@ FAULTS = [
         BEFORE,
         _two_threads_at_once,
         NanoError,
-        ("thread", "is in a run of 2 processes", "Start this run when that one has ended"),
+        ("thread", "is in a run with cpu_for_each_process", "Start this run when that one has ended"),
     ),
     Fault("a run in a coroutine", EPOCH, _in_a_coroutine(train), None),
     Fault(
@@ -370,6 +354,14 @@ FAULTS = [
         begins=True,
         result=_ENDS,
         quick=True,
+    ),
+    Fault(
+        "the caller is killed while it writes the arguments",
+        BEFORE,
+        _killed(_WRITING),
+        None,
+        begins=True,
+        result="their memory is freed",
     ),
     Fault(
         "the caller is killed while a worker reads 64 MB of arguments",

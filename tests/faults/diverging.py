@@ -1,5 +1,9 @@
 """Faults: ranks that part: they take other steps, or have other models, rates and data."""
 
+import os
+from contextlib import nullcontext
+
+import pytest
 import torch
 from distributed import small
 from torch import distributed, nn
@@ -8,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nano_loop
 from faults.fault import BEFORE, COLLECTIVE, EPOCH, FIRST, LAST, Fault
 from faults.runs import OPTIONS, collective, on, on_each
-from nano_loop import NanoConfigError, NanoError, TorchNano, nano
+from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, nano
 
 
 def _loop(change, *, parts=small.parts):
@@ -44,6 +48,62 @@ def _overwriting(options):
         return small.fit(model, optimizer, loader, epochs=10)
 
     return lambda: nano(**options)(fit)(*small.parts())
+
+
+class _Changing(nn.Linear):
+    """Changes itself in each call, by its batch."""
+
+    def __init__(self, change):
+        super().__init__(3, 1)
+        self.change, self.scale = change, nn.Parameter(torch.ones(3))
+        self.register_buffer("codes", torch.zeros(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.change(self, x)
+        return super().forward(x * self.scale)
+
+
+def _changed_in_calls(change, warned=None):
+    """Return what trains a model that changes itself in calls, with a warning that matches `warned`."""
+
+    def commit():
+        model = _Changing(change)
+        parts = model, torch.optim.SGD(model.parameters(), lr=0.01), small.parts()[2]
+        with pytest.warns(NanoWarning, match=warned) if warned else nullcontext():
+            nano(**OPTIONS)(small.fit)(*parts)
+
+    return commit
+
+
+def _set_scale(model, x):
+    model.scale.copy_(x.mean(0))
+
+
+def _set_codes(model, x):
+    model.codes.copy_(x.mean(0))
+
+
+def _gradients_by_hand(in_place):
+    def fit(model, optimizer, loader):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            gradient = (x * (model(x) - y).sign()).mean(0, keepdim=True).detach()
+            model.weight.grad = model.weight.grad.copy_(gradient) if in_place else gradient
+            optimizer.step()
+
+    return lambda: nano(**OPTIONS)(fit)(*small.parts())
+
+
+def _trained_in_a_forked_child(model, optimizer, loader):
+    """Train, with a child of rank 0 that trains by itself before."""
+    if small.rank() == 0:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if small.fit(model, optimizer, loader) == 16 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    return small.fit(model, optimizer, loader)
 
 
 def _one_step_more(rank):
@@ -256,6 +316,40 @@ FAULTS = [
         _overwriting({**OPTIONS, "compare_parameters": False}),
         None,
         result="training goes on",
+    ),
+    Fault(
+        "a call into the model sets a parameter by its batch",
+        FIRST,
+        _changed_in_calls(_set_scale),
+        words=("_Changing.scale is not the same on all ranks", "once before the run"),
+        quick=True,
+    ),
+    Fault(
+        "a call into the model sets a buffer by its batch",
+        FIRST,
+        _changed_in_calls(_set_codes, "_Changing.codes is no longer the same on all ranks"),
+        None,
+        result="training goes on, and a `NanoWarning` names the buffer and `sync_buffers`",
+    ),
+    Fault(
+        "the loop puts other gradients in the place of the averaged ones",
+        FIRST,
+        _gradients_by_hand(in_place=False),
+        None,
+        result="training goes on: they are averaged",
+    ),
+    Fault(
+        "the loop overwrites the averaged gradients",
+        FIRST,
+        _gradients_by_hand(in_place=True),
+        words=("Linear.weight is not the same on all ranks",),
+    ),
+    Fault(
+        "rank 0 forks a child that trains",
+        FIRST,
+        lambda: nano(**OPTIONS)(_trained_in_a_forked_child)(*small.parts()),
+        None,
+        result="training goes on: the child trains by itself",
     ),
     Fault("a layer is frozen on one rank", FIRST, _loop(_frozen), None, result="training goes on: its gradient counts"),
     Fault(

@@ -37,7 +37,7 @@ class Fault:
     sees : type or None
         What is raised; None for a run that ends as usual.
     words : tuple of str
-        TrainingObjects of the message, in this order.
+        Parts of the message, in this order.
     rank, exitcode : int or None
         Of the `NanoWorkerError`; None for any.
     cause : type or None

@@ -49,10 +49,6 @@ def _vanished_module():
         sys.modules.pop("module_that_vanishes", None)
 
 
-def _stays_in(do):
-    return Arriving(do)
-
-
 FAULTS = [
     Fault(
         "an argument cannot be pickled",
@@ -77,7 +73,7 @@ FAULTS = [
     Fault(
         "an argument raises where it is unpickled",
         STARTING,
-        with_argument(_stays_in(raising(ImportError, "no module for it here"))),
+        with_argument(Arriving(raising(ImportError, "no module for it here"))),
         words=("rank 1 raised ImportError: no module for it here",),
         rank=1,
         cause=ImportError,
@@ -86,7 +82,7 @@ FAULTS = [
     Fault(
         "an argument ends the worker where it is unpickled",
         STARTING,
-        with_argument(_stays_in(lambda: os._exit(8))),
+        with_argument(Arriving(lambda: os._exit(8))),
         words=("rank 1 ended its process with exit code 8",),
         rank=1,
         exitcode=8,
@@ -94,7 +90,7 @@ FAULTS = [
     Fault(
         "an argument kills the worker where it is unpickled",
         STARTING,
-        with_argument(_stays_in(lambda: os.kill(os.getpid(), 11))),
+        with_argument(Arriving(lambda: os.kill(os.getpid(), 11))),
         words=("rank 1 crashed with SIGSEGV",),
         rank=1,
         exitcode=-11,
@@ -102,7 +98,7 @@ FAULTS = [
     Fault(
         "an argument takes longer to be unpickled than the timeout",
         STARTING,
-        with_argument(_stays_in(lambda: time.sleep(30)), timeout=2),
+        with_argument(Arriving(lambda: time.sleep(30)), timeout=2),
         words=("rank 1 did not start within 2 s", "pass a longer timeout", "payloads.py"),
         rank=1,
     ),

@@ -15,6 +15,7 @@ from faults.runs import OPTIONS, at, attribute, train
 from nano_loop import NanoError, nano
 from nano_loop.distributed.comm import limits
 from nano_loop.distributed.launch import shared_folder
+from nano_loop.distributed.launch_local import kept_server as servers
 
 _PR_CAPBSET_DROP, _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 24, 21, 24  # from linux/prctl.h and capability.h
 _DATA = 1 << 20  # numbers of four bytes
@@ -74,11 +75,14 @@ def _small_files():
         _sent()
 
 
-def _few_descriptors():
-    train()
-    used = [int(name) for name in os.listdir("/proc/self/fd")]
-    with _limit("RLIMIT_NOFILE", max(used) + 3):
+def _few_descriptors(more):
+    def commit():
         train()
+        servers.end_kept()
+        with _limit("RLIMIT_NOFILE", max(map(int, os.listdir("/proc/self/fd"))) + more):
+            train()
+
+    return commit
 
 
 def _little_memory():
@@ -132,14 +136,17 @@ FAULTS = [
         rank=0,
         begins=True,
     ),
-    Fault(
-        "descriptors are used up (ulimit -n)",
-        STARTING,
-        _few_descriptors,
-        NanoError,
-        ("files and pipes at a time", "Close some, or raise the limit (ulimit -n)"),
-        apart=True,
-        begins=True,
+    *(
+        Fault(
+            f"descriptors are used up but for {more} (ulimit -n)",
+            STARTING,
+            _few_descriptors(more),
+            NanoError,
+            ("Too many open files", "files and pipes at a time", "Close some, or raise the limit (ulimit -n)"),
+            apart=True,
+            begins=True,
+        )
+        for more in (2, 3, 4)  # of the folder, the socket pair and the pipes
     ),
     Fault(
         "a worker may have no more memory, and torch asks for it (ulimit -v)",

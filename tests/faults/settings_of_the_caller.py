@@ -17,26 +17,14 @@ from faults.runs import OPTIONS, at, attribute, environ, on_each, raising, run, 
 from nano_loop import NanoConfigError, NanoError, nano
 
 
-def _trained(*contexts):
-    """Return what trains in contexts that are made when it is called."""
+def _in(do, *contexts):
+    """Return what calls `do` in contexts that are made when it is called."""
 
     def commit():
         with contextlib.ExitStack() as stack:
             for make in contexts:
                 stack.enter_context(make())
-            assert train() == 2
-
-    return commit
-
-
-def _failing(*contexts):
-    """Return what raises in a worker, in contexts that are made when it is called."""
-
-    def commit():
-        with contextlib.ExitStack() as stack:
-            for make in contexts:
-                stack.enter_context(make())
-            at(1, 3, raising(ValueError, "a bad batch"))()
+            do()
 
     return commit
 
@@ -95,18 +83,15 @@ def _thread():
 
 
 @contextlib.contextmanager
-def _working_folder(delete):
+def _deleted_working_folder():
     before, folder = os.getcwd(), Path(os.environ["TMPDIR"]) / "working"
     folder.mkdir()
     os.chdir(folder)
-    if delete:
-        folder.rmdir()
+    folder.rmdir()
     try:
         yield
     finally:
         os.chdir(before)
-        if not delete:
-            folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -143,7 +128,7 @@ def _not_started(what, content, *words, **settings):
     return Fault(
         what,
         STARTING,
-        _trained(lambda: _interpreter(content)),
+        _in(train, lambda: _interpreter(content)),
         words=("rank 1", *words),
         rank=1,
         begins=True,
@@ -193,6 +178,7 @@ def _hanging():
         run(timeout=2)
 
 
+_RAISES = at(1, 3, raising(ValueError, "a bad batch"))
 _HOOKS = [
     ("sys.excepthook raises", lambda: attribute(sys, "excepthook", _raises)),
     ("threading.excepthook raises", lambda: attribute(threading, "excepthook", _raises)),
@@ -211,15 +197,15 @@ _PLACES = [
     ("sys.path holds a relative folder that does not exist", lambda: _path("nowhere", "")),
     ("sys.argv holds half a surrogate and no strings", lambda: attribute(sys, "argv", ["x\udc80", "\0"])),
     ("the environment holds half a surrogate", lambda: environ(ODD="\udc80\udcff")),
-    ("the working folder has been deleted", lambda: _working_folder(delete=True)),
+    ("the working folder has been deleted", _deleted_working_folder),
 ]
 
 FAULTS = [
     *(
-        Fault(f"{what}, and a worker raises", EPOCH, _failing(make), words=("a bad batch",), rank=1)
+        Fault(f"{what}, and a worker raises", EPOCH, _in(_RAISES, make), words=("a bad batch",), rank=1)
         for what, make in _HOOKS
     ),
-    *(Fault(what, STARTING, _trained(make), None, begins=True) for what, make in _PLACES),
+    *(Fault(what, STARTING, _in(train, make), None, begins=True) for what, make in _PLACES),
     Fault("a rank changes its working folder", EPOCH, at(1, 3, _changes_folder), None),
     _not_started("sys.executable is None", None, "sys.executable is None"),
     _not_started("sys.executable is missing", "/nowhere/python", "/nowhere/python"),

@@ -6,7 +6,7 @@ import sys
 import time
 
 from faults.fault import EPOCH, STARTING, Fault
-from faults.runs import at, attribute, raising, script, train
+from faults.runs import at, attribute, script, train
 
 
 class Raising:
@@ -21,10 +21,15 @@ class Raising:
 
 def _with_stream(stream):
     def commit():
-        with attribute(sys, "stderr", stream):
-            at(1, 3, raising(ValueError, "a bad batch"))()
+        with attribute(sys, "stderr", stream), attribute(sys, "stdout", stream):
+            at(1, 3, _fails_in_words, verbose="all")()
 
     return commit
+
+
+def _fails_in_words():
+    os.write(2, b"words\n")
+    raise ValueError("a bad batch")
 
 
 def _closed(*descriptors):
@@ -33,7 +38,7 @@ def _closed(*descriptors):
     def commit():
         for each in descriptors:
             os.close(each)
-        at(1, 3, raising(ValueError, "a bad batch"))()
+        at(1, 3, _fails_in_words, verbose="all")()
 
     return commit
 
@@ -121,8 +126,10 @@ _BAD_BATCH = {"words": ("rank 1 raised ValueError: a bad batch",), "rank": 1}
 _LAST_WORDS = {"words": ("rank 1 ended its process with exit code 4", "See what it wrote"), "rank": 1, "exitcode": 4}
 
 FAULTS = [
-    Fault("sys.stderr is None, and a worker raises", EPOCH, _with_stream(None), **_BAD_BATCH, quick=True),
-    Fault("sys.stderr raises, and a worker raises", EPOCH, _with_stream(Raising()), **_BAD_BATCH),
+    Fault(
+        "sys.stdout and sys.stderr are None, and a worker raises", EPOCH, _with_stream(None), **_BAD_BATCH, quick=True
+    ),
+    Fault("sys.stdout and sys.stderr raise, and a worker raises", EPOCH, _with_stream(Raising()), **_BAD_BATCH),
     Fault("standard error is closed, and a worker raises", EPOCH, _closed(2), **_BAD_BATCH, apart=True, begins=True),
     Fault(
         "all standard streams are closed, and a worker raises",

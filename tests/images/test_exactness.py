@@ -2,7 +2,7 @@
 
 import random
 import warnings
-from contextlib import ExitStack
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -126,11 +126,20 @@ def epochs(loader, count=3):
     return batches, (torch.get_rng_state(), random.getstate(), repr(np.random.get_state()))
 
 
-def cached(stack, loader, exact=True):
+@contextmanager
+def cached(loader):
     store = store_for(datasets_in(loader.dataset), None)
     assert refusal(loader) is None
-    stack.enter_context(changed(loader, CachedImages(store, exact)))
-    return store
+    with changed(loader, CachedImages(store, True)):
+        yield store
+
+
+def assert_as_plain(make, count=3):
+    """Hold the epochs of a loader that fetches through the cache to those of a plain one, and return what it holds."""
+    expected, loader = epochs(make(), count), make()
+    with cached(loader) as store:
+        assert_same(epochs(loader, count), expected)
+        return store.usage()
 
 
 def assert_same(one, other):
@@ -159,9 +168,8 @@ def test_batches_and_draws_are_the_plain_loaders(pictures, name, decodings):
 
     expected = epochs(loader())
     in_plain_epochs = len(decodings)
-    with ExitStack() as stack:
-        changed_loader = loader()
-        store = cached(stack, changed_loader)
+    changed_loader = loader()
+    with cached(changed_loader) as store:
         first = epochs(changed_loader, 1)
         decodings.clear()
         assert_same(epochs(changed_loader), expected)
@@ -206,10 +214,6 @@ class Files(Dataset):
         return {"image": self.pipeline(pixels) * 2, "label": label, "shape": (width, height), "n": random.random()}
 
 
-def opened(root):
-    return Subset(datasets.ImageFolder(root), range(9))
-
-
 class Transformed(Dataset):
     def __init__(self, dataset, transform):
         self.dataset, self.transform = dataset, transform
@@ -230,14 +234,6 @@ class TwoViews:
         return torch.stack([self.pipeline(image), self.pipeline(image)])
 
 
-def flat(batch):
-    return [each for value in batch.values() for each in flat_of(value)] if isinstance(batch, dict) else list(batch)
-
-
-def flat_of(value):
-    return value if isinstance(value, list) else [value]
-
-
 @pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_datasets_of_all_kinds_give_what_they_gave(pictures, make, workers):
@@ -245,11 +241,9 @@ def test_datasets_of_all_kinds_give_what_they_gave(pictures, make, workers):
 
     def batches(change):
         loader = DataLoader(make(datasets.ImageFolder(pictures, transform)), 3, shuffle=True, num_workers=workers)
-        with ExitStack() as stack:
-            if change:
-                assert cached(stack, loader).usage() is not None
+        with cached(loader) if change else nullcontext():
             found, states = epochs(loader)
-        return [flat(each) for each in found], states, getattr(loader.dataset, "reads", None)
+        return [torch.utils._pytree.tree_leaves(each) for each in found], states, getattr(loader.dataset, "reads", None)
 
     (*plain, reads), (*ours, our_reads) = batches(False), batches(True)
     assert_same(ours, plain)
@@ -264,12 +258,7 @@ def test_workers_draw_as_the_plain_loaders_do(pictures, name, workers, decodings
         data = datasets.ImageFolder(pictures, PIPELINES[name]())
         return DataLoader(data, 4, shuffle=True, num_workers=workers, worker_init_fn=seeded)
 
-    expected = epochs(loader(), 2)
-    with ExitStack() as stack:
-        changed_loader = loader()
-        store = cached(stack, changed_loader)
-        assert_same(epochs(changed_loader, 2), expected)
-        assert store.usage().entries >= FILES - 2
+    assert assert_as_plain(loader, 2).entries >= FILES - 2
 
 
 def seeded(worker):
@@ -285,13 +274,7 @@ def test_workers_that_are_kept_between_epochs(pictures):
         data = datasets.ImageFolder(pictures, PIPELINES["random crop"]())
         return DataLoader(data, 4, shuffle=True, num_workers=2, persistent_workers=True)
 
-    plain = loader()
-    expected = epochs(plain)
-    del plain
-    with ExitStack() as stack:
-        changed_loader = loader()
-        cached(stack, changed_loader)
-        assert_same(epochs(changed_loader), expected)
+    assert_as_plain(loader)
 
 
 @pytest.mark.parametrize("kind", ["spawn", "forkserver"])
@@ -301,11 +284,7 @@ def test_workers_that_are_not_forked(pictures, kind):
         data = datasets.ImageFolder(pictures, PIPELINES["random crop"]())
         return DataLoader(data, 8, num_workers=1, multiprocessing_context=kind)
 
-    expected = epochs(loader(), 1)
-    with ExitStack() as stack:
-        changed_loader = loader()
-        cached(stack, changed_loader)
-        assert_same(epochs(changed_loader, 1), expected)
+    assert_as_plain(loader, 1)
 
 
 def write_pets(root, pictures):
@@ -329,14 +308,8 @@ def test_pets_are_decoded_once(tmp_path, pictures, shuffle, decodings):
         transform = compose(v1.Resize((24, 28)), v1.RandomCrop(20), v1.RandomHorizontalFlip(), *END)
         return DataLoader(datasets.OxfordIIITPet(tmp_path, transform=transform), 2, shuffle=shuffle)
 
-    expected = epochs(loader())
-    assert len(decodings) == 3 * count
-    with ExitStack() as stack:
-        changed_loader = loader()
-        store = cached(stack, changed_loader)
-        assert_same(epochs(changed_loader), expected)
-    assert store.usage().entries == count
-    assert len(decodings) == 4 * count  # in the first epoch
+    assert assert_as_plain(loader).entries == count
+    assert len(decodings) == (3 + 1) * count  # in each plain epoch, and in the first of the others
 
 
 def test_small_images_in_memory_are_resized_once(tmp_path, monkeypatch):
@@ -350,9 +323,8 @@ def test_small_images_in_memory_are_resized_once(tmp_path, monkeypatch):
         return DataLoader(data, 5, shuffle=True)
 
     expected = epochs(loader())
-    with ExitStack() as stack:
-        changed_loader = loader()
-        store = cached(stack, changed_loader)
+    changed_loader = loader()
+    with cached(changed_loader) as store:
         found = epochs(changed_loader, 1)
         assert store.usage().entries == len(pixels)
         resizes = []
@@ -369,9 +341,7 @@ def test_transform_that_the_loop_changes(pictures):
         data = datasets.ImageFolder(pictures, compose(v1.Resize((16, 16)), *END))
         loader = DataLoader(data, 22)
         batches = []
-        with ExitStack() as stack:
-            if change:
-                cached(stack, loader)
+        with cached(loader) if change else nullcontext():
             for size in (16, 24, 16):
                 data.transform.transforms[0].size = (size, size)
                 batches += loader
@@ -438,9 +408,7 @@ def test_image_that_the_dataset_has_touched_is_not_taken_for_the_file(pictures, 
     def run(change):
         samples = datasets.ImageFolder(pictures).samples
         loader = DataLoader(kind(samples, compose(v1.Resize((20, 24)), *END)), 11)
-        with ExitStack() as stack:
-            if change:
-                cached(stack, loader)
+        with cached(loader) if change else nullcontext():
             found, states = epochs(loader, 4)
         return [[each] for each in found], states
 
@@ -459,19 +427,14 @@ def test_own_collate_function_gets_images(pictures):
     def loader():
         return DataLoader(data, 5, collate_fn=collate)
 
-    expected = epochs(loader())
-    with ExitStack() as stack:
-        changed_loader = loader()
-        cached(stack, changed_loader)
-        assert_same(epochs(changed_loader), expected)
+    assert_as_plain(loader)
 
 
 def test_images_without_a_batch(pictures):
     data = datasets.ImageFolder(pictures, PIPELINES["resize"]())
     expected = epochs(DataLoader(data, batch_size=None))
-    with ExitStack() as stack:
-        loader = DataLoader(data, batch_size=None)
-        cached(stack, loader)
+    loader = DataLoader(data, batch_size=None)
+    with cached(loader):
         one, states = epochs(loader)
     assert_same(([[x] for x, _ in one], states), ([[x] for x, _ in expected[0]], expected[1]))
 
@@ -484,11 +447,8 @@ def test_error_is_the_plain_loaders(pictures, transform):
 
     def error(change):
         loader = DataLoader(datasets.ImageFolder(pictures, transform), 8)
-        with ExitStack() as stack:
-            if change:
-                cached(stack, loader)
-            with pytest.raises((RuntimeError, ValueError)) as raised:
-                list(loader)
+        with cached(loader) if change else nullcontext(), pytest.raises((RuntimeError, ValueError)) as raised:
+            list(loader)
         return type(raised.value), str(raised.value)
 
     assert error(True) == error(False)
@@ -497,8 +457,7 @@ def test_error_is_the_plain_loaders(pictures, transform):
 def test_what_was_replaced_is_put_back(pictures):
     before = Image.open, Image.Image.convert, v1.Compose.__call__, v2.Compose.forward
     loader = DataLoader(datasets.ImageFolder(pictures, PIPELINES["resize"]()), 8)
-    with ExitStack() as stack:
-        cached(stack, loader)
+    with cached(loader):
         list(loader)
         assert (Image.open, Image.Image.convert, v1.Compose.__call__, v2.Compose.forward) == before
     assert type(loader.dataset) is datasets.ImageFolder

@@ -4,7 +4,7 @@ import io
 import os
 import shutil
 import tarfile
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +32,17 @@ def folder(pictures, tmp_path):
     return tmp_path / "pictures"
 
 
+@contextmanager
+def cached(loader):
+    store = store_for(datasets_in(loader.dataset), None)
+    with changed(loader, CachedImages(store, True)):
+        yield store
+
+
 @pytest.fixture
 def loader(folder):
-    with ExitStack() as stack:
-        made = DataLoader(datasets.ImageFolder(folder, pipeline()), 40)
-        store = store_for(datasets_in(made.dataset), None)
-        stack.enter_context(changed(made, CachedImages(store, True)))
-        made.store = store
+    made = DataLoader(datasets.ImageFolder(folder, pipeline()), 40)
+    with cached(made) as made.store:
         yield made
 
 
@@ -127,16 +131,6 @@ class Skipping(torch.utils.data.Dataset):
         return self.transform(image)
 
 
-def test_error_is_raised_where_the_image_is_converted(folder):
-    os.truncate(folder / "cats/0.jpg", 900)
-    loader = DataLoader(Skipping(folder), 4)
-    expected = [*loader]
-    store = store_for(datasets_in(loader.dataset), None)
-    with changed(loader, CachedImages(store, True)):
-        for _ in range(2):
-            assert all(map(torch.equal, loader, expected))
-
-
 class InArchive(Skipping):
     """Reads images out of one file."""
 
@@ -159,10 +153,13 @@ class InArchive(Skipping):
             return torch.stack([first, self.transform(Image.open(file).convert("RGB"))])
 
 
-def test_images_inside_other_files_are_told_apart(folder):
-    loader = DataLoader(InArchive(folder), 4)
+@pytest.mark.parametrize("kind", [Skipping, InArchive])
+def test_errors_are_raised_at_the_conversion_and_images_in_other_files_are_told_apart(folder, kind):
+    if kind is Skipping:
+        os.truncate(folder / "cats/0.jpg", 900)
+    loader = DataLoader(kind(folder), 4)
     expected = [*loader]
-    with changed(loader, CachedImages(store_for(datasets_in(loader.dataset), None), True)):
+    with cached(loader):
         for _ in range(2):
             assert all(map(torch.equal, loader, expected))
 

@@ -30,7 +30,7 @@ def epochs(loader):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loops_get_the_same_batches_without_decoding_again(pictures, workers, decodings):
-    expected = epochs(loader_of(pictures)) if not workers else epochs(loader_of(pictures, workers))
+    expected = epochs(loader_of(pictures, workers))
     patch_torch()
     loader = loader_of(pictures, workers)
     first = epochs(loader)

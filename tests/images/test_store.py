@@ -53,12 +53,14 @@ def files_of_at_most(size):
         signal.signal(signal.SIGXFSZ, ignoring)
 
 
-def test_entries_come_back_as_they_were(tmp_path):
-    store = Store(tmp_path, None, sums=True)
-    fill(store)
-    assert_right(Store(tmp_path, None, sums=True), len(KEYS))
-    assert store.usage() == (len(KEYS) * 4096, len(KEYS))
-    assert store.get("ff" + KEYS[0]) is None
+@pytest.mark.parametrize(("limit", "most"), [(None, len(KEYS)), (3 * 4096, 3)])
+def test_entries_come_back_as_they_were_within_the_limit_of_all_processes(tmp_path, limit, most):
+    first, second = (Store(tmp_path, limit, sums=True) for _ in range(2))
+    fill(first)
+    fill(second)
+    assert_right(second, most)
+    assert first.usage() == (most * 4096, most)
+    assert first.get("ff" + KEYS[0]) is None
 
 
 def test_disk_that_is_full_ends_the_writing_and_leaves_no_parts(tmp_path):
@@ -151,14 +153,6 @@ def test_processes_that_write_the_same_entries_at_once(tmp_path):
     assert [each.exitcode for each in writers] == [0, 0, 0]
     assert all(errors.get() == [] for _ in writers)
     assert not [*tmp_path.rglob("unfinished*")]
-
-
-def test_limit_holds_for_all_processes(tmp_path):
-    first, second = (Store(tmp_path, 3 * 4096, sums=False) for _ in range(2))
-    fill(first)
-    fill(second)
-    assert first.usage().entries == 3
-    assert_right(second, 3)
 
 
 class Data(torch.utils.data.Dataset):
@@ -291,23 +285,3 @@ def test_entry_that_two_processes_make_at_once_counts_once(tmp_path, monkeypatch
     assert first.usage() == ((4096, 1) if links else (2 * 4096, 2))
     assert_right(first, 1)
     assert not [*tmp_path.glob("??/unfinished-*")]
-
-
-@pytest.mark.parametrize("most", [1, 7, 60])
-def test_disk_that_takes_some_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch, most):
-    pixels = bytes(range(256)) * 2
-    whole, count = os.writev, []
-
-    def some(descriptor, pieces):
-        taken = b"".join(pieces)[:most]
-        count.append(len(taken))
-        return whole(descriptor, [taken])
-
-    monkeypatch.setattr(os, "writev", some)
-    store = Store(tmp_path, None, sums=True)
-    for size in (len(pixels), 0):
-        key = f"{size:040x}"
-        store.put(key, {"kind": "pil"}, pixels[:size])
-        header, found = store.get(key)
-        assert (header["kind"], bytes(found)) == ("pil", pixels[:size])
-    assert max(count) == most

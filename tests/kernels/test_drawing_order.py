@@ -75,7 +75,6 @@ def test_masks_behind_batch_norm_and_of_volumes_too():
     compare(Dropping(nn.Dropout(0.3), dimensions=3), torch.rand(2, 3, 8, 8, 8))
 
 
-@pytest.mark.filterwarnings("ignore:.*this CPU has no bf16 instructions")
 def test_bf16_masks_are_the_same():
     model, x = Dropping(nn.Dropout(0.3)), torch.rand(4, 3, 16, 16)
     plain, _, behind = run(copy.deepcopy(model), x)

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import importlib.metadata
 import random
-import warnings
 from dataclasses import dataclass, field, replace
 
 import numpy
@@ -22,8 +21,9 @@ from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
+from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.precision.autocast import loss_scale
-from nano_loop.precision.policy.lstms import can_train_lstms
+from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 from nano_loop.steps import bf16_products
 
 from .nested import differences, leaves, mapped
@@ -55,7 +55,9 @@ class Config:
 
     @property
     def rounds_products(self):
-        return self.options.get("precision") == "bf16-products"
+        """Such a run is in fp32 on CPUs without bf16 instructions, and before torch 2.9."""
+        asked_for = self.options.get("precision") == "bf16-products"
+        return asked_for and gives_kernels() and read_machine().has_fast_bf16
 
     @property
     def dtype(self):
@@ -164,42 +166,23 @@ def from_fp64(tensor):
     return tensor.float() if tensor.dtype == torch.float64 and not isinstance(tensor, nn.Parameter) else tensor
 
 
-# Where the same by hand is not what `written_by_hand` writes. Calls of submodules in the loop, and of the model in a
-# method that the loop calls, have fp32 outputs by hand, and the other way round.
-WITHOUT_FP64 = {
-    "test_complex_parameters",
-    "test_outputs_that_are_not_floats",
-    "test_parameters_of_odd_layouts_and_dtypes",
-    "test_a_sequential_model_indexed_sliced_and_walked",
-    "test_a_method_of_the_model_that_changes_its_weights_itself",
-    "test_a_method_of_the_model_that_holds_the_loop",
-    "test_containers_that_the_model_and_the_loop_share",
-}
-# torch has no LSTM in fp16 to train by hand, and in bf16 not on every CPU.
-WITH_LSTMS = {"test_packed_sequences_through_an_lstm", "test_a_hidden_state_carried_from_call_to_call"}
-# Their models use a weight several times in a call. Without autocast's cache its gradients are added in fp32.
-WITH_REPEATED_WEIGHTS = {"test_activation_checkpointing_inside_forward", "test_nested_inputs"}
-WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has state of its own
+WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has state of its own, which fp64 by hand does not convert
+ROUNDED = (PRODUCTS, PRODUCTS_NHWC)
+SLOW = (FP16, *ROUNDED)
 
 
-# `RoundedProducts` does not see products in recomputed, composed and transformed code, nor those of second derivatives.
-WITHOUT_PRODUCTS = {
-    "test_activation_checkpointing_inside_forward",
-    "test_activation_checkpointing_of_an_fp32_region",
-    "test_gradients_of_each_sample",
-    "test_packed_sequences_through_an_lstm",
-    "test_gradient_penalty_through_convolutions",
-    "test_disable_casts_around_the_loops_calls",  # it is for autocast
-}
-SLOW = (FP16, PRODUCTS, PRODUCTS_NHWC)
-
-
-def pair(*builds, configs=ALL):
+def pair(*builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=False):
     """
     Turn a loop into a test that it does the same plain and accelerated.
 
     Each of `builds` gives a new dict of the loop's arguments, the same for the same seed. The loop takes them
     by name, and `by_hand`, which it puts around its calls into the model; it returns what is worth comparing.
+
+    `without` has the configs for which `written_by_hand` does not write the same by hand. In fp64, calls of submodules
+    in the loop, and of the model in a method that the loop calls, have fp32 outputs by hand, and the other way round.
+    `RoundedProducts` does not see products in recomputed, composed and transformed code, nor those of second
+    derivatives. torch has no LSTM in fp16 to train by hand, and in bf16 not on every CPU. Where the model uses a weight
+    several times in a call, its gradients are added in fp32 without autocast's cache.
     """
 
     def decorate(loop):
@@ -207,14 +190,14 @@ def pair(*builds, configs=ALL):
             pytest.param(build, config, id=case_id(build, config), marks=[pytest.mark.slow] * (config in SLOW))
             for build in builds
             for config in configs
-            if loop.__name__ not in WITH_LSTMS or config.autocast is None or can_train_lstms(config.autocast)
-            if not config.rounds_products or loop.__name__ not in WITHOUT_PRODUCTS
-            if not config.dtype or (loop.__name__ not in WITHOUT_FP64 and getattr(build, "name", "") != WRAPPED_TWICE)
+            if config not in without
+            if not trains_lstms or config.autocast is None or can_train_lstms(config.autocast)
+            if not config.dtype or getattr(build, "name", "") != WRAPPED_TWICE
         ]
 
         @pytest.mark.parametrize(("build", "config"), cases)
         def test(build, config):
-            check(build, loop, config)
+            check(build, loop, config, caches_casts=not repeats_weights)
 
         test.__name__ = loop.__name__
         test.__doc__ = loop.__doc__
@@ -228,14 +211,18 @@ def case_id(build, config):
     return "-".join(filter(None, (getattr(build, "name", ""), config.name)))
 
 
-def check(build, loop, config):
+def check(build, loop, config, caches_casts=True):
     """Fail with every difference between the loop accelerated and the loop by hand."""
-    if config.dtype and raises_about_dtypes(lambda: run_by_hand(build, loop, config)):
+
+    def run_by_hand():
+        return run_plain(build, loop, written_by_hand(config, caches_casts), config.channels_last, config.dtype)
+
+    if config.dtype and raises_about_dtypes(run_by_hand):
         raises_about_dtypes(lambda: run_accelerated(build, loop, config))  # or not, for each module casts its inputs
         return
     actual, threads = run_accelerated(build, loop, config)
     with computing_with(threads):
-        expected = run_by_hand(build, loop, config)
+        expected = run_by_hand()
         plain = run_plain(build, loop) if config.channels_last else expected
     if config.within_spread:
         with computing_with(threads):
@@ -250,11 +237,6 @@ def check(build, loop, config):
         *differences(actual["random"], expected["random"], path="random"),
     ]
     assert not found, "\n".join(found)
-
-
-def run_by_hand(build, loop, config):
-    by_hand = written_by_hand(config, loop.__name__ not in WITH_REPEATED_WEIGHTS)
-    return run_plain(build, loop, by_hand, config.channels_last, config.dtype)
 
 
 def raises_about_dtypes(run):
@@ -433,7 +415,7 @@ def run_accelerated(build, loop, config):
 
     by_setup = config.subclass and can_be_set_up(arguments)
     launch = accelerated_by_setup if by_setup else accelerated_by_decorator
-    with slow_bf16_is_fine(), every_size_worth_it(config), without_a_scale(), left_as_found():
+    with every_size_worth_it(config), without_a_scale(), left_as_found():
         try:
             result = launch(watched, dict(arguments), {"verbose": False, **config.options})
             assert not config.raises, "an exception of the loop was swallowed"
@@ -512,16 +494,6 @@ def without_a_scale():
     """Let fp16 gradients be those of autocast by hand, which has no scale."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_scale, "FIRST", 1.0)
-        yield
-
-
-@contextlib.contextmanager
-def slow_bf16_is_fine():
-    """On a CPU without bf16 or fp16 instructions the run warns that it will be slow, rightly."""
-    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    with warnings.catch_warnings():
-        if not supported:
-            warnings.simplefilter("ignore", nano_loop.NanoWarning)
         yield
 
 

@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nano_loop.kernels.attention import attention
 
 from .nested import differences
-from .pairs import BF16, EXACT, FP64, SHIPPED, pair, run_accelerated, run_plain, untouched
+from .pairs import BF16, EXACT, FP64, SHIPPED, pair, run_accelerated, run_plain
 from .tasks import fit, job
 
 
@@ -23,21 +23,15 @@ class Attending(nn.Module):
         return self.head(found.flatten(1))
 
 
-@pair(job(model=Attending), configs=[EXACT, BF16, FP64])
-def test_attention_with_dropout(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+test_attention_with_dropout = pair(job(model=Attending), configs=[EXACT, BF16, FP64])(fit)
 
 
 def test_kernel_for_attention_draws_as_often_as_torch(monkeypatch):
     """So that the next shuffle of the loader is the plain loop's; its numbers are held by tests/kernels."""
     build = job(model=Attending)
-
-    def loop(model, optimizer, loader, by_hand=untouched):
-        return fit(model, optimizer, loader, by_hand)
-
     taken, way = [], attention._algorithm
     monkeypatch.setattr(attention, "_algorithm", lambda given: taken.append(way(given)) or taken[-1])
-    actual, _ = run_accelerated(build, loop, SHIPPED)
-    found = [*differences(actual["random"], run_plain(build, loop)["random"])]
+    actual, _ = run_accelerated(build, fit, SHIPPED)
+    found = [*differences(actual["random"], run_plain(build, fit)["random"])]
     assert not found, "\n".join(found)
     assert taken

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 from nano_loop import nano
 
-from .pairs import BF16, CONVOLUTIONS, EXACT, FUSED, NHWC_BF16, WITH_IPEX, pair, slow_bf16_is_fine, untouched
+from .pairs import BF16, CONVOLUTIONS, EXACT, FUSED, NHWC_BF16, WITH_IPEX, pair, untouched
 from .tasks import ADAM, ConvNet, Net, entropy, fit, images, job, train
 
 NETS = job("", optimizer=ADAM), job("convolutional", model=ConvNet, optimizer=ADAM, loader=images)
@@ -154,8 +154,7 @@ def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_
         assert type(copy.deepcopy(model)) is net_of_the_user.Net
 
     model, x = net_of_the_user.Net(), torch.randn(2, 3, 5, 5)
-    with slow_bf16_is_fine():
-        save(model, torch.optim.Adam(model.parameters()), x)
+    save(model, torch.optim.Adam(model.parameters()), x)
     torch.save((x, model(x).detach()), tmp_path / "example.pt")
     reader = [sys.executable, "-W", "error", tmp_path / "reader.py", tmp_path]
     done = subprocess.run(reader, capture_output=True, text=True, cwd=tmp_path, timeout=120)
@@ -170,9 +169,8 @@ def test_a_copy_trains_on_after_the_run():
         return copy.deepcopy(model), model(x)
 
     model, x = Net().eval(), torch.randn(4, 6)
-    with slow_bf16_is_fine():
-        copied, first = take(model, x)
-        _, second = take(copied, x)
+    copied, first = take(model, x)
+    _, second = take(copied, x)
     assert torch.equal(first, second)
     assert torch.equal(copied(x), model(x))
     assert not torch.equal(copied(x), first)

@@ -20,7 +20,6 @@ from .pairs import (
     left_as_found,
     named,
     pair,
-    slow_bf16_is_fine,
     untouched,
 )
 from .records import laid_otherwise, record, record_strides
@@ -162,7 +161,7 @@ def test_an_error_in_the_midst_of_a_step_leaves_nothing_behind(error):
                 raise raising
 
         hook = arguments["model"].head.register_forward_pre_hook(fail_at_the_second_call)
-        with slow_bf16_is_fine(), left_as_found(), pytest.raises(error) as caught:
+        with left_as_found(), pytest.raises(error) as caught:
             accelerate(fit)(**arguments, by_hand=untouched)
         assert caught.value is raising
         hook.remove()
@@ -188,6 +187,5 @@ def test_a_run_within_a_run(model, optimizer, loader, by_hand=untouched):
 
     for _ in range(2):
         losses.append(fit(model, optimizer, loader, by_hand, epochs=1))
-        with slow_bf16_is_fine():
-            losses.append(evaluate(model, loader))
+        losses.append(evaluate(model, loader))
     return losses

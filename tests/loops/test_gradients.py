@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, embedding
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .pairs import EXACT, FUSED, WITH_IPEX, named, pair, untouched
+from .pairs import EXACT, FP64, FUSED, ROUNDED, WITH_IPEX, named, pair, untouched
 from .tasks import ADAM, ADAMW, SGD, Net, entropy, fit, job, steps, train, vectors
 
 ADAGRAD = functools.partial(torch.optim.Adagrad, lr=0.1)
@@ -67,9 +67,8 @@ class Waves(nn.Module):
         return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6))
 
 
-@pair(*(job(name, Waves, kind) for name, kind in {"sgd": SGD, "adam": ADAM, "adagrad": ADAGRAD}.items()))
-def test_complex_parameters(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+WITH_WAVES = (job(name, Waves, kind) for name, kind in {"sgd": SGD, "adam": ADAM, "adagrad": ADAGRAD}.items())
+test_complex_parameters = pair(*WITH_WAVES, without=[FP64])(fit)
 
 
 class Recomputing(nn.Module):
@@ -91,11 +90,7 @@ RECOMPUTING = [
     job("reentrant", functools.partial(Recomputing, True), ADAMW),
     job("not_reentrant", functools.partial(Recomputing, False), ADAMW),
 ]
-
-
-@pair(*RECOMPUTING)
-def test_activation_checkpointing_inside_forward(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+test_activation_checkpointing_inside_forward = pair(*RECOMPUTING, without=ROUNDED, repeats_weights=True)(fit)
 
 
 @pair(*RECOMPUTING)
@@ -148,10 +143,9 @@ def test_parametrized_weights(model, optimizer, loader, by_hand=untouched):
         return weight, losses, by_hand(model)(torch.ones(2, 6)), parametrize.is_parametrized(model[4])
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-@pair(job("weight", parametrized(nn.utils.weight_norm)), job("spectral", parametrized(nn.utils.spectral_norm)))
-def test_weights_normed_by_the_older_functions(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+OLDER = job("weight", parametrized(nn.utils.weight_norm)), job("spectral", parametrized(nn.utils.spectral_norm))
+deprecated = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+test_weights_normed_by_the_older_functions = deprecated(pair(*OLDER)(fit))
 
 
 class Symmetric(nn.Module):
@@ -191,7 +185,7 @@ def test_functional_calls(model, optimizer, loader, by_hand=untouched):
     return losses
 
 
-@pair(job(model=deep, optimizer=ADAM))
+@pair(job(model=deep, optimizer=ADAM), without=ROUNDED)
 def test_gradients_of_each_sample(model, optimizer, loader, by_hand=untouched):
     def loss_of_one(weights, x, y):
         call = by_hand(lambda batch: functional_call(model, weights, (batch,)))
@@ -223,9 +217,7 @@ class WithOwnFunction(Net):
         return Doubled.apply(self.head(self.encoder(x)))
 
 
-@pair(job(model=WithOwnFunction))
-def test_an_autograd_function_of_the_users(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+test_an_autograd_function_of_the_users = pair(job(model=WithOwnFunction))(fit)
 
 
 class RecomputingInFp32(nn.Module):
@@ -243,6 +235,5 @@ class RecomputingInFp32(nn.Module):
         return self.last(x)
 
 
-@pair(*(job(name, functools.partial(RecomputingInFp32, name == "reentrant")) for name in ("reentrant", "not")))
-def test_activation_checkpointing_of_an_fp32_region(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+IN_FP32 = (job(name, functools.partial(RecomputingInFp32, name == "reentrant")) for name in ("reentrant", "not"))
+test_activation_checkpointing_of_an_fp32_region = pair(*IN_FP32, without=ROUNDED)(fit)

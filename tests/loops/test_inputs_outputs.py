@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
-from .pairs import pair, untouched
+from .pairs import FP64, ROUNDED, pair, untouched
 from .tasks import ADAMW, images, job, steps, vectors
 
 
@@ -90,7 +90,7 @@ def sequences():
     return DataLoader([(torch.randn(5, 4), 1 + i % 5, i % 3) for i in range(12)], batch_size=6)
 
 
-@pair(job(model=Recurrent, optimizer=ADAMW, loader=sequences))
+@pair(job(model=Recurrent, optimizer=ADAMW, loader=sequences), without=ROUNDED, trains_lstms=True)
 def test_packed_sequences_through_an_lstm(model, optimizer, loader, by_hand=untouched):
     outputs = []
     for x, lengths, y in steps(loader, optimizer):
@@ -102,7 +102,7 @@ def test_packed_sequences_through_an_lstm(model, optimizer, loader, by_hand=unto
     return outputs
 
 
-@pair(job(model=Recurrent, optimizer=ADAMW, loader=sequences))
+@pair(job(model=Recurrent, optimizer=ADAMW, loader=sequences), trains_lstms=True)
 def test_a_hidden_state_carried_from_call_to_call(model, optimizer, loader, by_hand=untouched):
     """Truncated backpropagation through time: what came out, detached, goes in again."""
     state, losses = None, []
@@ -127,7 +127,7 @@ class TwoImages(nn.Module):
         return {"logits": total[:, :3] if weight is None else total[:, :3] * weight, "maps": (first, deep)}
 
 
-@pair(job(model=TwoImages, optimizer=ADAMW, loader=images))
+@pair(job(model=TwoImages, optimizer=ADAMW, loader=images), repeats_weights=True)
 def test_nested_inputs(model, optimizer, loader, by_hand=untouched):
     outputs = []
     for x, y in steps(loader, optimizer):
@@ -152,7 +152,7 @@ class Scores(nn.Module):
         return scores, scores, scores.argmax(1), scores > 0, float(len(x)), None, x, scores.detach().double()
 
 
-@pair(job(model=Scores))
+@pair(job(model=Scores), without=[FP64])
 def test_outputs_that_are_not_floats(model, optimizer, loader, by_hand=untouched):
     outputs = []
     for x, y in steps(loader, optimizer):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
-from .pairs import CONVOLUTIONS, EXACT, pair, untouched
-from .tasks import ConvNet, fit, images, job
+from .pairs import CONVOLUTIONS, EXACT, pair
+from .tasks import ConvNet, Lion, fit, images, job
 from .wrappers import WRAPPERS
 
 
@@ -17,21 +17,6 @@ class SignedSGD(SGD):
             for p in group["params"]:
                 p.grad.sign_()
         return super().step(closure)
-
-
-class Lion(torch.optim.Optimizer):
-    """A user's own optimizer from nothing."""
-
-    def __init__(self, params, lr=1e-3):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                p.sub_(torch.sign(0.9 * average + 0.1 * p.grad), alpha=group["lr"])
-                average.lerp_(p.grad, 0.01)
 
 
 def made(cls, **options):
@@ -73,9 +58,8 @@ OPTIMIZERS = {
 }
 
 
-@pair(*(job(name, optimizer=factory) for name, factory in OPTIMIZERS.items()))
-def test_one_model_and_one_optimizer(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+ONE_EACH = (job(name, optimizer=factory) for name, factory in OPTIMIZERS.items())
+test_one_model_and_one_optimizer = pair(*ONE_EACH)(fit)
 
 
 def convolutional(name):
@@ -83,17 +67,10 @@ def convolutional(name):
 
 
 # Adagrad has its state before any step, so it is there when the layout changes.
-@pair(*map(convolutional, ("momentum", "adam", "adagrad")), configs=CONVOLUTIONS)
-def test_a_convolutional_model(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
-
-
-@pytest.mark.slow  # their states are laid out as those of the three above
-@pair(*map(convolutional, ("sgd", "amsgrad", "rmsprop")), configs=CONVOLUTIONS)
-def test_a_convolutional_model_and_other_optimizers(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
-
-
-@pair(job("user_asked_for_fused", optimizer=made(Adam, lr=0.01, fused=True)), configs=[EXACT])
-def test_a_user_who_asked_for_fused_keeps_it(model, optimizer, loader, by_hand=untouched):
-    return fit(model, optimizer, loader, by_hand)
+FIRST = map(convolutional, ("momentum", "adam", "adagrad"))
+test_a_convolutional_model = pair(*FIRST, configs=CONVOLUTIONS)(fit)
+# Their states are laid out as those of the three above.
+OTHERS = map(convolutional, ("sgd", "amsgrad", "rmsprop"))
+test_a_convolutional_model_and_other_optimizers = pytest.mark.slow(pair(*OTHERS, configs=CONVOLUTIONS)(fit))
+FUSED_BY_THE_USER = job("user_asked_for_fused", optimizer=made(Adam, lr=0.01, fused=True))
+test_a_user_who_asked_for_fused_keeps_it = pair(FUSED_BY_THE_USER, configs=[EXACT])(fit)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 
-from .pairs import ALL, BF16, CONVOLUTIONS, EXACT, FUSED, SHIPPED, WITH_IPEX, named, pair, untouched
+from .pairs import ALL, BF16, CONVOLUTIONS, EXACT, FP64, FUSED, SHIPPED, WITH_IPEX, named, pair, untouched
 from .tasks import ADAM, ADAMW, SGD, ConvNet, Net, Normed, entropy, fit, images, job, steps, train, vectors
 
 EACH_FUSED_KIND = {
@@ -194,7 +194,7 @@ def odd_parameters():
     return {"model": model, "optimizer": optimizer, "loader": vectors()}
 
 
-@pair(odd_parameters)
+@pair(odd_parameters, without=[FP64])
 def test_parameters_of_odd_layouts_and_dtypes(model, optimizer, loader, by_hand=untouched):
     return train(lambda x, y: cross_entropy(by_hand(model)(x), y) + model.extra.sin().sum(), loader, optimizer)
 

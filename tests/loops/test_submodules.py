@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy, mse_loss, softsign
 
 from nano_loop import disable_casts, nano
 
-from .pairs import CONVOLUTIONS, pair, slow_bf16_is_fine, untouched
+from .pairs import CONVOLUTIONS, FP64, ROUNDED, pair, untouched
 from .tasks import ADAMW, ConvNet, Net, entropy, fit, images, job, steps, train, vectors
 
 
@@ -98,8 +98,7 @@ def test_methods_and_submodules_run_in_bf16_and_give_fp32():
         return model.my_loss(x, x), model.encoder(x), model.decoder(torch.randn(2, 4)), model.encode(x)
 
     model = Autoencoder()
-    with slow_bf16_is_fine():
-        found, *others = compute(model, torch.randn(2, 6))
+    found, *others = compute(model, torch.randn(2, 6))
     assert {t.dtype for t in (*found.values(), *others)} == {torch.float32}
     assert {seen for layer in model.layers for seen in layer.saw} == {(torch.bfloat16, True)}
 
@@ -108,7 +107,7 @@ def sequential():
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 3))
 
 
-@pair(job(model=sequential))
+@pair(job(model=sequential), without=[FP64])
 def test_a_sequential_model_indexed_sliced_and_walked(model, optimizer, loader, by_hand=untouched):
     outputs = [len(model), [type(layer).__name__ for layer in model]]
     for x, y in steps(loader, optimizer):
@@ -255,7 +254,7 @@ def test_autocast_of_the_user_around_the_loops_calls(model, optimizer, loader, b
     return outputs, [layer.saw for layer in model.layers]
 
 
-@pair(job(model=Autoencoder))
+@pair(job(model=Autoencoder), without=ROUNDED)  # it is for autocast
 def test_disable_casts_around_the_loops_calls(model, optimizer, loader, by_hand=untouched):
     """Without `by_hand`: what runs inside is plain fp32."""
     outputs = []
@@ -355,12 +354,12 @@ class Agent(Net):
         return losses
 
 
-@pair(job(model=Agent))
+@pair(job(model=Agent), without=[FP64])
 def test_a_method_of_the_model_that_changes_its_weights_itself(model, optimizer, loader, by_hand=untouched):
     return model.descend(loader, by_hand)
 
 
-@pair(job("sgd", model=Agent), job("adamw", model=Agent, optimizer=ADAMW))
+@pair(job("sgd", model=Agent), job("adamw", model=Agent, optimizer=ADAMW), without=[FP64])
 def test_a_method_of_the_model_that_holds_the_loop(model, optimizer, loader, by_hand=untouched):
     """Under one autocast around the method, each step would compute with the weights of the first."""
     return [model.update(optimizer, loader, by_hand) for _ in range(2)]
@@ -381,7 +380,7 @@ class Remembering(nn.Linear):
         return out
 
 
-@pair(job(model=Remembering))
+@pair(job(model=Remembering), without=[FP64])
 def test_containers_that_the_model_and_the_loop_share(model, optimizer, loader, by_hand=untouched):
     """What a method gives is the model's own list, and what the model is given is the loop's own."""
     collected = []

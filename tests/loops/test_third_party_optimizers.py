@@ -9,69 +9,33 @@ from torch.nn import functional as F
 
 from nano_loop import nano
 
+from .tasks import Lion
+
 STEPS = 30
 
 
-class Sign(torch.optim.Optimizer):
-    """An optimizer as a user writes it."""
-
-    def __init__(self, params, lr=1e-3):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    average = self.state[each].setdefault("average", torch.zeros_like(each))
-                    average.lerp_(each.grad, 0.1)
-                    each -= group["lr"] * average.sign()
-
-
-def sign(parameters):
-    return Sign(parameters)
-
-
-def lion(parameters):
-    return pytest.importorskip("lion_pytorch").Lion(parameters, lr=1e-3)
-
-
-def schedulefree_adamw(parameters):
-    return pytest.importorskip("schedulefree").AdamWScheduleFree(parameters, lr=1e-2)
-
-
-def schedulefree_sgd(parameters):
-    return pytest.importorskip("schedulefree").SGDScheduleFree(parameters, lr=1.0)
-
-
-def torchao_optimizer(name, parameters):
+def library(name):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its compiled kernels, which are for GPUs
-        pytest.importorskip("torchao", exc_type=ImportError)
-        optim = pytest.importorskip("torchao.optim", exc_type=ImportError)
-    return getattr(optim, name)(parameters, lr=1e-2)
+        warnings.simplefilter("ignore")  # of kernels for GPUs
+        return pytest.importorskip(name, exc_type=ImportError)
 
 
-def torchao_8bit(parameters):
-    return torchao_optimizer("AdamW8bit", parameters)
+OPTIMIZERS = {
+    "one of the user's": Lion,
+    "lion": lambda parameters: library("lion_pytorch").Lion(parameters, lr=1e-3),
+    "schedulefree AdamW": lambda parameters: library("schedulefree").AdamWScheduleFree(parameters, lr=1e-2),
+    "schedulefree SGD": lambda parameters: library("schedulefree").SGDScheduleFree(parameters, lr=1.0),
+    "bitsandbytes": lambda parameters: library("bitsandbytes").optim.Adam8bit(parameters, lr=1e-2),
+    "torchao 8 bit": lambda parameters: library("torchao.optim").AdamW8bit(parameters, lr=1e-2),
+    "torchao 4 bit": lambda parameters: library("torchao.optim").AdamW4bit(parameters, lr=1e-2),
+}
+SLOW = ("torchao 8 bit", "torchao 4 bit")  # they compile their steps by torch.compile
+EACH = pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, make in OPTIMIZERS.items()],
+)
 
-
-def torchao_4bit(parameters):
-    return torchao_optimizer("AdamW4bit", parameters)
-
-
-def bitsandbytes_8bit(parameters):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        bitsandbytes = pytest.importorskip("bitsandbytes", exc_type=ImportError)
-    return bitsandbytes.optim.Adam8bit(parameters, lr=1e-2)
-
-
-# They compile their steps by torch.compile.
-OF_TORCHAO = [pytest.param(each, marks=pytest.mark.slow) for each in (torchao_8bit, torchao_4bit)]
-OPTIMIZERS = [sign, lion, schedulefree_adamw, schedulefree_sgd, bitsandbytes_8bit, *OF_TORCHAO]
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*no (bf16|fp16) instructions", "ignore::DeprecationWarning:torch")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 
 def fit(model, optimizer, x, y, around=lambda call: call):
@@ -107,7 +71,7 @@ def by_hand(model):
     return call
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
+@EACH
 def test_it_trains_as_in_the_plain_loop(make):
     for precision, around in ((32, lambda model: model), ("bf16", by_hand)):
         plain_losses, plain = trained(make, lambda *args, around=around: fit(*args, around))
@@ -118,7 +82,7 @@ def test_it_trains_as_in_the_plain_loop(make):
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
+@EACH
 @pytest.mark.parametrize("precision", ["bf16-true", pytest.param(64, marks=pytest.mark.slow), 16])
 def test_it_trains_in_other_precisions_to_about_the_same_loss(make, precision):
     plain, _ = trained(make, fit)

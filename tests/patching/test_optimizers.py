@@ -121,19 +121,6 @@ def test_guarding_twice_is_guarding_once_and_undoing_removes_the_hooks():
         assert len(optimizer._optimizer_step_pre_hooks) == 1
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_guard_of_two_runs_lasts_until_both_have_ended(first):
-    optimizer = torch.optim.Adam(conv(torch.channels_last).parameters(), fused=True)
-    runs = [ExitStack(), ExitStack()]
-    for run in runs:
-        guard_layout(optimizer, run)
-    hooks = len(optimizer._optimizer_step_pre_hooks)
-    runs[first].close()
-    assert len(optimizer._optimizer_step_pre_hooks) == hooks == 1
-    runs[1 - first].close()
-    assert not optimizer._optimizer_step_pre_hooks
-
-
 def test_density():
     assert is_dense(torch.ones(2, 3).T)
     assert is_dense(torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last))

@@ -71,14 +71,11 @@ def test_what_is_no_loop_is_told_by_its_kind(kind):
         check_loop(NO_LOOPS[kind], "train")
 
 
-@pytest.mark.parametrize("function", [generate, wait, generate_later])
-def test_part_of_a_loop_is_told_as_what_it_is_part_of(function):
-    with pytest.raises(NanoConfigError, match=r"generator|async"):
-        check_loop(functools.partial(function), "train")
+WRAPPED = [*map(functools.partial, (generate, wait, generate_later)), Generates(), Waits()]
 
 
-@pytest.mark.parametrize("function", [Generates(), Waits()], ids=["generator", "async"])
-def test_object_whose_call_has_not_trained_when_it_returns_is_told(function):
+@pytest.mark.parametrize("function", WRAPPED)
+def test_partial_and_object_whose_call_has_not_trained_when_it_returns_is_told(function):
     with pytest.raises(NanoConfigError, match=r"generator|async"):
         check_loop(function, "train")
 
@@ -103,6 +100,5 @@ def test_wrong_kind_is_told_with_the_right_one():
 
 
 def test_all_wrong_kinds_are_told_at_once():
-    with pytest.raises(NanoConfigError) as caught:
+    with pytest.raises(NanoConfigError, match=r"(?s)model.*\noptimizer.*\ndataloaders"):
         check_kinds(("model", nn.Module, ["net"]), ("optimizer", Optimizer, [3]), ("dataloaders", DataLoader, [[]]))
-    assert all(name in str(caught.value) for name in ("model", "optimizer", "dataloaders"))

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from nano_loop.config.declarations import CHECKS, OPTIONS
-from nano_loop.config.option_checks import auto_or_boolean
+from nano_loop.config.declarations import DEFAULTS, OPTIONS
 from nano_loop.cpu import read_machine
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.settings import Settings
@@ -63,7 +62,7 @@ def test_one_process_is_the_same_as_none(proposed):
 
 
 def test_steps_are_those_that_the_options_declare(proposed):
-    assert {*STEPS_BY_DEFAULT} == {name for name in OPTIONS if CHECKS[name] is auto_or_boolean}
+    assert {*STEPS_BY_DEFAULT} == {name for name in OPTIONS if DEFAULTS[name] == "auto"}
     assert any(all(changes.get(name) is False for name in STEPS_BY_DEFAULT) for changes in proposed())
     assert any(changes.get("fast_norm") == "auto" for changes in proposed(fast_norm=False))
 

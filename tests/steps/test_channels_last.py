@@ -129,7 +129,6 @@ def test_it_is_off_by_default(step):
 
 @pytest.mark.parametrize("precision", [32, "bf16"])
 @pytest.mark.parametrize("kind", [(nn.Conv2d, (2, 3, 8, 8)), (nn.Conv2d, (2, 3, 3, 3)), (nn.Conv3d, (2, 3, 4, 8, 8))])
-@pytest.mark.filterwarnings("ignore:.*no bf16 instructions")
 @pytest.mark.parametrize("call", [nn.GroupNorm.forward, lambda norm, x: torch.group_norm(x, 2, norm.weight, norm.bias)])
 def test_a_group_norm_behind_frozen_layers_trains(precision, kind, call, monkeypatch):
     """torch's backward of a group norm in NHWC crashes the process where the input needs no gradient."""

@@ -9,8 +9,6 @@ from torch import nn
 from nano_loop import NanoConfigError, TorchNano, nano
 from nano_loop.steps import log_casts
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no bf16 instructions")
-
 
 class Net(nn.Module):
     def __init__(self):

@@ -1,7 +1,6 @@
 """precision=16: gradients are scaled in backward and nowhere else, and steps that overflow are skipped."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -18,13 +17,6 @@ QUIET = {"precision": 16, "verbose": False, "fused_optimizer": False}
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
 FP16 = torch.autocast("cpu", torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def slow_fp16_is_fine():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*no fp16 instructions", NanoWarning)
-        yield
 
 
 @pytest.fixture

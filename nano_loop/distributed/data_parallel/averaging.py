@@ -4,13 +4,16 @@ A hook on each parameter notes what arrived. The first one in a backward asks fo
 gradients are averaged when `backward()` returns, and what the loop does with them next, such as clipping, sees the
 mean. Before anything is averaged the ranks exchange what arrived and where they are: a parameter that any
 rank used counts on all of them, and ranks that have diverged raise.
+
+The processes that a rank forks have its hooks, and take no part.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,17 +23,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nano_loop.data.random_states import part_ways
-from nano_loop.distributed.comm.channel import Transport
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel import checksums
+from nano_loop.distributed.data_parallel.buffers import Sync, make_buffers_equal, message_of_unequal_buffer
 from nano_loop.distributed.data_parallel.duplicate_work import DuplicateWork
 from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
-from nano_loop.distributed.data_parallel.gradients import DenseGradients, average_sparse, kind_of
+from nano_loop.distributed.data_parallel.gradients import AveragedGradients, DenseGradients, average_sparse, kind_of
 from nano_loop.distributed.data_parallel.initial_sync import make_equal
 from nano_loop.distributed.data_parallel.overlap import NONE, Overlap
+from nano_loop.distributed.data_parallel.overwritten import Overwritten
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.distributed.shared_memory.shared_memory import Stream
+from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
@@ -49,33 +53,35 @@ class Averaging:
     ----------
     ranks : Ranks
         The processes.
-    transport : Transport
+    transport : SharedMemoryTransport
         Carries the gradients; it is not closed.
-    served_whole : callable
-        Returns whether the loop trains on batches that all ranks got because the models are in eval mode.
     compare : bool
-        Whether the ranks compare their parameters from time to time; see `checksums`.
-    stream : callable, optional
-        By which averaging begins while the backward still computes; see `overlap`.
+        Whether the ranks compare their parameters and buffers from time to time; see `checksums`.
+    sync_buffers : {"average", "rank0"} or None
+        How buffers are made equal after each averaging.
+    overlapped : bool
+        Whether averaging begins while the backward still computes; see `overlap`.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        transport: Transport,
-        served_whole: Callable[[], bool] = lambda: False,
+        transport: SharedMemoryTransport,
         *,
         compare: bool = True,
-        stream: Callable[[Sequence[torch.Tensor]], Stream] | None = None,
+        sync_buffers: Sync = None,
+        overlapped: bool = False,
     ) -> None:
         self._ranks = ranks
         self._transport = transport
-        self._served_whole = served_whole
         self._compare = compare
-        self._overlap = None if stream is None else Overlap(stream)
-        self._warnings_given: set[str] = set()
+        self._sync_buffers = sync_buffers
+        self._overlap = Overlap(transport.stream) if overlapped else None
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
+        self._process = os.getpid()
         self._parameters = Parameters(self._note)
+        self._overwritten = Overwritten(ranks)
+        self._averaged = AveragedGradients()
         self._waiting: set[int] = set()  # ids of parameters whose gradients arrived and are not averaged yet
         self._paused: list[nn.Module] = []
         self._task = -1  # the backward whose end is waited for
@@ -86,6 +92,7 @@ class Averaging:
         self._at_step: dict[int, int] = {}  # averagings before the last step, by the id of an optimizer
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
+        self._undoing.callback(self._overwritten.close)
         self._undoing.callback(register_optimizer_step_pre_hook(self._before_any_step).remove)
         self._undoing.enter_context(nested_backwards_noticed())
 
@@ -98,7 +105,7 @@ class Averaging:
                 self._undoing.callback(optimizer.register_step_post_hook(self._after_step).remove)
         self._parameters.add(models, optimizers)
 
-    def use(self, transport: Transport) -> None:
+    def use(self, transport: SharedMemoryTransport) -> None:
         """Let another transport carry the gradients from now on. Collective, as what makes it is."""
         self._transport = transport
 
@@ -116,14 +123,18 @@ class Averaging:
         """Make the layer around the calls into a model, in which what the loop has added becomes equal on all ranks."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or in_backward():
+            if torch.compiler.is_compiling() or in_backward() or self._forked:
                 return call(*args, **kwargs)
             # A rank may evaluate alone, so an evaluation must not be collective.
             if torch.is_grad_enabled():
                 part_ways(self._ranks)
                 self._welcome()
                 self._duplicate_work.before_call(args[_INPUTS:], kwargs)
-            result = call(*args, **kwargs)
+            self._overwritten.begin(self._parameters.in_order)
+            try:
+                result = call(*args, **kwargs)
+            finally:
+                self._overwritten.end()
             if torch.is_grad_enabled():
                 self._duplicate_work.after_call(result)
             self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
@@ -140,6 +151,7 @@ class Averaging:
             On every rank, if the ranks have diverged.
         """
         self._warn_of_whole_batches()
+        self._overwritten.note()
         self._parameters.refresh()
         held = {id(parameter) for model in self._paused for parameter in model.parameters()}
         fingerprints = self._agree("average", self._waiting - held)
@@ -149,9 +161,11 @@ class Averaging:
                 self._average(arrived)
         if self._overlap is not None:
             self._overlap.expect(self._parameters.in_order[::-1] if self._is_usual(arrived) else [])
-        self._averagings += 1
+        self._averaged.note([parameter for both in self._by_kind(arrived) for parameter in both])
         self._waiting &= held
         self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
+        self._compare_what_loops_change(any(fingerprint.overwritten for fingerprint in fingerprints))
+        self._averagings += 1
         for function in self._ranks.context.after_averaging:
             function(self._averagings)
 
@@ -159,8 +173,15 @@ class Averaging:
         """Take all hooks away."""
         self._undoing.close()
 
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a process that the rank has forked."""
+        return os.getpid() != self._process
+
     def _note(self, parameter: torch.Tensor) -> None:
         """Take note that a gradient has arrived: the hook of every parameter."""
+        if self._forked:
+            return
         self._waiting.add(id(parameter))
         self._noted = True
         if self._task != graph_task():
@@ -186,7 +207,6 @@ class Averaging:
         """Compare this rank's state, of which `waiting` is a part, with the others'; return all. Collective."""
         groups = [group for optimizer in self._parameters.optimizers for group in optimizer.param_groups]
         in_order = self._parameters.in_order
-        compared = self._compare and purpose == "average" and checksums.is_due(self._averagings)
         own_fingerprint = Fingerprint(
             purpose,
             averagings=self._averagings,
@@ -194,15 +214,13 @@ class Averaging:
             newcomers=len(self._parameters.newcomers),
             rates=tuple(_as_number(group.get("lr")) for group in groups),
             arrived=bytes([kind_of(parameter.grad) if id(parameter) in waiting else NOTHING for parameter in in_order]),
-            checksums=checksums.checksums(in_order) if compared else b"",
             evidence=self._duplicate_work.evidence(in_order) if purpose == "average" else b"",
             overlap=self._overlap.state if self._overlap is not None and purpose == "average" else NONE,
+            overwritten=len(self._overwritten.ids),
         )
         packed = self._ranks.channel.gather(own_fingerprint.pack(), AVERAGING)
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
         refuse_divergence(fingerprints)
-        if compared:
-            checksums.refuse_unequal([fingerprint.checksums for fingerprint in fingerprints], self._parameters.named)
         if purpose == "average":
             self._duplicate_work.compare([fingerprint.evidence for fingerprint in fingerprints])
         return fingerprints
@@ -232,6 +250,28 @@ class Averaging:
         """Whether all parameters, which may be thousands, have a dense gradient on all ranks."""
         return all(kinds.count(DENSE) == len(self._parameters.in_order) for kinds in arrived)
 
+    def _compare_what_loops_change(self, overwritten: bool) -> None:
+        """Compare parameters and buffers that some rank may have changed by itself, or make them equal. Collective.
+
+        Parameters
+        ----------
+        overwritten : bool
+            Whether a call has overwritten a parameter on some rank.
+        """
+        places = self._overwritten.settle(self._parameters.in_order) if overwritten else []
+        is_due = checksums.is_due(self._averagings)
+        if self._compare and (places or is_due):
+            named = self._parameters.named
+            compared = named if is_due else [named[place] for place in places]
+            own_checksums = checksums.checksums([parameter for _, parameter in compared])
+            checksums.refuse_unequal(self._ranks.channel.gather(own_checksums, AVERAGING), compared)
+        if self._sync_buffers is not None:
+            make_buffers_equal(self._ranks, self._parameters.models, self._sync_buffers)
+        elif self._compare and is_due and _BUFFER not in self._ranks.context.sharding.warnings_given:
+            message = message_of_unequal_buffer(self._ranks, self._parameters.models)
+            if message is not None:
+                self._warn(message, _BUFFER)
+
     def _welcome(self) -> None:
         """Give what the loop has added rank 0's values. Collective where there is something."""
         self._parameters.refresh()
@@ -242,7 +282,11 @@ class Averaging:
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Average for an optimizer that the loop has made itself; warn if its parameters were not set up."""
+        if self._forked:
+            return None
         if id(optimizer) in self._at_step:
+            if closure_of(args, kwargs) is None and not self._all_paused():
+                self._average_replaced(optimizer)
             return None
         self._parameters.refresh()
         held = [
@@ -250,11 +294,15 @@ class Averaging:
         ]
         averaged = set(map(id, self._parameters.in_order))
         if not averaged.issuperset(map(id, held)) and threading.get_ident() == self._thread:
-            self._warn(f"{type(optimizer).__name__} steps parameters that were not set up", _OWN, _SET_UP)
+            got = f"{type(optimizer).__name__} steps parameters that were not set up"
+            self._warn(error_message(got, _OWN, _SET_UP), _OWN)
         return None if averaged.isdisjoint(map(id, held)) else self._before_step(optimizer, args, kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Make the closure return the mean over the ranks; without one, average what no backward has averaged."""
+        if self._forked:
+            return None
+        self._overwritten.note()
         closure = closure_of(args, kwargs)
         if closure is not None:
             return with_closure(args, kwargs, lambda: _mean(closure(), self._ranks))
@@ -277,26 +325,46 @@ class Averaging:
         elif self._waiting & ready:
             self.average()
 
+    def _average_replaced(self, optimizer: Optimizer) -> None:
+        """Average the gradients that the loop has put in the place of means, unless all ranks have the same."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held - self._waiting]
+        replaced = self._averaged.replaced(in_order) if self._at_step[id(optimizer)] != self._averagings else []
+        if not replaced:
+            return
+        own_checksums = checksums.checksums([parameter.grad for parameter in replaced])
+        if len(set(self._ranks.channel.gather(own_checksums, AVERAGING))) > 1:
+            self._waiting |= set(map(id, replaced))
+            self.average()
+        else:
+            self._averaged.note(replaced)
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._forked:
+            return
+        self._overwritten.resume()
         self._steps += 1
         self._at_step[id(optimizer)] = self._averagings
 
     def _warn_of_whole_batches(self) -> None:
-        if self._served_whole():
+        sharding = self._ranks.context.sharding
+        if sharding.whole_by_mode:
             got = "the models are trained in eval mode, in which every rank gets all batches"
-            self._warn(got, _WHOLE, _SHARD)
-            self._ranks.context.sharding.warnings_given.add("undivided")  # which says the same
+            self._warn(error_message(got, _WHOLE, _SHARD), _WHOLE)
+            sharding.warnings_given.add("undivided")  # which says the same
 
-    def _warn(self, got: str, expected: str, hint: str) -> None:
-        """Warn on rank 0, once a run."""
-        if expected not in self._warnings_given:
-            self._warnings_given.add(expected)
+    def _warn(self, message: str, kind: str) -> None:
+        """Warn on rank 0, of each kind once a run."""
+        warnings_given = self._ranks.context.sharding.warnings_given
+        if kind not in warnings_given:
+            warnings_given.add(kind)
             if self._ranks.rank == 0:
-                warn(error_message(got, expected, hint))
+                warn(message)
 
 
 _INPUTS = 2  # behind the function that is called and the model, in the arguments of a layer
 
+_BUFFER = "a buffer"
 _WHOLE = "all ranks compute the same, so several processes gain nothing"
 _OWN = "every rank trains its own copy, and only rank 0's is kept"
 _SET_UP = "Call self.setup(model, optimizer) in train, or make them before and pass them as arguments"

@@ -12,7 +12,7 @@ from nano_loop.distributed.data_parallel.initial_sync import Named
 from nano_loop.errors import NanoWorkerError, error_message
 
 EVERY = 100  # averagings between two checks: reading all parameters then costs less than 0.1% of the time
-FIRST = 10  # averagings before the first check, for runs that are shorter
+FIRST = 10  # averagings before the third check, for runs that are shorter
 _TOLERANCE = 1e-4  # of a norm; ranks with other numbers of threads round differently, 1e-7 a step
 
 _ULPS = 4  # of a norm in bf16: rounding errors of all elements add up in a sum like their square root
@@ -20,17 +20,18 @@ _OF_SUM = 1e-6  # of a sum, which ranks with other numbers of threads add up in 
 
 _PAIR = struct.Struct("<dd")
 _ADVICE = (
-    "Change parameters in the same way on every rank: load a checkpoint on all of them, and take decisions that "
-    "depend on a rank's own loss from the mean or from rank 0. Or pass compare_parameters=False"
+    "Change parameters in the same way on every rank: load a checkpoint on all of them, take decisions that depend on "
+    "a rank's own loss from the mean or from rank 0, and call a model whose first call sets parameters once before the "
+    "run. What each call sets by its batch may be a buffer, with sync_buffers. Or pass compare_parameters=False"
 )
 
 
 def is_due(averagings: int) -> bool:
-    """Whether the parameters are compared at this averaging."""
-    return averagings == FIRST or (averagings > 0 and averagings % EVERY == 0)
+    """Whether the parameters are compared at this averaging: by then, calls and a first step may have parted them."""
+    return averagings in (0, 1, FIRST) or averagings % EVERY == 0
 
 
-def checksums(parameters: Sequence[torch.Tensor]) -> bytes:
+def checksums(parameters: Sequence[torch.Tensor | None]) -> bytes:
     """Return the sum and the norm of each parameter, as pairs of float64."""
     with torch.no_grad():
         return b"".join(_PAIR.pack(*sum_and_norm(parameter)) for parameter in parameters)
@@ -47,6 +48,8 @@ def sum_and_norm(tensor: torch.Tensor | None) -> tuple[float, float]:
         values = values.to_dense()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
+    elif not values.is_floating_point():
+        values = values.double()
     # In fp32 they are 15 times as fast as in float64, which torch converts to first.
     dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
     return float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
@@ -66,7 +69,7 @@ def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None
         return
     for (name, parameter), *pairs in zip(parameters, *map(_PAIR.iter_unpack, packed), strict=True):
         for rank, pair in enumerate(pairs):
-            if not _equal(pair, pairs[0], parameter.dtype):
+            if not are_equal(pair, pairs[0], parameter.dtype):
                 values = f"its norm is {pairs[0][1]:.6g} on rank 0, and {pair[1]:.6g} on rank {rank}"
                 if pair[1] == pairs[0][1]:
                     values = f"its sum is {pairs[0][0]:.6g} on rank 0, and {pair[0]:.6g} on rank {rank}"
@@ -74,9 +77,11 @@ def refuse_unequal(packed: Sequence[bytes], parameters: Sequence[Named]) -> None
                 raise NanoWorkerError(error_message(got, "all ranks must train the same model", _ADVICE), rank=rank)
 
 
-def _equal(one: tuple[float, float], other: tuple[float, float], dtype: torch.dtype) -> bool:
+def are_equal(one: tuple[float, float], other: tuple[float, float], dtype: torch.dtype) -> bool:
     """Whether two sums and norms differ by no more than rounding does; NaN equals NaN."""
-    bound = max(_TOLERANCE, _ULPS * torch.finfo(dtype).eps) * max(one[1], other[1]) + _OF_SUM * abs(one[0])
+    rounds = dtype.is_floating_point or dtype.is_complex
+    relative = max(_TOLERANCE, _ULPS * torch.finfo(dtype).eps) if rounds else 0.0
+    bound = relative * max(one[1], other[1]) + _OF_SUM * abs(one[0]) * rounds
     return all(
         left == right or (math.isnan(left) and math.isnan(right)) or abs(left - right) <= bound < math.inf
         for left, right in zip(one, other, strict=True)

@@ -73,7 +73,7 @@ class DuplicateWork:
     @property
     def is_due(self) -> bool:
         """Whether the ranks compare at the next averaging; the same on all ranks."""
-        return self._averagings == 0 or is_due(self._averagings)
+        return is_due(self._averagings)
 
     @property
     def _expects_comparison(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,9 +15,10 @@ NOTHING, DENSE, SPARSE = range(3)
 #: To average gradients, or to make equal what the loop has added to a model.
 Purpose = Literal["average", "welcome"]
 
-#: The purpose, averagings, steps, newcomers, overlap, learning rates, bytes of checksums and of evidence.
+#: The purpose, averagings, steps, newcomers, overlap, overwritten, learning rates, bytes of evidence.
 _COUNTS = struct.Struct("<7s7q")
 _PLACES = {"average": "ended a backward", "welcome": "called a model with added parameters"}
+_MAY_DIFFER: dict[str, Any] = {"arrived": b"", "evidence": b"", "overlap": 0, "overwritten": 0}
 _ADVICE = "Make the loop do the same on every rank; only printing, saving and evaluating may differ"
 
 
@@ -40,12 +40,12 @@ class Fingerprint:
         The learning rates of all groups of all optimizers; NaN for a group without one.
     arrived : bytes
         One of NOTHING, DENSE and SPARSE for each parameter.
-    checksums : bytes
-        Those of all parameters, from `nano_loop.distributed.data_parallel.checksums`; empty if not compared.
     evidence : bytes
         That of `nano_loop.distributed.data_parallel.duplicate_work`; empty where it is not compared.
     overlap : int
         The state of `nano_loop.distributed.data_parallel.overlap`.
+    overwritten : int
+        How many parameters this rank's calls have overwritten.
     """
 
     purpose: Purpose
@@ -54,32 +54,32 @@ class Fingerprint:
     newcomers: int
     rates: tuple[float, ...]
     arrived: bytes
-    checksums: bytes = b""
     evidence: bytes = b""
     overlap: int = 0
+    overwritten: int = 0
 
     def pack(self) -> bytes:
         """Return it as bytes."""
         purpose = self.purpose.encode()
-        sizes = len(self.rates), len(self.checksums), len(self.evidence)
-        counts = _COUNTS.pack(purpose, self.averagings, self.steps, self.newcomers, self.overlap, *sizes)
+        states = self.newcomers, self.overlap, self.overwritten
+        counts = _COUNTS.pack(purpose, self.averagings, self.steps, *states, len(self.rates), len(self.evidence))
         rates = struct.pack(f"<{len(self.rates)}d", *self.rates)
-        return b"".join([counts, rates, self.checksums, self.evidence, self.arrived])
+        return b"".join([counts, rates, self.evidence, self.arrived])
 
     @classmethod
     def unpack(cls, content: bytes) -> Fingerprint:
         """Make one from what `pack` returned."""
-        purpose, averagings, steps, newcomers, overlap, count, *sizes = _COUNTS.unpack_from(content)
+        purpose, averagings, steps, newcomers, *states, count, size = _COUNTS.unpack_from(content)
         rates = struct.unpack_from(f"<{count}d", content, _COUNTS.size)
-        first, second, third = itertools.accumulate(sizes, initial=_COUNTS.size + 8 * count)
-        checksums, evidence, arrived = content[first:second], content[second:third], content[third:]
-        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, checksums, evidence, overlap)
+        start = _COUNTS.size + 8 * count
+        evidence, arrived = content[start : start + size], content[start + size :]
+        return cls(purpose.decode(), averagings, steps, newcomers, rates, arrived, evidence, *states)
 
 
 def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
     """Raise a `NanoWorkerError` that names what differs, and on which ranks, if `fingerprints` are of diverged ranks.
 
-    What arrived and the overlap may differ, and checksums and evidence are compared elsewhere. NaN equals NaN.
+    What arrived, the overlap and what was overwritten may differ, and evidence is compared elsewhere. NaN equals NaN.
     """
     if all(_agree(fingerprint, fingerprints[0]) for fingerprint in fingerprints):
         return
@@ -98,7 +98,7 @@ def refuse_divergence(fingerprints: list[Fingerprint]) -> None:
 
 def _agree(one: Fingerprint, other: Fingerprint) -> bool:
     """Whether two are the same where they must be; never of those with NaN, which `_refuse` compares as text."""
-    counts = [replace(fingerprint, arrived=b"", checksums=b"", evidence=b"", overlap=0) for fingerprint in (one, other)]
+    counts = [replace(fingerprint, **_MAY_DIFFER) for fingerprint in (one, other)]
     return counts[0] == counts[1] and len(one.arrived) == len(other.arrived)
 
 

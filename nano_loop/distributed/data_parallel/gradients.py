@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, SPARSE
@@ -50,6 +51,27 @@ class DenseGradients:
         """Make the means of copies the parameters' gradients; all others have been averaged where they lie."""
         for parameter, mean in self._copies:
             _put_back(parameter, mean)
+
+
+class AveragedGradients:
+    """The gradients that are means over the ranks. They are not kept alive."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, TensorWeakRef] = {}  # by the id of a parameter
+
+    def note(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note that the gradients of `parameters` are the same on all ranks now."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._means[id(parameter)] = TensorWeakRef(parameter.grad)
+
+    def replaced(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters to which the loop has given another gradient since, as a sum of clipped ones."""
+        return [parameter for parameter in parameters if parameter.grad is not None and not self._is_noted(parameter)]
+
+    def _is_noted(self, parameter: torch.Tensor) -> bool:
+        mean = self._means.get(id(parameter))
+        return mean is not None and mean() is parameter.grad
 
 
 def _put_back(parameter: torch.Tensor, mean: torch.Tensor) -> None:

@@ -39,22 +39,9 @@ def place_of(run: Path) -> str:
     return os.readlink(run / _LINK)
 
 
-def links_of(run: Path) -> list[Path]:
-    """Return the links to folders of a run, those of ranks that somebody else has started too."""
-    return [run / _LINK, *run.glob("rank */*")]
-
-
 def began(run: Path) -> int:
     """Return when `workers_files` has made it, in ns by the clock of the file systems."""
     return (run / _LINK).lstat().st_ctime_ns
-
-
-def own_folder(run: Path, rank: int) -> str:
-    """Make the folder of one rank in it, with one for temporary files."""
-    place = f"{place_of(run)}/{rank}"
-    for folder in (place, f"{place}/temporary"):
-        real.mkdir(folder, 0o700)
-    return place
 
 
 def folders_of(run: Path) -> list[str]:
@@ -63,12 +50,28 @@ def folders_of(run: Path) -> list[str]:
     return [*folders, *map(_being_deleted, folders)]
 
 
+def discard_workers_files(run: Path, prefix: str) -> None:
+    """Delete the folder that `workers_files` has made for a run of a process that was killed.
+
+    Parameters
+    ----------
+    run : Path
+        The private folder of the run.
+    prefix : str
+        What the name of the other one begins with, if it is such a folder.
+    """
+    with contextlib.suppress(OSError):  # it has none
+        place = Path(place_of(run))
+        if place.name.startswith(prefix):
+            discard(place)
+
+
 def discard(folder: str | Path) -> None:
-    """Delete a folder, also one in which a process is still writing."""
+    """Delete a folder, also one in which a process is still writing, or that a killed process was deleting."""
     gone = _being_deleted(folder)
-    with contextlib.suppress(FileNotFoundError):  # another process deletes it
+    with contextlib.suppress(FileNotFoundError):
         real.rename(folder, gone)  # from now on nothing can be put into it by its path
-        shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _being_deleted(folder: str | Path) -> str:

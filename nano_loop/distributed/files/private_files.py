@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
-import functools
 import io
 import os
 import shutil
@@ -25,8 +23,7 @@ from nano_loop.distributed.files.folder import (
     discard,
     explaining_full_disk,
     folders_of,
-    own_folder,
-    workers_files,
+    place_of,
 )
 from nano_loop.distributed.files.functions import Functions, Replacement
 from nano_loop.distributed.files.landlock import keep_writes_in
@@ -71,8 +68,10 @@ def redirect_files(run: Path, rank: int, made: Path | None = None) -> None:
         Where the ranks of this host tell rank 0 which folders they have made. By default it is `run`.
     """
     prepare()
-    _begin(made or run, run, rank, began(run))
-    _keep_temporary_files_in(_table.temporary)
+    place = f"{place_of(run)}/{rank}"
+    real.mkdir(place, 0o700)
+    _begin(place, f"{place}/temporary", made or run, run, began(run))
+    _table.is_rank_0 = rank == 0
 
 
 def guard_files() -> None:
@@ -94,32 +93,25 @@ def guard_files() -> None:
 
 
 @contextlib.contextmanager
-def private_files(run: Path, rank: int, since: int) -> Iterator[None]:
-    """Keep what this process writes in the body private, unless it is rank 0, and leave it as it was.
+def private_files(run: Path, own: Path, since: int) -> Iterator[None]:
+    """Keep what this process, a rank other than 0 that somebody else has started, writes in the body private.
 
     Parameters
     ----------
     run : pathlib.Path
         A private folder that the ranks of this host have in common.
-    rank : int
-        The rank of this process, which somebody else has started.
+    own : pathlib.Path
+        The private folder of this process, in which `nano_loop.distributed.files.folder.workers_files` has left a link.
+        Temporary files go there, and stay after the run.
     since : int
         When the run began, in ns: what has changed later, rank 0 has changed.
     """
-    if rank == 0:
-        with folders_made_together(run):
-            yield
-        return
-    own = run / f"rank {rank}"
-    own.mkdir()
     with ExitStack() as stack:
-        stack.enter_context(workers_files(own))
-        temporary = _temporary_of_process(os.getpid())
-        (own / "temporary").symlink_to(temporary)
+        place = tempfile.mkdtemp(dir=place_of(own))
+        stack.callback(discard, place)
         _replace_functions(_table, stack)
         stack.callback(_table.end)
-        _begin(run, own, rank, since, temporary)
-        stack.callback(_keep_temporary_files_in(temporary))
+        stack.callback(_begin(place, f"{place_of(own)}/temporary", run, own, since))
         stack.enter_context(explaining(own))
         yield
 
@@ -163,10 +155,11 @@ def folders_made_together(run: Path) -> Iterator[None]:
         made.clean()
 
 
-def _begin(run: Path, own: Path, rank: int, since: int, *shared: str) -> None:
-    place = own_folder(own, rank)
-    _table.begin(place, run, since, (*folders_of(own), os.path.realpath(run), *shared, *cache_folders()))
-    _table.is_rank_0 = rank == 0
+def _begin(place: str, temporary: str, run: Path, own: Path, since: int) -> Callable[[], None]:
+    with contextlib.suppress(FileExistsError):
+        real.mkdir(temporary, 0o700)
+    _table.begin(place, temporary, run, since, (*folders_of(own), os.path.realpath(run), *cache_folders()))
+    return _keep_temporary_files_in(temporary)
 
 
 def _replace_functions(table: Table, undo: ExitStack) -> None:
@@ -261,11 +254,3 @@ def _keep_temporary_files_in(folder: str) -> Callable[[], None]:
 
     setattr(tempfile, _sanitize, sanitized)
     return lambda: setattr(tempfile, _sanitize, original)
-
-
-@functools.cache
-def _temporary_of_process(process: int) -> str:
-    """Make a folder for temporary files that a process may use after the run; it is deleted at the process's end."""
-    folder = os.path.realpath(tempfile.mkdtemp(prefix=f"nano_loop-{process}-"))
-    atexit.register(discard, folder)
-    return folder

@@ -58,13 +58,15 @@ class Table:
         self.is_rank_0 = False
         self.end()
 
-    def begin(self, place: str, run: Path, since: int, shared: Iterable[str] = ()) -> None:
+    def begin(self, place: str, temporary: str, run: Path, since: int, shared: Iterable[str] = ()) -> None:
         """Keep what is written from now on private.
 
         Parameters
         ----------
         place : str
             An existing folder without symbolic links in its path, for the files.
+        temporary : str
+            See above.
         run : pathlib.Path
             The folder of the run, in which ranks tell each other which folders they have made.
         since : int
@@ -74,7 +76,7 @@ class Table:
             Folders whose files all ranks write, such as caches.
         """
         self.root, self.made, self.since = f"{place}/files", MadeFolders(run), since
-        self.temporary = f"{place}/temporary"
+        self.temporary = temporary
         real.mkdir(self.root, 0o700)
         self._changes = memoryview(mmap.mmap(-1, 8)).cast("Q")
         self.shared = (*SYSTEM, *(f"{folder}/" for folder in (place, *shared)))

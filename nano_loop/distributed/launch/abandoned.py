@@ -1,7 +1,7 @@
-"""Folders of runs of which every process was killed at once: nobody was left to delete them, so the next run does.
+"""Folders of processes that were killed: other processes delete them, those of the same run or of the next one.
 
-A run holds a lock on its folder, which the system releases when its process ends. The number in the folder's name alone
-does not tell: containers that share memory number their processes independently.
+A process holds a lock on its folder, which the system releases when it ends. The number in the folder's name alone does
+not tell: containers that share memory number their processes independently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nano_loop.distributed.files.folder import discard, links_of
+from nano_loop.distributed.files.folder import discard_workers_files
+
+_ENDED = ("Z", "X")  # states of processes
+_locks: set[int] = set()  # the descriptors of this process
 
 
 @contextmanager
@@ -24,7 +27,8 @@ def held(folder: Path) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            stack.callback(os.close, descriptor)
+            _locks.add(descriptor)
+            stack.callback(_close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_held = os.path.samestat(os.fstat(descriptor), folder.lstat()) and _belongs_to_this_user(folder)
         except OSError:  # it is gone or locked, or its file system has no locks
@@ -33,7 +37,7 @@ def held(folder: Path) -> Iterator[bool]:
 
 
 def delete_abandoned(parent: Path, prefix: str) -> None:
-    """Delete what runs of this user have left in a folder when all of their processes were killed.
+    """Delete what processes of this user have left in a folder when they were killed.
 
     Parameters
     ----------
@@ -44,22 +48,34 @@ def delete_abandoned(parent: Path, prefix: str) -> None:
     """
     for folder in parent.glob(f"{prefix}[0-9]*-*"):
         process = folder.name[len(prefix) :].partition("-")[0]
-        if os.path.exists(f"/proc/{process}") or not os.path.exists("/proc/self"):
+        if not _has_ended(process):
             continue
         with held(folder) as is_held:
             if is_held:
-                _delete(folder, prefix)
+                discard_workers_files(folder, prefix)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _delete(folder: Path, prefix: str) -> None:
-    for link in links_of(folder):
-        with contextlib.suppress(OSError):
-            place = link.readlink()
-            if place.name.startswith(prefix) and _belongs_to_this_user(place):
-                discard(place)
-    shutil.rmtree(folder, ignore_errors=True)
+def _has_ended(process: str) -> bool:
+    """Whether a process is gone, or is there only for its parent to ask how it has ended."""
+    if not os.path.exists(f"/proc/{process}"):
+        return os.path.exists("/proc/self")
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in _ENDED
+    return False
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        if descriptor in _locks:
+            _locks.remove(descriptor)
+            os.close(descriptor)
 
 
 def _belongs_to_this_user(folder: Path) -> bool:
     status = folder.lstat()
     return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
+
+
+# A process that a rank has forked, such as a loader's worker, may live longer than the rank.
+os.register_at_fork(after_in_child=lambda: _close(*_locks))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
+from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words
 from nano_loop.distributed.comm.ranks import Loop, RankLeftError
 from nano_loop.distributed.launch.failure import Kind, kind_of, raised
+from nano_loop.distributed.launch.interrupts import Interrupts
+from nano_loop.distributed.launch.worker_warnings import noted
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.errors import NanoWorkerError, error_message
 
@@ -20,41 +23,62 @@ _ECHO_WAITS = 3.0  # seconds that an error which another rank has caused waits f
 @contextmanager
 def running_together(
     workers: Workers,
-    connected: AbstractContextManager[Joined],
+    connect: Callable[[Callable[[], None]], AbstractContextManager[Joined]],
     timeout: float,
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    interrupts: Interrupts,
     loop: Loop = Loop(),  # noqa: B008 - it is frozen
+    *,
+    forget: Callable[[], object] = lambda: None,
 ) -> Iterator[Joined]:
-    """Run the body as rank 0 beside `workers`, until all have finished or one has failed.
+    """Run the body as rank 0 beside `workers`, until all have finished or one has failed; end them on leaving.
 
     Parameters
     ----------
     workers : Workers
-        The other ranks, about to join too.
-    connected : context manager
-        Connects the ranks, for the length of the body.
+        The other ranks, about to read their payload.
+    connect : callable
+        Takes what raises where another rank has failed, and returns a context in which the ranks are connected.
     timeout : float
-        Seconds that rank 0 waits for the others after its body.
-    waiting : callable
-        Makes the context in which it waits for them.
+        Seconds that rank 0 waits for the others before and after its body.
+    interrupts : Interrupts
+        Heard in the body, and in the waits before and after it.
     loop : Loop
         What the ranks execute.
+    forget : callable
+        Deletes the payload; called when all have read it.
 
     Yields
     ------
     object
-        What `connected` yields.
+        What the context of `connect` yields.
 
     Raises
     ------
     NanoWorkerError
         If another rank fails; the workers are killed then, as they are if the body raises.
     """
-    with ending_together(workers, timeout, loop), connected as joined:
-        yield joined
-    workers.leave()
-    with ending_together(workers, timeout, loop, has_returned=True), waiting():
-        workers.wait_until_finished(timeout)
+    has_joined = False
+
+    def check() -> None:
+        if not has_joined:
+            interrupts.hear()
+        workers.check()
+
+    with ExitStack() as stack:
+        stack.callback(workers.end)
+        stack.enter_context(noted())
+        with interrupts.heard():
+            workers.wait_until_ready(timeout)
+        forget()  # whatever happens now, its memory is freed
+        with limits_in_words("the processes of a run could not be started", SHARED_MEMORY):
+            stack.enter_context(interrupts.noticed(workers.interrupt))
+        stack.callback(interrupts.hold)
+        with ending_together(workers, timeout, loop), connect(check) as joined, interrupts.heard():
+            has_joined = True
+            yield joined
+        workers.leave()
+        with ending_together(workers, timeout, loop, has_returned=True), interrupts.heard():
+            workers.wait_until_finished(timeout)
 
 
 @contextmanager

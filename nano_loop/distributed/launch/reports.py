@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nano_loop.distributed.launch.failure import Failure, flush_output, pickled, raised
@@ -42,16 +42,15 @@ class Frames:
 
     def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Take in what has arrived, and yield each message that is complete: its header and its content."""
-        searched = len(self._buffer)
         self._buffer += data
         while True:
             if self._header is None:
-                end = self._buffer.find(b"\n", searched)
+                end = self._buffer.find(b"\n")
                 if end < 0:
                     return
                 self._header = json.loads(self._buffer[:end])
                 del self._buffer[: end + 1]
-            header, size, searched = self._header, self._header["bytes"], 0
+            header, size = self._header, self._header["bytes"]
             if len(self._buffer) < size:
                 return
             content = bytes(self._buffer[:size])
@@ -107,8 +106,10 @@ class Reporter:
         self.report("exception", pickled(error))
 
 
-class ReportingWorker(ABC):
-    """A `Worker` as its reports tell of it: the base class of those of launchers.
+class Worker(ABC):
+    """A process that a launcher has started for a rank, as rank 0 sees it by its reports.
+
+    `poll` is called in the thread that watches, `kill` and `stack_dump` in any, and `close` at last.
 
     Parameters
     ----------
@@ -117,6 +118,8 @@ class ReportingWorker(ABC):
 
     Attributes
     ----------
+    ready, finished : bool
+        Whether it has read the payload, and whether the task has returned there; `read_reports` sets them.
     reports : int or None
         The non-blocking descriptor of rank 0's end; None once the other end is closed.
     stacks : list of str
@@ -138,6 +141,11 @@ class ReportingWorker(ABC):
         self._failed_at = 0.0
         self._silent_since: float | None = None
 
+    @property
+    def sources(self) -> Sequence[Any]:
+        """What `multiprocessing.connection.wait` can wait for, so that `poll` is called when there is news."""
+        return [] if self.reports is None else [self.reports]
+
     @abstractmethod
     def has_ended(self) -> bool:
         """Return whether the process has ended, or will never begin."""
@@ -150,8 +158,20 @@ class ReportingWorker(ABC):
     def silence(self) -> Failure:
         """Return the failure of a process that can report no more, and of which nobody says that it has ended."""
 
+    @abstractmethod
+    def stack_dump(self) -> str:
+        """Return where the process is in its Python code, as far as it can be seen within a few seconds."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process and all that it has started, at once; also one that has ended already."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take in what is left, and free all that rank 0 holds for it; called last, after `kill`."""
+
     def poll(self) -> Failure | None:
-        """See `Worker.poll`."""
+        """Take in what the process has reported, without waiting; return its failure once there is one."""
         ended = self.has_ended()  # asked first: what has been reported then is all that there will be
         self.read_reports()
         if self._failure is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from nano_loop.distributed.comm.limits import SHARED_MEMORY
+from nano_loop.distributed.files.folder import workers_files
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.distributed.shared_memory.shared_file import refuse_foreign
 from nano_loop.errors import NanoError, error_message
@@ -21,9 +24,10 @@ _PREFIX = "nano_loop-"
 def private_folder() -> Iterator[Path]:
     """Make a folder, in memory where this system has a file system there, and delete it on leaving.
 
-    What runs have left there that were killed is deleted too.
+    What processes have left there that were killed is deleted too: before, on leaving, and when this process ends.
     """
     parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    _delete_abandoned_at_exit(parent)
     delete_abandoned(parent, _PREFIX)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
     try:
@@ -32,6 +36,31 @@ def private_folder() -> Iterator[Path]:
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        delete_abandoned(parent, _PREFIX)
+
+
+@functools.cache
+def folder_of_process(process: int) -> Path:
+    """Return the private folder that a process, this one, has until it ends, with one for files on disk.
+
+    So what it leaves where it is killed is deleted by others, also after the run.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(private_folder())
+        stack.enter_context(workers_files(folder))
+        ending = stack.pop_all()
+
+    @atexit.register
+    def end() -> None:
+        if os.getpid() == process:  # and not a process that it has forked
+            ending.close()
+
+    return folder
+
+
+@functools.cache
+def _delete_abandoned_at_exit(parent: Path) -> None:
+    atexit.register(delete_abandoned, parent, _PREFIX)
 
 
 def refuse_foreign_folder(folder: Path) -> None:

@@ -9,49 +9,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
-from typing import Any, Protocol
 
 from nano_loop.distributed.launch.failure import Failure, Kind, first
+from nano_loop.distributed.launch.reports import Worker
 
 _INTERVAL = 0.1  # seconds between two looks at the workers
 _GRACE = 1.0  # seconds that a failure waits for its cause, and a rank that has waited for others that have
-
-
-class Worker(Protocol):
-    """One process that a launcher has started, as rank 0 sees it.
-
-    `poll` is called in the thread that watches, `kill` and `stack_dump` in any, and `close` at last.
-
-    Attributes
-    ----------
-    rank : int
-        Its rank.
-    ready, finished : bool
-        Whether it has read the payload, and whether the task has returned there; `poll` sets them.
-    sources : sequence
-        What `multiprocessing.connection.wait` can wait for, so that `poll` is called as soon as there is something to
-        read; empty where there is nothing of that kind.
-    """
-
-    rank: int
-    ready: bool
-    finished: bool
-
-    @property
-    def sources(self) -> Sequence[Any]:
-        """See the class."""
-
-    def poll(self) -> Failure | None:
-        """Take in what the process has reported, without waiting; return its failure once there is one."""
-
-    def stack_dump(self) -> str:
-        """Return where the process is in its Python code, as far as it can be seen within a few seconds."""
-
-    def kill(self) -> None:
-        """End the process and all that it has started, at once; also one that has ended already."""
-
-    def close(self) -> None:
-        """Take in what is left, and free all that rank 0 holds for it; called last, after `kill`."""
 
 
 class Workers:

@@ -19,9 +19,10 @@ from nano_loop.cpu import Machine, Share, bound, restricted
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Hosts, Ranks, by_host
 from nano_loop.distributed.comm.signed import SignedCodec, secret_of
-from nano_loop.distributed.files.private_files import private_files
+from nano_loop.distributed.files.private_files import folders_made_together, private_files
 from nano_loop.distributed.launch.group import leaders_group, local_group, process_group, shared_channel
 from nano_loop.distributed.launch.launcher import Launcher
+from nano_loop.distributed.launch.shared_folder import folder_of_process
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch_external.environment import Launch, local_size
 from nano_loop.distributed.launch_external.liveness import watching_each_other
@@ -148,7 +149,9 @@ def join_run(
     with ExitStack() as stack:
         folder = stack.enter_context(common_folder(launch.rank, gather, here, terms.parent))
         if terms.parent is None:
-            stack.enter_context(private_files(folder, launch.rank, (folder / BEGAN).stat().st_ctime_ns))
+            since = (folder / BEGAN).stat().st_ctime_ns
+            files = private_files(folder, folder_of_process(os.getpid()), since) if launch.rank else None
+            stack.enter_context(files or folders_made_together(folder))
         ranks = Ranks(
             launch.rank,
             launch.size,

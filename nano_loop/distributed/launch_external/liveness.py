@@ -7,7 +7,6 @@ however it ends. A lock of this kind belongs to a process, not to the processes 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -98,7 +97,5 @@ def watching_each_other(ranks: Ranks, folder: Path) -> Iterator[Liveness]:
     try:
         yield liveness
     finally:
-        if ranks.rank != 0 and liveness.is_dead(0):
-            shutil.rmtree(folder, ignore_errors=True)  # rank 0 would have
         ranks.check = launcher_s
         liveness.close()

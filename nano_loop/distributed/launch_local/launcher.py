@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from nano_loop.cpu import Machine, Share, bound, restricted
@@ -21,7 +21,6 @@ from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.launch.worker_warnings import noted
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_local.kept_server import keep, server_for, start_early
 from nano_loop.distributed.launch_local.process import forked
@@ -60,33 +59,19 @@ class Local(Launcher):
                     # While the other process imports torch.
                     assignment = Assignment(task, state, options, slots)
                     slots[0].copied = write_payload(assignment, folder, task.names, options.worker_init)
-                workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"))
-                stack.callback(workers.end)
-                stack.enter_context(noted())
                 stack.enter_context(bound(shares[0].cpus))
-                with interrupts.heard():
-                    workers.wait_until_ready(options.timeout)
-                for name in (PAYLOAD, WORKER_INIT):  # all have mapped it: whatever happens now, its memory is freed
+                workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"))
+
+            def connect(check: Callable[[], None]) -> AbstractContextManager[None]:
+                slots[0].ranks.check = check
+                return local_group(slots[0].ranks, options.process_group_backend)
+
+            def forget() -> None:
+                for name in (PAYLOAD, WORKER_INIT):
                     shutil.rmtree(folder / name, ignore_errors=name == WORKER_INIT)
-                stack.enter_context(interrupts.noticed(workers.interrupt))
-                stack.callback(interrupts.hold)
-            connected = _joined_first(slots[0].ranks, workers, interrupts, options.process_group_backend)
-            with running_together(workers, connected, options.timeout, interrupts.heard, task.loop):
+
+            with running_together(workers, connect, options.timeout, interrupts, task.loop, forget=forget):
                 yield slots[0]
-
-
-@contextmanager
-def _joined_first(ranks: Ranks, workers: Workers, interrupts: Interrupts, backend: str | None) -> Iterator[None]:
-    """Connect rank 0 with the others; Ctrl-C ends its waits for them, and comes between no two lines besides."""
-
-    def check() -> None:
-        interrupts.hear()
-        workers.check()
-
-    ranks.check = check
-    with local_group(ranks, backend), interrupts.heard():
-        ranks.check = workers.check
-        yield
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from nano_loop.distributed.comm.limits import limit_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.failure import Failure, Kind, died
-from nano_loop.distributed.launch.reports import DUMP, KILL, Frames, ReportingWorker, read_available
+from nano_loop.distributed.launch.reports import DUMP, KILL, Frames, Worker, read_available
 from nano_loop.distributed.launch_local import stack_dump
 from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, NO_SIGNAL, Server
@@ -26,7 +26,7 @@ _ENDING = 10.0  # seconds that a killed process may take to end
 _STOPPED = ("T", "t")  # states of a process, as in /proc
 
 
-class WorkerProcess(ReportingWorker):
+class WorkerProcess(Worker):
     """A `Worker` that is a process of this host, with the pipes from it.
 
     Parameters
@@ -61,11 +61,10 @@ class WorkerProcess(ReportingWorker):
     def sources(self) -> Sequence[Any]:
         """See `Worker.sources`."""
         outputs = [output.descriptor for output in self._outputs if output.is_open]
-        reports = [] if self.reports is None else [self.reports]
-        return [*self._server_sources, *outputs, *reports]
+        return [*super().sources, *self._server_sources, *outputs]
 
     def has_ended(self) -> bool:
-        """See `ReportingWorker.has_ended`."""
+        """See `Worker.has_ended`."""
         self._read_replies()
         return self._has_ended
 
@@ -146,13 +145,13 @@ class WorkerProcess(ReportingWorker):
             return self._server.fork(start, writing)
 
     def silence(self) -> Failure:
-        """See `ReportingWorker.silence`."""
+        """See `Worker.silence`."""
         what = "has closed its connection to rank 0, or ended"
         advice = "Close only descriptors that the loop has opened itself (see os.closerange, subprocess.Popen)"
         return Failure(self.rank, Kind.CAUSE, what, advice, traceback=self._outputs[-1].last_words or None)
 
     def death(self) -> Failure:
-        """See `ReportingWorker.death`."""
+        """See `Worker.death`."""
         refusal = self._server.refusal or self._replies.get("refused")
         words = self._outputs[-1].last_words or self._server.last_words if self._outputs else ""
         if refusal is not None:
@@ -161,7 +160,7 @@ class WorkerProcess(ReportingWorker):
         return died(self.rank, self._replies.get("exited", self._server.exitcode), words)
 
     def read_reports(self) -> None:
-        """See `ReportingWorker.read_reports`; what it writes to its standard streams is shown."""
+        """See `Worker.read_reports`; what it writes to its standard streams is shown."""
         for output in self._outputs:
             output.relay()
         super().read_reports()

@@ -24,7 +24,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nano_loop.distributed.launch.failure import Failure, Kind
-from nano_loop.distributed.launch.reports import DUMP, ReportingWorker
+from nano_loop.distributed.launch.reports import DUMP, Worker
 from nano_loop.distributed.launch_local.output import Output
 from nano_loop.distributed.launch_ray.caller import changes_undone_by
 from nano_loop.distributed.launch_ray.rank_connections import FORGET
@@ -181,7 +181,7 @@ class Placement:
             remove_placement_group(self._group)
 
 
-class Actor(ReportingWorker):
+class Actor(Worker):
     """A process that Ray has started for a rank, as a `Worker`.
 
     Parameters
@@ -248,22 +248,17 @@ class Actor(ReportingWorker):
                 raise NanoError(error_message(got, expected, hint)) from None
             return self._died(f"failed ({type(cause).__name__}: {str(cause)[:500]})")
 
-    @property
-    def sources(self) -> Sequence[Any]:
-        """See `Worker.sources`."""
-        return [] if self.reports is None else [self.reports]
-
     def has_ended(self) -> bool:
-        """See `ReportingWorker.has_ended`."""
+        """See `Worker.has_ended`."""
         return self._running is not None and bool(ray.wait([self._running], timeout=0)[0])
 
     def death(self) -> Failure:
-        """See `ReportingWorker.death`."""
+        """See `Worker.death`."""
         failure = self.result(self._running)
         return failure if isinstance(failure, Failure) else self.silence()
 
     def silence(self) -> Failure:
-        """See `ReportingWorker.silence`; Ray says nothing yet."""
+        """See `Worker.silence`; Ray says nothing yet."""
         return self._died("is gone: its process or its node has ended")
 
     def reported(self, failure: Failure) -> Failure:

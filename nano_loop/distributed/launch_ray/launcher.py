@@ -6,9 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -27,7 +26,6 @@ from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.launcher import Launcher
 from nano_loop.distributed.launch.shared_folder import private_folder
 from nano_loop.distributed.launch.task import Task
-from nano_loop.distributed.launch.worker_warnings import noted
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.distributed.launch_external.environment import Launch
 from nano_loop.distributed.launch_external.launcher import Terms, join_run
@@ -66,43 +64,25 @@ class RayLauncher(Launcher):
                 stack.enter_context(cluster.connected())
             secret = secret_of(os.environ) or secrets.token_hex(32).encode()
             actors, placement, folders = stack.enter_context(starting.started(options, folder, secret, interrupts.hear))
-            workers = Workers(actors)
-            stack.callback(workers.end)
-            stack.enter_context(noted())
             address, threads = placement.nodes[0].address, threads_for(machine, placement.share(0))
-            terms = Terms(workers.check, address, secret, threads, watched=True)
             waiting = timedelta(seconds=options.timeout)
             store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=waiting)
             for actor in actors:
                 actor.run(folders[actor], address, store.port, actor.node.address, placement.share(actor.rank))
-            with interrupts.heard():
-                workers.wait_until_ready(options.timeout)
-            for actor in actors:
-                actor.forget_payload()
-            stack.enter_context(interrupts.noticed(workers.interrupt))
-            stack.callback(interrupts.hold)
-            connected = _joined_first(store, options, machine, terms, interrupts)
-            with running_together(workers, connected, options.timeout, interrupts.heard, task.loop) as slot:
+
+            def connect(check: Callable[[], None]) -> AbstractContextManager[RankSlot]:
+                terms = Terms(check, address, secret, threads, watched=True)
+                launch = Launch("ray", 0, assignment.size)
+                return join_run(store, assignment.options, machine, launch, terms)
+
+            def forget() -> None:
+                for actor in actors:
+                    actor.forget_payload()
+
+            workers = Workers(actors)
+            with running_together(workers, connect, options.timeout, interrupts, task.loop, forget=forget) as slot:
                 slot.copied = copied
                 yield slot
-
-
-@contextmanager
-def _joined_first(
-    store: TCPStore, options: Options, machine: Machine, terms: Terms, interrupts: Interrupts
-) -> Iterator[RankSlot]:
-    """Connect rank 0 with the others; Ctrl-C ends its waits for them, and comes between no two lines besides."""
-    joined = False
-
-    def check() -> None:
-        if not joined:
-            interrupts.hear()
-        terms.check()
-
-    launch = Launch("ray", 0, options.num_processes or 1)
-    with join_run(store, _placed(options), machine, launch, replace(terms, check=check)) as slot, interrupts.heard():
-        joined = True
-        yield slot
 
 
 def _placed(options: Options) -> Options:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from nano_loop.distributed.payload.buffers import Reduction, reduced
-from nano_loop.patching.torch_private import compile_call, compile_context, compiled_call, uncompiled
+from nano_loop.patching.torch_private_compiler import compile_call, compile_context, compiled_call, uncompiled
 
 # --- modules ---
 

@@ -22,7 +22,8 @@ from nano_loop.distributed.payload.code_reductions import (
     reduce_module,
     reduce_operator,
 )
-from nano_loop.patching.torch_private import TENSOR_HOOKS, is_watched_by_scheduler, kept_iterator, without_kept_iterator
+from nano_loop.patching.torch_private import TENSOR_HOOKS, kept_iterator, with_iterator
+from nano_loop.patching.torch_private_optimizers import is_watched_by_scheduler
 
 # --- tensors, generators ---
 
@@ -89,7 +90,7 @@ def _reduce_loader(loader: DataLoader[Any]) -> Reduction | None:
     if kept_iterator(loader) is None:
         return None
     make, arguments, state, *others = reduced(loader)
-    return make, arguments, without_kept_iterator(state), *others
+    return make, arguments, with_iterator(state), *others
 
 
 #: How instances of a class, and of those that inherit from it, are pickled; None from one of these leaves it to others.

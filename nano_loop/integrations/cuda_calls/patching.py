@@ -54,7 +54,7 @@ def patch_cuda() -> None:
         if _patches:
             return
         # torch.compile looks up torch's functions when it is imported, which each optimizer does: the original ones.
-        torch.compiler.disable(_nothing)  # type: ignore[no-untyped-call]
+        torch.compiler.disable(on_cpu)  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             for owner, name, make in _replacements():
                 if hasattr(owner, name):
@@ -69,10 +69,6 @@ def unpatch_cuda() -> None:
             _patches.pop().close()
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield a module or a class, a name in it, and what returns the replacement of an attribute."""
     for name in _FACTORIES:
@@ -83,7 +79,7 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch, "load", _with_map_location
     yield torch.Tensor, "cuda", _returning_itself
     yield torch.Tensor, "pin_memory", _returning_itself
-    yield torch.Tensor, "record_stream", _returning_nothing
+    yield torch.Tensor, "record_stream", functools.partial(_instead, FUNCTIONS["synchronize"])
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         yield storage, "cuda", _returning_itself
         yield storage, "pin_memory", _returning_itself
@@ -140,11 +136,6 @@ def _wrapping(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
 @_wrapping
 def _returning_itself(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
-
-
-@_wrapping
-def _returning_nothing(original: Any, *args: Any, **kwargs: Any) -> None:
-    """Do nothing."""
 
 
 def _with_generators(original: Any) -> Any:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 
-class Stream:
+
+class Stream(torch.cpu.Stream):
     """A stream in which all is done at once. It is a context manager, as `torch.cuda.stream` returns one."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        super().__init__(priority)
         self.device = device
         self.priority = priority
         self.cuda_stream = 0
@@ -21,13 +24,7 @@ class Stream:
         """Return True: all is done."""
         return True
 
-    def wait_stream(self, stream: Any) -> None:
-        """Return: the other stream is done."""
-
-    def wait_event(self, event: Any) -> None:
-        """Return: the event has happened."""
-
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
         """Record an event, or a new one, and return it."""
         event = event or Event()
         event.record(self)
@@ -40,7 +37,7 @@ class Stream:
         """Go on."""
 
 
-class Event:
+class Event(torch.cpu.Event):
     """A point in time."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
@@ -61,13 +58,3 @@ class Event:
         if self.recorded is None or end_event.recorded is None:
             raise RuntimeError("elapsed_time: both events must be recorded. Call record() on each of them first.")
         return (end_event.recorded - self.recorded) * 1e3
-
-    def synchronize(self) -> None:
-        """Return: nothing is under way."""
-
-    def query(self) -> bool:
-        """Return True: all is done."""
-        return True
-
-    def wait(self, stream: Any = None) -> None:
-        """Return: the event has happened."""

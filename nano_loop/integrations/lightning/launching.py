@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.launch.alone import Alone
@@ -21,18 +21,7 @@ FITTING = "fit"
 #: Lightning's precision plugin enters autocast and converts parameters itself.
 _STEPS = tuple(step for step in STEPS if step not in (ParameterDtype, Precision, Rounding, Verify))
 _STATE = ("callbacks", "loggers", "datamodule")
-
-
-class LaunchedStrategy(Protocol):
-    """The strategy of a Trainer, as far as its launcher needs it."""
-
-    nano_printed: LastPrinted
-
-    def settings(self, *, alone: bool = False) -> Settings:
-        """Return the settings of a run, in this process alone or in all."""
-
-    def in_run(self, run: Run) -> AbstractContextManager[None]:
-        """Return a context in which the Trainer trains in a run."""
+InRun = Callable[[Run], AbstractContextManager[None]]
 
 
 class RunLauncher:
@@ -40,15 +29,19 @@ class RunLauncher:
 
     Parameters
     ----------
-    strategy : LaunchedStrategy
-        The strategy of the Trainer.
+    settings : callable
+        Returns the settings of a run, with ``alone=True`` in this process alone.
+    in_run : callable
+        Returns a context in which the Trainer trains in a run.
+    printed : LastPrinted
+        What the Trainer's last run has printed.
     """
 
     #: Lightning asks in a notebook.
     is_interactive_compatible = True
 
-    def __init__(self, strategy: LaunchedStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, settings: Callable[..., Settings], in_run: InRun, printed: LastPrinted) -> None:
+        self._settings, self._in_run, self._printed = settings, in_run, printed
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run an entry point of the Trainer, and return what it returns in this process.
@@ -58,11 +51,11 @@ class RunLauncher:
         """
         fits = trainer is None or trainer.state.fn == FITTING
         alone = not fits and found_launch(os.environ) is None
-        settings = self._strategy.settings(alone=alone)
+        settings = self._settings(alone=alone)
         names = {} if trainer is None else _names(trainer, args, kwargs)
-        task = _EntryPoint(settings, names, self._strategy, (function, args, kwargs))
+        task = _EntryPoint(settings, names, self._in_run, (function, args, kwargs))
         launcher = Alone(settings.options) if alone else None
-        run = Run(settings, task, launcher=launcher, printed=self._strategy.nano_printed)
+        run = Run(settings, task, launcher=launcher, printed=self._printed)
         return run.complete()
 
     def kill(self, signum: int) -> None:
@@ -70,18 +63,18 @@ class RunLauncher:
 
 
 class _EntryPoint(RunTask):
-    """``function(*args, **kwargs)``, where the function is a method of a Trainer with `strategy`."""
+    """``function(*args, **kwargs)``, where the function is a method of a Trainer."""
 
     steps = _STEPS
 
-    def __init__(self, settings: Any, names: dict[str, Any], strategy: LaunchedStrategy, call: Any) -> None:
+    def __init__(self, settings: Any, names: dict[str, Any], in_run: InRun, call: Any) -> None:
         super().__init__(settings, names, Loop("fit", "self"))
-        self._strategy, self._call = strategy, call
+        self._in_run, self._call = in_run, call
 
     def do(self, run: Run) -> Any:
         """See `RunTask.do`."""
         function, args, kwargs = self._call
-        with self._strategy.in_run(run):
+        with self._in_run(run):
             try:
                 return function(*args, **kwargs)
             except BaseException:

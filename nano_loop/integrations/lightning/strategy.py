@@ -89,7 +89,7 @@ class NanoStrategyMixin:
     @property
     def launcher(self) -> RunLauncher:
         """What Lightning has each of its entry points run by."""
-        return RunLauncher(self)
+        return RunLauncher(self.settings, self.in_run, self.nano_printed)
 
     @property
     def is_distributed(self) -> bool:

@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nano_loop.kernels.convolution import weight_gradient
-from nano_loop.kernels.convolution.rounded_convolution import rounds_inputs
+from nano_loop.kernels.convolution.rounded_convolution import may_be_rounded
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
+from nano_loop.kernels.rounding import CONVOLUTION, rounds
+from nano_loop.kernels.rounding import Arguments as Product
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
@@ -110,8 +112,20 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
 
     def dispatched(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
         call = Arguments(*args)
-        if rounds_inputs(call.inputs, call.weight, _pixels(call), call.groups):
-            return _rounded_backward(original, keys, call)
+        multiplications = _pixels(call) * call.weight.numel()
+        if may_be_rounded(call.inputs, call.weight, multiplications, call.groups):
+
+            def in_fp32(*tensors: Tensor) -> _Gradients:
+                gradients: _Gradients = original(keys, *tensors, *call[3:])
+                return gradients
+
+            def rounded(gradient: Tensor, inputs: Tensor, weight: Tensor) -> _Gradients:
+                with_these = call._replace(gradient=gradient, inputs=inputs, weight=weight)
+                return _rounded_backward(original, keys, with_these)
+
+            product = Product(f"gradients of a {CONVOLUTION}", call[:3], call[3:])
+            is_rounded = rounds(CONVOLUTION, multiplications, product, in_fp32, rounded)
+            return (rounded if is_rounded else in_fp32)(*call[:3])
         if belongs_to_set_up_model():
             return faster_backward(original, rule_for(OPERATOR))(keys, *args)
         gradients: _Gradients = original(keys, *args)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.ownership import belongs_to_set_up_model
-from nano_loop.patching.torch_private import in_mode_of_others
+from nano_loop.patching.torch_private import in_dispatch_mode
 
 
 def gradients_in_nhwc() -> AbstractContextManager[None]:
@@ -43,6 +43,6 @@ def _is_image(x: Tensor) -> bool:
     """Whether a tensor has a gradient, and lies in NHWC and not also in NCHW."""
     if x.dim() != 4 or x.dtype is not torch.bfloat16 or not x.requires_grad or x.is_contiguous():
         return False
-    if torch.compiler.is_compiling() or in_mode_of_others():
+    if torch.compiler.is_compiling() or in_dispatch_mode():
         return False
     return x.is_contiguous(memory_format=torch.channels_last)

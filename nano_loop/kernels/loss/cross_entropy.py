@@ -19,7 +19,7 @@ from nano_loop.kernels.memory import BF16, FP32, INT64, attempt, empty
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.operators.upcasts import Upcast, upcast_of
 from nano_loop.patching.ownership import belongs_to_set_up_model, was_made_inside
-from nano_loop.patching.torch_private import below_autocast, in_functorch, in_mode_of_others, is_batched, node_number
+from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch, is_batched, node_number
 
 _KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
 _POINTERS = {"float": FP32, "bf16": BF16}
@@ -176,7 +176,7 @@ def _is_plain(logits: Tensor, target: Tensor) -> bool:
         and type(target) is Tensor
         and not torch.compiler.is_compiling()
         and not in_functorch()
-        and not in_mode_of_others()
+        and not in_dispatch_mode()
     )
 
 

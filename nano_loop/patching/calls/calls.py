@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.exports import is_exporting, plain_models_exported
 from nano_loop.patching.ownership import NO_RULES, NONE, Rule, call_state, forget_graphs, note_graph
 from nano_loop.patching.patch_table import process_wide, shared_change
-from nano_loop.patching.torch_private import constant_when_traced, in_backward, next_node_number
+from nano_loop.patching.torch_private import in_backward, next_node_number
+from nano_loop.patching.torch_private_compiler import constant_when_traced
 
 #: Takes a function and its arguments, and returns its outputs.
 Call = Callable[..., Any]
@@ -184,7 +185,7 @@ class CallInterceptors:
             forget_graphs()
 
     def _open(self, model: nn.Module) -> CallInterceptor:
-        modules = list(_called_by_loops(model))
+        modules = _called_by_loops(model)
         for owner, name in _ways_in(modules):
             self._undoing.enter_context(replaced(owner, name, _through_interceptor))
         self._undoing.enter_context(shared_change(_cover_newcomer, _newcomers_covered))
@@ -209,15 +210,6 @@ def is_forward(function: Call) -> bool:
     return getattr(function, "__name__", None) in _FORWARD
 
 
-@contextmanager
-def _newcomers_covered() -> Iterator[None]:
-    handle = register_module_module_registration_hook(_cover_newcomer)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Intercept calls into a module that is registered in a set-up model during the run."""
     if module is not None:
@@ -225,11 +217,15 @@ def _cover_newcomer(parent: nn.Module, name: str, module: nn.Module | None) -> N
             interceptor.cover(_called_by_loops(module))
 
 
-def _called_by_loops(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of `model`, except parametrizations, which an access to `layer.weight` calls."""
-    lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
+_newcomers_covered = functools.partial(register_module_module_registration_hook, _cover_newcomer)
+
+
+def _called_by_loops(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model`, except parametrizations, which an access to `layer.weight` calls."""
+    modules = list(model.modules())
+    lists = [module for module in modules if isinstance(module, ParametrizationList)]
     parametrizations = {part for parametrization_list in lists for part in parametrization_list.modules()}
-    yield from (module for module in model.modules() if module not in parametrizations)
+    return [module for module in modules if module not in parametrizations]
 
 
 def _innermost(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -254,15 +250,15 @@ def _inside(interceptor: CallInterceptor, call: Call, /, *args: Any, **kwargs: A
             note_graph(start, next_node_number(), rules)
 
 
-def _ways_in(modules: list[nn.Module]) -> Iterator[tuple[type, str]]:
-    """Yield the class attributes through which the loop can call one of `modules`."""
+def _ways_in(modules: list[nn.Module]) -> set[tuple[type, str]]:
+    """Return the class attributes through which the loop can call one of `modules`."""
     methods: set[tuple[type, str]] = {(nn.Module, "__call__")}
     for kind in {type(module) for module in modules}:
         hooks = [nn.Module, *(base for base in kind.__mro__ if _library(base) in _TRAINERS)]
         for owner in kind.__mro__:
             if _library(owner) not in _NOT_THE_USERS | _TRAINERS:
                 methods |= {(owner, name) for name, value in vars(owner).items() if _computes(name, value, hooks)}
-    yield from methods
+    return methods
 
 
 def _library(owner: type) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -43,9 +43,8 @@ def backwards_under_autocast(autocast: Autocast) -> Iterator[None]:
 
         return apply
 
-    with ExitStack() as stack:
-        stack.enter_context(replaced(cast(Any, BackwardCFunction), "__init__", _noting))
-        stack.enter_context(replaced(cast(Any, BackwardCFunction), "apply", applying))
+    owner = cast(Any, BackwardCFunction)
+    with replaced(owner, "__init__", _noting), replaced(owner, "apply", applying):
         yield
 
 

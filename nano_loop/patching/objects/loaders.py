@@ -10,16 +10,16 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import process_wide
-from nano_loop.patching.torch_private import own_iterator, stop_kept_workers, without_kept_iterator
+from nano_loop.patching.torch_private import kept_iterator, stop_kept_workers, with_iterator
 
 Loader = DataLoader[Any]
 #: Starts the iteration of a loader.
@@ -89,9 +89,7 @@ def implicit_loaders_changed(find: Callable[[Loader], LoaderChange | None]) -> I
 
 @contextmanager
 def _loaders_intercepted() -> Iterator[None]:
-    with ExitStack() as stack:
-        for name, make in (("__iter__", _through_copy), ("__len__", _changed_length)):
-            stack.enter_context(replaced(DataLoader, name, make))
+    with replaced(DataLoader, "__iter__", _through_copy), replaced(DataLoader, "__len__", _changed_length):
         yield
 
 
@@ -101,7 +99,8 @@ class _StandIn:
     def __init__(self, loader: Loader) -> None:
         # Not `copy.copy`, which leaves a cache on the class and calls its pickling methods, and not __init__.
         self.copy: Loader = object.__new__(type(loader))
-        vars(self.copy).update(without_kept_iterator(vars(loader)))
+        vars(self.copy).update(with_iterator(vars(loader)))
+        self.process = os.getpid()  # those that it forks have the loader itself
         self.changes: list[LoaderChange] = []
         self._in_force: list[LoaderChange] = []
 
@@ -129,12 +128,12 @@ class _StandIn:
         """Select the latest change of each class."""
         latest = list({type(change): change for change in self.changes}.values())
         if latest != self._in_force and self.changes:
-            vars(self.copy).update(without_kept_iterator({}))  # its workers were started with other changes
+            vars(self.copy).update(with_iterator({}))  # its workers were started with other changes
         self._in_force = latest
 
     def _refresh(self, loader: Loader) -> None:
         """Update the copy with the loader's current attributes, which the loop may have set, and with the changes."""
-        attributes = {**vars(loader), **own_iterator(self.copy)}
+        attributes = with_iterator(vars(loader), kept_iterator(self.copy))
         for change in self._in_force:
             attributes.update(change.attributes(loader))
         # Not by assignment, since a DataLoader rejects the assignment of a sampler or a dataset.
@@ -147,31 +146,21 @@ class _Finding:
     def __init__(self, find: Callable[[Loader], LoaderChange | None]) -> None:
         self.owner = _this_thread()
         self._find = find
-        self._stand_ins: dict[int, tuple[weakref.ref[Loader], _StandIn]] = {}  # by the id of a loader
+        self._stand_ins: Any = WeakIdKeyDictionary()  # of `_StandIn`, by the loader
 
     def stand_in(self, loader: Loader) -> _StandIn | None:
         """Return the copy of a loader, which is found now if it was not."""
-        reference, stand_in = self._stand_ins.get(id(loader), (None, None))
-        if reference is not None and reference() is loader:
-            return stand_in
-        change = self._find(loader)
-        if change is None:
-            return None
-        stand_in = _StandIn(loader)
-        stand_in.add(change)
-        # The iteration outlives a loader that only the loop's header names, so its workers are not stopped.
-        forget = functools.partial(self._forget, id(loader))
-        self._stand_ins[id(loader)] = weakref.ref(loader, forget), stand_in
+        stand_in: _StandIn | None = self._stand_ins.get(loader)
+        if stand_in is None and (change := self._find(loader)) is not None:
+            # The iteration outlives a loader that only the loop's header names, so its workers are not stopped.
+            stand_in = self._stand_ins[loader] = _StandIn(loader)
+            stand_in.add(change)
         return stand_in
 
     def close(self) -> None:
-        for _, stand_in in [*self._stand_ins.values()]:
+        for stand_in in self._stand_ins.values():
             stop_kept_workers(stand_in.copy)
         self._stand_ins.clear()
-
-    def _forget(self, key: int, reference: weakref.ref[Loader]) -> None:
-        if self._stand_ins.get(key, (None,))[0] is reference:
-            del self._stand_ins[key]
 
 
 # By the id of a loader, which is kept alive so that the id is its.
@@ -193,7 +182,8 @@ def _finding() -> _Finding | None:
 
 def _stand_in(loader: Loader) -> _StandIn | None:
     if id(loader) in _stand_ins:
-        return _stand_ins[id(loader)][1]
+        stand_in = _stand_ins[id(loader)][1]
+        return stand_in if stand_in.process == os.getpid() else None
     finding = _finding()
     return None if finding is None else finding.stand_in(loader)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nano_loop.errors import NanoWarning, error_message
-from nano_loop.patching.torch_private import has_hooks
+from nano_loop.patching.torch_private_optimizers import has_hooks
 from nano_loop.patching.walk import find, walk
 
 
@@ -22,15 +22,14 @@ def innermost(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
     An optimizer without hooks and without an optimizer inside is left out, with a `NanoWarning`.
     """
-    innermost = []
-    for optimizer in walk(optimizers, _wrapped):
-        if _wrapped(optimizer):
-            continue
-        if has_hooks(optimizer):
-            innermost.append(optimizer)
-        else:
-            _warn(optimizer)
-    return innermost
+    innermost = [optimizer for optimizer in walk(optimizers, _wrapped) if not _wrapped(optimizer)]
+    for optimizer in innermost:
+        if not has_hooks(optimizer):
+            got = f"{type(optimizer).__name__} is not accelerated"
+            expected = "it has no hooks, because its __init__ does not call Optimizer.__init__"
+            message = error_message(got, expected, "Call super().__init__(params, defaults) in it")
+            warnings.warn(message, NanoWarning, stacklevel=2)
+    return list(filter(has_hooks, innermost))
 
 
 def _wrapped(optimizer: Optimizer) -> list[Optimizer]:
@@ -38,9 +37,7 @@ def _wrapped(optimizer: Optimizer) -> list[Optimizer]:
     if type(optimizer).step.__module__.partition(".")[0] == "torch":
         return []
     held = _parameters(optimizer)
-    inner = [
-        held_optimizer for held_optimizer in find(Optimizer, vars(optimizer)) if _parameters(held_optimizer) <= held
-    ]
+    inner = [candidate for candidate in find(Optimizer, vars(optimizer)) if _parameters(candidate) <= held]
     covered: set[int] = set().union(*map(_parameters, inner))
     return inner if covered == held or not has_hooks(optimizer) else []
 
@@ -48,11 +45,3 @@ def _wrapped(optimizer: Optimizer) -> list[Optimizer]:
 def _parameters(optimizer: Optimizer) -> set[int]:
     groups: Any = getattr(optimizer, "param_groups", ())  # a class without `Optimizer.__init__` may lack it
     return {id(parameter) for group in groups for parameter in group["params"]}
-
-
-def _warn(optimizer: Optimizer) -> None:
-    got = f"{type(optimizer).__name__} is not accelerated"
-    expected = "it has no hooks, because its __init__ does not call Optimizer.__init__"
-    warnings.warn(
-        error_message(got, expected, "Call super().__init__(params, defaults) in it"), NanoWarning, stacklevel=2
-    )

@@ -82,13 +82,11 @@ def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
 def _guarded(optimizer: Optimizer) -> Iterator[None]:
     guard = _Guard()
     relay_state(optimizer)
-    with ExitStack() as stack:
-        for handle in (
-            optimizer.register_step_pre_hook(once_gradients_exist(guard.check)),
-            optimizer.register_load_state_dict_post_hook(relay_state),
-            optimizer.register_state_dict_post_hook(portable_state),
-        ):
-            stack.callback(handle.remove)
+    with (
+        optimizer.register_step_pre_hook(once_gradients_exist(guard.check)),
+        optimizer.register_load_state_dict_post_hook(relay_state),
+        optimizer.register_state_dict_post_hook(portable_state),
+    ):
         yield
 
 

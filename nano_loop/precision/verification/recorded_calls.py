@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.calls.calls import Call, is_forward
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.torch_private import in_backward, in_functorch
@@ -40,9 +38,14 @@ class RecordedCalls:
         The model. It is not changed.
     is_converted : bool
         Whether its parameters have another dtype for the run. Those of the copy are fp32.
+    on_failure : callable, optional
+        Takes the reason why the model cannot be compared, when it is known.
     """
 
-    def __init__(self, model: nn.Module, is_converted: bool) -> None:
+    def __init__(
+        self, model: nn.Module, is_converted: bool, on_failure: Callable[[str], object] = lambda reason: None
+    ) -> None:
+        self._on_failure = on_failure
         self.model = model
         #: Why the model is not compared, or an empty string.
         self.reason = ""
@@ -74,16 +77,13 @@ class RecordedCalls:
         return noting
 
     def guarded(self, function: Callable[..., _T], *args: Any) -> _T | None:
-        """Call a function, and end with a warning if it raises: the training goes on."""
+        """Call a function, and record no more if it raises: the training goes on."""
         try:
             return function(*args)
         except Exception as error:  # copies run the model's own code, which may not run in fp64, or not be copied
-            self.reason = f"verify of {class_name(self.model)} raised {type(error).__name__}: {error}"
+            self.reason = f"a copy of {class_name(self.model)} raised {type(error).__name__}: {error}"
             self.end()
-            expected = "copies of the model and of its inputs have to run in fp32 and in fp64"
-            warnings.warn(
-                error_message(self.reason, expected, "Leave verify out for this model"), NanoWarning, stacklevel=3
-            )
+            self._on_failure(self.reason)
             return None
 
     def take(self) -> tuple[nn.Module, list[tuple[Any, ...]]]:
@@ -119,9 +119,7 @@ class RecordedCalls:
             return None
         unknown = next(_not_copied((args, kwargs)), None)
         if unknown is not None:
-            raise TypeError(
-                f"a call takes a {type(unknown).__name__}, and verify copies tensors, lists and dicts alone"
-            )
+            raise TypeError(f"a call takes a {type(unknown).__name__}, and only tensors, lists and dicts are copied")
         if self._copy is None:
             self._copy = copied(self.model)
             if self._is_converted:

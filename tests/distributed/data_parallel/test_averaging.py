@@ -90,9 +90,9 @@ def test_pausing_saves_the_averaging(team):
                 model(torch.ones(1, 6)).sum().backward()
             before = gather.call_count
             model(torch.ones(1, 6)).sum().backward()
-            return before, gather.call_count
+            return before == 0 < gather.call_count
 
-    assert team(2)(trained, loop) == [[0, 1]] * 2
+    assert team(2)(trained, loop) == [True] * 2
 
 
 def test_only_what_arrived_since_is_averaged(team):
@@ -830,6 +830,7 @@ def test_different_numbers_of_steps_raise_on_every_rank(team):
 
     def loop(setup):
         setup.ranks.mean, mean = lambda value: value, setup.ranks.mean
+        setup.averaging._compare = False  # nothing is averaged
         try:
             return diverging(setup, "rank 0 has 4, rank 1 has 5", change)
         finally:
@@ -883,14 +884,13 @@ def test_learning_rates_of_nan_are_equal_and_groups_may_have_none(team):
 
 def test_training_on_batches_that_were_served_whole_is_warned_of_once_a_run(team):
     def loop(setup):
-        setup = Setup(setup.ranks, served_whole=lambda: True)
+        setup.ranks.context.sharding.whole_by_mode = True
         model = net()
         setup.setup(model, sgd(model))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
                 model(torch.ones(1, 6)).sum().backward()
-        setup.close()
         return [(issubclass(each.category, NanoWarning), str(each.message)) for each in caught]
 
     ((first,), second) = team(2)(trained, loop)
@@ -968,6 +968,7 @@ def test_optimizer_of_what_was_set_up_is_not_warned_of(team):
 def test_nothing_is_left_behind(team):
     def loop(ranks):
         plain, setup = torch.autograd.backward, Setup(ranks)
+        torch.manual_seed(0)
         model = net()
         model[0].requires_grad_(False)
         optimizer = sgd(model)

@@ -59,8 +59,8 @@ def test_sparse_and_empty_parameters_are_compared():
     refuse([torch.eye(3).to_sparse(), torch.empty(0, 2)], [torch.eye(3).to_sparse(), torch.empty(0, 2)])
 
 
-def test_it_is_due_early_once_and_then_regularly():
-    assert [number for number in range(3 * EVERY) if is_due(number)] == [FIRST, EVERY, 2 * EVERY]
+def test_it_is_due_at_first_and_then_regularly():
+    assert [number for number in range(3 * EVERY) if is_due(number)] == [0, 1, FIRST, EVERY, 2 * EVERY]
 
 
 def _overwriting_at(setup, step, steps):

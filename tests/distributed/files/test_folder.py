@@ -86,8 +86,9 @@ def test_folder_is_noted_when_rank_0_can_see_it(tmp_path, monkeypatch):
             claimed.append(MadeFolders(tmp_path / "run").claim(path))  # as rank 0's `os.mkdir` does
 
     claimed, os_mkdir = [], os.mkdir
-    (tmp_path / "run").mkdir()
-    with private_files(tmp_path / "run", 1, since=0):
+    for name in ("run", "own"):
+        (tmp_path / name).mkdir()
+    with workers_files(tmp_path / "own"), private_files(tmp_path / "run", tmp_path / "own", since=0):
         monkeypatch.setattr(real, "mkdir", mkdir)
         os.mkdir(tmp_path / "new")
         monkeypatch.undo()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from distributed.files import operations
 from distributed.files.operations import NAMES, on_one, on_two
 from distributed.files.test_writers import contents
+from nano_loop.distributed.files.folder import workers_files
 from nano_loop.distributed.files.private_files import private_files
 from nano_loop.distributed.files.table import Table
 
@@ -48,7 +49,7 @@ def files(folder):
 def rank(run):
     """Let this process be rank 1, and later than nothing that is there."""
     run.mkdir()
-    with private_files(run, 1, since=1 << 62):
+    with workers_files(run), private_files(run, run, since=1 << 62):
         yield
 
 

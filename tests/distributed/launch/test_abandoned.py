@@ -1,12 +1,14 @@
-"""What a run has left of which every process was killed is deleted by the next one, and nothing else is."""
+"""What a process has left that was killed is deleted by others, and nothing else is."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from distributed.launch.started import environment
 from nano_loop.distributed.launch import shared_folder
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.distributed.launch.shared_folder import private_folder
@@ -32,13 +34,43 @@ def test_folder_of_a_process_that_is_gone_is_deleted_with_what_its_workers_wrote
     (run / "payload").touch()
     written.mkdir(parents=True)
     (run / "files").symlink_to(written)
-    for name in ("files", "temporary"):  # of a rank of torchrun's
-        (tmp_path / "disk" / f"nano_loop-{gone}-{name}").mkdir()
-        (run / "rank 1").mkdir(exist_ok=True)
-        (run / "rank 1" / name).symlink_to(tmp_path / "disk" / f"nano_loop-{gone}-{name}")
     delete_abandoned(tmp_path, "nano_loop-")
     assert names(tmp_path) == ["disk"]
     assert names(tmp_path / "disk") == []
+
+
+# Holds the folder that is named after it, with what a killed process had begun to delete, and forks one that lives on.
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from nano_loop.distributed.launch.abandoned import held
+
+folder, written = (Path(sys.argv[1], f"nano_loop-{os.getpid()}-{name}") for name in ("held", "written"))
+folder.mkdir()
+Path(f"{written}.gone").mkdir()
+(folder / "files").symlink_to(written)
+with held(folder):
+    if os.fork() != 0:
+        print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_killed_process_leaves_nothing_although_a_child_lives_on_and_its_parent_has_not_waited(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), start_new_session=True)
+    try:
+        assert process.stdout.readline() == b"held\n"
+        delete_abandoned(tmp_path, "nano_loop-")
+        assert len(names(tmp_path)) == 2
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        delete_abandoned(tmp_path, "nano_loop-")
+        assert names(tmp_path) == []
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
 
 
 def test_what_is_in_use_or_something_else_is_left(tmp_path, gone):

@@ -11,7 +11,7 @@ import pytest
 from torch import distributed
 
 from distributed import small
-from nano_loop import NanoError, NanoWorkerError, nano
+from nano_loop import NanoError, nano
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch import group
 from nano_loop.distributed.launch.group import local_group, process_group
@@ -44,47 +44,6 @@ def test_runs_after_groups_that_did_not_come_about_work():
     assert time.monotonic() - started < 10  # and not the timeout of 600
     assert not distributed.is_initialized()
     assert nano(**small.OPTIONS)(small.fit)(*small.parts()) == 8
-
-
-class Sabotage:
-    """Makes a worker that has read its payload do something else than join the run."""
-
-    def __init__(self, do):
-        self.do = do
-
-    def __reduce__(self):
-        return _sabotaged, (self.do,)
-
-
-def _sabotaged(do):
-    from nano_loop.distributed.launch_local import fork_server
-
-    fork_server.local_group = lambda ranks, backend: do()
-    return
-
-
-def _raise():
-    raise ConnectionResetError("a database went away")
-
-
-ENDS = {
-    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL"),
-    "raises": (_raise, "rank 1 raised .*a database went away"),
-    "exits": (lambda: os._exit(3), "rank 1 ended its process with exit code 3"),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_worker_that_ends_between_ready_and_the_group_is_named_at_once_and_the_next_run_works(end):
-    do, message = ENDS[end]
-    model, optimizer, loader = small.parts()
-    started = time.monotonic()
-    with pytest.raises(NanoWorkerError, match=message) as caught:
-        nano(**small.OPTIONS)(small.fit)(model, optimizer, loader, Sabotage(do))
-    assert caught.value.rank == 1
-    assert time.monotonic() - started < 20  # the start of a worker included, and not the timeout of 60
-    if end == "is killed":
-        assert nano(**small.OPTIONS)(small.fit)(*small.parts()) == 8
 
 
 def test_group_of_torch_that_failed_does_not_number_the_next_one_otherwise(tmp_path):

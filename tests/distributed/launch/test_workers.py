@@ -9,6 +9,7 @@ from nano_loop import NanoWorkerError
 from nano_loop.distributed.comm.ranks import RankLeftError, wait_until
 from nano_loop.distributed.launch.ending import running_together
 from nano_loop.distributed.launch.failure import Failure, Kind, died, raised
+from nano_loop.distributed.launch.interrupts import Interrupts
 from nano_loop.distributed.launch.workers import Workers
 from nano_loop.errors import RankLateError
 
@@ -56,13 +57,13 @@ def watched(*remotes):
 def test_run_ends_when_all_have_finished():
     with watched(Remote(1), Remote(2)) as workers:
         workers.wait_until_ready(5)
-        with running_together(workers, contextlib.nullcontext(), 5):
+        with running_together(workers, contextlib.nullcontext, 5, Interrupts()):
             pass
         assert workers.finished == [1, 2]
 
 
 def run_beside(*remotes, body=lambda: None, timeout=5):
-    with watched(*remotes) as workers, running_together(workers, contextlib.nullcontext(), timeout):
+    with watched(*remotes) as workers, running_together(workers, contextlib.nullcontext, timeout, Interrupts()):
         body()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch.started import LOOP, agents, environment, run_together
+from distributed.launch.started import LOOP, agents, environment, free_port, run_together
 from distributed.launch_external.test_launcher import HOSTS, TRAIN, told
 from nano_loop import NanoError
 from nano_loop.distributed.comm.ranks import Ranks
@@ -20,43 +20,65 @@ from nano_loop.distributed.launch_external.rendezvous import Host, Presence
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-# Rank 1 is killed in the loop, when the other waits for it.
+# Ranks are killed in the loop, in which others wait for them, or after it; rank 0 ends when these are gone.
 KILLED = """
-import signal, time
+import psutil, signal, time
+from pathlib import Path
+from nano_loop import NanoWorkerError
+
+RANK = os.environ["RANK"]
+Path(f"process {RANK}").write_text(str(os.getpid()))
+
+def kill(those):
+    if RANK in those:
+        print("killed at", time.time(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 @nano(verbose=False, timeout=60)
 def train(model, optimizer, loader):
+    Path("private").write_text(RANK)
     for step, (x, y) in enumerate(loader):
-        if step == 2 and torch.distributed.get_rank() == 1:
-            print("killed at", time.time(), flush=True)  # its files end with the run
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 1:
+            kill(os.environ["IN_THE_LOOP"])
         optimizer.zero_grad()
         error(model(x), y).backward()
         optimizer.step()
 
-from nano_loop import NanoWorkerError
 try:
-    train(*parts(4))
+    train(*parts(4)[:2], torch.utils.data.DataLoader(Rows(), 4, num_workers=1))
 except NanoWorkerError as failure:
     tell(str(failure), failure.rank, time.time())
-    raise  # else its agent waits for the other one
+kill(os.environ["AFTER_IT"])
+for rank in os.environ["AFTER_IT"] if RANK == "0" else "":
+    while psutil.Process(int(Path(f"process {rank}").read_text())).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.05)
 """
 
 
 @pytest.mark.slow
-def test_rank_that_is_killed_beside_another_agent_is_named_within_seconds(tmp_path):
-    (tmp_path / "ranks.py").write_text(HOSTS + LOOP + TRAIN + KILLED)
-    before = shared_folders()
-    ended = run_together([[*command, "ranks.py"] for command in agents()], [environment()] * 2, tmp_path)
-    message, rank, seen = json.loads((tmp_path / "found 0").read_text())
-    assert message.startswith("rank 1 ended its process: a run needs all of its ranks")
-    assert rank == 1
-    (killed_at,) = re.findall(r"killed at ([\d.]+)", "".join(output for _, output in ended))
-    assert seen - float(killed_at) < 5  # and not the timeout of 60
-    assert shared_folders() == before
+@pytest.mark.parametrize(("in_the_loop", "after_it"), [("2", "1"), ("02", "")])
+def test_rank_that_is_killed_is_named_within_seconds_and_leaves_nothing(in_the_loop, after_it, tmp_path):
+    folder, temporary, port = tmp_path / "folder", tmp_path / "temporary", free_port()
+    for made in (folder, temporary):
+        made.mkdir()
+    (folder / "ranks.py").write_text(LOOP + TRAIN + KILLED)
+    variables = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": temporary}
+    variables |= {"IN_THE_LOOP": in_the_loop, "AFTER_IT": after_it}
+    environments = [environment(RANK=rank, **variables) for rank in range(3)]
+    ended = run_together([[sys.executable, "ranks.py"]] * 3, environments, folder)
+    killed = [int(rank) for rank in in_the_loop + after_it]
+    assert [code for code, _ in ended] == [-signal.SIGKILL if rank in killed else 0 for rank in range(3)], ended
+    message, rank, seen = json.loads((folder / "found 1").read_text())
+    assert f"rank {rank} ended its process: a run needs all of its ranks" in message
+    assert str(rank) in in_the_loop
+    killed_at = min(map(float, re.findall(r"killed at ([\d.]+)", "".join(output for _, output in ended))))
+    assert seen - killed_at < 5  # and not the timeout of 60
+    processes = [(folder / f"process {rank}").read_text() for rank in range(3)]
+    left = [*temporary.glob("nano_loop-*"), *Path("/dev/shm").glob("nano_loop-*")]
+    assert [path for path in left if path.name.split("-")[1] in processes] == []
 
 
-@pytest.mark.slow  # also shown by the rank that is killed beside another agent
+@pytest.mark.slow
 def test_two_agents_on_one_host_share_its_memory(tmp_path):
     program = HOSTS + LOOP + TRAIN + "tell(found())"
     (tmp_path / "ranks.py").write_text(program)
@@ -65,15 +87,6 @@ def test_two_agents_on_one_host_share_its_memory(tmp_path):
     for (each,) in told(tmp_path):
         assert "shared memory" in each["way"]
         assert each["left as it was"]
-
-
-def shared_folders():
-    return {path.name for path in Path("/dev/shm").glob("nano_loop-*") if _is_ours(path)}
-
-
-def _is_ours(path):
-    """Whether it may be left by a process that has ended; other tests run beside this one."""
-    return not Path(f"/proc/{path.name.split('-')[1]}").exists()
 
 
 HOLD = """

@@ -24,7 +24,9 @@ pytestmark = [
 
 PACKAGE = Path(nano_loop.__file__).parent
 #: Where a line between two that belong together would leave something.
-LAUNCH = tuple(str(PACKAGE / each) for each in ("distributed/launch", "cpu/binding.py", "run.py", "decorator.py"))
+LAUNCH = tuple(
+    str(PACKAGE / each) for each in ("distributed/launch", "cpu/binding.py", "runtime/run.py", "api/decorator.py")
+)
 
 
 STEP = 36  # a test takes each such line of the launch, and all tests together every line

@@ -25,6 +25,20 @@ def test_long_last_line_does_not_push_the_cause_out_of_the_last_words():
     assert names in found._stream.getvalue()  # what is shown is whole
 
 
+def test_line_without_an_end_is_shown_in_pieces():
+    reading, writing = pipe()
+    output = Output(reading, io.StringIO(), "[rank 1] ")
+    for _ in range(5):
+        os.write(writing, b"x" * 30_000)
+        output.relay()
+    shown = output._stream.getvalue()
+    assert [line.count("x") for line in shown.splitlines()] == [90_000]
+    os.close(writing)
+    output.relay()
+    os.close(reading)
+    assert output._stream.getvalue() == f"[rank 1] {'x' * 90_000}\n[rank 1] {'x' * 60_000}\n"
+
+
 def test_last_words_are_the_end_of_what_was_written():
     found = relayed(b"".join(b"line %d\n" % n for n in range(2000)))
     assert found.last_words.endswith("[rank 1] line 1999\n")

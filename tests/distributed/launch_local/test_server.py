@@ -3,7 +3,6 @@
 import importlib
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from torch import distributed
 
 from distributed import small
 from distributed.launch.started import LOOP, environment
-from nano_loop import NanoError, NanoWorkerError, nano
+from nano_loop import NanoWorkerError, nano
 from nano_loop.distributed.launch_local import kept_server as servers
 from nano_loop.runtime.run import Task
 
@@ -191,67 +190,6 @@ def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
         assert run(small.rank) == [0, 1]
     finally:
         signal.signal(signal.SIGCHLD, before)
-
-
-STREAMS = {
-    "closed": "for number in (0, 1, 2): os.close(number)",
-    "None": "sys.stdin = sys.stdout = sys.stderr = None",
-    "raising": "class Raising:\n    def write(self, text): raise ZeroDivisionError\n    flush = write\n"
-    "sys.stdout = sys.stderr = Raising()",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-def test_run_with_unusable_standard_streams_trains(tmp_path, streams):
-    script = f"""
-@nano(**OPTIONS | {{"verbose": "all"}})
-def train(model, optimizer, loader):
-    if torch.distributed.get_rank() == 1:
-        os.write(2, b"words\\n")
-    return fit(model, optimizer, loader)
-
-{streams}
-ours = parts(4)
-size = train(*ours)
-with open("found", "w") as file:
-    json.dump([size, weights(ours[0]) == alone()], file)
-"""
-    (tmp_path / "train.py").write_text(LOOP + script)
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment(), timeout=60)
-    assert done.returncode in (0, 120)  # Python could not flush what is closed
-    assert (tmp_path / "found").read_text() == "[2, true]"
-
-
-def test_fifty_megabytes_without_a_line_s_end_are_shown_in_pieces(capfd):
-    def train(model):
-        if small.rank() == 1:
-            rest = memoryview(b"x" * (50 << 20))
-            while rest:
-                rest = rest[os.write(2, rest) :]
-        everywhere(0)
-
-    started = time.monotonic()
-    nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
-    assert time.monotonic() - started < 60  # quadratic work would take minutes
-    shown = capfd.readouterr().err
-    assert shown.count("x") == 50 << 20
-    assert all(line.startswith("[rank 1] x") for line in shown.splitlines())
-
-
-@pytest.mark.slow
-def test_limit_on_open_files_is_told_as_such_wherever_it_is_reached():
-    used = len(os.listdir("/proc/self/fd"))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    servers.end_kept()
-    try:
-        for more in range(1, 4):  # the socket pair and the pipes
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, limits[1]))
-            with pytest.raises(NanoError, match="Too many open files"):
-                run(small.rank)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert run(small.rank) == [0, 1]
 
 
 def test_working_folder_arguments_and_volatile_variables_are_those_of_the_call(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Small LightningModules for the tests, over either of Lightning's packages."""
 
+import functools
 import importlib
 
 import pytest
@@ -9,6 +10,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+#: Lightning's advice, and a name of torch's that it still uses.
+ADVICE = [
+    pytest.mark.filterwarnings("ignore:.*(does not have many workers|log_every_n_steps|dataloader is not resumable)"),
+    pytest.mark.filterwarnings("ignore:.*(LeafSpec|exists and is not empty|number of training batches)"),
+    pytest.mark.filterwarnings("ignore:.*(tensorboard|by the model summary|no `(val_dataloader|validation_step)`)"),
+]
+OPTIMIZERS = {**vars(torch.optim), "Momentum": functools.partial(torch.optim.SGD, momentum=0.9)}
 
 
 def imported(package):
@@ -100,7 +108,8 @@ def module_class(pl):
             return self(batch[0])
 
         def configure_optimizers(self):
-            return getattr(torch.optim, self.hparams.optimizer)(self.parameters(), self.hparams.rate)
+            trained = [each for each in self.parameters() if each.requires_grad]
+            return OPTIMIZERS[self.hparams.optimizer](trained, self.hparams.rate)
 
         def on_train_batch_end(self, outputs, batch, index):
             self.last_index = index
@@ -136,6 +145,23 @@ def gan_class(pl):
             return [torch.optim.Adam(each.parameters(), 0.01) for each in (self.generator, self.critic)]
 
     return Gan
+
+
+def loops(pl, module):
+    """Loops by their names: what makes a module and callbacks, and settings of the Trainer."""
+    callbacks = pl.callbacks
+    return {
+        "accumulation and clipping": (lambda: (module(), []), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        "manual optimization": (lambda: (gan_class(pl)(), []), {}),
+        "weight averaging": (
+            lambda: (module(), [callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)]),
+            {"max_epochs": 3},
+        ),
+        "thawing": (
+            lambda: (module(32, 0.001, "Momentum"), [callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)]),
+            {"max_epochs": 3},
+        ),
+    }
 
 
 def saving_class(pl):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distributed.conftest import nothing_left  # noqa: F401 - a fixture
-from integrations.lightning.lightning_modules import QUIET, imported
+from integrations.lightning.lightning_modules import ADVICE, QUIET, imported
 from loops.pairs import has_ipex
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -12,14 +12,7 @@ pl = imported("pytorch_lightning")
 
 from nano_loop.pytorch_lightning import Trainer  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("nothing_left"),
-    pytest.mark.filterwarnings("ignore:.*(does not have many workers|log_every_n_steps|number of training batches)"),
-    pytest.mark.filterwarnings(
-        "ignore:.*(LeafSpec|tensorboard|by the model summary|no `val_dataloader`|no `validation_step`)"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left"), *ADVICE]
 needs_ipex = pytest.mark.skipif(not has_ipex(), reason="IPEX is in the environment of `make test-ipex` alone")
 CLASSES = 4
 

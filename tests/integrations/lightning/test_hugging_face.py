@@ -128,7 +128,7 @@ def test_several_processes_are_refused_with_the_way_that_works():
 
 UNDER_TORCHRUN = """
 import os, sys
-from tests.trainers.test_hugging_face import assert_equal, trainer, weights
+from tests.integrations.lightning.test_hugging_face import assert_equal, trainer, weights
 import nano_loop
 folder = os.path.join(sys.argv[1], os.environ["RANK"])
 plain = trainer(f"{folder}-plain", ddp_backend="gloo")

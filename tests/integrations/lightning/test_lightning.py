@@ -14,14 +14,15 @@ import pytest
 import torch
 from distributed.conftest import nothing_left  # noqa: F401 - a fixture
 from integrations.lightning.lightning_modules import (
+    ADVICE,
     PACKAGES,
     QUIET,
     Dealt,
     Items,
     Stream,
-    gan_class,
     imported,
     loader,
+    loops,
     module_class,
     numbers,
     ours,
@@ -35,19 +36,11 @@ from torch.utils.data import DataLoader, TensorDataset
 pl = imported("lightning.pytorch")
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, NanoWorkerError  # noqa: E402
-from nano_loop.cpu import read_machine  # noqa: E402
 from nano_loop.kernels.linear import product  # noqa: E402
 from nano_loop.patching.operators.operators import gives_kernels  # noqa: E402
 from nano_loop.steps import bf16_products  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("nothing_left"),
-    # Lightning's advice, and a name of torch's that it still uses.
-    pytest.mark.filterwarnings("ignore:.*(does not have many workers|log_every_n_steps|dataloader is not resumable)"),
-    pytest.mark.filterwarnings(
-        "ignore:.*(LeafSpec|exists and is not empty|number of training batches|have no `validation_step`)"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("nothing_left"), *ADVICE]
 Regression, Saving = module_class(pl), saving_class(pl)
 ROOT = Path(__file__).parents[3]
 PLAIN, NANO = {"accelerator": "cpu"}, {"verbose": False, "auto_lr": False}
@@ -131,36 +124,13 @@ def test_validate_test_and_predict_are_exact_and_fit_again_goes_on():
     torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=1e-6)
 
 
-def _with(**settings):
-    return lambda: (Regression(), settings)
-
-
-def _swa():
-    return Regression(), {"callbacks": [pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)], "epochs": 3}
-
-
-class Thawed(Regression):
-    def configure_optimizers(self):
-        trained = [each for each in self.parameters() if each.requires_grad]
-        return torch.optim.SGD(trained, 0.001, momentum=0.9)
-
-
-def _thawing():
-    return Thawed(), {"callbacks": [pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)], "epochs": 3}
-
-
 LOOPS = {
-    "accumulation and clipping": _with(accumulate_grad_batches=2, gradient_clip_val=0.1),
-    "LBFGS": lambda: (Regression(optimizer="LBFGS", rate=0.1), {}),
-    "manual optimization": lambda: (gan_class(pl)(), {}),
-    "weight averaging": _swa,
-    "thawing": _thawing,
-    "a limit of batches": _with(limit_train_batches=2, val_check_interval=1),
-    "an iterable dataset": lambda: (Regression(), {"data": DataLoader(Stream(), 8)}),
-    "a dataset of items": lambda: (Regression(), {"data": DataLoader(Items(), 8)}),
+    **loops(pl, Regression),
+    "LBFGS": (lambda: (Regression(optimizer="LBFGS", rate=0.1), []), {}),
+    "a limit of batches": (lambda: (Regression(), []), {"limit_train_batches": 2, "val_check_interval": 1}),
+    "an iterable dataset": (lambda: (Regression(), []), {"data": DataLoader(Stream(), 8)}),
+    "a dataset of items": (lambda: (Regression(), []), {"data": DataLoader(Items(), 8)}),
 }
-
-
 QUICK = ("manual optimization",)
 
 
@@ -168,11 +138,12 @@ QUICK = ("manual optimization",)
     "loop", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in LOOPS]
 )
 def test_loop_is_that_of_plain_lightning(loop):
-    module, settings = LOOPS[loop]()
-    expected, _ = fitted(pl.Trainer, module, **PLAIN, **settings)
-    module, settings = LOOPS[loop]()
-    found, _ = fitted(ours(PACKAGES[0]).Trainer, module, **NANO, **settings)
-    torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=2e-6)
+    make, settings = LOOPS[loop]
+    results = []
+    for trainer, more in ((pl.Trainer, PLAIN), (ours(PACKAGES[0]).Trainer, NANO)):
+        module, callbacks = make()
+        results.append(weights(fitted(trainer, module, callbacks=callbacks, **more, **settings)[0]))
+    torch.testing.assert_close(*results, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("ways", [("plain", "nano"), pytest.param(("nano", "plain"), marks=pytest.mark.slow)])
@@ -223,7 +194,7 @@ def test_compiled_model_is_trained_validated_tested_and_predicts():
 
 def test_metrics_of_torchmetrics_are_computed_over_the_epoch_and_apart_for_each_stage():
     torchmetrics = pytest.importorskip("torchmetrics")
-    model, module = compiled(metrics=[torchmetrics.MeanSquaredError(), torchmetrics.MaxMetric()][:1])
+    model, module = compiled(metrics=[torchmetrics.MeanSquaredError()])
     trainer = ours(PACKAGES[0]).Trainer(**QUIET, max_epochs=1, **NANO)
     trainer.fit(module, loader(), loader(12))
     (found,) = trainer.validate(module, loader(12), verbose=False)  # whose last batch is smaller
@@ -395,11 +366,9 @@ def test_module_of_the_other_package_is_refused_by_lightning():
         fitted(ours(PACKAGES[0]).Trainer, other, **NANO)
 
 
-def test_auto_precision_is_bf16_where_the_cpu_has_it(monkeypatch):
-    trainers = importlib.import_module("nano_loop.integrations.lightning.trainer")
-    expected = "bf16-mixed" if read_machine().has_fast_bf16 else "32-true"
-    assert ours(PACKAGES[0]).Trainer(**QUIET, precision="auto").precision == expected
-    assert trainers._lightnings("64-true") == "64-true"
+def test_auto_precision_rounds_products_and_others_are_lightnings():
+    assert ours(PACKAGES[0]).Trainer(**QUIET, precision="auto").precision == "bf16-products"
+    assert ours(PACKAGES[0]).Trainer(**QUIET, precision="64-true").precision == "64-true"
 
 
 @pytest.mark.slow

@@ -8,12 +8,13 @@ import torch
 from distributed.conftest import nothing_left  # noqa: F401 - a fixture
 from distributed.launch.started import run_cells
 from integrations.lightning.lightning_modules import (
+    ADVICE,
     QUIET,
     Dealt,
     Stream,
-    gan_class,
     imported,
     loader,
+    loops,
     module_class,
     saving_class,
     weights,
@@ -25,12 +26,7 @@ pl = imported("lightning.pytorch")
 
 from nano_loop.lightning import Trainer  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("nothing_left"),
-    pytest.mark.filterwarnings("ignore:.*(does not have many workers|log_every_n_steps|dataloader is not resumable)"),
-    pytest.mark.filterwarnings("ignore:.*(LeafSpec|exists and is not empty|have no `validation_step`)"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left"), *ADVICE]
 Regression, Saving = module_class(pl), saving_class(pl)
 NANO = {"num_processes": 2, "verbose": False, "auto_lr": False}
 
@@ -64,10 +60,8 @@ def plain_and_two(make, data=Dealing, fit=None, **settings):
     return results
 
 
-class Momentum(Regression):
-    def configure_optimizers(self):
-        trained = [each for each in self.parameters() if each.requires_grad]
-        return torch.optim.SGD(trained, 0.001, momentum=0.9)
+def with_momentum():
+    return Regression(32, 0.001, "Momentum"), []
 
 
 class Scheduled(Regression):
@@ -76,20 +70,9 @@ class Scheduled(Regression):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def _swa():
-    return Regression(), [pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)]
-
-
-def _thawing():
-    return Momentum(), [pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)]
-
-
 LOOPS = {
-    "accumulation and clipping": (lambda: (Regression(), []), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    **loops(pl, Regression),
     "LBFGS": (lambda: (Regression(optimizer="LBFGS", rate=0.01), []), {"precision": "64-true"}),
-    "manual optimization of a GAN": (lambda: (gan_class(pl)(), []), {}),
-    "weight averaging": (_swa, {}),
-    "thawing": (_thawing, {}),
     "an iterable dataset": (lambda: (Regression(), []), {"data": Streaming}),
 }
 
@@ -104,8 +87,8 @@ def test_two_ranks_equal_one_with_the_double_batch(loop):
 
 
 def test_two_ranks_in_bf16_train_as_lightnings_bf16_with_the_double_batch():
-    (expected, _), (found, trainer) = plain_and_two(lambda: (Momentum(), []), precision="bf16-mixed")
-    (exact, _), _ = plain_and_two(lambda: (Momentum(), []))
+    (expected, _), (found, trainer) = plain_and_two(with_momentum, precision="bf16-mixed")
+    (exact, _), _ = plain_and_two(with_momentum)
     distance = (weights(found) - weights(expected)).abs().max()
     assert 0 < distance < 2e-3
     assert (weights(exact) - weights(expected)).abs().max() > distance / 20  # as bf16 and fp32 differ

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import torch
 from loops.nested import differences
-from loops.pairs import has_ipex, in_fp32, slow_bf16_is_fine
+from loops.pairs import has_ipex, in_fp32
 from loops.tasks import ConvNet, Net, images, vectors
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -302,7 +302,7 @@ def test_report_is_all_that_is_printed(imported):
     _, err = imported
     lines = err.splitlines()
     assert lines[0].startswith("nano_loop ")
-    assert all(line.startswith(("  applied  ", "  skipped  ")) for line in lines[1:]), err
+    assert all(line.startswith(("  applied  ", "  skipped  ", "  measured  ")) for line in lines[1:]), err
     assert [line for line in lines if "applied  ipex" in line and "2.8.0" in line]
 
 
@@ -370,8 +370,7 @@ def by_hand(kind, optimizer, precision):
 @pytest.mark.parametrize("kind", [Net, ConvNet])
 def test_loop_trains_as_with_optimize_by_hand(kind, optimizer, precision):
     model, made, loader = job(kind, optimizer)
-    with slow_bf16_is_fine():
-        losses = nano(use_ipex=True, precision=precision, verbose=False)(fitted)(model, made, loader)
+    losses = nano(use_ipex=True, precision=precision, verbose=False)(fitted)(model, made, loader)
     expected, weights = by_hand(kind, optimizer, precision)
     assert [*model.state_dict()] == [*weights]
     assert {value.dtype for value in model.parameters()} == {torch.float32}

@@ -29,23 +29,6 @@ def run(model, loop, **options):
     return train(model, torch.optim.SGD(model.parameters(), 0.1)), train.report
 
 
-def test_auto_counts_the_products_of_an_lstm_in_c(computed):
-    class Large(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(96, 96)
-
-        def forward(self, x):
-            return self.lstm(x)[0].sum(2)  # without it, there is no product
-
-    for steps, times in ((32, 3), (8, 1)):
-        x = torch.ones(steps, 8, 96)
-        computed.clear()
-        _, report = run(Large(), lambda model, _, x=x: [model(x).detach() for _ in range(3)], precision="auto")
-        assert report["fast_lstm"].status == "applied"
-        assert len(computed) == times  # the first call is counted
-
-
 def test_backward_after_the_run_has_the_gradients_of_its_forward(computed):
     def forward_only(model, optimizer):
         return model(sequences()).sum()

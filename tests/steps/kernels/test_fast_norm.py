@@ -7,27 +7,13 @@ from torch import nn
 
 from nano_loop import accelerated
 from nano_loop.kernels.norm import norms
-from nano_loop.precision.policy.layers_in_fp32 import group_norm_is_faster
 from nano_loop.steps.kernels import FastNorm
-from steps.kernels.cases import CHANNELS, NORMS, assert_near, images, trained, use_for_all_sizes
+from steps.kernels.cases import NORMS, assert_near, images, trained, use_for_all_sizes
 
 
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
     use_for_all_sizes(monkeypatch, FastNorm)
-
-
-def test_group_norms_in_nhwc_stay_in_bf16(called):
-    model, seen = NORMS["group norm"].built(), []
-    model.norm.forward = lambda x: (seen.append(x.dtype), nn.GroupNorm.forward(model.norm, x))[1]
-    layer = nn.GroupNorm(4, CHANNELS)
-    x = torch.randn(2, CHANNELS, 8, 8).bfloat16().contiguous(memory_format=torch.channels_last)
-    assert group_norm_is_faster(layer, x)
-    with accelerated(model, precision="bf16", channels_last=True, verbose=False):
-        assert not group_norm_is_faster(layer, x)
-        model(images()[0])
-    assert seen == [torch.bfloat16]
-    assert group_norm_is_faster(layer, x)
 
 
 @pytest.mark.parametrize("name", ["batch norm", "group norm", "layer norm"])

@@ -1,0 +1,114 @@
+"""Times one step of a model in NCHW and in NHWC, on copies."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nano_loop.config.options import Options
+from nano_loop.patching.torch_private import calls_only_forward
+from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_of
+from nano_loop.precision.verification.traces import RandomStates, gradients_kept, run_backward
+
+#: Seconds of steps in a layout that are enough, and how many steps there are at least and at most.
+_ENOUGH, _FEWEST, _MOST = 0.2, 3, 9
+
+
+class LayoutTrial:
+    """The layout of a model: a guess, until both have been timed with the loop's first batch.
+
+    Random states, buffers and gradients of the loop stay as they are.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model. It is not changed.
+    options : Options
+        The options of the run.
+    accelerated : callable
+        Takes a copy of the model and ``channels_last``, and accelerates the copy inside a context.
+
+    Attributes
+    ----------
+    guess : bool
+        Whether the model begins in NHWC.
+    recorded : RecordedCalls or None
+        The calls of the loop's first step, which are repeated. None if nothing is timed.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Options, accelerated: Callable[..., AbstractContextManager[Any]]
+    ) -> None:
+        self.model = model
+        self.guess = options.reduced_precision
+        self._reason = _reason_not_to_time(model, options)
+        self._kind, self._accelerated = options.kind, accelerated
+        self._result = ""
+        self.recorded = None if self._reason else RecordedCalls(model, options.kind.parameters is not None)
+
+    def __str__(self) -> str:
+        reason = self._reason or (self.recorded.reason if self.recorded else "")
+        return self._result or f"{_name(self.guess)}, not timed: {reason or 'no step has followed a backward'}"
+
+    def run(self, parameters: Iterable[Tensor]) -> bool | None:
+        """Time both layouts if there are calls with gradients.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            The parameters of the loop, whose gradients the copies may reach.
+
+        Returns
+        -------
+        bool or None
+            Whether NHWC is faster. None: there is nothing to time, or it has been timed, or that has failed.
+        """
+        if self.recorded is None or not self.recorded.is_ready:
+            return None
+        with gradients_kept(parameters):
+            times = self.recorded.guarded(self._times)
+        if times is None:
+            return None
+        in_nhwc = times[True] < times[False]
+        self._result = f"{_name(in_nhwc)}: {times[True] * 1e3:.3g} ms a step in NHWC, {times[False] * 1e3:.3g} in NCHW"
+        return in_nhwc
+
+    def _times(self) -> dict[bool, float]:
+        """Return the least seconds of forward and backward, by whether the layout is NHWC."""
+        assert self.recorded is not None
+        model, calls = self.recorded.take()
+        copies: dict[bool, nn.Module] = {False: model, True: copy.deepcopy(model)}
+        times: dict[bool, list[float]] = {False: [], True: []}
+        with RandomStates().kept(), ExitStack() as stack:
+            for layout, duplicate in copies.items():
+                stack.enter_context(self._accelerated(duplicate, channels_last=layout))
+                run_backward(loss_of(duplicate, calls), duplicate, self._kind)  # kernels are compiled, memory is taken
+            while len(times[True]) < _FEWEST or (len(times[True]) < _MOST and sum(times[True]) < _ENOUGH):
+                for layout, duplicate in copies.items():
+                    began = time.perf_counter()
+                    run_backward(loss_of(duplicate, calls), duplicate, self._kind)
+                    times[layout].append(time.perf_counter() - began)
+        return {layout: min(seconds) for layout, seconds in times.items()}
+
+
+def _name(in_nhwc: bool) -> str:
+    return "NHWC" if in_nhwc else "NCHW"
+
+
+def _reason_not_to_time(model: nn.Module, options: Options) -> str:
+    """Return why a copy of a model is not to be called, or an empty string."""
+    if options.tune_operators is False:
+        return "tune_operators is off"
+    if options.compile:
+        return "compiled models are not measured"
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms is on"
+    if not all(map(calls_only_forward, model.modules())):
+        return "the model has hooks, which a copy would call"
+    return "" if any(parameter.requires_grad for parameter in model.parameters()) else "no parameter is trained"

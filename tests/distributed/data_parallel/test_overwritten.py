@@ -1,0 +1,280 @@
+"""What calls, loops and forked children change beside the averaging is made equal on all ranks, or named."""
+
+import os
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from distributed.data_parallel.averaged import Setup, assert_close, assert_pair, plain, trained
+from nano_loop.errors import NanoWarning
+
+
+def of_words(setup, model, count=4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    setup.setup(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        words = torch.randint(0, 40, (8, 3), generator=generator)
+        optimizer.zero_grad()
+        cross_entropy(model(setup.share(words)), setup.share(words[:, 0] % 4)).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_rows_that_a_bag_of_embeddings_renorms_on_one_rank_are_renormed_on_all(team, paused):
+    def loop(setup):
+        model = nn.Sequential(nn.EmbeddingBag(40, 8, max_norm=0.5, mode="mean"), nn.Linear(8, 4))
+        if paused:  # the first call renorms, and nothing is averaged after it
+            setup.setup(model)
+            with setup.paused(model):
+                model(setup.share(torch.arange(40).view(10, 4))).sum().backward()
+            model.zero_grad()
+        return of_words(setup, model)
+
+    assert_pair(team(2), loop)
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Embedding(40, 6, max_norm=0.7, norm_type=1.0), nn.Linear(18, 4)
+        self.second = nn.Embedding(40, 6, max_norm=0.6, _weight=self.first.weight)
+        self.second.weight = self.first.weight
+
+    def forward(self, words):
+        return self.out(self.first(words).flatten(1)) + self.second(words).sum((1, 2))[:, None]
+
+
+def test_weight_of_two_embeddings_is_renormed_alike_also_in_an_evaluation_of_one_rank(team):
+    def loop(setup):
+        model = _Tied()
+        setup.setup(model)
+        if setup.rank == 0:  # as one process does
+            with torch.no_grad():
+                model(torch.arange(6).view(2, 3))
+        return of_words(setup, model)
+
+    assert_pair(team(2), loop)
+
+
+class _Scaled(nn.Module):
+    """Sets its scale by the first batch, as layers for flows and quantisation do."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(6)), nn.Linear(6, 3)
+        self.write, self.calls = write, 0
+
+    def forward(self, x):
+        self.write(self, x)
+        self.calls += 1
+        return self.linear(x * self.scale)
+
+
+@torch.no_grad()
+def _at_first(module, x):
+    if not module.calls:
+        module.scale.copy_(1 / x.std(0))
+
+
+def _past_the_version(module, x):
+    if not module.calls:
+        module.scale.data = 1 / x.std(0)
+
+
+@torch.no_grad()
+def _at_third(module, x):
+    if module.calls == 2:
+        module.scale.mul_(x.abs().mean())
+
+
+def scaled(setup, write, steps=5):
+    model = _Scaled(write)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    setup.setup(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(8, 6, generator=generator)
+        optimizer.zero_grad()
+        mse_loss(model(setup.share(x)), setup.share(x[:, :3])).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("write", [_at_first, _past_the_version, _at_third])
+def test_parameter_that_a_call_sets_by_its_batch_is_named_at_that_step(team, write):
+    with pytest.raises(AssertionError, match=r"NanoWorkerError: _Scaled\.scale is not the same on all ranks"):
+        team(2)(trained, scaled, write, 3)
+
+
+def test_parameter_that_all_ranks_clamp_alike_is_trained(team):
+    @torch.no_grad()
+    def clamp(module, x):
+        module.scale.clamp_(0.9, 1.1)
+
+    assert_pair(team(2), scaled, clamp)
+
+
+# --- buffers ---
+
+
+class _Counting(nn.Module):
+    def __init__(self, name="codes", persistent=True):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+        self.name = name
+        self.register_buffer(name, torch.zeros(3), persistent=persistent)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x):
+        y = self.norm(self.linear(x))
+        if not self.name.startswith("constant"):
+            getattr(self, self.name).lerp_(y.detach().square().mean(0) * x.abs().max(), 0.5)
+        return y
+
+
+def counted(setup, **settings):
+    torch.manual_seed(0)
+    model = _Counting(**settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    setup.setup(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            x = torch.randn(8, 6, generator=generator)
+            optimizer.zero_grad()
+            mse_loss(model(setup.share(x)), setup.share(x[:, :3])).backward()
+            optimizer.step()
+    return plain(dict(model.named_buffers())), [str(each.message) for each in caught if each.category is NanoWarning]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({}, "_Counting.codes"), ({"name": "constant"}, None), ({"persistent": False}, None)],
+    ids=str,
+)
+def test_buffer_that_parts_is_named_with_the_option_once_on_rank_0(team, settings, named):
+    def loop(ranks):
+        setup = Setup(ranks)
+        try:
+            return counted(setup, **settings)[1]
+        finally:
+            setup.close()
+
+    first, second = team(2)(loop)
+    assert second == []
+    assert [named in each and 'sync_buffers="average"' in each for each in first] == [True] * (named is not None)
+
+
+@pytest.mark.parametrize("sync", ["average", "rank0"])
+def test_buffers_are_the_mean_or_those_of_rank_0(team, sync):
+    def loop(ranks, sync):
+        setup = Setup(ranks, sync_buffers=sync)
+        try:
+            return counted(setup)
+        finally:
+            setup.close()
+
+    alone = team(2)(loop, None)
+    (first, said), (second, _) = team(2)(loop, sync)
+    assert not said
+    assert_close(first, second, 0)
+    assert first["codes"].ne(alone[0][0]["codes"]).any() == (sync == "average")
+    assert first["norm.running_mean"].ne(alone[1][0]["norm.running_mean"]).all()
+
+
+# --- gradients that the loop writes after the backward ---
+
+
+def by_hand(setup, write, steps=3):
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    setup.setup(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        x = torch.randn(8, 6, generator=generator)
+        optimizer.zero_grad()
+        mse_loss(model(setup.share(x)), setup.share(x[:, :3])).backward()
+        write(step, model, setup.share(x))
+        optimizer.step()
+    return model
+
+
+def test_gradients_put_in_the_place_of_means_are_averaged(team):
+    def write(step, model, x):
+        samples = [torch.autograd.grad(mse_loss(model(row), row[:3]), model.parameters()) for row in x]
+        for parameter, *gradients in zip(model.parameters(), *samples, strict=True):
+            parameter.grad = sum(gradient / gradient.norm() for gradient in gradients) / len(x)
+
+    assert_pair(team(2), by_hand, write)
+
+
+def test_gradients_put_after_zero_grad_at_a_later_step_are_averaged(team):
+    def write(step, model, x):
+        if step == 2:
+            model.zero_grad()
+            model.weight.grad, model.bias.grad = x.mean(0).expand(3, 6).clone(), x[:, :3].mean(0)
+
+    assert_pair(team(2), by_hand, write)
+
+
+def test_gradients_that_are_replaced_alike_are_averaged_once(team):
+    def write(step, model, x):
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.clamp(-0.1, 0.1)
+
+    def loop(setup):
+        by_hand(setup, write)
+        return setup.transport.counts
+
+    assert team(2)(trained, loop) == [[2, 2, 2]] * 2
+    assert_pair(
+        team(2), lambda setup: by_hand(setup, lambda step, model, x: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    )
+
+
+def test_gradients_that_differ_in_place_are_told_at_the_next_averaging(team):
+    def write(step, model, x):
+        model.weight.grad.copy_(x.mean(0).expand(3, 6))
+
+    with pytest.raises(AssertionError, match=r"NanoWorkerError: Linear\.weight is not the same on all ranks"):
+        team(2)(trained, by_hand, write, 2)
+
+
+# --- processes that a rank forks ---
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_forked_child_trains_by_itself(team, in_step):
+    def loop(setup):
+        def fork(step, model, x):
+            if setup.ranks.size == 1 or step != 1 or setup.rank != 0:
+                return
+            child = os.fork()
+            if child == 0:
+                try:
+                    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+                    for _ in range(2):
+                        optimizer.zero_grad()
+                        model(x).sum().backward()
+                        optimizer.step()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+
+        def write(step, model, x):
+            if not in_step:
+                fork(step, model, x)
+
+        model = by_hand(setup, write)
+        if in_step:
+            fork(1, model, torch.ones(1, 6))
+        return model
+
+    assert_pair(team(2), loop)

@@ -1,0 +1,180 @@
+"""channels_last="auto" times both layouts on copies, touches nothing of the loop, and goes on in the faster one."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import nano_loop
+from nano_loop import nano
+from nano_loop.steps.channels_last import ChannelsLast
+from nano_loop.steps.layout_trial import LayoutTrial
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no (bf16|fp16) instructions")
+
+
+class Images(nn.Module):
+    """A network with dropout and batch norm; it notes whether its convolution computes in NHWC."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5)
+        self.head = nn.Linear(8, 4)
+        self.seen = []
+
+    def forward(self, x):
+        x = self.conv(x)
+        self.seen.append(x.is_contiguous(memory_format=torch.channels_last))
+        return self.head(self.drop(torch.relu(self.norm(x))).mean((2, 3)))
+
+
+def fit(model, optimizer, loader, after_step=lambda: None):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        after_step()
+
+
+def parts(kind=Images, steps=3):
+    torch.manual_seed(0)
+    model = kind()
+    data = torch.utils.data.TensorDataset(torch.randn(4 * steps, 3, 8, 8), torch.randint(0, 4, (4 * steps,)))
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), torch.utils.data.DataLoader(data, 4)
+
+
+def run(made, loop=fit, **options):
+    """Train with "auto"; return the results of the step."""
+    decorated = nano(channels_last="auto", verbose=False, **options)(loop)
+    decorated(*made)
+    return [result for result in decorated.report.results if result.name == "channels_last"]
+
+
+@pytest.fixture
+def takes(monkeypatch):
+    """Call copies, and let NHWC take some seconds in ``takes(seconds)``, where NCHW takes one."""
+    timed = LayoutTrial._times
+
+    def of(seconds):
+        monkeypatch.setattr(LayoutTrial, "_times", lambda trial: timed(trial) and {True: seconds, False: 1.0})
+
+    return of
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16", "bf16-products", "16", "64", "bf16-true"])
+@pytest.mark.parametrize("seconds", [0.5, 2])
+def test_model_goes_on_in_the_faster_layout(takes, precision, seconds):
+    takes(seconds)
+    made = parts()
+    applied, measured = run(made, precision=precision)
+    assert made[0].seen == [precision in ("bf16", "bf16-true"), *[seconds < 1] * 2]
+    assert (applied.status, measured.status) == ("applied", "measured")
+
+
+def test_first_step_draws_and_keeps_what_the_plain_one_does(takes):
+    """Copies have been called by then, with dropout and batch norm."""
+
+    def after_a_step(train):
+        torch.manual_seed(0)
+        model, optimizer, loader = parts(steps=1)
+        states = []
+        train(
+            model,
+            optimizer,
+            loader,
+            lambda: states.append(
+                copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"], torch.get_rng_state()])
+            ),
+        )
+        return states
+
+    takes(2)
+    accelerated = nano(channels_last="auto", fused_optimizer=False, verbose=False)(fit)
+    torch.testing.assert_close(after_a_step(accelerated), after_a_step(fit), rtol=0, atol=0)
+
+
+class SharedHead(Images):
+    """A copy has the head of its original."""
+
+    def __deepcopy__(self, memo):
+        duplicate = Images()
+        duplicate.head = self.head
+        return duplicate
+
+
+def test_gradients_that_copies_reach_in_the_loops_modules_stay(takes):
+    takes(2)
+    made, gradients = parts(SharedHead, steps=1), []
+
+    def loop(model, optimizer, loader):
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            gradients.append(model.head.weight.grad.clone())
+            optimizer.step()
+            gradients.append(model.head.weight.grad.clone())
+
+    assert run(made, loop)[1].detail.startswith("NCHW: ")
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+class NotCopied(Images):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("not to be copied")
+
+
+class Hooked(Images):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        self.conv.register_forward_hook(lambda *_: self.calls.append(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (NotCopied, {}, "not to be copied"),
+        (Hooked, {}, "hooks"),
+        (Images, {"tune_operators": False}, "tune_operators is off"),
+    ],
+)
+def test_guess_stays_where_nothing_can_be_timed(kind, options, words):
+    made = parts(kind)
+    measured = run(made, precision="bf16", **options)[1]
+    assert made[0].seen == [True] * 3
+    assert measured.detail.startswith("NHWC, not timed: ")
+    assert words in measured.detail
+    assert len(getattr(made[0], "calls", made[0].seen)) == 3
+
+
+def test_guess_stays_without_a_backward():
+    def evaluate(model, optimizer, loader):
+        with torch.no_grad():
+            for x, _ in loader:
+                model(x)
+
+    assert "no step has followed a backward" in run(parts(), evaluate)[1].detail
+
+
+def test_deterministic_algorithms_and_compiled_models_are_not_timed(step):
+    for options, setting in (({"compile": True}, False), ({}, True)):
+        torch.use_deterministic_algorithms(setting)
+        try:
+            trial = LayoutTrial(Images(), step(ChannelsLast, channels_last="auto", **options).options, None)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert trial.recorded is None
+
+
+def test_all_ranks_go_on_in_the_layout_that_rank_0_has_found_faster(takes, tmp_path):
+    def loop(model, optimizer, loader):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        layouts = torch.tensor([float(each) for each in model.seen])
+        return nano_loop.all_reduce(layouts, reduce_op="sum").tolist()
+
+    takes(0.5)
+    decorated = nano(channels_last="auto", num_processes=2, verbose=False)(loop)
+    assert decorated(*parts(steps=10)) == [0.0, 0.0, 2.0, 2.0, 2.0]
