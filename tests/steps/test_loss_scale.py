@@ -538,12 +538,13 @@ def with_optimizers_in_the_backward(model, _, factor):
     ],
 )
 def test_other_loops_skip_too(loop):
-    model = mlp()
-    before = str(model.state_dict())
-    for factor, is_skipped in ((1e8, True), (1e-3, False)):
+    for factor, is_skipped in ((1e8, True), (1e-2, False)):
+        model = mlp()
+        before = nn.utils.parameters_to_vector(model.parameters()).detach()
         run(loop, model, factor)
-        assert (str(model.state_dict()) == before) is is_skipped
-        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        after = nn.utils.parameters_to_vector(model.parameters()).detach()
+        assert torch.equal(after, before) is is_skipped
+        assert after.isfinite().all()
 
 
 def test_ranks_skip_together_and_stay_the_same():
