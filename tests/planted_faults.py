@@ -261,7 +261,7 @@ FAULTS = (
         "steps/kernels/fast_linear.py",
         "parameter.dim() == _MATRIX and parameter.numel() >= _LARGE",
         "parameter.dim() == _MATRIX",
-        "tests/steps/kernels/test_fast_linear.py",
+        "tests/steps/kernels/test_kernel_step.py",
     ),
     Fault(
         "steps/learning_rate.py",

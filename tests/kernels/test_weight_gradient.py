@@ -176,20 +176,6 @@ def test_other_convolutions_are_not_computed_in_blocks(case):
     assert first_guess(given).weight != "blocks"
 
 
-@pytest.mark.parametrize("released", [0, 1])
-def test_released_tensors_do_not_fit(released):
-    given = arguments()
-    given[released].untyped_storage().resize_(0)
-    assert "blocks" not in {plan.weight for plan in plans(given)}
-
-
-def test_a_default_device_does_not_matter():
-    given = convolution._for_blocks(arguments())
-    exact = weight_gradient.weight_gradient(*given)
-    with torch.device("meta"):
-        assert torch.equal(weight_gradient.weight_gradient(*given), exact)
-
-
 def test_large_convolutions_are_the_first_guess_without_amx(monkeypatch):
     if not weight_gradient.KERNEL.is_first_guess:
         pytest.skip("this CPU has AMX")
