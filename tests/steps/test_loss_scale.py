@@ -582,6 +582,28 @@ def test_compiled_models_train_as_others():
     torch.compiler.reset()
 
 
+def clipped(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="errors have no notes before Python 3.11")
+@pytest.mark.parametrize(
+    ("precision", "anomaly", "look", "is_noted"),
+    [(16, False, clipped, True), (16, True, len, True), ("bf16", False, clipped, False)],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled|.*Error detected in")
+def test_error_about_gradients_that_are_not_finite_names_the_scale(precision, anomaly, look, is_noted):
+    @nano(**{**QUIET, "precision": precision})
+    def train(model):
+        with torch.autograd.set_detect_anomaly(anomaly):
+            F.mse_loss(model(X), Y * float("inf" if precision == "bf16" else 1e4)).backward()
+            look(model)
+
+    with pytest.raises(RuntimeError) as raised:
+        train(mlp())
+    assert ["loss scale" in note for note in getattr(raised.value, "__notes__", ())] == [True] * is_noted
+
+
 def test_cpu_without_fp16_instructions_is_warned_of(monkeypatch):
     monkeypatch.setattr(Machine, "has_fast_fp16", False)
     monkeypatch.setattr(Machine, "has_fast_bf16", True)
