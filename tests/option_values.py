@@ -41,7 +41,7 @@ SPELLINGS = {
         *((value, "bf16-mixed") for value in ("bf16", "bf16-mixed")),
         ("bf16-true", "bf16-true"),
         ("bf16-products", "bf16-products"),
-        ("auto", "auto"),
+        ("auto", "bf16-products"),
     ],
     checks.cpu_for_each_process: [
         (None, None),

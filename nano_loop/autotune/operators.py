@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +12,23 @@ from nano_loop.autotune.decisions import Decision, Decisions, measure_or_guess
 from nano_loop.autotune.hooks import none_for_saved_tensors
 from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, layout, most_elements
 from nano_loop.autotune.tuner import Algorithm, Race, Tuner
+from nano_loop.kernels import rounding
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import Plan
 from nano_loop.kernels.linear import linear
 from nano_loop.kernels.replacement import Algorithms, Choose
 from nano_loop.kernels.rnn import lstm, lstm_layer
+from nano_loop.patching.walk import find
 
 #: Minimum number of rows of a product that are measured.
 _MIN_ROWS = 64
 #: Number of steps of an LSTM that are measured, or of multiplications if that is more steps: what a call takes besides
 #: should not decide.
 _STEPS, _MULTIPLICATIONS = 16, 1 << 26
+#: How far results of rounded inputs may be from those in fp32. Sums of few numbers, or of such as cancel, differ most.
+_ROUNDED = 2.0**-5
+_MATRIX = 2
 #: Plain products, the first guess for attention where there are no blocks, have up to 1.5 times the error of torch's.
 _AS_EXACT = 1.6
 
@@ -174,7 +179,7 @@ def _convolution_race(call: convolution.Arguments, algorithms: Mapping[str, Call
 
 def _lstm_key(call: lstm_layer.Arguments) -> str:
     steps, batch, size = call.inputs.shape
-    flags = ["biases"] * bool(call.biases) + ["reversed"] * call.is_reversed
+    flags = ["biases"] * bool(call.biases) + ["reversed"] * call.is_reversed + ["fp32"] * _rounds(call.inputs)
     return _joined("lstm", bucket(steps), bucket(batch), size, call.output.size(1), *flags)
 
 
@@ -186,7 +191,7 @@ def _lstm_race(call: lstm_layer.Arguments, algorithms: Mapping[str, Callable[...
         return None
     gradient = _gradient(*some.inputs.shape[:2], some.output.size(1))
 
-    def of(name: str, dtype: torch.dtype = torch.bfloat16) -> Algorithm:
+    def of(name: str, dtype: torch.dtype = call.inputs.dtype) -> Algorithm:
         def algorithm() -> Sequence[Tensor]:
             inputs, input_weight, hidden_weight, *biases, output, cells = (_leaf(one, dtype) for one in some.tensors)
             biases = biases if some.biases else []
@@ -196,7 +201,15 @@ def _lstm_race(call: lstm_layer.Arguments, algorithms: Mapping[str, Callable[...
 
         return algorithm
 
-    return Race({name: of(name) for name in algorithms}, lstm.TORCH, of(lstm.TORCH, torch.float32))
+    race = {name: of(name) for name in algorithms}
+    if _rounds(call.inputs):
+        return Race(race, lstm.TORCH, None, bound=_ROUNDED)
+    return Race(race, lstm.TORCH, of(lstm.TORCH, torch.float32))
+
+
+def _rounds(inputs: Tensor) -> bool:
+    """Whether what blocks compute rounds its inputs."""
+    return inputs.dtype is torch.float32
 
 
 # --- products of linear layers and of their gradients ---
@@ -212,18 +225,58 @@ def _product_key(call: linear.Arguments) -> str:
 
 
 def _product_race(call: linear.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race:
-    """Return the race. Of a vocabulary's layer, some rows are computed, since each result takes memory."""
-    rows = max(MOST_ELEMENTS // call.b.size(1), _MIN_ROWS)
-    some = call._replace(a=call.a[:rows])
+    some = call._replace(a=_some_rows(call.a, call.b))
+    return Race(_on(some, algorithms), linear.TORCH, None)
+
+
+def _some_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Return some rows of a matrix, for a product of a vocabulary's layer, whose result takes memory."""
+    return a[: max(MOST_ELEMENTS // b.size(-1), _MIN_ROWS)]
+
+
+def _on(tensors: Iterable[Tensor | None], algorithms: Mapping[str, Callable[..., Any]]) -> dict[str, Algorithm]:
+    """Return algorithms that compute from these tensors, without gradients."""
 
     def of(name: str) -> Algorithm:
+        @torch.no_grad()
         def algorithm() -> Sequence[Tensor]:
-            with torch.no_grad():
-                return [algorithms[name](*some)]
+            results = algorithms[name](*tensors)
+            return [*find(Tensor, results)]
 
         return algorithm
 
-    return Race({name: of(name) for name in algorithms}, linear.TORCH, None)
+    return {name: of(name) for name in algorithms}
+
+
+# --- products that round the inputs of fp32, and those that do not ---
+
+
+def _rounding_key(call: rounding.Arguments) -> str:
+    tensors = [tensor for tensor in call.tensors if tensor is not None]
+    if _is_of_matrices(call):
+        return _joined("rounded", _product_key(linear.Arguments(*call.tensors)), *call.numbers)  # type: ignore[arg-type]
+    sizes = [word for tensor in tensors for word in (_rough(tensor.shape), layout(tensor))]
+    return _joined("rounded", call.kind, *sizes, *call.numbers)
+
+
+def _is_of_matrices(call: rounding.Arguments) -> bool:
+    """Whether a product is one of two matrices, to each row of which the same is added if anything is."""
+    dimensions = [0 if tensor is None else tensor.dim() for tensor in call.tensors]
+    return call.kind == rounding.PRODUCT and dimensions[:2] == [_MATRIX] * 2 and dimensions[2] <= 1
+
+
+def _rough(shape: torch.Size) -> str:
+    """Return sizes of which the first one, which may be that of a batch, is rough."""
+    return "x".join([*(bucket(size) for size in shape[:1]), *map(str, shape[1:])])
+
+
+def _rounding_race(call: rounding.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    tensors = [*call.tensors]
+    if _is_of_matrices(call):
+        tensors[0] = _some_rows(*tensors[:2])  # type: ignore[arg-type]
+    if not 0 < most_elements(tensor for tensor in tensors if tensor is not None) <= MOST_ELEMENTS:
+        return None
+    return Race(_on(tensors, algorithms), rounding.FP32, None, bound=_ROUNDED)
 
 
 OPERATORS = (
@@ -231,4 +284,5 @@ OPERATORS = (
     TunedOperator(convolution.OPERATOR, _convolution_key, _convolution_race, has_gradients=True),
     TunedOperator(linear.ALGORITHM, _product_key, _product_race, has_gradients=True),
     TunedOperator(lstm.ALGORITHM, _lstm_key, _lstm_race),
+    TunedOperator(rounding.ALGORITHM, _rounding_key, _rounding_race, has_gradients=True),
 )

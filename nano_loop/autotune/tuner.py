@@ -46,12 +46,15 @@ class Race(NamedTuple):
         Computes it with small errors only. None: what torch's algorithm computes is the reference.
     as_exact : float
         How many times as large as that of torch's algorithm the error of another may be, both against the reference.
+    bound : float
+        How large the error of another may be where torch's algorithm is the reference.
     """
 
     algorithms: Mapping[str, Algorithm]
     torchs: str
     reference: Algorithm | None
     as_exact: float = 1.2
+    bound: float = _ROUNDING
 
 
 class Tuner:
@@ -192,7 +195,7 @@ def _as_exact(race: Race, timer: Callable[[], float], seconds: float) -> dict[st
     reference = of_torch if race.reference is None else race.reference()
     of_reference = timer() - start
     if race.reference is None:
-        bounds = [_ROUNDING] * len(reference)
+        bounds = [race.bound] * len(reference)
     else:
         bounds = [max(race.as_exact * error, _TINY) for error in _errors(of_torch, reference)]
     for name, algorithm in others.items():

@@ -21,7 +21,8 @@ from nano_loop.compile import operators
 from nano_loop.kernels.attention import attention as attentions
 from nano_loop.kernels.attention import blocked_attention, plain_attention
 from nano_loop.kernels.loss import cross_entropy as losses
-from nano_loop.patching.torch_private import graph_pass, in_functorch
+from nano_loop.patching.torch_private import in_functorch
+from nano_loop.patching.torch_private_compiler import graph_pass
 
 ATTENTION, BATCH_NORM, CROSS_ENTROPY, DROPOUT, RELU = "attention", "batch_norm", "cross_entropy", "dropout", "relu"
 #: The files on which traced graphs depend.

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from nano_loop.compile.graphs import keeping
-from nano_loop.patching.torch_private import mode_options
+from nano_loop.patching.torch_private_compiler import mode_options
 
 #: What Inductor may pass to the C++ compiler on a CPU of x86-64, depending on the CPU.
 _FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx512vnni")

@@ -76,8 +76,7 @@ class Declarations:
         32,
         checks.precision,
         'Precision of the models. `"bf16"`: bf16 autocast around each call into a model, with outputs in fp32. '
-        '`"auto"`: that where the CPU has bf16 instructions and a call is large enough for bf16 to pay, else fp32. '
-        '`"bf16-products"`: fp32, with the inputs of large matrix products rounded to bf16. '
+        '`"bf16-products"` or `"auto"`: fp32, with the inputs of matrix products rounded to bf16 where that is faster. '
         '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
         "`16`: fp16 autocast, with loss scaling that the loop does not see.",
     )
@@ -131,8 +130,8 @@ class Declarations:
         "later and, at first use, a C compiler."
     )
     tune_operators: bool | Literal["auto"] = step(
-        "Timing of layers and of gradients of convolutions in bf16 and fp32, in reduced precision, from the third step "
-        "on. The fastest way is kept for later runs too."
+        "Timing of the algorithms of products, attention, LSTMs and convolutions, in reduced precision, from the third "
+        "step on. The fastest ones are kept for later runs too."
     )
     fast_fetch: bool | Literal["auto"] = step("Whole batches out of a `TensorDataset` or a tensor.")
     num_threads: int | None = option(
@@ -215,6 +214,8 @@ class Declarations:
     )
 
 
+#: What measures or compares a run, and changes nothing that it computes.
+MEASURING = ("tune", "step_time", "log_casts", "verify")
 DECLARED = fields(Declarations)
 OPTIONS = tuple(declared.name for declared in DECLARED)
 DEFAULTS: dict[str, Any] = {declared.name: declared.default for declared in DECLARED}

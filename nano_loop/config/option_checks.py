@@ -15,7 +15,7 @@ from nano_loop.config.op_names import PRESETS, nearest, operators_of, overloads_
 from nano_loop.config.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
 from nano_loop.errors import error_message, shown
 
-_PRECISIONS = {**SHORT_NAMES, **{name: name for name in (*PRECISIONS, "auto")}}
+_PRECISIONS = {**SHORT_NAMES, **{name: name for name in PRECISIONS}}
 
 #: Takes any value, and returns its normalized form or raises a `RefusedValueError`.
 Check = Callable[[Any], Any]

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_loop.config.declarations import CHECKS, DEFAULTS, OPTIONS, Declarations
+from nano_loop.config.declarations import CHECKS, DEFAULTS, MEASURING, OPTIONS, Declarations
 from nano_loop.config.environment import read_options, variable_of
 from nano_loop.config.leftovers import LEFTOVERS
 from nano_loop.config.option_checks import RefusedValueError, contradictions
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
-from nano_loop.cpu import Machine
 from nano_loop.errors import NanoConfigError, error_message, shown
 
 
@@ -27,8 +26,6 @@ class Options(Declarations):
 
     Attributes
     ----------
-    auto_precision : bool
-        Whether ``precision`` was ``"auto"`` before `resolved`.
     as_written : dict
         Each option as the user wrote it.
     from_environment : tuple of str
@@ -41,7 +38,6 @@ class Options(Declarations):
     """
 
     # Set by the methods below.
-    auto_precision: bool = field(default=False, init=False, repr=False)
     as_written: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     from_environment: tuple[str, ...] = field(default=(), init=False, repr=False)
 
@@ -75,27 +71,21 @@ class Options(Declarations):
         options._remember(as_written=as_written, from_environment=tuple(as_written[name] for name in overriding))
         return options
 
-    def resolved(self, machine: Machine) -> Options:
-        """Return the options with ``precision="auto"`` replaced by the precision for `machine`."""
-        if self.precision != "auto":
-            return self
-        return self._with(precision="bf16-mixed" if machine.has_fast_bf16 else "32-true", auto_precision=True)
-
-    def changed(self, values: Mapping[str, Any], machine: Machine) -> Options:
-        """Return the options with other values of some of them, resolved for `machine`.
+    def changed(self, values: Mapping[str, Any]) -> Options:
+        """Return the options with other values of some of them.
 
         Raises
         ------
         NanoConfigError
             If a value is not allowed, or contradicts another option.
         """
-        options = Options(**self.as_asked() | dict(values))
-        return options._with(from_environment=self.from_environment).resolved(machine)
+        options = Options(**self.as_dict() | dict(values))
+        return options._with(from_environment=self.from_environment)
 
     def for_nested_run(self, **changes: Any) -> Options:
         """Return the options of a run inside this one, which has a copy of a model to itself, with some changed."""
         alone = {"num_processes": 1, "cpu_for_each_process": None, "verbose": False}
-        return self._with(**alone, **changes, **dict.fromkeys(("verify", "log_casts", "step_time", "tune"), False))
+        return self._with(**alone, **changes, **dict.fromkeys(MEASURING, False))
 
     def without_cpus(self) -> Options:
         """Return the options without ``cpu_for_each_process``."""
@@ -103,12 +93,12 @@ class Options(Declarations):
 
     @property
     def reduced_precision(self) -> bool:
-        """Whether tensors inside models are bf16. Call `resolved` first."""
+        """Whether tensors inside models are bf16."""
         return "bfloat16" in (self.kind.autocast_name, self.kind.parameters_name)
 
     @property
     def kind(self) -> PrecisionKind:
-        """What the precision is. Call `resolved` first."""
+        """What the precision is."""
         return PRECISIONS[str(self.precision)]
 
     @property
@@ -119,10 +109,6 @@ class Options(Declarations):
     def as_dict(self) -> dict[str, Any]:
         """Return every option by its name."""
         return {name: getattr(self, name) for name in OPTIONS}
-
-    def as_asked(self) -> dict[str, Any]:
-        """Return every option by its name, as it was before `resolved`."""
-        return self.as_dict() | ({"precision": "auto"} if self.auto_precision else {})
 
     def _with(self, **values: Any) -> Options:
         """Return a copy with values that need no check."""

@@ -78,4 +78,10 @@ PRECISIONS = {
 #: Fabric's names of what a CPU cannot do.
 OF_GPUS = ("16-true", "transformer-engine", "transformer-engine-float16")
 #: What people write for some of them.
-SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+SHORT_NAMES = {
+    "32": "32-true",
+    "64": "64-true",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+    "auto": "bf16-products",  # which is fp32 where nothing rounds
+}

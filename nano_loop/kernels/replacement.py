@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -61,17 +62,27 @@ def operator_of(name: str, schema: str, compute: Callable[..., Any]) -> Any:
     return operator
 
 
-def unless_none(compute: Callable[..., Any]) -> Callable[[Kernel | None], Callable[..., Any]]:
+def unless_none(
+    compute: Callable[..., Any], takes_kernel: bool = False
+) -> Callable[[Kernel | None], Callable[..., Any]]:
     """Return the `make` of a function of the operator's arguments that returns None where torch has to compute.
 
     torch computes as well where a C function does not take a tensor.
+
+    Parameters
+    ----------
+    compute : callable
+        The function.
+    takes_kernel : bool
+        Whether its first argument is torch's kernel, which takes the operator's arguments.
     """
 
     def make(original: Kernel | None) -> Callable[..., Any]:
         assert original is not None
 
         def dispatched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            result = attempt(compute, *args, **kwargs)
+            kernel = [functools.partial(original, keys)] if takes_kernel else []
+            result = attempt(compute, *kernel, *args, **kwargs)
             return original(keys, *args, **kwargs) if result is None else result
 
         return dispatched

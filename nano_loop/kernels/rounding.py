@@ -1,33 +1,95 @@
-"""Says which products of fp32 tensors round their inputs to bf16: large ones in ``precision="bf16-products"``.
+"""Says which products of fp32 tensors round their inputs to bf16 in ``precision="bf16-products"``.
 
 Sums and results are in fp32, so nothing but the product itself knows of bf16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from nano_loop.kernels.replacement import Choose
 from nano_loop.patching.ownership import rule_for
 
 #: The name of the rule of calls into models whose products round their inputs. It is called with the kind of each
-#: product that does, and its number of multiplications.
+#: product that does, its number of multiplications, and how many numbers it packs in bf16 without a cast.
 RULE = "products in bf16"
+#: The name of the rule that chooses an algorithm, which is no operator's, and the algorithms.
+ALGORITHM = "rounding of products"
+FP32, ROUNDED = "fp32", "rounded"
 
 PRODUCT, CONVOLUTION, ATTENTION, LSTM = "product", "convolution", "attention", "lstm"
-#: Minimum number of multiplications by the kind of product. Below it, what surrounds the product exceeds the gain.
+#: Number of multiplications by the kind of product from which on it rounds. Below it, what surrounds the product
+#: usually exceeds the gain. It is a first guess where algorithms are measured.
 MIN_MULTIPLICATIONS = {PRODUCT: 1 << 23, CONVOLUTION: 1 << 24, ATTENTION: 1 << 22, LSTM: 1 << 22}
+#: Products of less than this share of these multiplications are fp32 without a measurement, which takes time too.
+_NEVER = 1 / 8
+
+
+class Arguments(NamedTuple):
+    """The arguments of a product, by which its time is known.
+
+    Attributes
+    ----------
+    kind : str
+        A key of `MIN_MULTIPLICATIONS`, or another word for a gradient.
+    tensors : tuple of torch.Tensor or None
+        What the algorithms take.
+    numbers : tuple
+        What else the time depends on.
+    """
+
+    kind: str
+    tensors: tuple[Tensor | None, ...]
+    numbers: tuple[Any, ...] = ()
+
+
+def may_round(kind: str, multiplications: int) -> bool:
+    """Return whether a product may round: it is large enough, and torch computes for a model whose products do."""
+    return multiplications >= _NEVER * MIN_MULTIPLICATIONS[kind] and rule_for(RULE) is not None
 
 
 def is_large(kind: str, multiplications: int) -> bool:
-    """Return whether a product is large enough to be rounded."""
+    """Return whether a product that may round does so without a measurement."""
     return multiplications >= MIN_MULTIPLICATIONS[kind]
 
 
-def rounds_products() -> bool:
-    """Return whether torch computes for a model whose products round their inputs."""
-    return rule_for(RULE) is not None
+def rounds(
+    kind: str,
+    multiplications: int,
+    call: Arguments,
+    in_fp32: Callable[..., Any],
+    rounded: Callable[..., Any],
+    packed: int = 0,
+) -> bool:
+    """Decide whether a product rounds that may do so, and note it for `RULE`.
+
+    Parameters
+    ----------
+    kind : str
+        A key of `MIN_MULTIPLICATIONS`.
+    multiplications : int
+        Their number.
+    call : Arguments
+        By which it is known.
+    in_fp32, rounded : callable
+        The algorithms. They take the tensors of `call`.
+    packed : int
+        How many numbers the product packs in bf16 without a cast.
+    """
+    algorithm = ROUNDED if is_large(kind, multiplications) else FP32
+    choose: Choose | None = rule_for(ALGORITHM)
+    if choose is not None:
+        algorithm = choose(call, lambda: {FP32: in_fp32, ROUNDED: rounded}, algorithm)
+    if algorithm == ROUNDED:
+        note(kind, multiplications, packed)
+    return algorithm == ROUNDED
 
 
-def note(kind: str, multiplications: int) -> None:
+def note(kind: str, multiplications: int, packed: int = 0) -> None:
     """Tell the rule of a product that rounds its inputs."""
     rule = rule_for(RULE)
     if rule is not None:
-        rule(kind, multiplications)
+        rule(kind, multiplications, packed)

@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import listed, process_wide, shared_change
-from nano_loop.patching.torch_private import (
+from nano_loop.patching.torch_private_optimizers import (
     foreach_increment,
     fused_adam,
     fused_sgd,

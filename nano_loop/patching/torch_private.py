@@ -1,147 +1,42 @@
 """All uses of private names, of torch and of what comes with it, each with its reason.
 
-`tests/patching/test_torch_private.py` fails if one of them is missing.
+Those of `torch.compile` and those of optimizers are in `nano_loop.patching.torch_private_compiler` and
+`nano_loop.patching.torch_private_optimizers`. The tests of the three modules fail if one of the names is missing.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, repeat
-from types import FunctionType
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.loss import _Loss
-from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # its class has no public name
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
-_FUSED_CHECK = "_need_device_dtype_check_for_fused"
 _KEPT_ITERATOR = "_iterator"
-_STEP_HOOKS = "_optimizer_step_pre_hooks"
-_ORIGINAL_FUNCTION = "_torchdynamo_orig_callable"
-#: What `torch.compile` is in. Every optimizer imports it, which takes as long as to import torch.
-COMPILER_PACKAGE = "torch._dynamo"
-_COMPILER = "torch._dynamo.eval_frame"
 _PRESETS = "torchvision.transforms._presets"
 
 #: The classes of C++ through which `torch.save`, `torch.package` and `torch.export` open files by their paths, to write
 #: and to read them, in this module. There is no public place between them and the files.
 FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 
-#: Operators without a public name: attention by blocks on the CPU, and the convolution below every other.
+#: An operator without a public name: attention by blocks on the CPU.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
-FLASH_ATTENTION = getattr(torch.ops.aten, FLASH_KERNEL)
-INNER_CONVOLUTION = "_convolution"
 
 #: The attributes of a leaf tensor that hold its hooks, which pickling omits.
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a model was compiled by `torch.compile` or `model.compile()`. torch has no public check."""
-    # To import it takes as long as to import torch, and without it nothing has been compiled.
-    compiled: Any = getattr(sys.modules.get(COMPILER_PACKAGE), "OptimizedModule", ())
-    return isinstance(model, compiled) or model._compiled_call_impl is not None
-
-
-def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `torch.compile` call the function once, while it traces, and compile its result in.
-
-    The public `torch.compiler.assume_constant_result` does the same, but imports torch._dynamo, which takes as long as
-    to import torch.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-def never_compiled(function: Callable[..., Any]) -> None:
-    """Keep `torch.compile` from tracing a function of Python, and all that it calls, where C++ code calls it.
-
-    The public `torch.compiler.disable` imports torch._dynamo and puts a function around each call.
-    """
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    if code is not None:
-        dynamo = torch._C._dynamo.eval_frame
-        skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
-        dynamo.set_code_exec_strategy(code, skip)
-
-
-def forget_compiled(model: nn.Module) -> None:
-    """Undo `model.compile()` and `call_compiled`. torch has no public function for it."""
-    vars(model).pop("_compiled_call_impl", None)
-
-
-def plain_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a module with its hooks, and not by what it is compiled to."""
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def call_compiled(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Have calls of a module call ``function(module, ...)``.
-
-    The public ``module.compile()`` makes a function for each module, and those of several modules count as one towards
-    torch's limit of compilations.
-    """
-    module._compiled_call_impl = functools.partial(function, module)
-
-
-def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
-    """Return the options that a mode of `torch.compile` stands for, which takes one of the two."""
-    from torch._inductor import list_mode_options  # as torch.compile's documentation has it
-
-    return {} if mode in (None, "default") else dict(list_mode_options(mode, dynamic))
-
-
-def graph_pass(function: Callable[[torch.fx.Graph], None], identity: Callable[[], object]) -> Any:
-    """Return a pass over graphs, as Inductor's options take it. Inductor caches no graph if it is a mere function.
-
-    Parameters
-    ----------
-    function : callable
-        Changes a graph.
-    identity : callable
-        Returns what identifies the pass in the key of Inductor's cache. It can be pickled.
-    """
-    from torch._inductor.custom_graph_pass import CustomGraphPass  # takes seconds, and nobody else needs it
-
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            function(graph)
-
-        def uuid(self) -> object:
-            return identity()
-
-        def __reduce__(self) -> tuple[Any, ...]:  # torch 2.8 pickles all options for the key of its cache
-            return repr, (identity(),)
-
-    return Pass()
 
 
 def calls_only_forward(module: nn.Module) -> bool:
     """Whether a call of a module is one of its class's `forward`, without hooks. torch has no public check."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return not hooks and module._compiled_call_impl is None and "forward" not in vars(module)
-
-
-def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict that holds a module's own parameters. ``parameters()`` takes 8 µs to yield those of a leaf."""
-    return module._parameters
-
-
-def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Any:
-    """Return a module with the attributes of another one, and with these parameters."""
-    twin = type(module).__new__(type(module))
-    twin.__dict__.update(vars(module), _parameters=parameters)
-    return twin
 
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
@@ -233,14 +128,12 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 def in_mode() -> bool:
     """Whether a mode of torch sees the functions or operators of this thread. torch has no public check."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+    return in_dispatch_mode() or bool(torch._C._len_torch_function_stack())
 
 
-def in_mode_of_others() -> bool:
-    """Whether a mode that is not nano_loop's sees the operators of this thread, as one that traces does."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(not type(mode).__module__.startswith("nano_loop.") for mode in _get_current_dispatch_mode_stack())
+def in_dispatch_mode() -> bool:
+    """Whether a mode sees the operators of this thread, as one that traces does. torch has no public check."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -302,82 +195,6 @@ def arguments_of(overload: Any) -> list[Any]:
     return list(overload._schema.arguments)
 
 
-def fused_check_pending(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has not yet checked the dtypes of its parameters, as it does at the first fused step."""
-    return _FUSED_CHECK not in vars(optimizer)
-
-
-def forget_fused_check(optimizer: Optimizer) -> None:
-    """Remove the attribute that SGD and Adagrad set on themselves at the first fused step."""
-    vars(optimizer).pop(_FUSED_CHECK, None)
-
-
-def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks can be registered on an optimizer: its class has called ``Optimizer.__init__``."""
-    return _STEP_HOOKS in vars(optimizer)
-
-
-def hooks_before_step(optimizer: Optimizer) -> Iterator[Any]:
-    """Return the hooks that an optimizer's ``step()`` calls first. torch can register hooks, but not list them."""
-    return chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
-
-
-def hooks_after_step(optimizer: Optimizer) -> Iterator[Any]:
-    """Return the hooks that it calls last."""
-    return chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
-
-
-def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return what torch has wrapped to run hooks around it, or None where something else than torch has wrapped it.
-
-    torch wraps ``step`` of a class when the class's first optimizer is built, and marks what it has wrapped.
-    """
-    if not getattr(step, "hooked", False):
-        return None
-    while getattr(step, "hooked", False):
-        if _module_of(step).partition(".")[0] not in ("torch", "nano_loop"):
-            return None
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return step if _module_of(step) == torch_optimizer.__name__ else None
-
-
-def _module_of(function: Any) -> str:
-    """Return where a function was defined. `functools.wraps` copies ``__module__`` from another one."""
-    return str(getattr(function, "__globals__", {}).get("__name__", ""))
-
-
-def is_profiling() -> bool:
-    """Whether a profiler of torch runs. The public names only start and stop one."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
-
-
-def fused_adam(
-    parameters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    means: list[torch.Tensor],
-    squares: list[torch.Tensor],
-    steps: list[torch.Tensor],
-    *,
-    is_decoupled: bool,
-    **numbers: Any,
-) -> None:
-    """Call the kernel of Adam, or of AdamW, whose weight decay is decoupled. torch's public functions sort first."""
-    kernel = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
-    kernel(parameters, gradients, means, squares, [], steps, amsgrad=False, **numbers)
-
-
-def fused_sgd(
-    parameters: list[torch.Tensor], gradients: list[torch.Tensor], momenta: list[torch.Tensor], **numbers: Any
-) -> None:
-    """Call the kernel of SGD after its first step, likewise."""
-    torch._fused_sgd_(parameters, gradients, momenta, is_first_step=False, **numbers)
-
-
-def foreach_increment(counters: list[torch.Tensor]) -> None:
-    """Add 1 to each of the counters, which are not empty."""
-    torch._foreach_add_(counters, 1)
-
-
 def is_loss(module: nn.Module) -> bool:
     """Whether a module is one of torch's losses. Their common base class has no public name."""
     return isinstance(module, _Loss)
@@ -391,19 +208,6 @@ def softmax_backward(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tens
 def destroy_library(library: torch.library.Library) -> None:
     """Unregister the kernels of a library immediately. torch does it when the library is garbage-collected."""
     library._destroy()  # type: ignore[no-untyped-call]
-
-
-def forget_dispatch(operators: Collection[str], dispatch_key: str) -> None:
-    """Have torch's Python dispatcher, through which `torch.compile` traces, look up kernels of ATen operators anew.
-
-    It keeps for each operator what a dispatch key leads to, and torch forgets that only for kernels in Python's own
-    tables. What is traced after a run would be sent to a kernel of the run, which is gone.
-    """
-    names = {f"aten::{operator}" for operator in operators}
-    key = getattr(torch._C.DispatchKey, dispatch_key)
-    for overload in tuple(torch._ops.get_cached_ops()):  # type: ignore[no-untyped-call]
-        if overload.name() in names:
-            overload._uncache_dispatch(key)
 
 
 def copy_as_torch(target: torch.Tensor, source: Any, non_blocking: bool) -> torch.Tensor:
@@ -431,38 +235,9 @@ def stop_kept_workers(loader: DataLoader[Any]) -> None:
         iterator._shutdown_workers()  # as the iterator does when it is garbage-collected
 
 
-def is_watched_by_scheduler(step: Any) -> bool:
-    """Whether an optimizer's `step` is the wrapper by which a scheduler detects calls."""
-    return hasattr(step, "_wrapped_by_lr_sched")
-
-
 def bytes_of(storage: torch.TypedStorage) -> torch.UntypedStorage:
     """Return the untyped storage of a typed one, without the deprecation warning of the public method."""
     return storage._untyped_storage
-
-
-def compiled_call(module: nn.Module) -> Any:
-    """Return the compiled call that `module.compile()` has set, or None."""
-    return vars(module).get("_compiled_call_impl")
-
-
-def compile_call(module: nn.Module, context: Callable[[Any], Any]) -> None:
-    """Compile a module in place with the context of another compiled module; see `compile_context`."""
-    module._compiled_call_impl = context(module._call_impl)
-
-
-def compile_context(compiled: Any) -> Any:
-    """Return the picklable context by which `torch.compile` wrapped a function, or None for other functions."""
-    # Check where the function was defined, since functools.wraps copies torch's markers to other functions.
-    made_by_torch = isinstance(compiled, FunctionType) and compiled.__globals__.get("__name__") == _COMPILER
-    if not made_by_torch or _ORIGINAL_FUNCTION not in vars(compiled):
-        return None
-    return inspect.getclosurevars(compiled).nonlocals.get("self")
-
-
-def uncompiled(function: FunctionType) -> Any:
-    """Return the original function of a compiled function that has a `compile_context`."""
-    return vars(function)[_ORIGINAL_FUNCTION]
 
 
 def shared_storage(size: int) -> torch.UntypedStorage:

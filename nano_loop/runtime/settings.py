@@ -17,7 +17,7 @@ from nano_loop.errors import NanoError, error_message
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run: the options, and the machine for which they were resolved."""
+    """The settings of a run: the options, and the machine."""
 
     options: Options
     machine: Machine
@@ -35,11 +35,11 @@ class Settings:
         """
         options, machine = Options.from_call(arguments), read_machine()
         _refuse_missing_launch(options)
-        return cls(options.resolved(machine), machine)
+        return cls(options, machine)
 
     def changed(self, **values: Any) -> Settings:
         """Return settings with other values of some options."""
-        return replace(self, options=self.options.changed(values, self.machine))
+        return replace(self, options=self.options.changed(values))
 
     def expected_ranks(self) -> Ranks:
         """Return this process's place in its next run, as far as it is known before the run starts."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from nano_loop.config.declarations import DEFAULTS
 from nano_loop.config.options import Options
-from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.runtime.settings import Settings
 
 Changes = dict[str, Any]
@@ -41,14 +41,16 @@ def candidates(
         What is trained, as far as it is known.
     """
     options, machine = settings.options, settings.machine
-    steps, has_convolutions = answer["steps"], answer["convolutions"] if parts is None else _has_convolutions(parts)
+    steps, has_convolutions = answer["steps"], answer["convolutions"]
+    if parts is not None:
+        has_convolutions = any(has_modules(model, _CONVOLUTIONS) for model in parts.models)
     layouts = [False, True] if has_convolutions else [options.channels_last]
     precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16]
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]
     if machine.has_fast_fp16:
         combined.append({"precision": "16-mixed", "channels_last": layouts[-1]})
-    # What is faster on most machines. With "auto", calls that are too small for bf16 stay in fp32.
-    base = {"precision": "auto" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
+    # What is faster on most machines: products that are too small for bf16 to pay stay in fp32.
+    base = {"precision": "bf16-products" if machine.has_fast_bf16 else "32-true", "channels_last": layouts[-1]}
     more = [{}, *_processes(settings), *_loaders(settings, steps), *_steps(options), *_ipex(options)]
     more.append({"compile": not options.compile})
     return [*_distinct([*combined, *({**base, **change} for change in more)], options, fixed)]
@@ -81,13 +83,9 @@ def _ipex(options: Options) -> Iterator[Changes]:
         yield {"use_ipex": not options.use_ipex}
 
 
-def _has_convolutions(parts: TrainingObjects) -> bool:
-    return any(isinstance(module, _CONVOLUTIONS) for model in parts.models for module in model.modules())
-
-
 def _distinct(proposals: Iterable[Changes], options: Options, fixed: Collection[str]) -> Iterator[Changes]:
     """Yield what proposals really change of the options, each change once."""
-    present = options.as_asked()
+    present = options.as_dict()
     seen: list[Changes] = [{}]
     for proposal in proposals:
         changes = {

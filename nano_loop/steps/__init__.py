@@ -45,8 +45,8 @@ STEPS: tuple[type[Step], ...] = (
     OperatorLists,  # in any place: it affects what is computed under autocast
     GradientAveraging,  # in any place: it hooks gradients, not models
     LearningRate,  # after FusedOptimizer: it restores the learning rate before that step's hooks run
-    *KERNEL_STEPS,  # before TuneOperators, which leaves group norms to one of them, and chooses algorithms of others
-    TuneOperators,  # after Precision, whose choices by rules it replaces
+    *KERNEL_STEPS,  # before TuneOperators, which chooses their algorithms
+    TuneOperators,  # after the kernels, whose choices by rules it replaces
     Compile,  # after the steps above, whose layers surround the compiled call
     FastFetch,  # in any place: it affects loaders only
     LoaderWorkers,  # after FastFetch, which asks for the number of the loader's own workers

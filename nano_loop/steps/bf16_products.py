@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from nano_loop.config.options import Options
+from nano_loop.cpu import Machine
 from nano_loop.kernels.attention import blocked_attention, rounded_attention
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.convolution import convolution, rounded_convolution
@@ -20,6 +22,7 @@ from nano_loop.kernels.rnn import lstm, lstm_layer
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import Rule
+from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.kernels.fast_attention import FastAttention
@@ -68,6 +71,20 @@ _KINDS = (
 )
 
 
+def reason_against(options: Options, machine: Machine) -> SkipReason | None:
+    """Return why this process computes products in fp32, or None."""
+    if options.use_ipex:
+        return SkipReason("ipex", "fp32, since IPEX has its own kernels")
+    if not machine.has_fast_bf16:
+        return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
+    if not gives_kernels():
+        expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
+        return SkipReason("old_torch", f"fp32, since {expected}")
+    if product.KERNEL.unavailable is not None:
+        return SkipReason("no_kernel", f"fp32, since {product.KERNEL.unavailable}")
+    return None
+
+
 class Bf16Products(Step):
     """Replaces the kernels of products of fp32 tensors in the calls of set-up models and in their backward.
 
@@ -83,6 +100,7 @@ class Bf16Products(Step):
         self._in_force: set[Replacement] = set()
         self._multiplications: Counter[str] = Counter()
         self._models: list[nn.Module] = []
+        self._all_round: bool | None = None
 
     @property
     @override
@@ -90,16 +108,19 @@ class Bf16Products(Step):
         return self.options.kind.rounds_products
 
     @override
+    def observe(self, parts: TrainingObjects) -> None:
+        """Find out, once, whether products round on all ranks: hosts may differ in their CPUs. Collective."""
+        if self._all_round is None:
+            rounds = self.enabled and reason_against(self.options, self.machine) is None
+            self._all_round = all(self.ranks.gather(rounds))
+
+    @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        if self.options.use_ipex:
-            return SkipReason("ipex", "fp32, since IPEX has its own kernels")
-        if not self.machine.has_fast_bf16:
-            return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
-        if not gives_kernels():
-            expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
-            return SkipReason("old_torch", f"fp32, since {expected}")
-        if product.KERNEL.unavailable is not None:
-            return SkipReason("no_kernel", f"fp32, since {product.KERNEL.unavailable}")
+        reason = reason_against(self.options, self.machine)
+        if reason is not None:
+            return reason
+        if self._all_round is False:
+            return SkipReason("other_ranks", "fp32, as on a rank that cannot round")
         if parts.models and not any(map(_has_fp32, parts.models)):
             return SkipReason("not_fp32", "the model has no parameters in fp32")
         if not any(kind.is_for(model) for kind in _KINDS for model in parts.models):
@@ -126,8 +147,9 @@ class Bf16Products(Step):
         names = ", ".join(dict.fromkeys(map(class_name, self._models)))
         return StepResult(self.name, "skipped", f"fp32 for {names}: no product was large enough", code="too_small")
 
-    def _note(self, kind: str, multiplications: int) -> None:
+    def _note(self, kind: str, multiplications: int, packed: int) -> None:
         self._multiplications[kind] += multiplications
+        record_product(kind, packed)
 
     def _put_in_force(self, replacements: tuple[Replacement, ...]) -> None:
         for replacement in replacements:

@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from nano_loop.compile.blocks import described, repeated_blocks
-from nano_loop.patching.torch_private import call_compiled, forget_compiled, is_compiled, plain_call
+from nano_loop.patching.torch_private_compiler import call_compiled, forget_compiled, is_compiled, plain_call
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step
 

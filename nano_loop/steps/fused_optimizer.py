@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from nano_loop.optimizers.direct_steps import stepped_directly
 from nano_loop.patching.objects.optimizers import guard_layout, is_dense, once_gradients_exist
-from nano_loop.patching.torch_private import forget_fused_check, fused_check_pending
+from nano_loop.patching.torch_private_optimizers import forget_fused_check, fused_check_pending
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, error_message
-from nano_loop.patching.torch_private import is_compiled
+from nano_loop.patching.torch_private_compiler import is_compiled
 from nano_loop.precision.autocast.default_ops import in_force
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name

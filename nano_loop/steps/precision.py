@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,17 +17,15 @@ from nano_loop.patching.calls.calls import DTYPES, Call, CallInterceptor, CallWr
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
 from nano_loop.patching.nested_tensors import Substitution, shares_memory
 from nano_loop.patching.ownership import Rule
-from nano_loop.patching.torch_private import next_node_number
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
+from nano_loop.precision.autocast.fast_paths import fast_paths_left
 from nano_loop.precision.autocast.fp32_consumers import consumers_get_fp32
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
+from nano_loop.precision.autocast.recurrent_layers import around_recurrent_layer, can_train_lstms
 from nano_loop.precision.autocast.widest_dtype import widest_dtype_computed
-from nano_loop.precision.policy.bf16_policy import Bf16Policy, Kind, kind_of
-from nano_loop.precision.policy.layers_in_fp32 import UnlessListed
-from nano_loop.precision.policy.lstms import can_train_lstms
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step
@@ -47,28 +44,23 @@ class Precision(Step):
     @override
     def begin(self) -> None:
         self._interceptors_of: dict[int, tuple[nn.Module, CallInterceptor]] = {}  # by the id of a model
-        self._policies: dict[int, Bf16Policy] = {}  # likewise
         self._missed: list[str] = []
 
     @property
     @override
     def enabled(self) -> bool:
-        return self.options.kind.autocast is not None or self.options.auto_precision
+        return self.options.kind.autocast is not None
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        if self.options.kind.autocast is None:
-            return SkipReason("no_bf16_instructions", "fp32, since this CPU has no bf16 instructions")
         if parts.models and all(map(_is_meta, parts.models)):
             return SkipReason("meta_device", "the model's parameters are on the meta device, where nothing is computed")
         dtypes = [_uncast_dtype(model) for model in parts.models]
         if dtypes and all(dtypes):
             detail = f"the model's parameters are {dtypes[0]}, which autocast does not cast"
-            if not self.options.auto_precision:
-                got = f"{self.options.as_written['precision']} was asked for, and {detail}"
-                hint = 'Pass model.float(), or precision="auto"'
-                raise NanoConfigError(error_message(got, "it is for models with fp32 parameters", hint))
-            return SkipReason("uncast_dtype", detail)
+            got = f"{self.options.as_written['precision']} was asked for, and {detail}"
+            hint = 'Pass model.float(), or precision="auto"'
+            raise NanoConfigError(error_message(got, "it is for models with fp32 parameters", hint))
         return None
 
     @override
@@ -82,6 +74,7 @@ class Precision(Step):
                 in_force({}),
                 activations_noticed(),
                 widest_dtype_computed(),
+                fast_paths_left(),
                 consumers_get_fp32(),
                 backwards_under_autocast(CallUnderAutocast),
             ):
@@ -89,11 +82,8 @@ class Precision(Step):
         for model in parts.models:
             if _uncast_dtype(model):
                 continue
-            policy = self._policies.setdefault(id(model), Bf16Policy(model, at_once=self.options.auto_precision))
-            counted = None if self.options.compile or dtype is torch.float16 else policy
-            layer = _under_autocast(dtype, _low_state(model), counted, self.options.auto_precision)
-            interceptor = self.interceptors.add(model, self.name, layer)
-            interceptor.around_modules(UnlessListed(itertools.chain(*self.options.listed_operators.values())), DTYPES)
+            interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, _low_state(model)))
+            interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[id(model)] = model, interceptor
             if _has_lstm(model) and not can_train_lstms(dtype):
                 interceptor.rules = {**interceptor.rules, **self._rules_of_lstms()}
@@ -110,23 +100,12 @@ class Precision(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return a result about models whose calls were not intercepted, or too small for bf16, or None."""
+        """Return a result about models whose calls were not intercepted, or None."""
         names = ", ".join(self._missed)
-        if names:
-            detail = f"{names} was called by code compiled before the run"
-            return StepResult(self.name, "skipped", detail, code="not_intercepted")
-        if self.options.auto_precision:
-            names = self._names_of(lambda policy: policy.sometimes_not)
-            small = f"fp32 for calls into {names} that are too small for bf16 to pay"
-            pays = any(policy.sometimes for policy in self._policies.values())
-            return StepResult(self.name, "applied" if pays else "skipped", small, code="too_small") if names else None
-        names = self._names_of(lambda policy: policy.never)
-        small = f'calls into {names} are too small for bf16 to pay: precision="auto" runs them in fp32'
-        return StepResult(self.name, "applied", small, code="too_small") if names else None
-
-    def _names_of(self, is_concerned: Callable[[Bf16Policy], bool]) -> str:
-        models = [policy.model for policy in self._policies.values() if is_concerned(policy)]
-        return ", ".join(dict.fromkeys(map(class_name, models)))
+        if not names:
+            return None
+        detail = f"{names} was called by code compiled before the run"
+        return StepResult(self.name, "skipped", detail, code="not_intercepted")
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Warn about a model that this optimizer trains and whose calls were not intercepted."""
@@ -200,12 +179,7 @@ def _low_state(model: nn.Module) -> list[Tensor]:
     return [tensor for tensor in state if tensor.dtype in LOW_DTYPES]
 
 
-_NOT_COUNTED = nullcontext()
-
-
-def _under_autocast(
-    dtype: torch.dtype, state: list[Tensor], policy: Bf16Policy | None, only_if_it_pays: bool
-) -> CallWrapper:
+def _under_autocast(dtype: torch.dtype, state: list[Tensor]) -> CallWrapper:
     def in_fp32(outputs: Any, cast: Callable[[Tensor], Tensor]) -> Any:
         def outward(tensor: Tensor) -> Tensor:
             return tensor if any(shares_memory(tensor, kept) for kept in state) else cast(tensor)
@@ -223,27 +197,8 @@ def _under_autocast(
                 with cpu_autocast(dtype):
                     outputs = call(function, *args, **kwargs)
                 return in_fp32(outputs, to_fp32)
-            if policy is not None:
-                kind = kind_of(function, args, kwargs)
-                if kind not in policy.in_bf16:
-                    return counted_or_not(kind, function, args, kwargs)
             with CallUnderAutocast(dtype) as context:
                 outputs = call(function, *args, **kwargs)
-            return in_fp32(outputs, context.activations.in_fp32)
-
-        def counted_or_not(kind: Kind, function: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            assert policy is not None
-            counting, looked_at, start = None, False, 0
-            pays = policy.of(kind)
-            if pays is None:
-                counting = policy.counting(function, kind)
-                looked_at, start = counting is None, next_node_number()
-            elif not pays and only_if_it_pays:
-                return call(function, *args, **kwargs)
-            with CallUnderAutocast(dtype) as context, counting or _NOT_COUNTED:
-                outputs = call(function, *args, **kwargs)
-            if looked_at:
-                policy.look_at(kind, start, outputs)
             return in_fp32(outputs, context.activations.in_fp32)
 
         return with_autocast

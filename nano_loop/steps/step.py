@@ -115,7 +115,7 @@ class Step(ABC):
         """Whether the options enable the step. A disabled step is not in the report."""
         choice = getattr(self.options, self.name, None)
         if choice == "auto" and self.auto_is_for_reduced_precision:
-            return self.options.reduced_precision or self.options.auto_precision
+            return self.options.reduced_precision
         return choice is not None and choice is not False
 
     @property

@@ -1,8 +1,6 @@
-"""Times algorithms of layers, products, LSTMs, attention and gradients of convolutions within the first steps."""
+"""Times algorithms of products, LSTMs, attention and gradients of convolutions within the first steps."""
 
 from __future__ import annotations
-
-import itertools
 
 import torch
 from typing_extensions import override
@@ -11,11 +9,10 @@ from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, Choices, choices_for
 from nano_loop.autotune.operators import OPERATORS
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.patching.calls.calls import DTYPES
 from nano_loop.patching.ownership import Rule
-from nano_loop.precision.policy.tuned_layers import TunedLayers
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.steps.bf16_products import reason_against
 from nano_loop.steps.step import SkipReason, Step
 
 #: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
@@ -23,21 +20,24 @@ _FIRST_SHARING = 4
 
 
 class TuneOperators(Step):
-    """Chooses which layers compute in fp32, and algorithms of products, LSTMs, attention and convolutions' gradients.
+    """Chooses algorithms of products, LSTMs, attention and convolutions' gradients.
 
-    The bounds in `nano_loop.precision.policy.layers_in_fp32` and `nano_loop.kernels.convolution.convolution`, which
-    are right for the CPUs on which they were measured, are first guesses then. Rank 0 measures, and all ranks compute
-    as it does.
+    The bounds of `nano_loop.kernels`, which are right for the CPUs on which they were measured, are first guesses then.
+    Rank 0 measures, and all ranks compute as it does.
     """
 
     name = "tune_operators"
-    auto_is_for_reduced_precision = True
 
     @override
     def begin(self) -> None:
         self._tuner: Tuner | None = None
-        self._layers: TunedLayers | None = None
         self._agreed_to: bool | None = None
+
+    @property
+    @override
+    def enabled(self) -> bool:
+        choice = self.options.tune_operators
+        return self._reason_of_precision() is None if choice == "auto" else bool(choice)
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
@@ -53,9 +53,17 @@ class TuneOperators(Step):
             return SkipReason("other_ranks", "another rank computes in another precision")
         return reason
 
+    def _reason_of_precision(self) -> SkipReason | None:
+        if self.options.kind.rounds_products:
+            return reason_against(self.options, self.machine)
+        if self.options.reduced_precision:
+            return None
+        return SkipReason("not_bf16", "it is for bf16: in fp32 no two algorithms give equal bits")
+
     def _own_reason(self) -> SkipReason | None:
-        if not self.options.reduced_precision:
-            return SkipReason("not_bf16", "it is for bf16: in fp32 no two algorithms give equal bits")
+        reason = self._reason_of_precision()
+        if reason is not None:
+            return reason
         if self.options.use_ipex:
             return SkipReason("ipex", "IPEX has its own kernels")
         if self.options.compile:
@@ -69,15 +77,12 @@ class TuneOperators(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        if self._tuner is None or self._layers is None:
+        if self._tuner is None:
             self._tuner = self._open()
-            self._layers = TunedLayers(self._tuner, itertools.chain(*self.options.listed_operators.values()))
         for model in parts.models:
             interceptor = self.interceptors.for_model(model)
             rules: dict[str, Rule] = {operator.rule: operator.chooser(self._tuner) for operator in OPERATORS}
             interceptor.rules = {**interceptor.rules, **rules}
-            if self.options.kind.autocast is torch.bfloat16:
-                interceptor.around_modules(self._layers.around, DTYPES)
         return "measurements from the third step on"  # the same in each run, so that it is printed once
 
     @override

@@ -6,15 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attending import Attending
+from loops.pairs import rounding_every_product
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autotune.time_for import ALWAYS, TimeFor
+from autotune.time_for import ALWAYS, Clock, TimeFor
 from nano_loop import nano
 from nano_loop.autotune import decisions
 from nano_loop.autotune import operators as module
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.tuner import Tuner
+from nano_loop.kernels import rounding
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import Plan
@@ -22,17 +24,8 @@ from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.rnn import lstm, lstm_layer
 from nano_loop.patching.operators.operators import gives_kernels
 
-ATTENTION, CONVOLUTION, PRODUCT, LSTM = module.OPERATORS
+ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING = module.OPERATORS
 NHWC = torch.channels_last
-
-
-class Clock:
-    """A clock that algorithms put on."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def normal(*sizes):
@@ -59,6 +52,10 @@ def lstm_call(steps=20, batch=5, size=6, has_biases=True, is_reversed=False):
     biases = (normal(64), normal(64)) if has_biases else ()
     tensors = normal(steps, batch, size), normal(64, size), normal(64, 16), biases, normal(batch, 16), normal(batch, 16)
     return lstm_layer.Arguments(*tensors, is_reversed)
+
+
+def rounding_call(kind=rounding.PRODUCT, rows=40, last=56, numbers=(), bias=None):
+    return rounding.Arguments(kind, (normal(rows, 48).float(), normal(48, last).float(), bias), numbers)
 
 
 def by_convolution_kernel(*arguments):
@@ -104,6 +101,21 @@ CASES = {
         dict.fromkeys((lstm.TORCH, lstm.BLOCKS), by_lstm_kernel),
         [{}, {"steps": 21}, {"batch": 6}, {"batch": 9}, {"size": 8}, {"has_biases": False}, {"is_reversed": True}],
         5,
+    ),
+    ROUNDING: (
+        rounding_call,
+        dict.fromkeys((rounding.FP32, rounding.ROUNDED), lambda a, b, bias: a @ b),
+        [
+            {"rows": 33},
+            {},
+            {"rows": 64},
+            {"rows": 65},
+            {"last": 57},
+            {"kind": rounding.CONVOLUTION},
+            {"kind": rounding.CONVOLUTION, "numbers": ([1, 1], 2)},
+            {"bias": torch.ones(56)},
+        ],
+        6,
     ),
 }
 EVERY = pytest.mark.parametrize("operator", CASES, ids=lambda operator: operator.rule)
@@ -282,7 +294,9 @@ def test_recomputation_takes_the_algorithm_of_its_forward(measuring, monkeypatch
     not gives_kernels() or product.KERNEL.unavailable is not None,
     reason=product.KERNEL.unavailable or "it needs torch 2.9",
 )
-def test_layers_and_their_gradients_are_measured_in_a_run_without_changing_its_random_numbers(monkeypatch):
+@pytest.mark.parametrize("precision", ["bf16", "bf16-products"])
+def test_layers_and_their_gradients_are_measured_in_a_run_without_changing_its_random_numbers(monkeypatch, precision):
+    rounding_every_product(monkeypatch)
     monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(lstm, "MIN_MULTIPLICATIONS", 1)
     tuner = Tuner(Choices(None), ALWAYS)
@@ -291,20 +305,22 @@ def test_layers_and_their_gradients_are_measured_in_a_run_without_changing_its_r
     def loop(model, optimizer):
         torch.manual_seed(1)
         for _ in range(4):
-            model[1:](F.relu(model[0](torch.randn(20, 5, 24))[0])).float().sum().backward()
+            model[1:](F.relu(model[0](torch.randn(20, 5, 24))[0])).float().square().sum().backward()
             optimizer.step()
         return torch.rand(1)
 
     def drawn(**options):
         torch.manual_seed(0)
         model = nn.Sequential(nn.LSTM(24, 64), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 40, bias=False))
-        train = nano(precision="bf16", verbose=False, **options)(loop)
+        train = nano(precision=precision, verbose=False, **options)(loop)
         return train(model, torch.optim.SGD(model.parameters(), 0.1))
 
-    assert torch.equal(drawn(fast_linear=True), drawn(tune_operators=False, fast_lstm=False))
-    measured = {key for key in tuner.choices.all() if key.startswith(("product", "lstm"))}
+    in_bf16 = {"fast_linear": True} if precision == "bf16" else {}
+    assert torch.equal(drawn(**in_bf16), drawn(tune_operators=False, fast_lstm=False))
+    words = {"bf16": "", "bf16-products": "rounded "}[precision]
+    measured = {key.removeprefix(words) for key in tuner.choices.all()}
     assert measured == {
-        "lstm 2^5 2^3 24 64 biases",
+        f"lstm 2^5 2^3 24 64 biases{' fp32' if words else ''}",
         "product 2^7 by 64 by 48 NT plus a row",
         "product 2^7 by 48 by 40 NT",
         "product 2^7 by 40 by 48 NN",

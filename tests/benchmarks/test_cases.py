@@ -15,7 +15,7 @@ from benchmarks.loop import endless, steps
 from benchmarks.systems import SYSTEMS, settings_of, why_not
 from benchmarks.workloads import ALL, LISTS, UNTUNED, WORKLOADS
 from nano_loop.cpu import read_machine
-from nano_loop.precision.policy.lstms import can_train_lstms
+from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 
 FORWARD = 2 * 2 * tiny.BATCH * tiny.INPUTS * tiny.OUTPUTS  # at full size, of twice the rows
 

@@ -1,6 +1,5 @@
 """Options that cannot be used are told all at once; the environment wins over the code; nothing else is raised."""
 
-import dataclasses
 import re
 import warnings
 from decimal import Decimal
@@ -16,7 +15,6 @@ from option_values import ALLOWED, REFUSED, TEXTS, Colour
 from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, nano
 from nano_loop.config.declarations import CHECKS, OPTIONS
 from nano_loop.config.options import Options
-from nano_loop.cpu import Machine
 
 HUGE = 10**5000  # Python refuses to print it
 BAD = [(name, value) for name, check in CHECKS.items() for value in REFUSED[check]]
@@ -424,45 +422,13 @@ def test_what_was_typed_is_remembered():
     assert Options(precision=64).as_written["precision"] == "precision=64"
 
 
-@pytest.mark.parametrize("name", ["as_written", "from_environment", "auto_precision"])
+@pytest.mark.parametrize("name", ["as_written", "from_environment"])
 def test_what_is_remembered_is_no_option(name):
     assert name not in OPTIONS
     assert name not in Options().as_dict()
     assert f"{name}=1: " in refusal(TorchNano, **{name: 1})
     with pytest.raises(TypeError):
         Options(**{name: 1})
-
-
-# --- the precision that "auto" means ---
-
-FAST = Machine("A CPU", "x86_64", (), (0,), instruction_sets=frozenset(["avx512_bf16"]))
-SLOW = dataclasses.replace(FAST, instruction_sets=frozenset(["avx2"]))
-
-
-@pytest.mark.parametrize(("machine", "precision"), [(FAST, "bf16-mixed"), (SLOW, "32-true")], ids=["fast", "slow"])
-def test_auto_precision_is_what_the_machine_is_fast_in(machine, precision):
-    asked = Options.from_call({"timeout": 30, "precision": "auto"}, {"NANO_LOOP_VERBOSE": "no"})
-    found = asked.resolved(machine)
-    assert (found.precision, found.reduced_precision) == (precision, precision == "bf16-mixed")
-    assert found.auto_precision
-    assert not asked.auto_precision
-    assert found.as_dict() == asked.as_dict() | {"precision": precision}
-    assert (found.as_written, found.from_environment) == (asked.as_written, asked.from_environment)
-    assert found.resolved(FAST) is found.resolved(SLOW) is found
-
-
-@pytest.mark.parametrize("sets", [["avx512_bf16"], ["amx_tile", "amx_bf16"], ["bf16"]])
-def test_each_architectures_instructions_count(sets):
-    machine = dataclasses.replace(FAST, instruction_sets=frozenset(sets))
-    assert Options(precision="auto").resolved(machine).reduced_precision
-
-
-@pytest.mark.parametrize("precision", ["bf16", 16, "bf16-true", 32, 64])
-def test_precision_asked_for_by_name_is_kept(precision):
-    asked = Options(precision=precision)
-    assert asked.resolved(SLOW) is asked.resolved(FAST) is asked
-    assert asked.reduced_precision == ("bf16" in str(precision))
-    assert not asked.auto_precision
 
 
 # --- what is refused by what it is for ---

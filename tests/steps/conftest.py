@@ -31,7 +31,7 @@ def step(machine):
         def make(kind, on=None, ranks=ALONE, **options):
             interceptors = CallInterceptors()
             used = on or machine()
-            made = kind(StepContext(Options(**options).resolved(used), used, interceptors, ranks))
+            made = kind(StepContext(Options(**options), used, interceptors, ranks))
             undoing.callback(interceptors.close)
             undoing.callback(made.undo)
             return made

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nano_loop import NanoConfigError, NanoWarning, disable_casts
-from nano_loop.precision.policy.lstms import can_train_lstms
+from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import precision
 from nano_loop.steps.precision import Precision
@@ -241,14 +241,6 @@ def test_cpu_without_the_instructions_is_warned_about_and_told_of_auto(step, mac
         made.apply(TrainingObjects([Net()]))
 
 
-def test_auto_takes_bf16_only_where_it_is_fast(step, machine):
-    slow, fast = machine(instruction_sets=SLOW), machine()
-    assert step(Precision, on=fast, precision="auto").skip_reason(TrainingObjects([Net()])) is None
-    assert (
-        step(Precision, on=slow, precision="auto").skip_reason(TrainingObjects([Net()])).code == "no_bf16_instructions"
-    )
-
-
 @pytest.mark.parametrize("can", [False, can_train_lstms(torch.bfloat16)])
 def test_lstms_that_torch_cannot_train_in_bf16_are_fp32(step, monkeypatch, can):
     monkeypatch.setattr(precision, "can_train_lstms", lambda dtype: can)
@@ -282,11 +274,8 @@ class Listed(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128])
-def test_model_that_autocast_does_not_cast_is_skipped_with_the_reason(step, dtype):
+def test_model_that_autocast_does_not_cast_is_refused_alone_and_skipped_beside_another(step, dtype):
     model = nn.Linear(3, 2, dtype=dtype)
-    reason = step(Precision, precision="auto").skip_reason(TrainingObjects([model]))
-    assert reason.code == "uncast_dtype"
-    assert str(dtype) in reason.detail
     made = step(Precision, precision="bf16")
     with pytest.raises(NanoConfigError, match=f"{dtype}.*model.float"):
         made.skip_reason(TrainingObjects([model]))

@@ -8,24 +8,27 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop import NanoConfigError, nano
+from nano_loop import nano
 from nano_loop.autotune import choices, tuner
 from nano_loop.autotune.choices import Choice, Choices
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.distributed.comm.ranks import RunContext
+from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import OPERATOR
+from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import tune_operators as module
 from nano_loop.steps.tune_operators import TuneOperators
 
-OPTIONS = {"precision": "bf16", "verbose": False, "fast_convolution": False}
-FP32 = Choice("fp32", "bf16", {"bf16": 2.0, "fp32": 1.0})
+OPTIONS = {"precision": "bf16", "verbose": False, "channels_last": True}
+PRODUCT = Choice("torch/product", "torch/torch", {"torch/torch": 2.0, "torch/product": 1.0})
+measured = pytest.mark.skipif(not gives_kernels(), reason="torch does not say which kernel an operator has")
 
 
 def parts(seed=0):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8))
-    return model, torch.optim.SGD(model.parameters(), 0.01), torch.randn(4, 16, 24)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Tanh())
+    return model, torch.optim.SGD(model.parameters(), 0.01), torch.randn(4, 2, 8, 6, 6)
 
 
 def fit(model, optimizer, batches, epochs=3):
@@ -46,29 +49,37 @@ def stored(folder):
     return json.loads(path.read_text())["choices"]
 
 
+@measured
 def test_report_says_what_was_measured_and_a_later_run_starts_with_it(measuring, monkeypatch):
     train = nano(**OPTIONS)(fit)
     train(*parts())
     assert "measurements from the third step on" in str(train.report)
     assert "shapes timed in" in train.report["tune_operators"].detail
-    assert {key.split()[0] for key in stored(measuring)} == {"Linear"}
+    assert {key.split()[0] for key in stored(measuring)} == {"gradients"}
     monkeypatch.setattr(choices, "_opened", {})  # as in another process
     monkeypatch.setattr(tuner, "fastest", lambda *_: pytest.fail("it was measured before"))
     train(*parts())
     assert train.report["tune_operators"].detail == "measurements from the third step on"
 
 
-def test_run_computes_as_the_stored_choices_say(measuring):
-    """A cache that says "torch everywhere" gives the bits of a run without measurements, and one of fp32 others."""
+@measured
+def test_run_computes_as_the_stored_choices_say(measuring, monkeypatch):
+    """A cache that says "torch everywhere" gives the bits of a run without measurements, and others are followed."""
+    taken, by_plan = set(), convolution._by_plan
+    monkeypatch.setattr(convolution, "_by_plan", lambda plan, *args: taken.add(plan.name) or by_plan(plan, *args))
     weights()
     (path,) = measuring.glob("operators-*.json")
     keys = [*stored(measuring)]
     plain = weights(tune_operators=False)
-    for way, same in (("bf16", True), ("fp32", False)):
-        path.write_text(json.dumps({"format": choices._FORMAT, "choices": {key: [way, "bf16", {}] for key in keys}}))
+    for way, same in (("torch/torch", True), ("torch/product", False)):
+        entries = {key: [way, "torch/torch", {}] for key in keys}
+        path.write_text(json.dumps({"format": choices._FORMAT, "choices": entries}))
         choices._opened.clear()
+        taken.clear()
         found = weights()
-        assert all(map(torch.equal, found, plain)) == same
+        assert way in taken
+        assert (taken == {"torch/torch"}) == same
+        assert all(map(torch.equal, found, plain)) or not same
         assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in zip(found, plain, strict=True))
 
 
@@ -116,17 +127,6 @@ def test_deterministic_algorithms_keep_to_the_first_guesses(step):
         torch.use_deterministic_algorithms(False)
 
 
-def test_explicit_request_in_fp32_is_refused():
-    with pytest.raises(NanoConfigError, match=r"tune_operators=True: it is for bf16"):
-        nano(tune_operators=True, verbose=False)(fit)(*parts())
-
-
-def test_fp32_runs_do_not_mention_it():
-    train = nano(verbose=False)(fit)
-    train(*parts())
-    assert "tune_operators" not in str(train.report)
-
-
 # --- several processes ---
 
 
@@ -149,7 +149,7 @@ class Others:
 
 def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
     known, sent = Choices(None), []
-    known.put("known", FP32)
+    known.put("known", PRODUCT)
     monkeypatch.setattr(module, "choices_for", lambda machine: known)
     made = []
     for rank in range(2):
@@ -159,9 +159,9 @@ def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
         each.apply(TrainingObjects([nn.Linear(2, 2)]))
         made.append(each)
     zero, one = (each._tuner for each in made)
-    assert one.choices.all() == {"known": FP32}
+    assert one.choices.all() == {"known": PRODUCT}
     assert one._budget.left(0.0) == 0
-    zero.choices.put("new", FP32)
+    zero.choices.put("new", PRODUCT)
     for averagings, expected in ((3, 1), (4, 2), (5, 2)):
         for each in made:
             for function in each.ranks.context.after_averaging:

@@ -19,7 +19,7 @@ from nano_loop.distributed.launch.torch_version import is_older_than
 from nano_loop.distributed.launch_local.server import Server
 from nano_loop.distributed.launch_local.start import cpus_of, origin_of
 from nano_loop.errors import NanoWorkerError, error_message
-from nano_loop.patching.torch_private import COMPILER_PACKAGE
+from nano_loop.patching.torch_private_compiler import COMPILER_PACKAGE
 
 _IS_PYTHON = "every rank but the first is a Python process that nano_loop starts"
 _HAS_NANO_LOOP = "Point sys.executable to a Python that has nano_loop"

@@ -22,7 +22,8 @@ from nano_loop.distributed.payload.code_reductions import (
     reduce_module,
     reduce_operator,
 )
-from nano_loop.patching.torch_private import TENSOR_HOOKS, is_watched_by_scheduler, kept_iterator, with_iterator
+from nano_loop.patching.torch_private import TENSOR_HOOKS, kept_iterator, with_iterator
+from nano_loop.patching.torch_private_optimizers import is_watched_by_scheduler
 
 # --- tensors, generators ---
 

@@ -65,7 +65,7 @@ class ProductsPrecisionMixin:
             return module
         if self._step is None:
             self._interceptors, machine = CallInterceptors(), read_machine()
-            options = Options(precision=PRODUCTS).resolved(machine)
+            options = Options(precision=PRODUCTS)
             self._step = Bf16Products(StepContext(options, machine, self._interceptors))
         parts = TrainingObjects(models=[module])
         reason = self._step.skip_reason(parts)

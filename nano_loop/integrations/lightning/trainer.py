@@ -41,8 +41,7 @@ class NanoTrainerMixin:
     distributed_backend, process_group_backend : str
         The options.
     precision : int or str
-        Lightning's names, ``"bf16"`` for ``"bf16-mixed"``, ``"bf16-products"``, or ``"auto"``: ``"bf16-mixed"`` where
-        the CPU has bf16 instructions.
+        Lightning's names, ``"bf16"`` for ``"bf16-mixed"``, ``"bf16-products"``, or ``"auto"`` for the same.
     **others
         The other options of `nano_loop.nano`, and all arguments of Lightning's Trainer but ``strategy``.
 
@@ -84,14 +83,14 @@ class NanoTrainerMixin:
         if "num_processes" in overriding:
             num_processes, devices = overriding["num_processes"], None
         devices = _devices(accelerator, num_processes, devices)
-        if precision == PRODUCTS:
+        if precision in (PRODUCTS, "auto"):
             others["plugins"] = [*_as_list(others.get("plugins")), self._nano_precision()]
             precision = None
         super().__init__(  # type: ignore[call-arg]
             **others,
             accelerator="cpu",
             devices=devices,
-            precision=_lightnings(precision),
+            precision=_PRECISIONS.get(str(precision), precision),
             strategy=self._nano_strategy(**options),
         )
 
@@ -182,10 +181,3 @@ def _as_list(plugins: Any) -> list[Any]:
     if plugins is None:
         return []
     return list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
-
-
-def _lightnings(precision: Any) -> Any:
-    """Return Lightning's name of a precision."""
-    if str(precision) == "auto":
-        return "bf16-mixed" if Settings.read({"precision": "auto"}).machine.has_fast_bf16 else "32-true"
-    return _PRECISIONS.get(str(precision), precision)

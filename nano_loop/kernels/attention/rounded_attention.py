@@ -7,19 +7,22 @@ single products instead, as with a dropout, these are rounded.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_loop.kernels.attention import blocked_attention
 from nano_loop.kernels.replacement import Replacement, unless_none
-from nano_loop.kernels.rounding import ATTENTION, is_large, note, rounds_products
+from nano_loop.kernels.rounding import ATTENTION, Arguments, may_round, rounds
 from nano_loop.patching.torch_private import FLASH_KERNEL
 
 _DIMENSIONS = 4  # batch, heads, rows, columns
 
 
 def _forward(
+    kernel: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -30,15 +33,26 @@ def _forward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Return the output, and the logarithm of the sum of each row, or None where torch has to compute."""
-    if dropout_p or not _is_ours(query, key, value, attn_mask):
+    multiplications = _multiplications(query, key, value)
+    if dropout_p or not _may_be_rounded(query, key, value, attn_mask, multiplications):
         return None
-    q, k, v = _rounded(query), _rounded(key), _rounded(value)
-    mask = None if attn_mask is None else blocked_attention.as_mask(attn_mask, query, key)
-    out = blocked_attention.laid_out_as(query, value.size(-1))
-    return blocked_attention.forward(q, k, v, mask, None, 0.0, is_causal, _scale(query, scale), out)
+
+    def rounded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v = _rounded(query), _rounded(key), _rounded(value)
+        mask = None if attn_mask is None else blocked_attention.as_mask(attn_mask, query, key)
+        out = blocked_attention.laid_out_as(query, value.size(-1))
+        return blocked_attention.forward(q, k, v, mask, None, 0.0, is_causal, _scale(query, scale), out)
+
+    def in_fp32(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Any:
+        return kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+
+    tensors = query, key, value, attn_mask
+    is_rounded = rounds(ATTENTION, multiplications, Arguments(ATTENTION, tensors, (is_causal,)), in_fp32, rounded)
+    return rounded(*tensors) if is_rounded else None
 
 
 def _backward(
+    kernel: Callable[..., Any],
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -52,38 +66,47 @@ def _backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...] | None:
     """Return the gradients of query, key and value, or None where torch has to compute."""
-    if dropout_p or not _is_ours(query, key, value, attn_mask):
+    multiplications = _multiplications(query, key, value)
+    if dropout_p or not _may_be_rounded(query, key, value, attn_mask, multiplications):
         return None
-    gradient, q, k, v = _rounded(grad_out), _rounded(query), _rounded(key), _rounded(value)
-    mask = None if attn_mask is None else blocked_attention.as_mask(attn_mask, query, key)
-    gradients = [blocked_attention.laid_out_as(tensor) for tensor in (query, key, value)]
-    log_sums, number = logsumexp.contiguous(), _scale(query, scale)
-    blocked_attention.backward(gradient, log_sums, q, k, v, mask, None, 0.0, is_causal, number, gradients)
-    return tuple(gradients)
+
+    def rounded(*tensors: Any) -> tuple[Tensor, ...]:
+        gradient, q, k, v = map(_rounded, tensors[:4])
+        mask = None if attn_mask is None else blocked_attention.as_mask(attn_mask, query, key)
+        gradients = [blocked_attention.laid_out_as(tensor) for tensor in (query, key, value)]
+        log_sums, number = logsumexp.contiguous(), _scale(query, scale)
+        blocked_attention.backward(gradient, log_sums, q, k, v, mask, None, 0.0, is_causal, number, gradients)
+        return tuple(gradients)
+
+    def in_fp32(*tensors: Any) -> Any:
+        return kernel(*tensors[:-1], out, logsumexp, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+
+    tensors = grad_out, query, key, value, attn_mask
+    call = Arguments(f"gradients of {ATTENTION}", tensors, (is_causal,))
+    return rounded(*tensors) if rounds(ATTENTION, multiplications, call, in_fp32, rounded) else None
 
 
 REPLACEMENTS = (
-    Replacement(FLASH_KERNEL, unless_none(_forward)),
-    Replacement(f"{FLASH_KERNEL}_backward", unless_none(_backward)),
+    Replacement(FLASH_KERNEL, unless_none(_forward, takes_kernel=True)),
+    Replacement(f"{FLASH_KERNEL}_backward", unless_none(_backward, takes_kernel=True)),
 )
 
 
-def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def _multiplications(query: Tensor, key: Tensor, value: Tensor) -> int:
+    if any(tensor.dim() != _DIMENSIONS for tensor in (query, key, value)):
+        return 0
+    return math.prod(query.shape[:-1]) * key.size(-2) * (query.size(-1) + value.size(-1))
+
+
+def _may_be_rounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, multiplications: int) -> bool:
     tensors = (query, key, value)
-    if query.dim() != _DIMENSIONS or any(tensor.dim() != _DIMENSIONS for tensor in tensors):
-        return False
-    scores = math.prod(query.shape[:-1]) * key.size(-2)
-    multiplications = scores * (query.size(-1) + value.size(-1))
-    if not is_large(ATTENTION, multiplications) or not rounds_products():
+    if not may_round(ATTENTION, multiplications):
         return False
     if not all(_is_plain(tensor) for tensor in (*tensors, mask) if tensor is not None):
         return False
     if query.size(0) != key.size(0) or query.size(1) % key.size(1) or key.shape[:-1] != value.shape[:-1]:
         return False
-    if query.size(-1) != key.size(-1) or not blocked_attention.supports(query, key, value):
-        return False
-    note(ATTENTION, multiplications)
-    return True
+    return query.size(-1) == key.size(-1) and blocked_attention.supports(query, key, value)
 
 
 def _is_plain(tensor: Tensor) -> bool:

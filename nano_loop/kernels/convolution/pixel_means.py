@@ -7,8 +7,8 @@ The mean of the images with their channels last, a view, has the same bits, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,19 +16,12 @@ from torch import Tensor
 
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
 from nano_loop.patching.ownership import belongs_to_set_up_model
-from nano_loop.patching.torch_private import in_mode_of_others
-
-_OPERATOR = "mean.dim"
+from nano_loop.patching.torch_private import in_dispatch_mode
 
 
-@contextmanager
-def gradients_in_nhwc() -> Iterator[None]:
-    """Let the means of set-up models' images have gradients in NHWC. Before torch 2.9 this changes nothing."""
-    if not gives_kernels():
-        yield
-        return
-    with overridden(_OPERATOR, _with_channels_last, "AutogradCPU"):
-        yield
+def gradients_in_nhwc() -> AbstractContextManager[None]:
+    """Return a context in which means of set-up models' images have gradients in NHWC, with torch 2.9 and later."""
+    return overridden("mean.dim", _with_channels_last, "AutogradCPU") if gives_kernels() else nullcontext()
 
 
 def _with_channels_last(original: Kernel | None) -> Callable[..., Tensor]:
@@ -50,6 +43,6 @@ def _is_image(x: Tensor) -> bool:
     """Whether a tensor has a gradient, and lies in NHWC and not also in NCHW."""
     if x.dim() != 4 or x.dtype is not torch.bfloat16 or not x.requires_grad or x.is_contiguous():
         return False
-    if torch.compiler.is_compiling() or in_mode_of_others():
+    if torch.compiler.is_compiling() or in_dispatch_mode():
         return False
     return x.is_contiguous(memory_format=torch.channels_last)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.replacement import Replacement
-from nano_loop.kernels.rounding import CONVOLUTION, is_large, note, rounds_products
+from nano_loop.kernels.rounding import CONVOLUTION, may_round, rounds
+from nano_loop.kernels.rounding import Arguments as Product
 
 #: Layouts with the channels of a pixel side by side, by the number of dimensions.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -33,11 +34,20 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., Tens
     def dispatched(
         keys: torch.DispatchKeySet, inputs: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
     ) -> Tensor:
-        if not rounds_inputs(inputs, weight, _output_pixels(inputs, weight, *geometry[:4]), geometry[-1]):
+        def in_fp32(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             out: Tensor = original(keys, inputs, weight, bias, *geometry)
             return out
-        out = original(keys, inputs.bfloat16(), weight.bfloat16(), None, *geometry).float()
-        return out if bias is None else out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
+
+        def rounded(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            out: Tensor = original(keys, inputs.bfloat16(), weight.bfloat16(), None, *geometry).float()
+            return out if bias is None else out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
+
+        multiplications = _output_pixels(inputs, weight, geometry) * weight.numel()
+        call = Product(CONVOLUTION, (inputs, weight, bias), geometry)
+        is_rounded = may_be_rounded(inputs, weight, multiplications, geometry[-1]) and rounds(
+            CONVOLUTION, multiplications, call, in_fp32, rounded
+        )
+        return (rounded if is_rounded else in_fp32)(inputs, weight, bias)
 
     return dispatched
 
@@ -45,10 +55,9 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., Tens
 REPLACEMENTS = (Replacement("convolution", for_set_up_models),)
 
 
-def rounds_inputs(inputs: Tensor, weight: Tensor, pixels: int, groups: int) -> bool:
-    """Whether a convolution rounds its inputs, whose whole weight is multiplied with so many pixels."""
-    multiplications = pixels * weight.numel()
-    if groups != 1 or not is_large(CONVOLUTION, multiplications) or not rounds_products():
+def may_be_rounded(inputs: Tensor, weight: Tensor, multiplications: int, groups: int) -> bool:
+    """Whether a convolution, or its gradients, may round these."""
+    if groups != 1 or not may_round(CONVOLUTION, multiplications):
         return False
     if any(
         type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype is not torch.float32 or tensor.is_mkldnn
@@ -56,22 +65,12 @@ def rounds_inputs(inputs: Tensor, weight: Tensor, pixels: int, groups: int) -> b
     ):
         return False
     layout = _LAYOUTS.get(inputs.dim())
-    if layout is None or inputs.is_contiguous() or not inputs.is_contiguous(memory_format=layout):
-        return False
-    note(CONVOLUTION, multiplications)
-    return True
+    return layout is not None and not inputs.is_contiguous() and inputs.is_contiguous(memory_format=layout)
 
 
-def _output_pixels(
-    inputs: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-) -> int:
+def _output_pixels(inputs: Tensor, weight: Tensor, geometry: Sequence[Any]) -> int:
     """Return how many pixels are multiplied with the whole weight."""
-    sizes = inputs.shape[2:]
+    (stride, padding, dilation, transposed, *_), sizes = geometry, inputs.shape[2:]
     if not transposed:
         places = zip(sizes, weight.shape[2:], padding, dilation, stride, strict=False)
         sizes = torch.Size((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, p, d, s in places)

@@ -6,6 +6,7 @@ Matrices are of bf16, or of fp32 where these are rounded: see `nano_loop.kernels
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,7 @@ def mm(original: _Kernel | None) -> _Kernel:
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
-        def by_torch(a: Tensor, b: Tensor, _: None, **kwargs: Any) -> Any:
-            return original(keys, a, b, **kwargs)
-
-        return _computed(Arguments(a, b), by_torch, kwargs)
+        return _computed(Arguments(a, b), partial(original, keys), kwargs)
 
     return dispatched
 
@@ -53,10 +51,7 @@ def addmm(original: _Kernel | None) -> _Kernel:
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
-        def by_torch(a: Tensor, b: Tensor, bias: Tensor, **kwargs: Any) -> Any:
-            return original(keys, bias, a, b, **kwargs)
-
-        return _computed(Arguments(a, b, bias), by_torch, kwargs)
+        return _computed(Arguments(a, b, bias), partial(original, keys), kwargs)
 
     return dispatched
 
@@ -82,10 +77,10 @@ def supports(call: Arguments) -> bool:
     return product.supports(a, b, bias)
 
 
-def _computed(call: Arguments, by_torch: _Kernel, kwargs: dict[str, Any]) -> Any:
-    result = None
+def _computed(call: Arguments, kernel: _Kernel, kwargs: dict[str, Any]) -> Any:
+    result, by_torch = None, rounded_product.factors_first(kernel)
     if call.a.dtype is torch.float32:
-        result = attempt(rounded_product.rounded_product, *call, **kwargs)
+        result = attempt(rounded_product.rounded_product, by_torch, *call, **kwargs)
     elif _is_ours(call, **kwargs) and _algorithm(call, by_torch, "out" in kwargs) == BLOCKS:
         result = attempt(product.product, *call, kwargs.get("out"))
     return by_torch(*call, **kwargs) if result is None else result

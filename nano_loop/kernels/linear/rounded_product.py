@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,68 +10,83 @@ from torch import Tensor
 
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.replacement import Replacement, unless_none
-from nano_loop.kernels.rounding import PRODUCT, is_large, note, rounds_products
+from nano_loop.kernels.rounding import PRODUCT, Arguments, may_round, rounds
 
 _MATRIX, _BATCH = 2, 3
+_KNOWN = frozenset(("beta", "alpha", "out"))
 
 
 def rounded_product(
+    by_torch: Callable[..., Any],
     a: Tensor,
     b: Tensor,
     bias: Tensor | None = None,
-    *,
     dimensions: int = _MATRIX,
-    beta: float = 1,
-    alpha: float = 1,
-    out: Tensor | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> Tensor | None:
     """Compute alpha a b + beta bias in fp32, from a and b in bf16, or return None where torch has to compute.
 
     Parameters
     ----------
+    by_torch : callable
+        torch's kernel. Takes a, b, the bias or None, and the keyword arguments.
     a, b : torch.Tensor
         Two matrices, or two batches of as many.
     bias : torch.Tensor, optional
         Of the result's shape, or one that is expanded to it.
     dimensions : int
         How many the operator takes: two of matrices, three of batches.
-    beta, alpha : float
-        Factors. A bias that is multiplied by 0 is not read.
-    out : torch.Tensor, optional
-        A tensor to write to.
-    **others
-        Arguments that only torch knows.
+    **kwargs
+        Those of the operator: the factors ``beta`` and ``alpha``, and ``out``.
     """
     multiplications = a.numel() * (b.size(-1) if b.dim() else 0)
-    if not is_large(PRODUCT, multiplications) or others or not rounds_products() or not _supports(a, b, dimensions):
+    if not may_round(PRODUCT, multiplications) or kwargs.keys() - _KNOWN or not _supports(a, b, dimensions):
         return None
+    beta, alpha, out = kwargs.get("beta", 1), kwargs.get("alpha", 1), kwargs.get("out")
     shape = torch.Size((*a.shape[:-1], b.size(-1)))
     if out is not None and not product.can_be_filled(out, shape, torch.float32, (a, b, bias)):
         return None
     is_row = bias is not None and beta == alpha == 1 and _is_row(bias, shape)
     if bias is not None and not is_row and not _is_expandable(bias, shape):
         return None
-    note(PRODUCT, multiplications)
-    result = product.product(a, b, bias if is_row else None, out, torch.float32)
-    if alpha != 1:
-        result.mul_(alpha)
-    if bias is not None and not is_row and beta != 0:
-        result.add_(bias, alpha=beta)
-    return result
+
+    def rounded(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        result = product.product(a, b, bias if is_row else None, out, torch.float32)
+        if alpha != 1:
+            result.mul_(alpha)
+        if bias is not None and not is_row and beta != 0:
+            result.add_(bias, alpha=beta)
+        return result
+
+    def in_fp32(a: Tensor, b: Tensor, bias: Tensor | None) -> Any:
+        of_its_own = {} if out is None else {"out": a.new_empty((*a.shape[:-1], b.size(-1)))}
+        return by_torch(a, b, bias, **{**kwargs, **of_its_own})
+
+    call = Arguments(PRODUCT, (a, b, bias), () if alpha == beta == 1 else (beta, alpha))
+    is_rounded = rounds(PRODUCT, multiplications, call, in_fp32, rounded, packed=a.numel() + b.numel())
+    return rounded(a, b, bias, out) if is_rounded else None
 
 
-def _bmm(a: Tensor, b: Tensor, **kwargs: Any) -> Tensor | None:
-    return rounded_product(a, b, dimensions=_BATCH, **kwargs)
+def factors_first(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's kernel of a product as a function of a, b, and what is added or None."""
+
+    def by_torch(a: Tensor, b: Tensor, bias: Tensor | None, **kwargs: Any) -> Any:
+        return kernel(a, b, **kwargs) if bias is None else kernel(bias, a, b, **kwargs)
+
+    return by_torch
 
 
-def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Tensor | None:
-    return rounded_product(a, b, bias, dimensions=_BATCH, **kwargs)
+def _bmm(kernel: Callable[..., Any], a: Tensor, b: Tensor, **kwargs: Any) -> Tensor | None:
+    return rounded_product(factors_first(kernel), a, b, None, _BATCH, **kwargs)
+
+
+def _baddbmm(kernel: Callable[..., Any], bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Tensor | None:
+    return rounded_product(factors_first(kernel), a, b, bias, _BATCH, **kwargs)
 
 
 #: `nano_loop.kernels.linear.linear` replaces the kernels of ``mm`` and ``addmm``. Inductor calls those with ``out``.
 REPLACEMENTS = tuple(
-    Replacement(f"{name}{overload}", unless_none(function))
+    Replacement(f"{name}{overload}", unless_none(function, takes_kernel=True))
     for name, function in (("bmm", _bmm), ("baddbmm", _baddbmm))
     for overload in ("", ".out")
 )

@@ -31,7 +31,6 @@ from nano_loop.kernels.norm.norm_arguments import (
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.patching.operators.operators import Kernel
 from nano_loop.patching.ownership import belongs_to_set_up_model
-from nano_loop.patching.patch_table import users
 
 _DENSE, _PARAMETERS, _STATISTICS = FLOATS._replace(layout=DENSE), (FP32, FP32), (FP32, FP32)
 _FORWARD = (_DENSE, *_PARAMETERS, _DENSE, *_STATISTICS)
@@ -185,12 +184,6 @@ REPLACEMENTS = tuple(
         *(layer_norm, layer_norm_backward),
     )
 )
-
-
-def computes_group_norm(x: Tensor) -> bool:
-    """Return whether a group norm of this input, with weights in fp32, is computed here in a set-up model."""
-    layout = layout_of(x) if users(("native_group_norm", "CPU")) and x.numel() >= MIN_ELEMENTS else None
-    return layout is not None and layout.has_fast_forward
 
 
 def _gradients(

@@ -15,7 +15,7 @@ from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.kernels.rnn import lstm_layer
 from nano_loop.kernels.rnn.lstm_layer import GATES, Arguments, States
-from nano_loop.kernels.rounding import LSTM, is_large, note, rounds_products
+from nano_loop.kernels.rounding import LSTM, is_large, may_round, note
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 from nano_loop.patching.torch_private import in_functorch
 
@@ -83,7 +83,7 @@ def _ours(args: Sequence[Any]) -> Arguments | None:
         return None
     multiplications = steps * batch * GATES * hidden * (size + hidden)
     if dtype is torch.float32:
-        if not (is_large(LSTM, multiplications) and rounds_products()):
+        if not may_round(LSTM, multiplications):
             return None
     elif multiplications < MIN_MULTIPLICATIONS or not belongs_to_set_up_model():
         return None
@@ -93,11 +93,7 @@ def _ours(args: Sequence[Any]) -> Arguments | None:
     call = Arguments(
         inputs, input_weight, hidden_weight, tuple(biases) if has_biases else (), output, cells, is_reversed
     )
-    if not all(map(_is_plain, tensors)) or not _is_one_layer(call):
-        return None
-    if dtype is torch.float32:
-        note(LSTM, multiplications)
-    return call
+    return call if all(map(_is_plain, tensors)) and _is_one_layer(call) else None
 
 
 def _is_one_layer(call: Arguments) -> bool:
@@ -118,11 +114,20 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _algorithm(call: Arguments, by_torch: _Kernel) -> str:
-    if call.inputs.dtype is torch.float32:
-        return BLOCKS
-    guess = BLOCKS if lstm_layer.KERNEL.is_first_guess else TORCH
+    rounds = call.inputs.dtype is torch.float32
+    is_first_guess = is_large(LSTM, _multiplications(call)) if rounds else lstm_layer.KERNEL.is_first_guess
     rule: Choose | None = rule_for(ALGORITHM)
-    return guess if rule is None else rule(call, lambda: {TORCH: by_torch, BLOCKS: _by_blocks}, guess)
+    algorithm = BLOCKS if is_first_guess else TORCH
+    if rule is not None:
+        algorithm = rule(call, lambda: {TORCH: by_torch, BLOCKS: _by_blocks}, algorithm)
+    if rounds and algorithm == BLOCKS:
+        note(LSTM, _multiplications(call))
+    return algorithm
+
+
+def _multiplications(call: Arguments) -> int:
+    steps, batch, _ = call.inputs.shape
+    return steps * batch * (call.input_weight.numel() + call.hidden_weight.numel())
 
 
 def _by_blocks(*arguments: Any) -> States:

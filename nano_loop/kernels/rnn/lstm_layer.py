@@ -105,7 +105,7 @@ class _LstmLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> States:
-        # What counts products in the first call of a model sees operators only.
+        # A mode of the user's sees operators only.
         outputs, output, cells, states, first_cells = AS_OPERATOR(*args) if in_mode() else _forward(*args)
         *tensors, ctx.is_reversed = args
         ctx.save_for_backward(*tensors, first_cells, states, outputs)

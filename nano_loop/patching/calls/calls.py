@@ -26,7 +26,8 @@ from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.exports import is_exporting, plain_models_exported
 from nano_loop.patching.ownership import NO_RULES, NONE, Rule, call_state, forget_graphs, note_graph
 from nano_loop.patching.patch_table import process_wide, shared_change
-from nano_loop.patching.torch_private import constant_when_traced, in_backward, next_node_number
+from nano_loop.patching.torch_private import in_backward, next_node_number
+from nano_loop.patching.torch_private_compiler import constant_when_traced
 
 #: Takes a function and its arguments, and returns its outputs.
 Call = Callable[..., Any]

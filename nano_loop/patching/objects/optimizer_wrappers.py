@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nano_loop.errors import NanoWarning, error_message
-from nano_loop.patching.torch_private import has_hooks
+from nano_loop.patching.torch_private_optimizers import has_hooks
 from nano_loop.patching.walk import find, walk
 
 

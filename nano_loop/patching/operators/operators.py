@@ -15,7 +15,8 @@ import torch
 
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.patch_table import shared_change
-from nano_loop.patching.torch_private import destroy_library, forget_dispatch, has_kernel, never_compiled
+from nano_loop.patching.torch_private import destroy_library, has_kernel
+from nano_loop.patching.torch_private_compiler import forget_dispatch, never_compiled
 
 #: torch's own kernel. It takes the dispatch key set, followed by the arguments of the operator.
 Kernel = Callable[..., Any]
@@ -133,7 +134,7 @@ def overridden_together(
     `name` identifies the replacements. `make` returns the functions by operator, and is called for the first user only;
     see `overridden`.
     """
-    return shared_change((name, dispatch_key), lambda: _registered(make(), dispatch_key))
+    return shared_change((name, dispatch_key), lambda: registered(make(), dispatch_key))
 
 
 def plainly(function: Callable[..., Any]) -> Callable[[Kernel | None], Callable[..., Any]]:
@@ -146,7 +147,8 @@ def plainly(function: Callable[..., Any]) -> Callable[[Kernel | None], Callable[
 
 
 @contextmanager
-def _registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
+def registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
+    """Replace kernels by functions, for one user: two of one kernel, as two runs may be, need `overridden`."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with_sites = functions if dispatch_key == AUTOCAST else {}
     sites = {

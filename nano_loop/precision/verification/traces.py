@@ -20,7 +20,7 @@ from nano_loop.patching.calls.calls import Call, CallInterceptors
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.walk import find
 from nano_loop.precision.autocast.autocast import cpu_autocast, disable_casts
-from nano_loop.precision.policy.lstms import can_train_lstms
+from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 
 #: How often the scale of fp16 gradients is halved until they are finite.
 _TRIES = 17

@@ -9,7 +9,7 @@ from nano_loop.steps.kernels.fast_linear import FastLinear
 from nano_loop.steps.kernels.fast_lstm import FastLstm
 from nano_loop.steps.kernels.fast_norm import FastNorm
 
-#: In any order but for FastNorm, to which `TuneOperators` leaves group norms.
+#: In any order.
 KERNEL_STEPS = (
     *(FastDropout, FastAttention, FastActivation, FastConvolution, FastCrossEntropy, FastLinear, FastLstm, FastNorm),
 )

@@ -36,7 +36,6 @@ from torch.utils.data import DataLoader, TensorDataset
 pl = imported("lightning.pytorch")
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, NanoWorkerError  # noqa: E402
-from nano_loop.cpu import read_machine  # noqa: E402
 from nano_loop.kernels.linear import product  # noqa: E402
 from nano_loop.patching.operators.operators import gives_kernels  # noqa: E402
 from nano_loop.steps import bf16_products  # noqa: E402
@@ -367,11 +366,9 @@ def test_module_of_the_other_package_is_refused_by_lightning():
         fitted(ours(PACKAGES[0]).Trainer, other, **NANO)
 
 
-def test_auto_precision_is_bf16_where_the_cpu_has_it(monkeypatch):
-    trainers = importlib.import_module("nano_loop.integrations.lightning.trainer")
-    expected = "bf16-mixed" if read_machine().has_fast_bf16 else "32-true"
-    assert ours(PACKAGES[0]).Trainer(**QUIET, precision="auto").precision == expected
-    assert trainers._lightnings("64-true") == "64-true"
+def test_auto_precision_rounds_products_and_others_are_lightnings():
+    assert ours(PACKAGES[0]).Trainer(**QUIET, precision="auto").precision == "bf16-products"
+    assert ours(PACKAGES[0]).Trainer(**QUIET, precision="64-true").precision == "64-true"
 
 
 @pytest.mark.slow

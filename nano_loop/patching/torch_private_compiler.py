@@ -1,0 +1,135 @@
+"""The uses of private names of `torch.compile` and of what traces for it; see `nano_loop.patching.torch_private`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+#: What `torch.compile` is in. Every optimizer imports it, which takes as long as to import torch.
+COMPILER_PACKAGE = "torch._dynamo"
+_COMPILER = "torch._dynamo.eval_frame"
+_ORIGINAL_FUNCTION = "_torchdynamo_orig_callable"
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a model was compiled by `torch.compile` or `model.compile()`. torch has no public check."""
+    # To import it takes as long as to import torch, and without it nothing has been compiled.
+    compiled: Any = getattr(sys.modules.get(COMPILER_PACKAGE), "OptimizedModule", ())
+    return isinstance(model, compiled) or model._compiled_call_impl is not None
+
+
+def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have `torch.compile` call the function once, while it traces, and compile its result in.
+
+    The public `torch.compiler.assume_constant_result` does the same, but imports torch._dynamo, which takes as long as
+    to import torch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def never_compiled(function: Callable[..., Any]) -> None:
+    """Keep `torch.compile` from tracing a function of Python, and all that it calls, where C++ code calls it.
+
+    The public `torch.compiler.disable` imports torch._dynamo and puts a function around each call.
+    """
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is not None:
+        dynamo = torch._C._dynamo.eval_frame
+        skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+        dynamo.set_code_exec_strategy(code, skip)
+
+
+def forget_compiled(model: nn.Module) -> None:
+    """Undo `model.compile()` and `call_compiled`. torch has no public function for it."""
+    vars(model).pop("_compiled_call_impl", None)
+
+
+def plain_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, and not by what it is compiled to."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def call_compiled(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Have calls of a module call ``function(module, ...)``.
+
+    The public ``module.compile()`` makes a function for each module, and those of several modules count as one towards
+    torch's limit of compilations.
+    """
+    module._compiled_call_impl = functools.partial(function, module)
+
+
+def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
+    """Return the options that a mode of `torch.compile` stands for, which takes one of the two."""
+    from torch._inductor import list_mode_options  # as torch.compile's documentation has it
+
+    return {} if mode in (None, "default") else dict(list_mode_options(mode, dynamic))
+
+
+def graph_pass(function: Callable[[torch.fx.Graph], None], identity: Callable[[], object]) -> Any:
+    """Return a pass over graphs, as Inductor's options take it. Inductor caches no graph if it is a mere function.
+
+    Parameters
+    ----------
+    function : callable
+        Changes a graph.
+    identity : callable
+        Returns what identifies the pass in the key of Inductor's cache. It can be pickled.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass  # takes seconds, and nobody else needs it
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> object:
+            return identity()
+
+        def __reduce__(self) -> tuple[Any, ...]:  # torch 2.8 pickles all options for the key of its cache
+            return repr, (identity(),)
+
+    return Pass()
+
+
+def forget_dispatch(operators: Collection[str], dispatch_key: str) -> None:
+    """Have torch's Python dispatcher, through which `torch.compile` traces, look up kernels of ATen operators anew.
+
+    It keeps for each operator what a dispatch key leads to, and torch forgets that only for kernels in Python's own
+    tables. What is traced after a run would be sent to a kernel of the run, which is gone.
+    """
+    names = {f"aten::{operator}" for operator in operators}
+    key = getattr(torch._C.DispatchKey, dispatch_key)
+    for overload in tuple(torch._ops.get_cached_ops()):  # type: ignore[no-untyped-call]
+        if overload.name() in names:
+            overload._uncache_dispatch(key)
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Return the compiled call that `module.compile()` has set, or None."""
+    return vars(module).get("_compiled_call_impl")
+
+
+def compile_call(module: nn.Module, context: Callable[[Any], Any]) -> None:
+    """Compile a module in place with the context of another compiled module; see `compile_context`."""
+    module._compiled_call_impl = context(module._call_impl)
+
+
+def compile_context(compiled: Any) -> Any:
+    """Return the picklable context by which `torch.compile` wrapped a function, or None for other functions."""
+    # Check where the function was defined, since functools.wraps copies torch's markers to other functions.
+    made_by_torch = isinstance(compiled, FunctionType) and compiled.__globals__.get("__name__") == _COMPILER
+    if not made_by_torch or _ORIGINAL_FUNCTION not in vars(compiled):
+        return None
+    return inspect.getclosurevars(compiled).nonlocals.get("self")
+
+
+def uncompiled(function: FunctionType) -> Any:
+    """Return the original function of a compiled function that has a `compile_context`."""
+    return vars(function)[_ORIGINAL_FUNCTION]

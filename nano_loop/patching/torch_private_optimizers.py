@@ -1,0 +1,95 @@
+"""The uses of private names of `torch.optim`, and of its kernels; see `nano_loop.patching.torch_private`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+_FUSED_CHECK = "_need_device_dtype_check_for_fused"
+_STEP_HOOKS = "_optimizer_step_pre_hooks"
+
+
+def fused_check_pending(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has not yet checked the dtypes of its parameters, as it does at the first fused step."""
+    return _FUSED_CHECK not in vars(optimizer)
+
+
+def forget_fused_check(optimizer: Optimizer) -> None:
+    """Remove the attribute that SGD and Adagrad set on themselves at the first fused step."""
+    vars(optimizer).pop(_FUSED_CHECK, None)
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be registered on an optimizer: its class has called ``Optimizer.__init__``."""
+    return _STEP_HOOKS in vars(optimizer)
+
+
+def hooks_before_step(optimizer: Optimizer) -> Iterator[Any]:
+    """Return the hooks that an optimizer's ``step()`` calls first. torch can register hooks, but not list them."""
+    return chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
+
+
+def hooks_after_step(optimizer: Optimizer) -> Iterator[Any]:
+    """Return the hooks that it calls last."""
+    return chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
+
+
+def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what torch has wrapped to run hooks around it, or None where something else than torch has wrapped it.
+
+    torch wraps ``step`` of a class when the class's first optimizer is built, and marks what it has wrapped.
+    """
+    if not getattr(step, "hooked", False):
+        return None
+    while getattr(step, "hooked", False):
+        if _module_of(step).partition(".")[0] not in ("torch", "nano_loop"):
+            return None
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step if _module_of(step) == torch_optimizer.__name__ else None
+
+
+def _module_of(function: Any) -> str:
+    """Return where a function was defined. `functools.wraps` copies ``__module__`` from another one."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs. The public names only start and stop one."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def fused_adam(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    means: list[torch.Tensor],
+    squares: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    *,
+    is_decoupled: bool,
+    **numbers: Any,
+) -> None:
+    """Call the kernel of Adam, or of AdamW, whose weight decay is decoupled. torch's public functions sort first."""
+    kernel = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+    kernel(parameters, gradients, means, squares, [], steps, amsgrad=False, **numbers)
+
+
+def fused_sgd(
+    parameters: list[torch.Tensor], gradients: list[torch.Tensor], momenta: list[torch.Tensor], **numbers: Any
+) -> None:
+    """Call the kernel of SGD after its first step, likewise."""
+    torch._fused_sgd_(parameters, gradients, momenta, is_first_step=False, **numbers)
+
+
+def foreach_increment(counters: list[torch.Tensor]) -> None:
+    """Add 1 to each of the counters, which are not empty."""
+    torch._foreach_add_(counters, 1)
+
+
+def is_watched_by_scheduler(step: Any) -> bool:
+    """Whether an optimizer's `step` is the wrapper by which a scheduler detects calls."""
+    return hasattr(step, "_wrapped_by_lr_sched")

@@ -1,1 +1,0 @@
-"""The decision between bf16 and fp32 for each call."""

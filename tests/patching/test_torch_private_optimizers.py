@@ -1,0 +1,92 @@
+"""Tells when a name that `torch.optim` keeps for itself is gone."""
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nano_loop.patching import torch_private_optimizers as private
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_first_fused_step_leaves_a_mark_that_can_be_removed(kind):
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = kind([weight], lr=0.1)
+    before = set(vars(optimizer))
+    assert private.fused_check_pending(optimizer)
+    optimizer.param_groups[0]["fused"] = True
+    weight.sum().backward()
+    optimizer.step()
+    assert not private.fused_check_pending(optimizer)
+    private.forget_fused_check(optimizer)
+    assert set(vars(optimizer)) == before
+
+
+def test_step_of_an_optimizer_can_be_taken_apart():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5, fused=True)
+    first, last, of_all = Mock(return_value=None), Mock(), Mock()
+    handles = [
+        optimizer.register_step_pre_hook(first),
+        optimizer.register_step_post_hook(last),
+        register_optimizer_step_pre_hook(of_all),
+    ]
+    assert list(private.hooks_before_step(optimizer)) == [of_all, first]
+    assert list(private.hooks_after_step(optimizer)) == [last]
+    weight.grad = torch.ones(3)
+    body = private.unhooked_step(torch.optim.SGD.step)
+    body(optimizer)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(weight.detach(), torch.full((3,), 0.5))
+    assert not first.called
+    assert not last.called
+    assert private.unhooked_step(body) is None
+    assert private.unhooked_step(lambda self: None) is None
+
+
+def test_running_profiler_is_seen():
+    assert not private.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.is_profiling()
+    assert not private.is_profiling()
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_fused_kernels_are_those_of_the_optimizers(is_decoupled):
+    kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = kind([weight], lr=0.1, weight_decay=0.1, fused=True)
+    weight.grad = torch.tensor([1.0, -2.0, 0.0])
+    ours, mean, square, counter = torch.ones(3), torch.zeros(3), torch.zeros(3), torch.tensor(0.0)
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
+    for _ in range(2):
+        optimizer.step()
+        private.foreach_increment([counter])
+        private.fused_adam([ours], [weight.grad], [mean], [square], [counter], is_decoupled=is_decoupled, **numbers)
+    assert torch.equal(ours, weight.detach())
+    assert torch.equal(counter, torch.tensor(2.0))
+    momentum = torch.ones(3)
+    numbers = {"lr": 0.5, "momentum": 0.5, "weight_decay": 0, "dampening": 0, "nesterov": False, "maximize": False}
+    ours = torch.ones(3)
+    private.fused_sgd([ours], [torch.ones(3)], [momentum], **numbers)
+    assert torch.equal(momentum, torch.full((3,), 1.5))
+    assert torch.equal(ours, torch.full((3,), 0.25))
+
+
+def test_hooks_of_optimizers_come_with_their_init():
+    class Bare(torch.optim.Optimizer):
+        def __init__(self):
+            pass
+
+    assert private.has_hooks(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    assert not private.has_hooks(Bare())
+
+
+def test_step_that_a_scheduler_watches_is_told_from_others():
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    assert not private.is_watched_by_scheduler(optimizer.step)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert private.is_watched_by_scheduler(vars(optimizer)["step"])
