@@ -44,7 +44,7 @@ class Sharding(RanksStep):
         if parts.trained and self.enabled and not self._finding:
             self._finding = True
             self.undoing.enter_context(implicit_loaders_changed(self._find))
-            self.undoing.enter_context(whole_evaluations_not_joined())
+            self.undoing.enter_context(whole_evaluations_not_joined(self.ranks))
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:

@@ -83,7 +83,7 @@ class DuplicateWork:
         self._returned: dict[int, StorageWeakRef] = {}  # memory of what the models have returned
         self._batch = 0  # that of all ranks, when they compared it last
         self._same_data = False  # whether the loaders of all ranks deliver the same
-        self._alike = 0  # averagings of the same in this run
+        self._repeated = 0  # averagings of the same in this run
 
     @property
     def is_due(self) -> bool:
@@ -143,7 +143,7 @@ class DuplicateWork:
             sharding.undivided = self._same_data or _same(by_rank, sharding.undivided)
         elif sharding.delivered and not self._same_data:
             sharding.undivided = False
-        self._alike = self._alike + 1 if sharding.undivided else 0
+        self._repeated = self._repeated + 1 if sharding.undivided else 0
         if self._ranks.rank == 0 and (sharding.undivided or self.is_due):
             self._count(parameters)
         self._averagings += 1
@@ -195,7 +195,7 @@ class DuplicateWork:
             got, hint = f"the loaders of all {self._ranks.size} ranks deliver the same batches", _INDEX
         message = error_message(got, _GAIN, hint)
         is_said = warn_once(message, place)
-        is_long = self._alike > FIRST
+        is_long = self._repeated > FIRST
         if not is_said and is_long and not any(parameter in _warned_of for parameter in parameters[:1]):
             warn(message, place)
         is_said |= is_long

@@ -5,7 +5,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed.sharding.test_implicit_loaders import sharding_of
-from nano_loop.distributed.launch.active_runs import active_run
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -35,19 +34,18 @@ def loader_of(count=12):
 
 def test_whole_evaluations_and_divided_training_both_count_each_sample_once(team):
     def loop(ranks):
-        with active_run(ranks):
-            step, model = sharding_of(ranks)
-            of_training = counted(loader_of())
-            divided = computed(of_training)
-            for metric in of_training:
-                metric.reset()
-            again = counted(loader_of())
-            with torch.no_grad():
-                of_evaluation = computed(counted(loader_of()))
-                late = computed(again)  # of the divided batches, after whole ones
-            model.eval()
-            by_mode = computed(counted(loader_of()))
-            step.undo()
+        step, model = sharding_of(ranks)
+        of_training = counted(loader_of())
+        divided = computed(of_training)
+        for metric in of_training:
+            metric.reset()
+        again = counted(loader_of())
+        with torch.no_grad():
+            of_evaluation = computed(counted(loader_of()))
+            late = computed(again)  # of the divided batches, after whole ones
+        model.eval()
+        by_mode = computed(counted(loader_of()))
+        step.undo()
         return divided, of_evaluation, late, by_mode
 
     expected = computed(counted(loader_of()))
