@@ -69,7 +69,7 @@ FAULTS = (
         '        return text == "0"',
         "tests/config/test_options.py",
     ),
-    Fault("config/precisions.py", '"bf16": "bf16-mixed"}', '"bf16": "bf16-true"}', "tests/config/test_options.py"),
+    Fault("config/precisions.py", '"bf16": "bf16-mixed"', '"bf16": "bf16-true"', "tests/config/test_options.py"),
     Fault(
         "cpu/cgroup.py",
         "    return min((quota for quota in quotas",

@@ -91,9 +91,9 @@ def rounded(monkeypatch):
     """The products that have rounded their inputs, by their kind."""
     counts, note = Counter(), module.Bf16Products._note
 
-    def counting(self, kind, multiplications):
+    def counting(self, kind, *numbers):
         counts[kind] += 1
-        note(self, kind, multiplications)
+        note(self, kind, *numbers)
 
     monkeypatch.setattr(module.Bf16Products, "_note", counting)
     return counts
@@ -161,6 +161,27 @@ def test_outside_of_the_models_and_after_the_run_products_are_torchs_to_the_bit(
     assert all(torch.equal(one, two) for one, two in zip(inside, exact, strict=True))
     assert all(torch.equal(one, two) for one, two in zip([torch.mm(a, b), *step(other, x)], exact, strict=True))
     assert not rounded
+
+
+@here
+def test_log_of_casts_lists_the_products_of_each_module_and_what_they_pack(every_product):
+    def train(model, optimizer, x):
+        for _ in range(3):
+            step(model, x)
+            optimizer.step()
+
+    model, x = built("perceptron")
+    train = nano(precision="bf16-products", log_casts=True, verbose=False)(train)
+    train(model, torch.optim.SGD(model.parameters(), 0.1), x)
+    report = train.report
+    rows = {(row.part, row.module): row for row in report["log_casts"].data.rows if row.target == "bf16 in product"}
+    assert {place: (row.casts, row.cast_bytes) for place, row in rows.items()} == {
+        ("forward", "0"): (1, 6 * (96 * 64 + 64 * 128)),
+        ("forward", "2"): (1, 6 * (96 * 128 + 128 * 40)),
+        ("backward", "0"): (2, 6 * (2 * 96 * 128 + 96 * 64 + 64 * 128)),
+        ("backward", "2"): (2, 6 * (2 * 96 * 40 + 96 * 128 + 128 * 40)),
+    }
+    assert "6 products round, and pack 0.6 MB" in report["log_casts"].detail
 
 
 @here
