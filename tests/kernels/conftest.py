@@ -49,3 +49,18 @@ def for_each_number(threads):
         return results
 
     return compute
+
+
+@pytest.fixture
+def behind_memory(monkeypatch):
+    """What lies behind the memory that kernels make, full of 7s."""
+    behind, size = [], 1 << 16
+
+    def with_an_end(*sizes, dtype, memory_format=torch.contiguous_format, **_):
+        count = torch.Size(sizes).numel()
+        memory = torch.full((count + size,), 7, dtype=dtype)
+        behind.append(memory[count:])
+        return memory[:count].view(sizes).contiguous(memory_format=memory_format)
+
+    monkeypatch.setattr(torch, "empty", with_an_end)
+    return behind
