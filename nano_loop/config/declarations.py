@@ -214,6 +214,8 @@ class Declarations:
     )
 
 
+#: What measures or compares a run, and changes nothing that it computes.
+MEASURING = ("tune", "step_time", "log_casts", "verify")
 DECLARED = fields(Declarations)
 OPTIONS = tuple(declared.name for declared in DECLARED)
 DEFAULTS: dict[str, Any] = {declared.name: declared.default for declared in DECLARED}

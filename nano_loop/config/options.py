@@ -1,4 +1,4 @@
-"""The options of a run: read from a call and from the environment, checked, and resolved for the machine.
+"""The options of a run: read from a call and from the environment, and checked.
 
 `nano_loop.config.declarations` says which options there are.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_loop.config.declarations import CHECKS, DEFAULTS, OPTIONS, Declarations
+from nano_loop.config.declarations import CHECKS, DEFAULTS, MEASURING, OPTIONS, Declarations
 from nano_loop.config.environment import read_options, variable_of
 from nano_loop.config.leftovers import LEFTOVERS
 from nano_loop.config.option_checks import RefusedValueError, contradictions
@@ -85,7 +85,7 @@ class Options(Declarations):
     def for_nested_run(self, **changes: Any) -> Options:
         """Return the options of a run inside this one, which has a copy of a model to itself, with some changed."""
         alone = {"num_processes": 1, "cpu_for_each_process": None, "verbose": False}
-        return self._with(**alone, **changes, **dict.fromkeys(("verify", "log_casts", "step_time", "tune"), False))
+        return self._with(**alone, **changes, **dict.fromkeys(MEASURING, False))
 
     def without_cpus(self) -> Options:
         """Return the options without ``cpu_for_each_process``."""

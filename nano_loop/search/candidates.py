@@ -10,7 +10,7 @@ from torch import nn
 
 from nano_loop.config.declarations import DEFAULTS
 from nano_loop.config.options import Options
-from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.runtime.settings import Settings
 
 Changes = dict[str, Any]
@@ -41,7 +41,9 @@ def candidates(
         What is trained, as far as it is known.
     """
     options, machine = settings.options, settings.machine
-    steps, has_convolutions = answer["steps"], answer["convolutions"] if parts is None else _has_convolutions(parts)
+    steps, has_convolutions = answer["steps"], answer["convolutions"]
+    if parts is not None:
+        has_convolutions = any(has_modules(model, _CONVOLUTIONS) for model in parts.models)
     layouts = [False, True] if has_convolutions else [options.channels_last]
     precisions = ["32-true", *["bf16-mixed"] * machine.has_fast_bf16]
     combined = [{"precision": precision, "channels_last": layout} for precision in precisions for layout in layouts]
@@ -79,10 +81,6 @@ def _steps(options: Options) -> Iterator[Changes]:
 def _ipex(options: Options) -> Iterator[Changes]:
     if find_spec("intel_extension_for_pytorch") is not None:
         yield {"use_ipex": not options.use_ipex}
-
-
-def _has_convolutions(parts: TrainingObjects) -> bool:
-    return any(isinstance(module, _CONVOLUTIONS) for model in parts.models for module in model.modules())
 
 
 def _distinct(proposals: Iterable[Changes], options: Options, fixed: Collection[str]) -> Iterator[Changes]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nano_loop.config.declarations import DEFAULTS
+from nano_loop.config.declarations import MEASURING
 from nano_loop.config.options import Options
 from nano_loop.config.precisions import SHORT_NAMES
 from nano_loop.errors import NanoConfigError, error_message
@@ -200,8 +200,7 @@ def as_text(values: Mapping[str, Any]) -> str:
 def differing(options: Options) -> dict[str, Any]:
     """Return the options that are not the default, besides those that only measure."""
     values, plain = options.as_dict(), Options()
-    names = (name for name in DEFAULTS if name not in ("tune", "log_casts", "step_time", "verify"))
-    return {name: values[name] for name in names if values[name] != getattr(plain, name)}
+    return {name: values[name] for name in values if name not in MEASURING and values[name] != getattr(plain, name)}
 
 
 def _literal(name: str, value: Any) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nano_loop.cache_folder import JsonFile, cache_folder
+from nano_loop.config.declarations import MEASURING
 from nano_loop.config.options import Options
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.errors import NanoError, error_message
@@ -37,7 +38,7 @@ TOLERANCE = 0.1
 #: What is left to begin a candidate with: seconds, and steps of the loop.
 _LEAST, _STEPS = 3.0, 8
 _FIRST = 10.0  # seconds that the loop without nano_loop may take, if less is left
-_NOT_IN_TRIALS = {"verbose": False, "verify": False, "log_casts": False, "step_time": False, "tune": False}
+_NOT_IN_TRIALS = dict.fromkeys(("verbose", *MEASURING), False)
 _FORMAT = 2  # of the file of a kept result
 
 

@@ -10,11 +10,9 @@ import torch
 from torch import distributed, nn
 from typing_extensions import override
 
-from nano_loop.distributed.comm.channel import Transport
 from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.distributed.data_parallel.initial_sync import named_parameters
 from nano_loop.distributed.multi_host.hosts import HostsTransport
-from nano_loop.distributed.sharding.sharding import served_whole_by_mode
 from nano_loop.distributed.shared_memory.shared_file import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
 from nano_loop.errors import NanoError
@@ -34,7 +32,7 @@ class GradientAveraging(RanksStep):
     @override
     def begin(self) -> None:
         self._averaging: Averaging | None = None
-        self._transport: Transport | None = None
+        self._transport: SharedMemoryTransport | None = None
         self._nbytes = 0  # of all parameters that were set up
         self._route = ""
 
@@ -45,7 +43,7 @@ class GradientAveraging(RanksStep):
         )
         if self._averaging is None:
             self._averaging = self._open()
-        elif isinstance(self._transport, SharedMemoryTransport) and self._transport.chunk < chunk_for(self._nbytes):
+        elif self._transport is not None and self._transport.chunk < chunk_for(self._nbytes):
             self._averaging.use(self._opened(self._make_transport()))
         self._averaging.add(parts.models, parts.optimizers)
         for model in parts.models:
@@ -62,21 +60,20 @@ class GradientAveraging(RanksStep):
         averaging = Averaging(
             self.ranks,
             transport,
-            served_whole_by_mode,
             compare=self.options.compare_parameters,
             sync_buffers=self.options.sync_buffers,
-            stream=transport.stream if isinstance(transport, HostsTransport) and not self.ranks.on_one_host else None,
+            overlapped=isinstance(transport, HostsTransport) and not self.ranks.on_one_host,
         )
         self.undoing.callback(averaging.close)
         return averaging
 
-    def _opened(self, transport: Transport) -> Transport:
+    def _opened(self, transport: SharedMemoryTransport) -> SharedMemoryTransport:
         self._transport = transport
         self.undoing.callback(transport.close)
         self.undoing.callback(transport.leave)
         return transport
 
-    def _make_transport(self) -> Transport:
+    def _make_transport(self) -> SharedMemoryTransport:
         """Return the shared-memory transport, which is faster, if available and no other backend was requested."""
         compression = torch.bfloat16 if self.options.gradient_compression else None
         backend = self.options.process_group_backend
@@ -90,10 +87,10 @@ class GradientAveraging(RanksStep):
                 return transport
         if self.ranks.context.hosts is not None and backend in (None, "gloo"):
             with suppress(NanoError):  # raised on every rank, as above
-                transport_between = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
+                transport = HostsTransport(self.ranks, self.ranks.context.hosts, compression=compression)
                 shares = any(len(member) > 1 for member in self.ranks.context.hosts.members)
                 route = "through shared memory, then between hosts by gloo" if shares else "by gloo"
                 self._route = f"{_DURING}, {route}"
-                return transport_between
+                return transport
         self._route = f"{_AT_END if self.ranks.on_one_host else _DURING}, by {distributed.get_backend()}"
         return HostsTransport(self.ranks, compression=compression)

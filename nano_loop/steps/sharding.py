@@ -11,7 +11,7 @@ from typing_extensions import override
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.sharding.dataset_digest import Known
 from nano_loop.distributed.sharding.implicit_loaders import ImplicitSharding
-from nano_loop.distributed.sharding.sharding import BatchSharding, forget_last_served, serving, sharded_by_user
+from nano_loop.distributed.sharding.sharding import BatchSharding, serving, sharded_by_user
 from nano_loop.patching.objects.loaders import changed, implicit_loaders_changed
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -64,11 +64,6 @@ class Sharding(RanksStep):
         if not self.ranks.context.sharding.implicit_loaders:
             return None
         return StepResult(self.name, "applied", f"loaders that were not set up, {_BY_BATCH}")
-
-    @override
-    def undo(self) -> None:
-        super().undo()
-        forget_last_served()
 
     def _find(self, loader: DataLoader[Any]) -> ImplicitSharding | None:
         """Return the change to a loader that the loop uses and that was not set up."""

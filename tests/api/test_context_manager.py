@@ -60,21 +60,6 @@ def test_several_models_and_optimizers():
         assert all(map(is_fused, optimizers))
 
 
-def test_it_may_be_inside_another_run_and_another_inside_it():
-    inner, outer = Net(), Net()
-
-    @nano(verbose=False)
-    def train(model):
-        with accelerated(inner, precision="bf16", verbose=False):
-            assert in_bf16(model, inner) == [False, True]
-        assert in_bf16(inner) == [False]
-
-    train(outer)
-    with accelerated(outer, precision="bf16", verbose=False):
-        nano(verbose=False)(lambda model: None)(inner)
-        assert in_bf16(outer) == [True]
-
-
 def test_several_processes_are_refused_with_the_way_that_works():
     with pytest.raises(
         NanoConfigError, match=r"^num_processes=2: accelerated runs in one process. .*@nano_loop.nano\("

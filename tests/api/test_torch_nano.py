@@ -302,18 +302,6 @@ def test_train_of_a_class_beside_torch_nano_is_a_run(job):
     assert in_bf16(job[0]) == [False]
 
 
-def test_train_that_calls_itself_is_one_run(job):
-    def train(self, depth):
-        if depth:
-            self.train(train, depth - 1)
-            assert (in_bf16(job[0]), is_fused(job[1])) == ([True], True)
-        model, optimizer = self.setup(*job)
-        fit(model, optimizer, loader())
-        return in_bf16(model), is_fused(optimizer)
-
-    assert Loop(precision="bf16").train(train, 2) == ([True], True)
-
-
 def test_train_keeps_its_metadata():
     class Documented(TorchNano):
         def train(self, epochs: int = 3) -> int:
@@ -522,17 +510,6 @@ def test_what_a_step_has_measured_is_added_when_the_run_ends_unless_it_raises(jo
     with pytest.raises(LookupError):
         loop.train(train, fails=True)
     assert "measured" not in str(loop.report)
-
-
-def test_printed_report_says_what_the_environment_overrode(job, capfd, monkeypatch):
-    monkeypatch.setenv("NANO_LOOP_PRECISION", "bf16")
-    loop = Loop(precision=32, verbose=True)
-    loop.train(lambda self: self.setup(*job))
-    err = capfd.readouterr().err
-    assert "NANO_LOOP_PRECISION=bf16" in err
-    assert "applied  precision" in err
-    assert loop.report.from_environment == ("NANO_LOOP_PRECISION=bf16",)
-    assert loop.report.options["precision"] == "bf16-mixed"
 
 
 def test_auto_precision_is_reported_as_what_it_means_on_this_cpu(job, monkeypatch):

@@ -162,15 +162,18 @@ MESSAGES = {
     "unknown kind": plain.dumps([1]).replace(b'"list"', b'"exec"'),
     "unknown dtype": plain.dumps(torch.ones(1)).replace(b'"float32"', b'"qint8xx"'),
     "no dtype": plain.dumps(torch.ones(1)).replace(b'"float32"', b'"empty_ "'),
-    "other shape": plain.dumps(torch.ones(3)).replace(b"[3], [1]", b"[9], [1]"),
-    "negative shape": plain.dumps(torch.ones(2, 2)).replace(b"[2, 2]", b"[-4,-1]"),
+    "other shape": plain.dumps(torch.ones(3)).replace(b'["list", [3]]', b'["list", [9]]'),
+    "negative shape": plain.dumps(torch.ones(2, 2)).replace(b'["list", [2, 2]]', b'["list", [-4, -1]]'),
     "strides beyond the memory": plain.dumps(torch.ones(2, 2)).replace(b"[2, 1]", b"[8, 1]"),
     "index outside a sparse tensor": plain.dumps(torch.eye(2).to_sparse()).replace(
-        b'"sparse", [2, 2]', b'"sparse", [1, 2]'
+        b'"torch.sparse_coo", ["list", [2, 2]]', b'"torch.sparse_coo", ["list", [1, 2]]'
     ),
     "array of objects": plain.dumps(np.ones(1)).replace(b'"<f8"', b'"|O8"'),
-    "key that cannot be hashed": plain.dumps({1: 2}).replace(b"[[1, 2]]", b'[[["list", []], 2]]'),
-    "another blob": plain.dumps(b"x").replace(b'["bytes", 0]', b'["bytes", 7]'),
+    "key that cannot be hashed": plain.dumps({1: 2}).replace(b"[1, 2]", b'[["list", []], 2]'),
+    "another blob": plain.dumps(b"x").replace(b'["bytes", [], 0]', b'["bytes", [], 7]'),
+    "data of a list": plain.dumps([b"x"]).replace(b'["bytes", [], 0]]', b'["bytes", [], 0]], 0'),
+    "number in place of a dtype": plain.dumps(torch.ones(1)).replace(b'["dtype", ["float32"]]', b"3"),
+    "list in place of a stored tensor": plain.dumps(torch.eye(2).to_sparse()).replace(b'["tensor"', b'["list"'),
 }
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
 from typing import Any, Protocol
 
+import cloudpickle
 import torch
+
+from nano_loop.errors import NanoError
 
 #: What the exchanges are for with which ranks begin to iterate a loader together.
 ITERATION = "the iteration of a loader"
+#: What a message begins with.
+PICKLE, REFUSAL = b"p", b"r"
 
 
-class Codec(Protocol):
-    """Turns the values that ranks exchange into bytes, and back."""
+class Codec:
+    """Turns the values that ranks exchange into bytes, and back: any values, among processes of one user alone."""
 
     def begin(self) -> None:
         """Note that a collective begins; every rank calls it once for each."""
@@ -25,12 +30,18 @@ class Codec(Protocol):
         NanoError
             If values of this type may not travel. The ranks that wait get `refusal`.
         """
+        data: bytes = cloudpickle.dumps(value)
+        return PICKLE + data
 
     def refusal(self, reason: str) -> bytes:
         """Return a message that makes `loads` raise a NanoError with this reason."""
+        return REFUSAL + reason.encode()
 
     def loads(self, data: bytes, sender: int) -> Any:
         """Return the value that rank `sender` has sent."""
+        if data[:1] == REFUSAL:
+            raise NanoError(data[1:].decode())
+        return pickle.loads(memoryview(data)[1:])
 
 
 class Channel(Protocol):
@@ -63,33 +74,3 @@ class Channel(Protocol):
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-
-
-class Transport(Protocol):
-    """Carries tensors between the ranks of a run.
-
-    `average` is collective, and relies on equal shapes and dtypes, which ranks compare before.
-    """
-
-    def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite each tensor in place by its mean over all ranks, which is the same to the bit on every rank.
-
-        Collective.
-
-        Parameters
-        ----------
-        tensors : sequence of torch.Tensor
-            On the CPU, of float32, float64, bfloat16, float16, complex64 or complex128, of any strides without
-            overlap. Every rank gives the same shapes and dtypes in the same order; strides may differ.
-
-        Raises
-        ------
-        NanoError
-            Where a dtype is another, and where a rank that this one waits for has failed, or is too late.
-        """
-
-    def leave(self) -> None:
-        """Announce that this rank averages no more, so that a rank which waits for it raises at once, if possible."""
-
-    def close(self) -> None:
-        """Give back all memory. A closed transport raises on use."""

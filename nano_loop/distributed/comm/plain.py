@@ -2,7 +2,8 @@
 
 The types are None, bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, `torch.dtype`,
 `torch.Size`, `torch.Tensor` (strided or sparse), and arrays and numbers of numpy. A named tuple arrives as a
-tuple. A message is a tree in JSON, and behind it the blobs that the tree refers to by number.
+tuple. A message is a tree in JSON, and behind it the blobs that the tree refers to by number: a node is a value of
+JSON's own, or the name of a type, the nodes of the parts by which a value of it is made, and the number of its blob.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from nano_loop.patching.objects.optimizers import is_dense
 
 #: The data that the nodes refer to by number.
 _Blobs = Sequence[memoryview]
+#: The name of a type, the parts by which a value of it is made and, for some types, data.
+_Content = tuple[Any, ...]
 
 _NUMBERS = "biufc"  # the kinds of numpy's dtypes that are plain numbers
 _LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -91,69 +94,52 @@ def _split(data: bytes) -> tuple[dict[str, Any], _Blobs]:
 def _node(value: Any, blobs: list[bytes], depth: int) -> Any:
     if depth > _DEEPEST:
         raise NotPlainError("it is nested too deeply, or contains itself")
-    kind = type(value)
-    if kind in _AS_IS:
+    if type(value) in _AS_IS:
         return value
+    parts = _parts(value)
+    if parts is None:
+        raise NotPlainError(f"{type(value).__module__}.{type(value).__qualname__}")
+    name, items, *data = parts
+    numbers = range(len(blobs), len(blobs) + len(data))
+    blobs += data
+    return [name, [_node(item, blobs, depth + 1) for item in items], *numbers]
+
+
+def _parts(value: Any) -> _Content | None:
+    """Return what a value is made of; None for one of another type."""
+    kind = type(value)
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind], value
     if kind in _LEAVES:
-        leaf = _LEAVES[kind](value, blobs)
-        if leaf is not None:
-            return leaf
-    elif kind is dict:
-        return ["dict", [[_node(part, blobs, depth + 1) for part in item] for item in value.items()]]
-    elif kind in _CONTAINERS or _is_named_tuple(value):
-        name = _CONTAINERS.get(kind, "tuple")
-        return [name, [_node(item, blobs, depth + 1) for item in value]]
-    elif isinstance(value, np.generic):
-        number = _node_of_array(np.asarray(value), blobs)
-        if number is not None:
-            return ["number", number]
-    raise NotPlainError(f"{kind.__module__}.{kind.__qualname__}")
+        return _LEAVES[kind](value)
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMBERS:
+        return "number", [np.asarray(value)]
+    return ("tuple", value) if isinstance(value, tuple) and hasattr(value, "_fields") else None
 
 
-def _blob(value: bytes, blobs: list[bytes]) -> Any:
-    blobs.append(value)
-    return ["bytes", len(blobs) - 1]
+def _parts_of_array(array: np.ndarray[Any, Any]) -> _Content | None:
+    numbers = array.dtype.kind in _NUMBERS
+    return ("array", [array.dtype.str, list(array.shape)], array.tobytes()) if numbers else None
 
 
-def _array(value: np.ndarray[Any, Any], blobs: list[bytes]) -> Any:
-    node = _node_of_array(value, blobs)
-    return node and ["array", node]
-
-
-def _node_of_array(array: np.ndarray[Any, Any], blobs: list[bytes]) -> Any:
-    """Return the node of an array, whose data is appended to `blobs`; None if its elements are no numbers."""
-    if array.dtype.kind not in _NUMBERS:
+def _parts_of_tensor(tensor: torch.Tensor) -> _Content | None:
+    """Return what a tensor is made of; None for one that is not on the CPU, or quantized."""
+    if tensor.device.type != "cpu" or tensor.is_quantized:
         return None
-    blobs.append(array.tobytes())
-    return [array.dtype.str, list(array.shape), len(blobs) - 1]
-
-
-def _node_of_tensor(tensor: torch.Tensor, blobs: list[bytes]) -> Any:
-    """Return the node of a tensor, whose data is appended to `blobs`; None for what is no plain tensor on the CPU."""
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.is_quantized:
+    whole = tensor.detach()
+    if tensor.layout in _SPARSE.values():
+        return "sparse", [tensor.requires_grad, str(tensor.layout), list(tensor.shape), *_stored(whole)]
+    if tensor.layout is not torch.strided:
         return None
-    detached, needs_gradient = tensor.detach(), tensor.requires_grad
-    if tensor.layout is torch.strided:
-        node = _node_of_strided(detached, blobs)
-    elif tensor.layout in _SPARSE.values():
-        parts = [_node_of_tensor(part, blobs) for part in _parts(detached)]
-        node = ["sparse", list(tensor.shape), str(tensor.layout), *parts]
-    else:
-        return None
-    return node and ["tensor", [needs_gradient, node]]
+    whole = whole.resolve_conj().resolve_neg()
+    if not is_dense(whole):
+        whole = whole.contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))
+    parts = [tensor.requires_grad, whole.dtype, list(whole.shape), list(whole.stride())]
+    return "tensor", parts, flat.view(torch.uint8).numpy().tobytes()
 
 
-def _node_of_strided(tensor: torch.Tensor, blobs: list[bytes]) -> Any:
-    tensor = tensor.resolve_conj().resolve_neg()
-    if not is_dense(tensor):
-        tensor = tensor.contiguous()
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    blobs.append(flat.view(torch.uint8).numpy().tobytes())
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return ["strided", dtype, list(tensor.shape), list(tensor.stride()), len(blobs) - 1]
-
-
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _stored(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors that a sparse one is made of."""
     if tensor.layout is torch.sparse_coo:
         whole = tensor.coalesce()
@@ -164,100 +150,71 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
-_LEAVES: dict[type, Callable[[Any, list[bytes]], Any]] = {
-    bytes: _blob,
-    complex: lambda value, blobs: ["complex", [value.real, value.imag]],
-    torch.dtype: lambda value, blobs: ["dtype", str(value).removeprefix("torch.")],
-    np.ndarray: _array,
-    torch.Tensor: _node_of_tensor,
+_LEAVES: dict[type, Callable[[Any], _Content | None]] = {
+    dict: lambda value: ("dict", value.items()),
+    bytes: lambda value: ("bytes", [], value),
+    complex: lambda value: ("complex", [value.real, value.imag]),
+    torch.dtype: lambda value: ("dtype", [str(value).removeprefix("torch.")]),
+    np.ndarray: _parts_of_array,
+    torch.Tensor: _parts_of_tensor,
 }
 
 
-def _is_named_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_fields")
-
-
 def _value(node: Any, blobs: _Blobs) -> Any:
+    """Return the value of a node. What it raises for a wrong node, `loads` handles."""
     if type(node) in _AS_IS:
         return node
-    name, content = cast("tuple[str, Any]", _pair(node))
-    return _VALUES[name](content, blobs)
-
-
-def _pair(node: Any) -> Any:
-    if type(node) is not list or len(node) != 2 or type(node[0]) is not str:
+    if type(node) is not list:
         raise ValueError("no node of a tree")
-    return node
+    name, parts, *numbers = node
+    return _MADE[name]([_value(part, blobs) for part in parts], *[blobs[number] for number in numbers])
 
 
-def _list(content: Any, blobs: _Blobs) -> list[Any]:
-    if type(content) is not list:
-        raise ValueError("no list")
-    return [_value(item, blobs) for item in content]
-
-
-def _dict(content: Any, blobs: _Blobs) -> dict[Any, Any]:
-    return {_value(key, blobs): _value(value, blobs) for key, value in content}
-
-
-def _complex(content: Any, blobs: _Blobs) -> complex:
-    real, imaginary = content
-    return complex(float(real), float(imaginary))
-
-
-def _array_of(node: Any, blobs: _Blobs) -> np.ndarray[Any, Any]:
-    """Return the array of a node; it can be written to. What it raises for a wrong node, `plain.loads` handles."""
-    kind, shape, number = node
-    dtype = np.dtype(str(kind))
-    if dtype.kind not in _NUMBERS:
-        raise ValueError("no array of numbers")
-    return np.frombuffer(bytearray(blobs[number]), dtype).reshape(_sizes(shape))
-
-
-def _tensor_of(node: Any, blobs: _Blobs) -> torch.Tensor:
-    """Return the tensor of a node, with the strides that it had if its memory was dense."""
-    needs_gradient, (kind, *content) = node
-    tensor = _KINDS[kind](content, blobs)
-    return tensor.requires_grad_() if needs_gradient is True else tensor
-
-
-def _dtype_of(name: Any) -> torch.dtype:
-    """Return the dtype that has a name."""
-    dtype = vars(torch).get(name)
+def _dtype(parts: list[Any]) -> torch.dtype:
+    dtype = vars(torch).get(*parts)
     if not isinstance(dtype, torch.dtype):
         raise ValueError("no dtype of torch")
     return dtype
 
 
-def _strided(content: Any, blobs: _Blobs) -> torch.Tensor:
-    name, shape, strides, number = content
-    dtype, sizes, steps = _dtype_of(name), _sizes(shape), _sizes(strides)
-    if len(sizes) != len(steps) or math.prod(sizes) * dtype.itemsize != len(blobs[number]):
+def _array(parts: list[Any], data: memoryview) -> np.ndarray[Any, Any]:
+    """Return an array that can be written to."""
+    kind, shape = parts
+    dtype = np.dtype(str(kind))
+    if dtype.kind not in _NUMBERS:
+        raise ValueError("no array of numbers")
+    return np.frombuffer(bytearray(data), dtype).reshape(_sizes(shape))
+
+
+def _tensor(parts: list[Any], data: memoryview) -> torch.Tensor:
+    """Return a tensor, with the strides that it had if its memory was dense."""
+    needs_gradient, dtype, shape, strides = parts
+    sizes, steps = _sizes(shape), _sizes(strides)
+    if not isinstance(dtype, torch.dtype) or len(sizes) != len(steps):
+        raise ValueError("no parts of a tensor")
+    if math.prod(sizes) * dtype.itemsize != len(data):
         raise ValueError("a tensor has other data than its shape needs")
     if not math.prod(sizes):
-        return torch.empty(sizes, dtype=dtype, device="cpu")
-    if 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) != math.prod(sizes):
+        tensor = torch.empty(sizes, dtype=dtype, device="cpu")
+    elif 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) != math.prod(sizes):
         raise ValueError("a tensor's strides do not fit its memory")
-    flat = torch.frombuffer(bytearray(blobs[number]), dtype=dtype)
-    return flat.as_strided(sizes, steps)
+    else:
+        tensor = torch.frombuffer(bytearray(data), dtype=dtype).as_strided(sizes, steps)
+    return tensor.requires_grad_(needs_gradient is True)
 
 
-def _sparse(content: Any, blobs: _Blobs) -> torch.Tensor:
-    shape, layout, *nodes = content
-    parts, sizes, kind = [_part(node, blobs) for node in nodes], _sizes(shape), _SPARSE[layout]
-    if kind is torch.sparse_coo:
-        indices, values = parts
-        return torch.sparse_coo_tensor(indices, values, sizes, check_invariants=True).coalesce()
-    make: Any = torch.sparse_compressed_tensor  # torch's own annotation of it has other parameters
-    made: torch.Tensor = make(*parts, sizes, layout=kind, check_invariants=True)
-    return made
-
-
-def _part(node: Any, blobs: _Blobs) -> torch.Tensor:
-    name, content = node
-    if name != "tensor":
+def _sparse(parts: list[Any]) -> torch.Tensor:
+    needs_gradient, layout, shape, *stored = parts
+    sizes, kind = _sizes(shape), _SPARSE[layout]
+    if not all(isinstance(part, torch.Tensor) for part in stored):
         raise ValueError("a part of a tensor is no tensor")
-    return _tensor_of(content, blobs)
+    if kind is torch.sparse_coo:
+        indices, values = stored
+        tensor = torch.sparse_coo_tensor(indices, values, sizes, check_invariants=True).coalesce()
+    else:
+        make: Any = torch.sparse_compressed_tensor  # torch's own annotation of it has other parameters
+        tensor = make(*stored, sizes, layout=kind, check_invariants=True)
+    return tensor.requires_grad_(needs_gradient is True)
 
 
 def _sizes(numbers: Any) -> tuple[int, ...]:
@@ -266,20 +223,19 @@ def _sizes(numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-_KINDS = {"strided": _strided, "sparse": _sparse}
-
-
-_VALUES: dict[str, Callable[[Any, _Blobs], Any]] = {
-    "list": _list,
-    "tuple": lambda content, blobs: tuple(_list(content, blobs)),
-    "set": lambda content, blobs: set(_list(content, blobs)),
-    "frozenset": lambda content, blobs: frozenset(_list(content, blobs)),
-    "size": lambda content, blobs: torch.Size(_list(content, blobs)),
-    "dict": _dict,
-    "bytes": lambda content, blobs: bytes(blobs[content]),
-    "complex": _complex,
-    "dtype": lambda content, blobs: _dtype_of(content),
-    "array": lambda content, blobs: _array_of(content, blobs),
-    "number": lambda content, blobs: _array_of(content, blobs)[()],
-    "tensor": _tensor_of,
+#: What makes a value of its parts and, for some types, its data, by the name of its type.
+_MADE: dict[str, Callable[..., Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+    "dict": dict,
+    "complex": lambda parts: complex(*parts),
+    "bytes": lambda parts, data: bytes(data),
+    "dtype": _dtype,
+    "array": _array,
+    "number": lambda parts: parts[0][()],
+    "tensor": _tensor,
+    "sparse": _sparse,
 }

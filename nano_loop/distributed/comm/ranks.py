@@ -14,11 +14,11 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from nano_loop.distributed.comm.channel import Channel
+from nano_loop.distributed.comm.raw_bytes import resolved
 from nano_loop.errors import NanoError, NanoWorkerError, RankLateError, error_message
 
 Value = TypeVar("Value")
 
-_IN_COLLECTIVE = "in a collective for the other ranks"
 _OF_GLOO = "Timed out waiting"  # in the error of a collective that has taken longer than the timeout of its group
 
 #: Returns whether what another rank has to do first is done; called with True, waits until it is.
@@ -121,6 +121,10 @@ class ShardingState:
         Whether all ranks computed the same when they compared it last; the same on all ranks.
     chosen : bool
         Whether the latest batch came from a loader that ``shard=False`` keeps whole.
+    whole_by_mode : bool
+        Whether the latest batch came from a loader that is served whole only because every model is in eval mode, with
+        gradients on. Training on such batches, each rank on all of them, is what
+        ``setup_dataloaders(loader, shard=True)`` is for.
     implicit_loaders : bool
         Whether a loader that was not set up was divided.
     warnings_given : set of str
@@ -130,6 +134,7 @@ class ShardingState:
     delivered: bool = False
     undivided: bool = False
     chosen: bool = False
+    whole_by_mode: bool = False
     implicit_loaders: bool = False
     warnings_given: set[str] = field(default_factory=set)
 
@@ -183,6 +188,8 @@ class Ranks:
         A private folder in shared memory, that the ranks of this host have in common.
     context : RunContext, optional
         The context of the run; by default, that of a run which begins.
+    names : sequence of int, optional
+        What messages call the ranks; by default they are numbered from 0.
     """
 
     def __init__(
@@ -198,6 +205,7 @@ class Ranks:
         loader_cpus: tuple[int, ...] = (),
         folder: Path | None = None,
         context: RunContext | None = None,
+        names: Sequence[int] = (),
     ) -> None:
         self.rank: Final = rank
         self.size: Final = size
@@ -209,12 +217,32 @@ class Ranks:
         self.loader_cpus: Final = loader_cpus
         self.folder: Final = folder
         self.context = RunContext() if context is None else context
+        self.names: Final = names or range(size)
         self._channel: Channel | None = None
 
     @property
     def on_one_host(self) -> bool:
         """Whether all ranks share this host's memory."""
         return self.local_size == self.size
+
+    def group(self, members: Sequence[int], *, timeout: float | None = None) -> Ranks:
+        """Return this rank's view of some of the ranks, ascending, to which it belongs.
+
+        Parameters
+        ----------
+        members : sequence of int
+            Which; messages call them by these numbers.
+        timeout : float, optional
+            A shorter one than that of the run.
+        """
+        return Ranks(
+            members.index(self.rank),
+            len(members),
+            timeout=self.timeout if timeout is None else min(timeout, self.timeout),
+            check=lambda: self.check(),  # looked up each time: whoever watches the ranks may set it later
+            context=self.context,
+            names=members,
+        )
 
     @property
     def channel(self) -> Channel:
@@ -276,7 +304,7 @@ class Ranks:
         if self.size == 1:
             return
         for tensor in tensors:
-            whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            whole = resolved(tensor)
             self.channel.broadcast_tensor(whole, source)
             if self.rank != source:
                 tensor.detach().copy_(whole)
@@ -293,30 +321,6 @@ class Ranks:
         if self.size > 1:
             self.channel.barrier()
 
-    def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Wait until `done` returns True.
-
-        Parameters
-        ----------
-        done : callable
-            Is called again and again.
-        what : str
-            Where this rank waits, and for whom, for the message.
-
-        Raises
-        ------
-        NanoError
-            If it takes longer than the timeout. Also what `check` raises.
-        """
-        deadline = time.monotonic() + self.timeout
-
-        def look_around() -> None:
-            self.check()
-            if time.monotonic() > deadline:
-                raise self._late(what)
-
-        wait_until(done, look_around)
-
     def is_finished(self, work: Any, wait: bool) -> bool:
         """Return whether a collective of torch is done, as a `Reached`; see `finish`."""
         done = wait or work.is_completed()
@@ -332,16 +336,23 @@ class Ranks:
         NanoError
             If it is not finished within the timeout. Also what `check` raises.
         """
-        self.wait(work.is_completed, _IN_COLLECTIVE)
+        deadline = time.monotonic() + self.timeout
+
+        def look_around() -> None:
+            self.check()
+            if time.monotonic() > deadline:
+                raise self._late()
+
+        wait_until(work.is_completed, look_around)
         try:
             work.wait()  # raises what went wrong
         except RuntimeError as error:
             if _OF_GLOO not in str(error):
                 raise
-            raise self._late(_IN_COLLECTIVE) from error  # gloo's clock has run since the collective began
+            raise self._late() from error  # gloo's clock has run since the collective began
 
-    def _late(self, what: str) -> RankLateError:
-        got = f"rank {self.rank} has waited {self.timeout:g} seconds {what}"
+    def _late(self) -> RankLateError:
+        got = f"rank {self.rank} has waited {self.timeout:g} seconds in a collective for the other ranks"
         hint = "Check what the other ranks are doing, or pass a longer timeout if they are working"
         message = error_message(got, "every rank has to get there within the timeout", hint)
         return RankLateError(message, 1 - self.rank if self.size == 2 else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,15 +36,20 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor whose memory holds the values: the tensor itself where it is one."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor in a row."""
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    whole = resolved(tensor)
     return whole.as_strided((whole.numel(),), (1,))  # `view(-1)` keeps a stride of 0 that one element may have
 
 
 def with_copy(tensor: torch.Tensor, change: Callable[[torch.Tensor], object]) -> None:
     """Change a tensor in place, which may have any strides, by what changes a contiguous one."""
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    whole = resolved(tensor)
     change(whole)
     copy_back(whole, tensor)
 
@@ -55,14 +60,15 @@ def copy_back(whole: torch.Tensor, output: torch.Tensor) -> None:
         output.detach().copy_(whole)
 
 
-def parts_of_streams(wholes: dict[int, torch.Tensor], starts: dict[int, int]) -> Receive:
-    """Return what fills the tensors, by rank, from where in that rank's stream they begin."""
-    memories = {rank: raw_bytes(whole.view(-1)) for rank, whole in wholes.items()}
+def parts_of_streams(wholes: Sequence[torch.Tensor], starts: Sequence[int], first_rank: int = 0) -> Receive:
+    """Return what fills tensors from the streams of the ranks from `first_rank` on, of which each begins at a start."""
+    pairs = [(start, raw_bytes(whole)) for start, whole in zip(starts, wholes, strict=True)]
+    memories = dict(enumerate(pairs, first_rank))
 
     def receive(rank: int, offset: int, piece: memoryview) -> None:
         if rank not in memories:
             return
-        start, memory = starts[rank], memories[rank]
+        start, memory = memories[rank]
         first, after = max(start, offset), min(start + len(memory), offset + len(piece))
         if first < after:
             memory[first - start : after - start] = piece[first - offset : after - offset]

@@ -13,14 +13,15 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-import cloudpickle
+from typing_extensions import override
 
 from nano_loop.config.environment import SECRET
 from nano_loop.distributed.comm import plain
+from nano_loop.distributed.comm.channel import PICKLE, REFUSAL, Codec
 from nano_loop.errors import NanoError, error_message
 
 _SHORTEST = 32  # characters
-_PLAIN, _PICKLE, _REFUSAL = b"v", b"p", b"r"
+_PLAIN = b"v"  # what a message begins with, besides those of `Codec`
 _BOUND = struct.Struct("<QI")  # the number of the collective, and the sender
 _DIGEST = hashlib.sha256().digest_size
 
@@ -44,7 +45,7 @@ def secret_of(environ: Mapping[str, str]) -> bytes | None:
     return secret.encode()
 
 
-class SignedCodec:
+class SignedCodec(Codec):
     """Encodes plain values, and with a secret any value. See `Codec`.
 
     Parameters
@@ -63,23 +64,24 @@ class SignedCodec:
         self._secret = secret
         self._number = 0
 
+    @override
     def begin(self) -> None:
-        """See `Codec.begin`."""
         self._number += 1
 
+    @override
     def dumps(self, value: Any) -> bytes:
-        """See `Codec.dumps`."""
         try:
             return self._signed(_PLAIN + plain.dumps(value))
         except plain.NotPlainError as error:
             if self._secret is None:
                 raise NanoError(_needs_secret(str(error))) from error
-        return self._signed(_PICKLE + cloudpickle.dumps(value))
+        return self._signed(super().dumps(value))
 
+    @override
     def refusal(self, reason: str) -> bytes:
-        """See `Codec.refusal`."""
-        return self._signed(_REFUSAL + reason.encode())
+        return self._signed(super().refusal(reason))
 
+    @override
     def loads(self, data: bytes, sender: int) -> Any:
         """See `Codec.loads`.
 
@@ -90,9 +92,9 @@ class SignedCodec:
         """
         content = self._verified(data, sender)
         kind, rest = content[:1], content[1:]
-        if kind == _REFUSAL:
+        if kind == REFUSAL:
             raise NanoError(rest.decode(errors="replace")[:2000])
-        if kind == _PICKLE and self._secret is not None:
+        if kind == PICKLE and self._secret is not None:
             return pickle.loads(rest)  # a process with the secret has made it
         if kind != _PLAIN:
             raise NanoError(_refused(sender, "it is a pickle without a proof, or no message of nano_loop"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nano_loop.data.random_states import part_ways
-from nano_loop.distributed.comm.channel import Transport
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel import checksums
@@ -35,7 +34,7 @@ from nano_loop.distributed.data_parallel.initial_sync import make_equal
 from nano_loop.distributed.data_parallel.overlap import NONE, Overlap
 from nano_loop.distributed.data_parallel.overwritten import Overwritten
 from nano_loop.distributed.data_parallel.parameters import Parameters
-from nano_loop.distributed.shared_memory.shared_memory import Stream
+from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
@@ -54,35 +53,30 @@ class Averaging:
     ----------
     ranks : Ranks
         The processes.
-    transport : Transport
+    transport : SharedMemoryTransport
         Carries the gradients; it is not closed.
-    served_whole : callable
-        Returns whether the loop trains on batches that all ranks got because the models are in eval mode.
     compare : bool
         Whether the ranks compare their parameters and buffers from time to time; see `checksums`.
     sync_buffers : {"average", "rank0"} or None
         How buffers are made equal after each averaging.
-    stream : callable, optional
-        By which averaging begins while the backward still computes; see `overlap`.
+    overlapped : bool
+        Whether averaging begins while the backward still computes; see `overlap`.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        transport: Transport,
-        served_whole: Callable[[], bool] = lambda: False,
+        transport: SharedMemoryTransport,
         *,
         compare: bool = True,
         sync_buffers: Sync = None,
-        stream: Callable[[Sequence[torch.Tensor]], Stream] | None = None,
+        overlapped: bool = False,
     ) -> None:
         self._ranks = ranks
         self._transport = transport
-        self._served_whole = served_whole
         self._compare = compare
         self._sync_buffers = sync_buffers
-        self._overlap = None if stream is None else Overlap(stream)
-        self._warnings_given: set[str] = set()
+        self._overlap = Overlap(transport.stream) if overlapped else None
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
         self._process = os.getpid()
         self._parameters = Parameters(self._note)
@@ -111,7 +105,7 @@ class Averaging:
                 self._undoing.callback(optimizer.register_step_post_hook(self._after_step).remove)
         self._parameters.add(models, optimizers)
 
-    def use(self, transport: Transport) -> None:
+    def use(self, transport: SharedMemoryTransport) -> None:
         """Let another transport carry the gradients from now on. Collective, as what makes it is."""
         self._transport = transport
 
@@ -273,7 +267,7 @@ class Averaging:
             checksums.refuse_unequal(self._ranks.channel.gather(own_checksums, AVERAGING), compared)
         if self._sync_buffers is not None:
             make_buffers_equal(self._ranks, self._parameters.models, self._sync_buffers)
-        elif self._compare and is_due and _BUFFER not in self._warnings_given:
+        elif self._compare and is_due and _BUFFER not in self._ranks.context.sharding.warnings_given:
             message = message_of_unequal_buffer(self._ranks, self._parameters.models)
             if message is not None:
                 self._warn(message, _BUFFER)
@@ -353,15 +347,17 @@ class Averaging:
         self._at_step[id(optimizer)] = self._averagings
 
     def _warn_of_whole_batches(self) -> None:
-        if self._served_whole():
+        sharding = self._ranks.context.sharding
+        if sharding.whole_by_mode:
             got = "the models are trained in eval mode, in which every rank gets all batches"
             self._warn(error_message(got, _WHOLE, _SHARD), _WHOLE)
-            self._ranks.context.sharding.warnings_given.add("undivided")  # which says the same
+            sharding.warnings_given.add("undivided")  # which says the same
 
     def _warn(self, message: str, kind: str) -> None:
         """Warn on rank 0, of each kind once a run."""
-        if kind not in self._warnings_given:
-            self._warnings_given.add(kind)
+        warnings_given = self._ranks.context.sharding.warnings_given
+        if kind not in warnings_given:
+            warnings_given.add(kind)
             if self._ranks.rank == 0:
                 warn(message)
 

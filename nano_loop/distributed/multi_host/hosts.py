@@ -7,17 +7,18 @@ on CPUs. Without shared memory, and with other backends than gloo, each rank cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed
+from typing_extensions import override
 
 from nano_loop.distributed.comm.averaging_math import divide, is_summed_wider, new_scratch, real, write_mean
 from nano_loop.distributed.comm.ranks import Hosts, Ranks, Reached
 from nano_loop.distributed.shared_memory.shared_file import map_together
-from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, Stream
+from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 from nano_loop.distributed.shared_memory.shared_ring import BetweenHosts
 
 _CHUNK = 4 << 20  # bytes that travel as one
@@ -60,15 +61,14 @@ class GroupMean:
         received = self._unused.pop() if self._unused else torch.empty(0, dtype=elements.dtype, device="cpu")
         if received.dtype is not elements.dtype or len(received) < len(elements):
             received = torch.empty_like(elements)
-        exchanged, group = received[: len(elements)], self._group
-        yield partial(
-            self._ranks.is_finished, distributed.all_to_all_single(exchanged, elements, group=group, async_op=True)
-        )
+        exchanged = received[: len(elements)]
+        sent = distributed.all_to_all_single(exchanged, elements, group=self._group, async_op=True)
+        yield partial(self._ranks.is_finished, sent)
         slices = exchanged.chunk(self.size)
         mean = torch.empty_like(slices[0])
         write_mean(mean, slices, self._scratch)
         gathered = [*elements.chunk(self.size)]
-        yield partial(self._ranks.is_finished, distributed.all_gather(gathered, mean, group, async_op=True))
+        yield partial(self._ranks.is_finished, distributed.all_gather(gathered, mean, self._group, async_op=True))
         self._unused.append(received)
 
     def close(self) -> None:
@@ -81,8 +81,8 @@ class GroupMean:
         self._group = None
 
 
-class HostsTransport:
-    """Averages within each host, then between the hosts by their first ranks. See `Transport`.
+class HostsTransport(SharedMemoryTransport):
+    """Averages within each host, then between the hosts by their first ranks.
 
     Elements of 16 bits are summed in float32 on each host, rounded, and summed in float32 between the hosts.
 
@@ -118,35 +118,20 @@ class HostsTransport:
         if hosts is None:
             hosts = Hosts([(rank,) for rank in range(ranks.size)], ranks.rank, folder=None, leaders=None)
         here, count, path = hosts.here, len(hosts.members), hosts.folder
-        local = Ranks(
-            here.index(ranks.rank), len(here), check=lambda: ranks.check(), timeout=ranks.timeout, context=ranks.context
-        )
+        local = ranks.group(here)
         self._mean = GroupMean(ranks, hosts.leaders) if local.rank == 0 else None
         average = None if self._mean is None else self._mean.average
-        self._here = SharedMemoryTransport(
+        super().__init__(
             local,
             partial(map_together, ranks, None if path is None else path / _FILE, local.rank == 0),
             compression=compression,
             chunk=chunk,
             slots=slots,
-            names=[*here],
             between=BetweenHosts(count, len(here) * count / ranks.size, average),
         )
 
-    def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Transport.average`."""
-        self._here.average(tensors)
-
-    def stream(self, targets: Sequence[torch.Tensor]) -> Stream:
-        """See `SharedMemoryTransport.stream`."""
-        return self._here.stream(targets)
-
-    def leave(self) -> None:
-        """See `Transport.leave`."""
-        self._here.leave()
-
+    @override
     def close(self) -> None:
-        """See `Transport.close`."""
-        self._here.close()
+        super().close()
         if self._mean is not None:
             self._mean.close()

@@ -25,28 +25,8 @@ _LENGTH_WARNING = "len(loader)"
 _LENGTH_ADVICE = "Take len(loader) after the iteration, or count the batches in it"
 
 
-class _LastServed:
-    """How the most recent batch came to the loop."""
-
-    whole_by_mode = False
-
-
-def served_whole_by_mode() -> bool:
-    """Whether the most recent batch is of a loader that is served whole only because every model is in eval mode.
-
-    Gradients were on when its iteration began. Training on such batches, each rank on all of them, is what
-    ``setup_dataloaders(loader, shard=True)`` is for.
-    """
-    return _LastServed.whole_by_mode
-
-
 #: Entered while a loader fetches a batch: loaders that a dataset iterates meanwhile are not the loop's.
 serving = ThreadDepth()
-
-
-def forget_last_served() -> None:
-    """Let no batch have been served, as before a run."""
-    _LastServed.whole_by_mode = False
 
 
 class BatchSharding(LoaderChange):
@@ -132,10 +112,10 @@ class BatchSharding(LoaderChange):
     def served(self, whole: bool, by_mode: bool) -> None:
         """Take note that a batch has come to the loop, and how."""
         self.last_was_whole = whole
-        _LastServed.whole_by_mode = by_mode
-        self.ranks.context.sharding.chosen = self.shard is False
+        sharding = self.ranks.context.sharding
+        sharding.whole_by_mode, sharding.chosen = by_mode, self.shard is False
         if not (whole or self.apart):
-            self.ranks.context.sharding.delivered = True
+            sharding.delivered = True
             self._lengths.training = True
 
     def _counted_whole(self, loader: Loader) -> bool:

@@ -16,28 +16,16 @@ from nano_loop.errors import NanoError, error_message
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 
 
-def _minimum(total: torch.Tensor, other: torch.Tensor) -> object:
-    return torch.minimum(total, other, out=total)
-
-
-def _maximum(total: torch.Tensor, other: torch.Tensor) -> object:
-    return torch.maximum(total, other, out=total)
-
-
-def _add(total: torch.Tensor, other: torch.Tensor) -> object:
-    return total.add_(other)
-
-
-_COMBINE: tuple[tuple[Any, str, Combine], ...] = (
-    (ReduceOp.SUM, "SUM", _add),
-    (ReduceOp.AVG, "AVG", _add),
-    (ReduceOp.PRODUCT, "PRODUCT", torch.Tensor.mul_),
-    (ReduceOp.MIN, "MIN", _minimum),
-    (ReduceOp.MAX, "MAX", _maximum),
-    (ReduceOp.BAND, "BAND", torch.Tensor.bitwise_and_),
-    (ReduceOp.BOR, "BOR", torch.Tensor.bitwise_or_),
-    (ReduceOp.BXOR, "BXOR", torch.Tensor.bitwise_xor_),
-)
+_COMBINE: dict[str, Combine] = {
+    "SUM": torch.Tensor.add_,
+    "AVG": torch.Tensor.add_,
+    "PRODUCT": torch.Tensor.mul_,
+    "MIN": lambda total, other: torch.minimum(total, other, out=total),
+    "MAX": lambda total, other: torch.maximum(total, other, out=total),
+    "BAND": torch.Tensor.bitwise_and_,
+    "BOR": torch.Tensor.bitwise_or_,
+    "BXOR": torch.Tensor.bitwise_xor_,
+}
 
 
 class Reduction:
@@ -57,7 +45,8 @@ class Reduction:
     """
 
     def __init__(self, operation: Any, dtype: torch.dtype) -> None:
-        self.name, self.combine = _named(operation)
+        self.name = _name_of(operation)
+        self.combine = _COMBINE[self.name]
         if not _computes(self.name, dtype):
             got = f"ReduceOp.{self.name} of {dtype}"
             hint = "Convert the tensor to another dtype, such as float32 or int64, and reduce that"
@@ -76,20 +65,19 @@ def _divide(total: torch.Tensor, count: int) -> None:
         total.div_(count, rounding_mode="trunc")
 
 
-def _named(operation: Any) -> tuple[str, Combine]:
-    for known, name, combine in _COMBINE:
-        if operation == known:
-            return name, combine
-    names = ", ".join(name for _, name, _ in _COMBINE)
-    raise NanoError(error_message(f"{operation}", f"processes of one host can compute {names}", "Use one of these"))
+def _name_of(operation: Any) -> str:
+    for name in _COMBINE:
+        if operation == getattr(ReduceOp, name):
+            return name
+    expected = f"processes of one host can compute {', '.join(_COMBINE)}"
+    raise NanoError(error_message(f"{operation}", expected, "Use one of these"))
 
 
 @lru_cache(maxsize=256)
 def _computes(name: str, dtype: torch.dtype) -> bool:
-    combine = next(combine for _, known, combine in _COMBINE if known == name)
     try:
         total = torch.ones(2, dtype=torch.uint8, device="cpu").to(dtype)
-        combine(total, total.clone())
+        _COMBINE[name](total, total.clone())
         if name == "AVG":
             _divide(total, 2)
     except (RuntimeError, TypeError):  # torch has both for dtypes that a function does not know

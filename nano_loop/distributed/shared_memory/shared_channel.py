@@ -10,15 +10,12 @@ With each piece goes a mark of what the rank does. So ranks that do different th
 
 from __future__ import annotations
 
-import pickle
 import threading
 import zlib
-from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import cloudpickle
 import torch
 
 from nano_loop.distributed.comm.channel import Codec
@@ -28,11 +25,10 @@ from nano_loop.distributed.comm.raw_bytes import Receive, raw_bytes
 from nano_loop.distributed.shared_memory.reductions import Reduction
 from nano_loop.distributed.shared_memory.shared_file import map_by_name, refuse_failed
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
-from nano_loop.errors import NanoError, error_message
+from nano_loop.errors import NanoError
 
 _PIECE = 1 << 17  # bytes; two slots of each rank stay in a cache
 _POSTED = 0  # the counter
-_VALUE, _REFUSAL = b"v", b"r"  # what a message begins with
 _LENGTHS, _MARKS = 1, 3  # words behind it, two of each
 
 
@@ -47,8 +43,6 @@ class SharedChannel:
         A private folder of theirs, in which they meet.
     name : str
         Of the channel; no other in the folder has it.
-    names : sequence of int, optional
-        What messages call the ranks; by default they are numbered from 0.
     piece : int
         Bytes of a stream that travel at once, a multiple of 128.
 
@@ -59,22 +53,12 @@ class SharedChannel:
         `Ranks.check` raises.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        folder: Path,
-        name: str = "channel",
-        *,
-        names: Sequence[int] = (),
-        piece: int = _PIECE,
-    ) -> None:
+    def __init__(self, ranks: Ranks, folder: Path, name: str = "channel", *, piece: int = _PIECE) -> None:
         path = folder / name
-        self.codec: Codec = PickleCodec()
+        self.codec = Codec()
         self._ranks = ranks
-        self._names = names or range(ranks.size)
         self._piece = piece
         self._steps = 0
-        self._unfinished = False
         self._lock = threading.RLock()
         waiting = True
 
@@ -83,10 +67,11 @@ class SharedChannel:
             if waiting:
                 refuse_failed(path)
 
-        watched = Ranks(ranks.rank, ranks.size, check=check, timeout=ranks.timeout, context=ranks.context)
-        mapped, nbytes = partial(map_by_name, path, self._names[ranks.rank]), 2 * ranks.size * piece
+        watched = copy(ranks)
+        watched.check = check
+        mapped, nbytes = partial(map_by_name, path, ranks.names[ranks.rank]), 2 * ranks.size * piece
         try:
-            self._segment = SharedSegment(watched, 1, nbytes, mapped, names=self._names)
+            self._segment = SharedSegment(watched, 1, nbytes, mapped)
             self._posted = self._segment.places(_POSTED)
             self._slots = raw_bytes(self._segment.memory)
             self.barrier()  # all have mapped it
@@ -183,15 +168,13 @@ class SharedChannel:
             See `Receive`.
         """
         with self._lock:
-            if self._unfinished:
-                raise NanoError(_OUT_OF_STEP)
-            self._unfinished = True  # until the end is reached
+            self._segment.begin()
             mark = zlib.crc32(what.encode())
             sent, longest = 0, 1
             while sent < longest:
                 longest = self._exchange_piece(what, mark, stream, sent, receive)
                 sent += self._piece
-            self._unfinished = False
+            self._segment.end()
 
     def leave(self, *, returned: bool) -> None:
         """Announce that this rank exchanges no more; see `SharedSegment.leave`."""
@@ -230,33 +213,11 @@ class SharedChannel:
         received: dict[int, CallSite] = {}
 
         def receive(rank: int, _: int, piece: memoryview) -> None:
-            received[self._names[rank]] = CallSite.unpack(bytes(piece))
+            received[self._ranks.names[rank]] = CallSite.unpack(bytes(piece))
 
         own_site = memoryview(CallSite.of_this_rank(what).pack()[: self._piece])
         self._exchange_piece(_MISMATCH, zlib.crc32(_MISMATCH.encode()), own_site, 0, receive)
-        return mismatch_message(self._names[self._ranks.rank], received)
-
-
-class PickleCodec:
-    """Pickles any value; see `Codec`. Only processes of this user can write to the channel."""
-
-    def begin(self) -> None:
-        """See `Codec.begin`."""
-
-    def dumps(self, value: Any) -> bytes:
-        """See `Codec.dumps`."""
-        data: bytes = cloudpickle.dumps(value)
-        return _VALUE + data
-
-    def refusal(self, reason: str) -> bytes:
-        """See `Codec.refusal`."""
-        return _REFUSAL + reason.encode()
-
-    def loads(self, data: bytes, sender: int) -> Any:
-        """See `Codec.loads`."""
-        if data[:1] == _REFUSAL:
-            raise NanoError(data[1:].decode())
-        return pickle.loads(memoryview(data)[1:])
+        return mismatch_message(self._ranks.names[self._ranks.rank], received)
 
 
 def _ignore(rank: int, start: int, piece: memoryview) -> None:
@@ -264,6 +225,3 @@ def _ignore(rank: int, start: int, piece: memoryview) -> None:
 
 
 _MISMATCH = "call sites"
-_OUT_OF_STEP = error_message(
-    "a collective after one that was interrupted", "the ranks are out of step", "Start another run"
-)

@@ -8,6 +8,7 @@ collectives, raise an error that names what to call instead.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -125,21 +126,19 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         return Done([*outputs])
 
     def _gather(self, outputs: Tensors, tensor: torch.Tensor) -> None:
-        wholes = [output.detach().contiguous() for output in outputs]
-        memories = [raw_bytes(whole.view(-1)) for whole in wholes]
-        sent = raw_bytes(flattened(tensor))
-
-        def receive(rank: int, start: int, piece: memoryview) -> None:
-            if memories:
-                memories[rank][start : start + len(piece)] = piece
-
-        if any(len(memory) != len(sent) for memory in memories):
-            got = f"gathering {len(sent)} bytes of each rank to tensors of {', '.join(str(len(m)) for m in memories)}"
+        sent, sizes = flattened(tensor), [output.nbytes for output in outputs]
+        if any(size != sent.nbytes for size in sizes):
+            got = f"gathering {sent.nbytes} bytes of each rank to tensors of {', '.join(map(str, sizes))}"
             hint = "Pass a tensor of the shape and dtype of the others' for each rank"
             raise NanoError(error_message(got, "they are of one size", hint))
-        self._channel.exchange(f"gather of {len(sent)} bytes", sent, receive)
+        self._move(f"gather of {sent.nbytes} bytes", sent, outputs, [0] * len(outputs))
+
+    def _move(self, what: str, sent: torch.Tensor, outputs: Tensors, starts: Sequence[int], first: int = 0) -> None:
+        """Send a stream, and fill tensors from the streams of the ranks from `first` on, of which each begins there."""
+        wholes = [output.detach().contiguous() for output in outputs]
+        self._channel.exchange(what, raw_bytes(sent), parts_of_streams(wholes, starts, first))
         for whole, output in zip(wholes, outputs, strict=True):
-            _copied(whole, output)
+            copy_back(whole, output)
 
     # --- one tensor of all ranks' ---
 
@@ -188,35 +187,24 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Done:
         """See `torch.distributed.scatter`."""
-        whole = outputs[0].detach().contiguous()
-        parts = inputs[0] if inputs else []
+        parts, size = inputs[0] if inputs else [], outputs[0].nbytes
         stream = torch.cat([flattened(part).view(torch.uint8) for part in parts]) if parts else _NOTHING
-        size = whole.numel() * whole.dtype.itemsize
-        starts = {opts.rootRank: self.rank() * size}
         what = f"scatter of {opts.rootRank}, {size} bytes"
-        self._channel.exchange(what, raw_bytes(stream), parts_of_streams({opts.rootRank: whole}, starts))
-        _copied(whole, outputs[0])
+        self._move(what, stream, outputs, [self.rank() * size], opts.rootRank)
         return Done([*outputs])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
         """See `torch.distributed.all_to_all`."""
         sent = [flattened(tensor).view(torch.uint8) for tensor in inputs]
-        wholes = [output.detach().contiguous() for output in outputs]
-        sizes = torch.tensor([len(stream) for stream in sent])
-        gathered = self._channel.gather(bytes(raw_bytes(sizes)))
-        of_rank = [torch.frombuffer(bytearray(packed), dtype=torch.int64).tolist() for packed in gathered]
-        for rank, (lengths, whole) in enumerate(zip(of_rank, wholes, strict=True)):
-            if lengths[self.rank()] != whole.numel() * whole.dtype.itemsize:
-                got = (
-                    f"rank {rank} sends {lengths[self.rank()]} bytes to a tensor of {tuple(whole.shape)} {whole.dtype}"
-                )
+        gathered = self._channel.gather(array("q", map(len, sent)).tobytes())
+        of_rank = [array("q", packed) for packed in gathered]
+        for rank, (lengths, output) in enumerate(zip(of_rank, outputs, strict=True)):
+            size = lengths[self.rank()]
+            if size != output.nbytes:
+                got = f"rank {rank} sends {size} bytes to a tensor of {tuple(output.shape)} {output.dtype}"
                 expected = "what is sent and the tensor that receives it are of one size"
                 raise NanoError(error_message(got, expected, "Check the shapes of the tensors that all ranks pass"))
-        starts = {rank: sum(rank_lengths[: self.rank()]) for rank, rank_lengths in enumerate(of_rank)}
-        receive = parts_of_streams(dict(enumerate(wholes)), starts)
-        self._channel.exchange("all to all", raw_bytes(torch.cat(sent)), receive)
-        for whole, output in zip(wholes, outputs, strict=True):
-            _copied(whole, output)
+        self._move("all to all", torch.cat(sent), outputs, [sum(lengths[: self.rank()]) for lengths in of_rank])
         return Done([*outputs])
 
     def all_to_all_single(
@@ -307,9 +295,9 @@ class SharedGroups:
         """Make the group that torch describes by its ``_DistributedBackendOptions``; the first is the default group."""
         members = tuple(options.global_ranks_in_group) or tuple(range(self._ranks.size))
         name = f"{len(members)}-{options.group_id}"
-        ranks = self._ranks_of(options)
+        ranks = self._ranks.group(members, timeout=options.timeout.total_seconds())
         default = not options.global_ranks_in_group
-        channel = (lambda: self._channel) if default else (lambda: self._channel_of(name, ranks, members))
+        channel = (lambda: self._channel) if default else (lambda: self._channel_of(name, ranks))
         return SharedGroup(ranks, channel, options.group_id)
 
     def close(self, *, returned: bool) -> None:
@@ -318,19 +306,7 @@ class SharedGroups:
             channel.leave(returned=returned)
             channel.close()
 
-    def _channel_of(self, name: str, ranks: Ranks, members: tuple[int, ...]) -> SharedChannel:
+    def _channel_of(self, name: str, ranks: Ranks) -> SharedChannel:
         if name not in self._channels:
-            self._channels[name] = SharedChannel(ranks, self._folder, f"channel-{name}", names=members)
+            self._channels[name] = SharedChannel(ranks, self._folder, f"channel-{name}")
         return self._channels[name]
-
-    def _ranks_of(self, options: Any) -> Ranks:
-        outer = self._ranks
-        timeout = min(options.timeout.total_seconds(), outer.timeout)
-        # `check` is looked up each time: whoever watches the ranks may set it later.
-        return Ranks(
-            options.group_rank,
-            options.group_size,
-            timeout=timeout,
-            check=lambda: outer.check(),
-            context=outer.context,
-        )

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
 from nano_loop.distributed.comm.packing import Packing, Signature, pack, signature
 from nano_loop.distributed.comm.ranks import Ranks, Reached
 from nano_loop.distributed.shared_memory.shared_ring import BetweenHosts, Elements, Plan, Ring
-from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 from nano_loop.errors import NanoError, error_message
 
 _CHUNK = 1 << 20  # bytes that are copied, summed and copied back at once; the ring of them stays in a cache
 _LEAST = 1 << 16  # such bytes where all gradients together are few
 _SLOTS = 3  # one is copied in, one summed, one copied out
 
-_BEGUN, *_OF_RING = range(5)  # the counters
-_MARKS = 1  # two words behind the counter of what has begun
-
 
 class SharedMemoryTransport:
-    """Averages through a ring of slots in a file that all ranks map. See `Transport`.
-
-    What a rank begins, it counts and marks, so that ranks which average other lists find out before they touch a
-    tensor. A rank can be one averaging ahead of another, and never two; so marks alternate between two places.
+    """Averages through a ring of slots in a file that all ranks map.
 
     Parameters
     ----------
@@ -41,8 +33,6 @@ class SharedMemoryTransport:
         Bytes that are averaged at once, a multiple of 128.
     slots : int
         Such chunks under way at a time, two or more.
-    names : sequence of int, optional
-        What messages call the ranks; by default they are numbered from 0.
     between : BetweenHosts, optional
         In a run on several hosts.
 
@@ -60,20 +50,12 @@ class SharedMemoryTransport:
         compression: torch.dtype | None = None,
         chunk: int = _CHUNK,
         slots: int = _SLOTS,
-        names: Sequence[int] = (),
         between: BetweenHosts | None = None,
     ) -> None:
-        nbytes = Ring.nbytes(ranks.size, chunk, slots, between)
-        segment = SharedSegment(ranks, 1 + len(_OF_RING), nbytes, mapped, names=names)
-        ring = Ring(ranks, segment, segment.memory, counters=_OF_RING, slots=slots, between=between)
+        ring = Ring(ranks, mapped, chunk, slots, between)
         #: Bytes that are averaged at once.
         self.chunk = chunk
-        self._ranks, self._names = ranks, names or range(ranks.size)
-        self._segment: SharedSegment | None = segment
-        self._ring = ring
-        self._begun = segment.places(_BEGUN)
-        self._operations = 0
-        self._unfinished = False
+        self._ring: Ring | None = ring
 
         @lru_cache(maxsize=64)
         def plan(signature: Signature) -> Plan:  # not a method, which would hold the memory in a cycle after `close`
@@ -83,11 +65,26 @@ class SharedMemoryTransport:
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Transport.average`; a NanoError is also raised, on every rank, where ranks give different lists."""
-        self._open()
+        """Overwrite each tensor in place by its mean over all ranks, which is the same to the bit on every rank.
+
+        Collective.
+
+        Parameters
+        ----------
+        tensors : sequence of torch.Tensor
+            On the CPU, of float32, float64, bfloat16, float16, complex64 or complex128, of any strides without
+            overlap. Every rank gives the same shapes and dtypes in the same order; strides may differ.
+
+        Raises
+        ------
+        NanoError
+            Where a dtype is another, where a rank that this one waits for has failed, or is too late, and on every rank
+            where they give different lists.
+        """
+        ring = self._open()
         plan = self._plan(signature(tensors))
         elements = Elements([*tensors], plan.packing.flat(tensors))
-        _finish(self._averaging(plan, elements, elements))
+        _finish(ring.average(plan, elements, elements))
 
     def stream(self, targets: Sequence[torch.Tensor]) -> Stream:
         """Begin to average a list whose tensors are still to arrive. It has to be finished before the next averaging.
@@ -99,54 +96,26 @@ class SharedMemoryTransport:
         targets : sequence of torch.Tensor
             Where the means go: of the list's shapes and dtypes.
         """
-        self._open()
+        ring = self._open()
         plan = self._plan(signature(targets))
         sources, means = Elements([None] * len(targets), {}), Elements([*targets], plan.packing.flat(targets))
-        return Stream(plan.packing, sources, self._averaging(plan, sources, means))
+        return Stream(plan.packing, sources, ring.average(plan, sources, means))
 
     def leave(self) -> None:
-        """See `Transport.leave`."""
-        self._open().leave()
+        """Announce that this rank averages no more, so that a rank which waits for it raises at once."""
+        self._open().segment.leave()
 
     def close(self) -> None:
-        """See `Transport.close`."""
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
-            del self._ring, self._plan
+        """Give back all memory. A closed transport raises on use."""
+        if self._ring is not None:
+            self._ring.segment.close()
+            self._ring = None
+            del self._plan
 
-    def _averaging(self, plan: Plan, sources: Elements, targets: Elements) -> Iterator[Reached]:
-        with self._operation():
-            yield from self._begin(plan.packing.mark)
-            yield from self._ring.average(plan, sources, targets)
-
-    def _begin(self, mark: int) -> Iterator[Reached]:
-        """Announce what this rank begins, which all others have to begin too; raise if one begins something else."""
-        segment = self._open()
-        self._operations += 1
-        offset = _MARKS + self._operations % 2
-        segment.words[self._begun[self._ranks.rank] + offset] = mark
-        segment.publish(self._begun[self._ranks.rank], self._operations)
-        yield partial(segment.reached, self._begun, self._operations)
-        others = [
-            name for name, place in zip(self._names, self._begun, strict=True) if segment.words[place + offset] != mark
-        ]
-        if others:
-            raise NanoError(_differs(self._names[self._ranks.rank], others))
-
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        """Refuse to go on after an operation that was not finished: the ranks are out of step then."""
-        if self._unfinished:
-            raise NanoError(_OUT_OF_STEP)
-        self._unfinished = True
-        yield
-        self._unfinished = False
-
-    def _open(self) -> SharedSegment:
-        if self._segment is None:
+    def _open(self) -> Ring:
+        if self._ring is None:
             raise NanoError(error_message("averaging after the run", "the transport is closed", "Start another run"))
-        return self._segment
+        return self._ring
 
 
 class Stream:
@@ -195,15 +164,3 @@ def chunk_for(nbytes: int) -> int:
     For a model of some thousand parameters, the memory for the largest chunk took 20 ms of each run.
     """
     return min(max(1 << max(nbytes - 1, 0).bit_length(), _LEAST), _CHUNK)
-
-
-_OUT_OF_STEP = error_message(
-    "averaging after an averaging that was interrupted", "the ranks are out of step", "Start another run"
-)
-
-
-def _differs(rank: int, others: Sequence[int]) -> str:
-    names = ", ".join(map(str, others))
-    got = f"rank {rank} averages other gradients than rank {names}"
-    hint = "Make the loop do the same on every rank: the same model, the same parameters frozen, the same steps"
-    return error_message(got, "all ranks must average the same gradients in the same order", hint)

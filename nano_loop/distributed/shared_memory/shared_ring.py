@@ -15,12 +15,16 @@ A batch is used by three counters of each rank, which count batches over the rin
 An averaging starts at a multiple of the ring's size, so that a batch of a list always meets the same slots and its
 views are made once.
 
+What a rank begins, it counts and marks, so that ranks which average other lists find out before they touch a tensor. A
+rank can be one averaging ahead of another, and never two; so marks alternate between two places.
+
 In a run on several hosts, batches are copied in and out as a whole, and between the sum and the copy out the first rank
 makes the host's mean the mean over the hosts. Tensors may still arrive then: an averaging stops wherever it would wait.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +38,11 @@ from nano_loop.distributed.comm.averaging_math import divide_each, new_scratch, 
 from nano_loop.distributed.comm.packing import Batch, Packing, Places
 from nano_loop.distributed.comm.ranks import Ranks, Reached
 from nano_loop.distributed.shared_memory.shared_segment import LINE, SharedSegment
+from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.torch_private import foreach_add, foreach_copy
 
+_BEGUN, *_OF_BATCHES = range(5)  # the counters
+_MARKS = 1  # two words behind the counter of what has begun
 # What is summed in itself. Numbers of 16 bits are summed in another dtype, and complex ones as pairs.
 _SUMMED_IN_PLACE = (torch.float32, torch.float64)
 
@@ -71,34 +78,37 @@ class Ring:
 
     Parameters
     ----------
-    ranks : Ranks
-        Those who share the segment.
-    segment : SharedSegment
-        Where the counters are.
-    memory : torch.Tensor
-        `Ring.nbytes` of shared memory, uint8.
-    counters : sequence of int
-        The segment's counters that are for posted, reduced, read and, between hosts, sent.
+    ranks, mapped
+        See `SharedSegment`.
+    chunk : int
+        Bytes of a batch, a multiple of 128.
     slots : int
-        Batches that the ring holds; four or more between hosts.
-    between : BetweenHosts, optional
+        Batches that the ring holds: two or more, and four or more between hosts.
+    between : BetweenHosts or None
         In a run on several hosts.
+
+    Attributes
+    ----------
+    segment : SharedSegment
+        The memory; what views it must go with it.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        segment: SharedSegment,
-        memory: torch.Tensor,
-        *,
-        counters: Sequence[int],
+        mapped: Callable[[int], mmap.mmap],
+        chunk: int,
         slots: int,
-        between: BetweenHosts | None = None,
+        between: BetweenHosts | None,
     ) -> None:
-        self._segment = segment
-        self._rank, self._size, self._slots = ranks.rank, ranks.size, slots
-        self._memory = memory.view(slots, ranks.size + 1, -1)  # the last of a row is for the result
-        self._posted, self._reduced, self._read, self._sent = (segment.places(counter) for counter in counters)
+        padding = 0 if between is None else -(-2 * between.hosts // LINE) * LINE
+        rows = slots * (ranks.size + 1)
+        self.segment = SharedSegment(ranks, 1 + len(_OF_BATCHES), rows * (chunk + padding), mapped)
+        self._names, self._rank, self._size, self._slots = ranks.names, ranks.rank, ranks.size, slots
+        self._memory = self.segment.memory.view(slots, ranks.size + 1, -1)  # the last of a row is for the result
+        self._begun = self.segment.places(_BEGUN)
+        self._posted, self._reduced, self._read, self._sent = map(self.segment.places, _OF_BATCHES)
+        self._averagings = 0
         self._base = 0  # batches until now, and those that a list left out at its end
         self._scratch = new_scratch()
         self._between = between
@@ -107,12 +117,6 @@ class Ring:
             self._steps = {0: Ring._post, 1: Ring._reduce, 2: Ring._copy_out}
         else:
             self._steps = {0: Ring._post, 1: Ring._reduce, 2: Ring._send, slots - 1: Ring._copy_out}
-
-    @staticmethod
-    def nbytes(size: int, chunk: int, slots: int, between: BetweenHosts | None = None) -> int:
-        """Return the memory that a ring between `size` ranks takes."""
-        padding = 0 if between is None else -(-2 * between.hosts // LINE) * LINE
-        return slots * (size + 1) * (chunk + padding)
 
     def plan(self, packing: Packing) -> Plan:
         """Make the views that averaging a list needs; they hold for the ring's life."""
@@ -126,8 +130,11 @@ class Ring:
         """Write the means of `sources`, for which `plan` was made, to `targets`; yield what has to be reached first.
 
         On one host these are the same. The steps are in one order on all ranks, and none waits for a later one.
-        Collective.
+        Collective. Raises a NanoError where another rank averages another list, and after an averaging that was
+        interrupted.
         """
+        self.segment.begin()
+        yield from self._begin(plan.packing.mark)
         stages, last = plan.stages, len(plan.stages)
         for number in range(last + max(self._steps)):
             for delay, step in self._steps.items():
@@ -135,42 +142,59 @@ class Ring:
                     yield from step(self, stages[number - delay], number - delay, sources, targets)
         self._base += plan.length
         plan.packing.put_back(*targets)
+        self.segment.end()
+
+    def _begin(self, mark: int) -> Iterator[Reached]:
+        """Announce what this rank begins, which all others have to begin too; raise if one begins something else."""
+        words = self.segment.words
+        self._averagings += 1
+        offset = _MARKS + self._averagings % 2
+        words[self._begun[self._rank] + offset] = mark
+        self.segment.publish(self._begun[self._rank], self._averagings)
+        yield partial(self.segment.reached, self._begun, self._averagings)
+        others = [
+            str(name) for name, place in zip(self._names, self._begun, strict=True) if words[place + offset] != mark
+        ]
+        if others:
+            got = f"rank {self._names[self._rank]} averages other gradients than rank {', '.join(others)}"
+            hint = "Make the loop do the same on every rank: the same model, the same parameters frozen, the same steps"
+            raise NanoError(error_message(got, "all ranks must average the same gradients in the same order", hint))
 
     def _post(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
         if sources is not targets:
             yield partial(stage.coming.have_arrived, sources.tensors)
-        yield partial(self._segment.reached, self._reduced, self._base + number + 1 - self._slots)
+        yield partial(self.segment.reached, self._reduced, self._base + number + 1 - self._slots)
         stage.coming.fill(*sources)
-        self._segment.publish(self._posted[self._rank], self._base + stage.count)
+        self.segment.publish(self._posted[self._rank], self._base + stage.count)
 
     def _reduce(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
-        yield partial(self._segment.reached, self._posted, self._base + number + 1)
-        yield partial(self._segment.reached, self._read, self._base + number + 1 - self._slots)
+        yield partial(self.segment.reached, self._posted, self._base + number + 1)
+        yield partial(self.segment.reached, self._read, self._base + number + 1 - self._slots)
         if stage.own is not None:
             stage.own.average(*targets)
         elif len(stage.mean) and len(stage.parts) > 1:
             write_mean(stage.mean, stage.parts, self._scratch)
         if self._between is not None and self._between.weight != 1:
             stage.mean.mul_(self._between.weight)
-        self._segment.publish(self._reduced[self._rank], self._base + stage.count)
+        self.segment.publish(self._reduced[self._rank], self._base + stage.count)
 
     def _send(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
         assert self._between is not None
         if self._between.average is not None:
-            yield partial(self._segment.reached, self._reduced, self._base + number + 1)
+            yield partial(self.segment.reached, self._reduced, self._base + number + 1)
             rest = self._between.average(stage.result)
             self._travelling.append(chain([next(rest)], rest))
 
     def _copy_out(self, stage: _Stage, number: int, sources: Elements, targets: Elements) -> Iterator[Reached]:
         if self._between is None:
-            yield partial(self._segment.reached, self._reduced, self._base + number + 1)
+            yield partial(self.segment.reached, self._reduced, self._base + number + 1)
         elif self._travelling:
             yield from self._travelling.popleft()
-            self._segment.publish(self._sent[self._rank], self._base + stage.count)
+            self.segment.publish(self._sent[self._rank], self._base + stage.count)
         else:
-            yield partial(self._segment.reached, self._sent[:1], self._base + number + 1)
+            yield partial(self.segment.reached, self._sent[:1], self._base + number + 1)
         stage.going.empty(*targets)
-        self._segment.publish(self._read[self._rank], self._base + stage.count)
+        self.segment.publish(self._read[self._rank], self._base + stage.count)
 
     def _stage(self, batch: Batch, number: int, count: int) -> _Stage:
         slot = self._memory[number % self._slots]

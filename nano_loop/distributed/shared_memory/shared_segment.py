@@ -37,25 +37,15 @@ class SharedSegment:
         How many bytes.
     mapped : callable
         Is given the size of both together, and returns that much memory, which all ranks map.
-    names : sequence of int, optional
-        What messages call the ranks; by default they are numbered from 0.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        counters: int,
-        nbytes: int,
-        mapped: Callable[[int], mmap.mmap],
-        *,
-        names: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, ranks: Ranks, counters: int, nbytes: int, mapped: Callable[[int], mmap.mmap]) -> None:
         start = -(-(counters + 1) * ranks.size * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = mapped(start + nbytes)  # one more counter than asked for says who has left
         self.words = memoryview(memory)[:start].cast("q")
         self.memory = torch.frombuffer(memory, dtype=torch.uint8)[start:]
         self._ranks = ranks
-        self._names = names or range(ranks.size)
+        self._unfinished = False
         self._left = self.places(counters)
         self._lock = threading.Lock()
 
@@ -63,6 +53,16 @@ class SharedSegment:
         """Return where among the words a counter is, by rank."""
         first = counter * self._ranks.size
         return [(first + rank) * LINE // _WORD for rank in range(self._ranks.size)]
+
+    def begin(self) -> None:
+        """Note that a collective begins; refuse it after one that was interrupted."""
+        if self._unfinished:
+            raise NanoError(_OUT_OF_STEP)
+        self._unfinished = True
+
+    def end(self) -> None:
+        """Note that the collective has been finished."""
+        self._unfinished = False
 
     def leave(self, *, returned: bool = True) -> None:
         """Announce that this rank will not change its counters again: a rank that waits for them raises.
@@ -137,18 +137,18 @@ class SharedSegment:
             return False
 
         waits = self._ranks.context.waits
-        wait = None if waits is None else waits.begin(self._names[rank], what)
+        wait = None if waits is None else waits.begin(self._ranks.names[rank], what)
 
         def look_around() -> None:
             self._ranks.check()
             if self.has_left(rank):
                 self.fence()
                 if not arrived():  # it may have arrived, and left, since we looked
-                    raise RankLeftError(self._has_left(rank, what), self._names[rank])
+                    raise RankLeftError(self._has_left(rank, what), self._ranks.names[rank])
             if time.monotonic() - started > self._ranks.timeout:
-                raise RankLateError(self._is_late(rank, what), self._names[rank])
+                raise RankLateError(self._is_late(rank, what), self._ranks.names[rank])
             if wait is not None and (ring := wait.look()):
-                raise NanoError(mismatch_message(self._names[self._ranks.rank], ring))
+                raise NanoError(mismatch_message(self._ranks.names[self._ranks.rank], ring))
 
         try:
             wait_until(arrived, look_around)
@@ -157,7 +157,7 @@ class SharedSegment:
                 wait.end()
 
     def _has_left(self, rank: int, what: str) -> str:
-        name, own_name = self._names[rank], self._names[self._ranks.rank]
+        name, own_name = self._ranks.names[rank], self._ranks.names[self._ranks.rank]
         still = "averages gradients" if what == AVERAGING else "exchanges values"
         if self.words[self._left[rank]] == _FAILED:
             got, expected = f"rank {name} has failed, and rank {own_name} still {still}", "a run needs all of its ranks"
@@ -165,8 +165,13 @@ class SharedSegment:
         return left_behind(own_name, name, what if what == ITERATION else still, self._ranks.context.loop)
 
     def _is_late(self, rank: int, what: str) -> str:
-        name, own_name = self._names[rank], self._names[self._ranks.rank]
+        name, own_name = self._ranks.names[rank], self._ranks.names[self._ranks.rank]
         purpose = "average gradients" if what == AVERAGING else "exchange values"
         got = f"rank {own_name} has waited {self._ranks.timeout:g} seconds for rank {name} to {purpose}"
         hint = f"Check what rank {name} is doing, or pass a longer timeout if it is working"
         return with_own_line(error_message(got, "every rank has to get there within the timeout", hint), own_name)
+
+
+_OUT_OF_STEP = error_message(
+    "a collective after one that was interrupted", "the ranks are out of step", "Start another run"
+)

@@ -36,11 +36,11 @@ class PlainTransport:
 class Setup:
     """What a loop is given in place of `TorchNano`: ``setup`` averages, and ``share`` cuts a batch."""
 
-    def __init__(self, ranks, served_whole=lambda: False, **settings):
+    def __init__(self, ranks, **settings):
         self.ranks = ranks
         self.rank = ranks.rank
         self.transport = PlainTransport(ranks)
-        self.averaging = Averaging(ranks, self.transport, served_whole, **settings) if ranks.size > 1 else None
+        self.averaging = Averaging(ranks, self.transport, **settings) if ranks.size > 1 else None
         self.interceptors = CallInterceptors()
 
     def setup(self, model, *optimizers):

@@ -884,14 +884,13 @@ def test_learning_rates_of_nan_are_equal_and_groups_may_have_none(team):
 
 def test_training_on_batches_that_were_served_whole_is_warned_of_once_a_run(team):
     def loop(setup):
-        setup = Setup(setup.ranks, served_whole=lambda: True)
+        setup.ranks.context.sharding.whole_by_mode = True
         model = net()
         setup.setup(model, sgd(model))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
                 model(torch.ones(1, 6)).sum().backward()
-        setup.close()
         return [(issubclass(each.category, NanoWarning), str(each.message)) for each in caught]
 
     ((first,), second) = team(2)(trained, loop)
@@ -969,6 +968,7 @@ def test_optimizer_of_what_was_set_up_is_not_warned_of(team):
 def test_nothing_is_left_behind(team):
     def loop(ranks):
         plain, setup = torch.autograd.backward, Setup(ranks)
+        torch.manual_seed(0)
         model = net()
         model[0].requires_grad_(False)
         optimizer = sgd(model)

@@ -132,7 +132,7 @@ def trained(ranks, loop, members, folder, overlapped, groups):
     place.mkdir(mode=0o700, exist_ok=True)
     hosts = Hosts(members, own, place if len(members[own]) > 1 else None, leaders)
     transport = HostsTransport(ranks, hosts, chunk=1024)
-    averaging = Averaging(ranks, transport, compare=False, stream=transport.stream if overlapped else None)
+    averaging = Averaging(ranks, transport, compare=False, overlapped=overlapped)
     averaging.add([model], [optimizer])
     ended, finish = [], Overlap.finish
     Overlap.finish = lambda self, states: ended.append((finish(self, states), any(states))) or ended[-1][0]

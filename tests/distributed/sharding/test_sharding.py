@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.sharding.sharding import BatchSharding, forget_last_served, served_whole_by_mode
+from nano_loop.distributed.sharding.sharding import BatchSharding
 from nano_loop.patching.objects.loaders import changed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a team's processes cannot import the tests
@@ -539,29 +539,28 @@ def test_what_is_decided_when_the_iteration_starts_holds_to_its_end(team):
 
 def test_it_is_known_that_a_batch_was_whole_because_of_the_mode_alone(team):
     def loop(ranks):
-        model, told = nn.Linear(1, 1), []
+        model, told, sharding = nn.Linear(1, 1), [], ranks.context.sharding
         train, check = DataLoader(Numbers(), 4), DataLoader(Numbers(), 4)
         with sharing(ranks, train, check, models=[model]):
-            told.append(served_whole_by_mode())
+            told.append(sharding.whole_by_mode)
             for _ in train:
-                told.append(served_whole_by_mode())
+                told.append(sharding.whole_by_mode)
                 model.eval()
                 with torch.no_grad():
                     next(iter(check))
-                told.append(served_whole_by_mode())
+                told.append(sharding.whole_by_mode)
                 next(iter(check))
-                told.append(served_whole_by_mode())
+                told.append(sharding.whole_by_mode)
                 model.train()
                 break
             next(iter(train))
-            told.append(served_whole_by_mode())
+            told.append(sharding.whole_by_mode)
             model.eval()
             next(iter(train))
-            told.append(served_whole_by_mode())
-        forget_last_served()
-        return [*told, served_whole_by_mode()]
+            told.append(sharding.whole_by_mode)
+        return told
 
-    assert team(2)(loop) == [[False, False, False, True, False, True, False]] * 2
+    assert team(2)(loop) == [[False, False, False, True, False, True]] * 2
 
 
 # --- streams ---

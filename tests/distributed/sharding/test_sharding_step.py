@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
-from nano_loop.distributed.sharding.sharding import served_whole_by_mode
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import StepContext
@@ -68,15 +67,15 @@ def test_models_of_other_calls_count_too(team):
         sharding.observe(TrainingObjects(models=[model]))
         sharding.apply(TrainingObjects(loaders=[loader]))
         counts = [len(seen(loader))]
-        told = served_whole_by_mode()
+        told = ranks.context.sharding.whole_by_mode
         sharding.observe(TrainingObjects(models=[late]))
         counts += [len(seen(loader)), len(loader)]
         late.eval()
         counts += [len(seen(loader)), len(loader)]
         sharding.undo()
-        return counts, told, served_whole_by_mode()
+        return counts, told
 
-    assert team(2)(loop) == [([5, 3, 3, 5, 5], True, False)] * 2
+    assert team(2)(loop) == [([5, 3, 3, 5, 5], True)] * 2
 
 
 def test_shard_of_a_later_call_wins_and_none_changes_nothing(team):
@@ -86,7 +85,7 @@ def test_shard_of_a_later_call_wins_and_none_changes_nothing(team):
         counts = []
         for shard in (None, True, None, False, None):
             sharding.apply(TrainingObjects(models=[model], loaders=[loader], shard=shard))
-            counts.append((len(seen(loader)), len(loader), served_whole_by_mode()))
+            counts.append((len(seen(loader)), len(loader), ranks.context.sharding.whole_by_mode))
         sharding.undo()
         return counts
 

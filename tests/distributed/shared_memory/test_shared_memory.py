@@ -182,7 +182,7 @@ def test_a_rank_that_arrives_and_leaves_between_two_looks_is_no_fault(tmp_path):
 
 
 def test_rank_of_another_host_that_is_late_or_leaves_is_known_by_its_number_in_the_run():
-    segment = SharedSegment(Ranks(1, 2, timeout=0.1), 1, 8, partial(mmap.mmap, -1), names=(4, 6))
+    segment = SharedSegment(Ranks(6, 7, timeout=0.1).group([4, 6]), 1, 8, partial(mmap.mmap, -1))
     with pytest.raises(RankLateError, match=r"rank 6 has waited 0.1 seconds for rank 4") as late:
         segment.wait(segment.places(0), 1)
     segment.publish(segment.places(1)[0], 1)
