@@ -148,6 +148,17 @@ class TorchNano(RanksFabric):
         return shares if shares is None or isinstance(shares, int) else [list(cpus) for cpus in shares]
 
     @property
+    def device(self) -> torch.device:
+        """The CPU. A subclass may assign it, as trainers of scripts do."""
+        return torch.device("cpu")
+
+    @device.setter
+    def device(self, device: Any) -> None:
+        if torch.device(device).type != "cpu":
+            got = f"self.device = {device!r}"
+            raise NanoError(error_message(got, "it trains on the CPU", 'Assign "cpu", or call nano_loop.patch_cuda()'))
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which models compute matrix products."""
         return self._nano_settings.options.kind.compute

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
 from nano_loop.distributed.data_parallel.initial_sync import make_equal, named_buffers, named_parameters
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
@@ -22,12 +23,15 @@ class Broadcast(RanksStep):
 
     @override
     def begin(self) -> None:
-        self._done: dict[int, object] = {}  # tensors and optimizers by their ids, kept alive
+        self._done: dict[int, object] = {}  # tensors, modules and optimizers by their ids, kept alive
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
+        modules = [module for model in parts.models for module in model.modules()]
+        known = [buffer for module in modules if id(module) in self._done for buffer in module.buffers(recurse=False)]
+        changed = set(map(id, known))  # by calls since, as caches whose sizes are the rank's
         named = [*named_parameters(parts.models, parts.optimizers), *named_buffers(parts.models)]
-        new = [(name, tensor) for name, tensor in named if id(tensor) not in self._done]
+        new = [(name, tensor) for name, tensor in named if id(tensor) not in self._done.keys() | changed]
         optimizers = [optimizer for optimizer in parts.optimizers if id(optimizer) not in self._done]
         groups = [
             f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"
@@ -36,7 +40,7 @@ class Broadcast(RanksStep):
         make_equal(self.ranks, new, groups)
         for optimizer in optimizers:
             self._broadcast_state(optimizer)
-        self._done |= {id(optimizer): optimizer for optimizer in (*optimizers, *(tensor for _, tensor in new))}
+        self._done |= {id(value): value for value in (*optimizers, *modules, *(tensor for _, tensor in new))}
         return "every rank begins with rank 0's values"
 
     def _broadcast_state(self, optimizer: Optimizer) -> None:
@@ -60,6 +64,5 @@ def _checksum(value: Any, start: int = 0) -> int:
             start = _checksum(item, start + 1)
         return start
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        whole = value.detach().contiguous().resolve_conj().resolve_neg().view(-1)
-        return zlib.crc32(whole.view(torch.uint8).numpy().tobytes(), zlib.crc32(repr(value.shape).encode(), start))
+        return zlib.crc32(raw_bytes(resolved(value)), zlib.crc32(repr(value.shape).encode(), start))
     return zlib.crc32(repr(value).encode(), start)

@@ -95,10 +95,12 @@ def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(dataset: Any) -> Sequence[torch.Tensor]:
-    """Return the tensors of a dataset that is a `TensorDataset` or itself a tensor, or an empty tuple."""
-    if type(dataset) is TensorDataset:
-        return dataset.tensors
-    return (dataset,) if type(dataset) is torch.Tensor and dataset.dim() else ()
+    """Return the tensors of a dataset that is a `TensorDataset` or itself a tensor, or an empty tuple.
+
+    A subclass of tensors may have its own rows.
+    """
+    tensors = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
+    return tensors if all(type(tensor) is torch.Tensor and tensor.dim() for tensor in tensors) else ()
 
 
 def _refusal(loader: DataLoader[Any]) -> SkipReason | None:

@@ -7,6 +7,7 @@ wait for each other most of the time (xgboost#7653 measured 28 s instead of 0.3 
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import torch
@@ -14,13 +15,18 @@ from typing_extensions import override
 
 from nano_loop.config.exports import is_exported
 from nano_loop.cpu.waits import Waits
+from nano_loop.patching.patch_table import process_wide
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
 
+_BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 #: Seconds that a run takes at least of which the waits are judged, and the part of the time in which threads may wait.
 _LONG, _MUCH = 10.0, 0.2
+
+
+_settings: list[tuple[int, int]] = process_wide("numbers of threads that runs have set, by thread", [])
 
 
 class Threads(Step):
@@ -49,7 +55,11 @@ class Threads(Step):
         for variable in _USERS_OWN:
             if variable in os.environ and _is_users(variable):
                 return SkipReason("users_setting", f"{variable}={os.environ[variable]} is set, and stays in force")
-        if count < wanted and _is_users("OMP_NUM_THREADS"):
+        for variable in _BINDING:
+            if os.environ.get(variable, "false").lower() != "false" and count > wanted and not self.ranks.shares:
+                # OpenMP has bound this thread to one CPU, and binds the others elsewhere.
+                return SkipReason("bound_by_openmp", f"{variable} binds torch's {count} threads, which stay")
+        if count < wanted and not self._is_of_another_run(count) and _is_users("OMP_NUM_THREADS"):
             return SkipReason("users_number", f"torch was set to {count}, fewer than the {wanted} physical cores")
         return None
 
@@ -61,8 +71,17 @@ class Threads(Step):
         if count == wanted:
             return words
         self.undoing.callback(torch.set_num_threads, count)
+        setting = threading.get_ident(), wanted
+        self.undoing.callback(_settings.remove, setting)
+        _settings.append(setting)
         torch.set_num_threads(wanted)
         return f"{words} (torch had {count})"
+
+    @staticmethod
+    def _is_of_another_run(count: int) -> bool:
+        """Whether a run of another thread, and none of this one, has set this number."""
+        threads = {thread for thread, number in _settings if number == count}
+        return bool(threads) and threading.get_ident() not in threads
 
     @override
     def final_result(self) -> StepResult | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from nano_loop.errors import NanoError, error_message
@@ -32,8 +33,24 @@ def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a tensor; see `raw_tensor`."""
-    array: Any = raw_tensor(tensor).numpy()
-    return memoryview(array)
+    return memoryview(memory_of(raw_tensor(tensor)))
+
+
+def memory_of(raw: torch.Tensor) -> Any:
+    """Return the memory of a contiguous uint8 tensor as an array, which keeps the tensor alive.
+
+    After `Tensor.numpy`, torch resizes the storage no more, as some observers of quantisation do.
+    """
+    return np.asarray(_Memory(raw)) if raw.numel() else np.empty(0, np.uint8)
+
+
+class _Memory:
+    """What numpy takes for an array."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self._raw = raw
+        data, shape = (raw.data_ptr(), False), (raw.numel(),)
+        self.__array_interface__ = {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:

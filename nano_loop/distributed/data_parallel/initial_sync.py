@@ -33,9 +33,10 @@ def named_buffers(models: Sequence[nn.Module]) -> Iterator[Named]:
 
 
 def _name(model: nn.Module, name: str) -> str:
-    # A traced model has the name of what was traced, until it has travelled.
+    # A traced model has another class, until it has travelled.
     kind = GraphModule if isinstance(model, GraphModule) else type(model)
-    return f"{kind.__name__}.{name}"
+    owner = model.original_name if isinstance(model, torch.jit.ScriptModule) else kind.__name__
+    return f"{owner}.{name}"
 
 
 def _of_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[Named]:

@@ -85,6 +85,8 @@ class Parameters:
         for key in [*self._watched]:
             self._unwatch(key)
         self._undoing.close()
+        # The hook belongs to the averaging, which has this: a cycle that would keep the models.
+        self.models, self.optimizers, self.in_order, self.newcomers, self._equal = [], [], [], [], {}
 
     def _something_registered(self, *_: object) -> None:
         self._stale = True

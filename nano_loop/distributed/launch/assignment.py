@@ -16,6 +16,7 @@ from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.errors import NanoError, NanoWorkerError
+from nano_loop.integrations.cuda_calls.patching import is_cuda_patched, patch_cuda
 
 PAYLOAD, WORKER_INIT = "payload", "worker_init"  # folders of what is pickled for the workers
 
@@ -32,6 +33,7 @@ class State:
     grad: bool
     threads: int | None
     warning_filters: list[Any]
+    cuda_patched: bool
 
     @classmethod
     def of_this_process(cls, usual_threads: int) -> State:
@@ -51,10 +53,13 @@ class State:
             grad=torch.is_grad_enabled(),
             threads=torch.get_num_threads() if torch.get_num_threads() < usual_threads else None,
             warning_filters=[*warnings.filters],
+            cuda_patched=is_cuda_patched(),
         )
 
     def take_over(self, threads: int) -> None:
         """Put it in force in a worker, which has `threads` compute threads at the most."""
+        if self.cuda_patched:
+            patch_cuda()
         set_process_states(self.random_states, [True] * len(self.random_states))
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)

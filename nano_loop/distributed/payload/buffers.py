@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nano_loop.distributed.comm.raw_bytes import memory_of
 from nano_loop.patching.torch_private import bytes_of
 
 Reduction = tuple[Any, ...]
@@ -26,8 +27,7 @@ def reduced(value: Any) -> Any:
 def reduce_storage(storage: torch.UntypedStorage, changing: bool) -> Reduction:
     """Pickle a storage as a buffer; one that is `changing` is loaded into private memory."""
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    memory: Any = whole.numpy()
-    return _storage, (PickleBuffer(memory), changing)
+    return _storage, (PickleBuffer(memory_of(whole)), changing)
 
 
 def _storage(buffer: Any, changing: bool) -> torch.UntypedStorage:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nano_loop.distributed.comm.raw_bytes import raw_bytes
+
 _MOST = 50_000  # objects that are looked at, so that a digest takes some milliseconds at most
 _ITEMS = 1000  # of a list or a dict
 _ELEMENTS = 1 << 12  # of a tensor or an array, which may be a file that is mapped
@@ -101,7 +103,7 @@ class Digest:
         self._note(f"{value.dtype} {tuple(value.shape)}")
         if value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized:
             some = _some(value.detach()).resolve_conj().resolve_neg().contiguous()
-            self.crc = zlib.crc32(some.view(-1).view(torch.uint8).numpy().tobytes(), self.crc)
+            self.crc = zlib.crc32(raw_bytes(some), self.crc)
 
     def _add_array(self, value: np.ndarray[Any, Any], depth: int) -> None:
         self._note(f"{value.dtype} {value.shape}")

@@ -69,6 +69,11 @@ def unpatch_cuda() -> None:
             _patches.pop().close()
 
 
+def is_cuda_patched() -> bool:
+    """Whether `patch_cuda` is in force."""
+    return bool(_patches)
+
+
 def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield a module or a class, a name in it, and what returns the replacement of an attribute."""
     for name in _FACTORIES:

@@ -63,9 +63,10 @@ class CompiledMixin:
             raise NanoError(error_message("fit of a model compiled without an optimizer", "training needs one", _PASS))
         if self._scheduler is None:
             return self._optimizer
-        scheduler = {"scheduler": self._scheduler, "interval": "epoch"}
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            scheduler["monitor"] = "val/loss"
+        own = self._scheduler if isinstance(self._scheduler, Mapping) else {"scheduler": self._scheduler}
+        scheduler = {"interval": "epoch", **own}
+        if isinstance(scheduler["scheduler"], ReduceLROnPlateau):
+            scheduler.setdefault("monitor", "val/loss")
         return {"optimizer": self._optimizer, "lr_scheduler": scheduler}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +110,7 @@ def _check(loss: Any, optimizer: Any, scheduler: Any, metrics: Any) -> None:
     for name, value, fits, expected in (
         ("loss", loss, callable, "a function or a module"),
         ("optimizer", optimizer, lambda value: isinstance(value, Optimizer), "a torch.optim.Optimizer"),
-        ("scheduler", scheduler, lambda value: isinstance(value, (LRScheduler, ReduceLROnPlateau)), "an LRScheduler"),
+        ("scheduler", scheduler, _is_scheduler, "an LRScheduler"),
         ("metrics", metrics, _are_metrics, "a list of metrics, each called as metric(output, target)"),
     ):
         if value is not None and not fits(value):
@@ -120,6 +121,11 @@ def _check(loss: Any, optimizer: Any, scheduler: Any, metrics: Any) -> None:
         wrong.append(error_message("compile(scheduler=...)", "it schedules an optimizer", "Pass optimizer=, too"))
     if wrong:
         raise NanoConfigError("\n".join(wrong))
+
+
+def _is_scheduler(value: Any) -> bool:
+    scheduler = value.get("scheduler") if isinstance(value, Mapping) else value
+    return isinstance(scheduler, (LRScheduler, ReduceLROnPlateau))
 
 
 def _are_metrics(value: Any) -> bool:

@@ -77,7 +77,9 @@ class NanoStrategyMixin:
         self.nano_printed = LastPrinted()
         self._nano_ranks = Ranks()
         self.report: SetupReport | None = None
-        _read(options)  # raises for an invalid option here
+        shares = options.get("cpu_for_each_process")
+        several = {"num_processes": len(shares)} if isinstance(shares, (list, tuple)) and shares else {}
+        _read({**options, **several})  # raises for an invalid option here
 
     # --- what Lightning asks before a run ---
 

@@ -25,6 +25,7 @@ _PRECISIONS = {"32": "32-true", "32-true": "32-true", "bf16": "bf16-mixed", "bf1
 #: Arguments that it refuses, with the reason and what to do.
 _REFUSED = {
     "strategy": ("this Trainer has one, NanoStrategy", "Leave it out, or use Lightning's Trainer(strategy='nano')"),
+    "algorithms": ("nano_loop runs no algorithms of Composer", "Pass callbacks=[...], called at the same points"),
     "use_hpo": ("nano_loop searches no hyperparameters", "Leave it out, and call a search library around the Trainer"),
 }
 
@@ -115,8 +116,9 @@ class NanoTrainerMixin:
             Called as ``loss(output, target)``. Needed for ``fit``.
         optimizer : torch.optim.Optimizer, optional
             Of the parameters of `model`. Needed for ``fit``.
-        scheduler : torch.optim.lr_scheduler.LRScheduler, optional
-            Of `optimizer`, stepped once an epoch.
+        scheduler : torch.optim.lr_scheduler.LRScheduler or dict, optional
+            Of `optimizer`, stepped once an epoch. A dict is Lightning's, such as
+            ``{"scheduler": scheduler, "interval": "step"}``.
         metrics : list of torchmetrics.Metric or callables, optional
             Each logged in validation and test, as ``val/Accuracy_0`` and ``test/Accuracy_0``.
 
@@ -142,7 +144,7 @@ class NanoTrainerMixin:
 
 def _refuse(others: Mapping[str, Any]) -> None:
     for name, (expected, hint) in _REFUSED.items():
-        if name in others and not (name == "use_hpo" and not others[name]):
+        if name in others and (name == "strategy" or others[name]):
             raise NanoConfigError(error_message(f"Trainer({shown(name, others[name])})", expected, hint))
 
 
