@@ -74,7 +74,7 @@ def test_lost_connection_of_rank_0_is_raised_as_the_failure_that_caused_it():
     lost = Failure(1, Kind.ECHO, "raised RuntimeError: connection reset by peer", "Wait")
     killed = died(2, last_words="out of memory")  # nobody knows its exit code
     with pytest.raises(NanoWorkerError, match="rank 2 ended its process:") as caught:
-        run_beside(Remote(1, lost), Remote(2, killed), body=lose)
+        run_beside(Remote(1, lost, after=0.5), Remote(2, killed, after=0.5), body=lose)
     assert (caught.value.rank, caught.value.exitcode, caught.value.traceback) == (2, None, "out of memory")
 
 
