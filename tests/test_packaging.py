@@ -241,7 +241,7 @@ def test_kernels_are_compiled_from_what_the_wheel_holds(wheel, tmp_path):
     wheel.extractall(tmp_path / "installed")
     code = (
         "from nano_loop.kernels import build\nfrom nano_loop.kernels.norm import norms\n"
-        "print(norms.KERNEL.unavailable, build.compiled_for_threads('norms').batch_norm is not None, norms.__file__)"
+        "print(norms.KERNEL.unavailable, build.compiled('norms').batch_norm is not None, norms.__file__)"
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = subprocess.run(

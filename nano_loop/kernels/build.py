@@ -18,7 +18,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,9 +33,6 @@ _FLAGS = ("-O3", "-fPIC")
 _PARALLEL = ("-fopenmp",)
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 _PATIENCE = 60.0  # timeout of the compiler, in seconds
-
-
-_Library = TypeVar("_Library", bound=ctypes.CDLL)
 
 
 class UnavailableError(Exception):
@@ -114,7 +110,7 @@ class CompiledKernel:
         return int(function(ctypes.byref(call), ctypes.c_int(argument)))
 
     def _library(self) -> ctypes.CDLL:
-        return compiled_for_threads(self.name) if self._is_threaded else compiled(self.name)
+        return compiled(self.name, self._is_threaded)
 
 
 def scratch(size: int) -> Tensor:
@@ -133,33 +129,25 @@ def _as_c(argument: Argument) -> object:
 
 
 @functools.cache
-def compiled(name: str) -> ctypes.PyDLL:
-    """Return the library compiled from ``<name>.c``, whose functions take microseconds. They hold the GIL.
+def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
+    """Return the library compiled from ``<name>.c``.
 
-    Raises
-    ------
-    UnavailableError
-        If no compiler is found, or the compiler fails.
-    """
-    return _loaded(name, ctypes.PyDLL, ())
-
-
-@functools.cache
-def compiled_for_threads(name: str) -> ctypes.CDLL:
-    """Return the library compiled from ``<name>.c`` with OpenMP, for torch's threads. Its functions release the GIL.
+    Parameters
+    ----------
+    name : str
+        The name of the file, without its ending.
+    is_threaded : bool
+        Whether it is compiled with OpenMP, for torch's threads. Its functions release the GIL then. Those of others
+        take microseconds, and hold it.
 
     Raises
     ------
     UnavailableError
         If no compiler is found, the compiler fails, or torch's OpenMP runtime is not that of the compiler.
     """
-    return _loaded(name, ctypes.CDLL, _PARALLEL)
-
-
-def _loaded(name: str, load: Callable[[str], _Library], flags: tuple[str, ...]) -> _Library:
-    source = _SOURCES / f"{name}.c"
-    command = _compiler()
-    folder = cache_folder()
+    load: Callable[[str], ctypes.CDLL] = ctypes.CDLL if is_threaded else ctypes.PyDLL
+    flags = _PARALLEL if is_threaded else ()
+    source, command, folder = _SOURCES / f"{name}.c", _compiler(), cache_folder()
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="nano_loop-") as temporary:
             # Once loaded, it may be deleted.
@@ -181,8 +169,8 @@ def _compiler() -> list[str]:
 
 
 def _made(
-    command: list[str], flags: tuple[str, ...], source: Path, library: Path, load: Callable[[str], _Library]
-) -> _Library:
+    command: list[str], flags: tuple[str, ...], source: Path, library: Path, load: Callable[[str], ctypes.CDLL]
+) -> ctypes.CDLL:
     """Compile into a temporary folder and move the library into place atomically, for concurrent processes."""
     try:
         with written_at_once(library) as made:

@@ -14,7 +14,7 @@ from nano_loop.kernels.replacement import Choose
 from nano_loop.patching.ownership import rule_for
 
 #: The name of the rule of calls into models whose products round their inputs. It is called with the kind of each
-#: product that does, and its number of multiplications.
+#: product that does, its number of multiplications, and how many numbers it packs in bf16 without a cast.
 RULE = "products in bf16"
 #: The name of the rule that chooses an algorithm, which is no operator's, and the algorithms.
 ALGORITHM = "rounding of products"
@@ -57,7 +57,12 @@ def is_large(kind: str, multiplications: int) -> bool:
 
 
 def rounds(
-    kind: str, multiplications: int, call: Arguments, in_fp32: Callable[..., Any], rounded: Callable[..., Any]
+    kind: str,
+    multiplications: int,
+    call: Arguments,
+    in_fp32: Callable[..., Any],
+    rounded: Callable[..., Any],
+    packed: int = 0,
 ) -> bool:
     """Decide whether a product rounds that may do so, and note it for `RULE`.
 
@@ -71,18 +76,20 @@ def rounds(
         By which it is known.
     in_fp32, rounded : callable
         The algorithms. They take the tensors of `call`.
+    packed : int
+        How many numbers the product packs in bf16 without a cast.
     """
     algorithm = ROUNDED if is_large(kind, multiplications) else FP32
     choose: Choose | None = rule_for(ALGORITHM)
     if choose is not None:
         algorithm = choose(call, lambda: {FP32: in_fp32, ROUNDED: rounded}, algorithm)
     if algorithm == ROUNDED:
-        note(kind, multiplications)
+        note(kind, multiplications, packed)
     return algorithm == ROUNDED
 
 
-def note(kind: str, multiplications: int) -> None:
+def note(kind: str, multiplications: int, packed: int = 0) -> None:
     """Tell the rule of a product that rounds its inputs."""
     rule = rule_for(RULE)
     if rule is not None:
-        rule(kind, multiplications)
+        rule(kind, multiplications, packed)

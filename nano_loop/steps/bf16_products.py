@@ -22,6 +22,7 @@ from nano_loop.kernels.rnn import lstm, lstm_layer
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import Rule
+from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.kernels.fast_attention import FastAttention
@@ -146,8 +147,9 @@ class Bf16Products(Step):
         names = ", ".join(dict.fromkeys(map(class_name, self._models)))
         return StepResult(self.name, "skipped", f"fp32 for {names}: no product was large enough", code="too_small")
 
-    def _note(self, kind: str, multiplications: int) -> None:
+    def _note(self, kind: str, multiplications: int, packed: int) -> None:
         self._multiplications[kind] += multiplications
+        record_product(kind, packed)
 
     def _put_in_force(self, replacements: tuple[Replacement, ...]) -> None:
         for replacement in replacements:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from nano_loop.errors import error_message
+from nano_loop.precision.autocast.dtype_errors import note
 from nano_loop.precision.autocast.loss_scale import LossScale
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -15,6 +19,10 @@ from nano_loop.steps.step import Step
 
 #: The keys in the first parameter group of a checkpoint that hold the scale, and the backwards since it was changed.
 KEYS = ("loss_scale", "loss_scale_good")
+
+
+#: What torch raises for gradients that are not finite: `clip_grad_norm_`, where it is asked to, and anomaly mode.
+_ABOUT_OVERFLOW = re.compile("is non-finite|returned nan values")
 
 
 class LossScaling(Step):
@@ -46,6 +54,17 @@ class LossScaling(Step):
                 self._optimizers[id(optimizer)] = optimizer
                 self._take(optimizer)
         return f"gradients × {self._scale.value:,.0f} inside of backward; a step that overflows is skipped"
+
+    @override
+    def undo(self) -> None:
+        """Undo, and say that there is a scale in an error about gradients that ends the run."""
+        error = sys.exc_info()[1]
+        if self._scaling and isinstance(error, RuntimeError) and _ABOUT_OVERFLOW.search(str(error)):
+            got = f"The loss scale of precision=16 was {self._scale.value:,.0f} at last"
+            expected = "gradients overflow by it now and then, and the step after that is skipped"
+            hint = "Leave anomaly mode and error_if_nonfinite=True out, or pass precision='bf16', which has no scale"
+            note(error, error_message(got, expected, hint))
+        super().undo()
 
     @override
     def final_result(self) -> StepResult | None:

@@ -20,6 +20,7 @@ from nano_loop.patching.ownership import Rule
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
 from nano_loop.precision.autocast.default_ops import in_force
+from nano_loop.precision.autocast.fast_paths import fast_paths_left
 from nano_loop.precision.autocast.fp32_consumers import consumers_get_fp32
 from nano_loop.precision.autocast.op_lists import OpLists
 from nano_loop.precision.autocast.output_activations import activations_noticed
@@ -73,6 +74,7 @@ class Precision(Step):
                 in_force({}),
                 activations_noticed(),
                 widest_dtype_computed(),
+                fast_paths_left(),
                 consumers_get_fp32(),
                 backwards_under_autocast(CallUnderAutocast),
             ):

@@ -23,9 +23,9 @@ def tuner():
 
 
 @pytest.fixture
-def algorithm(tuner):
+def algorithm(tuner, request):
     """Ask for a call's algorithm, where `decision` is what would be decided; without one, nothing may be."""
-    made = Decisions(tuner)
+    made = Decisions(tuner, getattr(request, "param", False))
 
     def ask(key=0, decision=None, stored=lambda: STORED):
         decide = (lambda: decision) if decision else lambda: pytest.fail("decided again")
@@ -100,25 +100,21 @@ def test_what_was_forgotten_is_not_taken_for_new(algorithm, tuner, backward_of, 
     assert algorithm(0) == GUESS
 
 
-def test_gradient_is_decided_in_a_backward_and_again_by_a_forward_of_its_kind(tuner, backward_of, monkeypatch):
-    made, inside = Decisions(tuner, has_gradients=True), [True]
+@pytest.mark.parametrize("algorithm", [True], indirect=True, ids=["has_gradients"])
+def test_gradient_is_decided_in_a_backward_and_again_by_a_forward_of_its_kind(
+    algorithm, tuner, backward_of, monkeypatch
+):
     backward_of(9)
-    monkeypatch.setattr(decisions, "in_backward", lambda: inside[0])
-
-    def ask(decision=None):
-        decide = (lambda: decision) if decision else lambda: pytest.fail("decided again")
-        return made.algorithm(0, lambda: GUESS, decide, lambda: STORED)
-
-    assert ask(Decision(GUESS, is_settled=False)) == GUESS
-    assert ask() == GUESS
+    assert algorithm(decision=Decision(GUESS, is_settled=False)) == GUESS
+    assert algorithm() == GUESS
     tuner.turn += 1
-    assert ask(Decision("one")) == "one"
-    assert ask() == "one"
-    inside[0] = False
-    assert ask(Decision(GUESS, is_settled=False)) == GUESS
-    inside[0] = True
+    assert algorithm(decision=Decision("one")) == "one"
+    assert algorithm() == "one"
+    monkeypatch.setattr(decisions, "in_backward", lambda: False)
+    assert algorithm(decision=Decision(GUESS, is_settled=False)) == GUESS
+    backward_of(9)
     tuner.turn += 1
-    assert ask() == GUESS  # as in the forward that is called again
+    assert algorithm() == GUESS  # as in the forward that is called again
 
 
 def test_many_kinds_are_forgotten_together(tuner, monkeypatch):

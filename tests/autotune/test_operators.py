@@ -10,7 +10,7 @@ from loops.pairs import rounding_every_product
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autotune.time_for import ALWAYS, TimeFor
+from autotune.time_for import ALWAYS, Clock, TimeFor
 from nano_loop import nano
 from nano_loop.autotune import decisions
 from nano_loop.autotune import operators as module
@@ -26,15 +26,6 @@ from nano_loop.patching.operators.operators import gives_kernels
 
 ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING = module.OPERATORS
 NHWC = torch.channels_last
-
-
-class Clock:
-    """A clock that algorithms put on."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def normal(*sizes):

@@ -5,20 +5,11 @@ import time
 import pytest
 import torch
 
-from autotune.time_for import ALWAYS, TimeFor
+from autotune.time_for import ALWAYS, Clock, TimeFor
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.tuner import Race, Tuner, fastest
 
 EXACT = torch.linspace(-1, 1, 64)
-
-
-class Clock:
-    """A clock that algorithms put on."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Workshop:

@@ -1,4 +1,4 @@
-"""Budgets of tests, which say by themselves whether there is time for a measurement."""
+"""Budgets of tests, which say by themselves whether there is time for a measurement, and clocks."""
 
 
 class TimeFor:
@@ -14,4 +14,13 @@ class TimeFor:
         return self.seconds - spent
 
 
-ALWAYS, NEVER = TimeFor(float("inf")), TimeFor(0.0)
+ALWAYS = TimeFor(float("inf"))
+
+
+class Clock:
+    """A clock that algorithms put on."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now

@@ -103,7 +103,8 @@ def _left(before, fault):
     def left():
         return [f"left behind: {each}" for each in _new(before) if not each.startswith(fault.leaves or "-")]
 
-    deadline = time.monotonic() + _DYING
+    # A Python that imports torch learns afterwards that it is not needed.
+    deadline = time.monotonic() + _DYING + (_STARTING if fault.begins else 0)
     while left() and time.monotonic() < deadline:
         time.sleep(0.05)
     return left()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.dropout import bernoulli
 
 
 @pytest.fixture
@@ -26,3 +27,40 @@ def called(monkeypatch):
 
     monkeypatch.setattr(CompiledKernel, "__call__", noting)
     return names
+
+
+@pytest.fixture
+def filled(monkeypatch):
+    """Count the tensors that are filled by the compiled function for masks."""
+    counts, fill = [], bernoulli.fill
+    monkeypatch.setattr(bernoulli, "fill", lambda tensor, *rest: counts.append(tensor.numel()) or fill(tensor, *rest))
+    return counts
+
+
+@pytest.fixture
+def for_each_number(threads):
+    """Compute something with several numbers of threads: ``for_each_number(function, *numbers)``."""
+
+    def compute(function, *numbers):
+        results = []
+        for number in numbers:
+            threads(number)
+            results.append(function())
+        return results
+
+    return compute
+
+
+@pytest.fixture
+def behind_memory(monkeypatch):
+    """What lies behind the memory that kernels make, full of 7s."""
+    behind, size = [], 1 << 16
+
+    def with_an_end(*sizes, dtype, memory_format=torch.contiguous_format, **_):
+        count = torch.Size(sizes).numel()
+        memory = torch.full((count + size,), 7, dtype=dtype)
+        behind.append(memory[count:])
+        return memory[:count].view(sizes).contiguous(memory_format=memory_format)
+
+    monkeypatch.setattr(torch, "empty", with_an_end)
+    return behind

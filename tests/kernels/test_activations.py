@@ -74,15 +74,9 @@ def test_shapes_and_layouts_are_kept(called, shape):
     assert called == ["tanh_forward"] * len(layouts)
 
 
-def test_results_do_not_depend_on_the_number_of_threads(called):
-    x, threads, found = torch.randn(20_001).bfloat16(), torch.get_num_threads(), []
-    for number in (1, 2):
-        torch.set_num_threads(number)
-        try:
-            found.append([function(x) for function in FUNCTIONS.values()])
-        finally:
-            torch.set_num_threads(threads)
-    assert all(map(torch.equal, *found))
+def test_results_do_not_depend_on_the_number_of_threads(for_each_number):
+    x = torch.randn(20_001).bfloat16()
+    assert all(map(torch.equal, *for_each_number(lambda: [function(x) for function in FUNCTIONS.values()], 1, 2)))
 
 
 def test_other_calls_are_torchs(called):

@@ -173,16 +173,15 @@ def test_masks_that_are_views_are_as_exact_as_torchs(mask):
     assert_as_exact_as_torch(inputs(), attn_mask=mask)
 
 
-def test_results_do_not_depend_on_the_number_of_threads(way):
-    tensors, found, threads = inputs(batch=(3, 5), length=70), [], torch.get_num_threads()
-    for number in (1, 2):
-        torch.set_num_threads(number)
-        try:
-            torch.manual_seed(0)
-            with torch.autocast("cpu", torch.bfloat16):
-                found.append(results(attention, tensors, dropout_p=0.1))
-        finally:
-            torch.set_num_threads(threads)
+def test_results_do_not_depend_on_the_number_of_threads(way, for_each_number):
+    tensors = inputs(batch=(3, 5), length=70)
+
+    def computed():
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            return results(attention, tensors, dropout_p=0.1)
+
+    found = for_each_number(computed, 1, 2)
     if way[0] == BLOCKS:
         assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
 

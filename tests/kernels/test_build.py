@@ -36,10 +36,10 @@ def test_kernels_for_bf16_instructions_are_available_where_the_cpu_has_them(kern
 
 @pytest.mark.parametrize("needs", [False, True])
 def test_without_a_compiler_a_kernel_says_so_and_is_no_guess(monkeypatch, needs):
-    def fails(name):
+    def fails(name, is_threaded):
         raise compiled.UnavailableError("no C compiler was found")
 
-    monkeypatch.setattr(compiled, "compiled_for_threads", fails)
+    monkeypatch.setattr(compiled, "compiled", fails)
     kernel = compiled.CompiledKernel("product", {}, needs_avx512_bf16=needs)
     assert kernel.unavailable == "no C compiler was found"
     assert not kernel.is_first_guess

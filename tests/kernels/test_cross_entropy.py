@@ -110,17 +110,11 @@ def test_mean_of_nothing_is_nan_as_in_torch():
     assert by_torch(logits, torch.full_like(target, -100)).isnan()
 
 
-def test_result_does_not_depend_on_the_number_of_threads():
+def test_result_does_not_depend_on_the_number_of_threads(for_each_number):
     logits, target = logits_of(33, 5003, torch.bfloat16)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 2):
-            torch.set_num_threads(threads)
-            found.append(with_gradient(ours, logits, target, reduction="none"))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+    first, *others = for_each_number(lambda: with_gradient(ours, logits, target, reduction="none"), 1, 2, 2)
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -189,15 +183,15 @@ def test_under_a_transform_it_is_left_to_torch():
 
 def test_library_needs_no_openmp_beside_torch_s(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled.compiled_for_threads.cache_clear()
+    compiled.compiled.cache_clear()
     try:
         assert CompiledKernel("cross_entropy", {}).unavailable is None
         (library,) = (tmp_path / "nano_loop").iterdir()
         assert b"libgomp" not in library.read_bytes()
-        compiled.compiled_for_threads.cache_clear()
+        compiled.compiled.cache_clear()
         monkeypatch.setenv("CC", "no-such-cc")
         assert CompiledKernel("cross_entropy", {}).unavailable == "no C compiler was found (no-such-cc)"
         with pytest.raises(UnavailableError):
-            compiled.compiled_for_threads("cross_entropy")
+            compiled.compiled("cross_entropy")
     finally:
-        compiled.compiled_for_threads.cache_clear()
+        compiled.compiled.cache_clear()

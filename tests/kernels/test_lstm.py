@@ -115,14 +115,13 @@ LARGE = [(20, 13, 7, 130), (9, 40, 256, 128), (12, 11, 300, 262)]
 
 @pytest.mark.parametrize("sizes", LARGE, ids=str)
 @pytest.mark.parametrize("is_reversed", [False, True])
-def test_the_same_bits_for_any_number_of_threads(threads, sizes, is_reversed):
+def test_the_same_bits_for_any_number_of_threads(threads, for_each_number, sizes, is_reversed):
     arguments = layer(*sizes, is_reversed=is_reversed)
     assert module._is_computed_in_steps(*sizes[2:]) == (sizes[2] < 300)
     threads(1)
     once = assert_as_exact_as_torch(arguments)
-    for count in (2, 3, 7):
-        threads(count)
-        assert all(torch.equal(a, b) for a, b in zip(results(ours, arguments), once, strict=True))
+    for other in for_each_number(lambda: results(ours, arguments), 2, 3, 7):
+        assert all(map(torch.equal, other, once))
 
 
 def test_large_and_undefined_numbers_are_those_of_torch():

@@ -16,6 +16,7 @@ from nano_loop import kernels, nano
 from nano_loop.kernels import build
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import CONTIGUOUS, DENSE, Pointer, UnsupportedTensorError, attempt, check
+from nano_loop.patching.operators.operators import gives_kernels
 
 ROOT = Path(kernels.__file__).parent
 MODULES = [
@@ -154,7 +155,7 @@ def test_losses_are_those_of_the_plain_loop_under_any_default_dtype(dtype, calle
     finally:
         torch.set_default_dtype(before)
     assert ours == pytest.approx(plain, rel=0.02)
-    assert {"layer_norm", "batch_norm_backward", "cross_entropy_float"} <= set(called)
+    assert {"cross_entropy_float", *(("layer_norm", "batch_norm_backward") if gives_kernels() else ())} <= set(called)
 
 
 def test_kernels_make_their_memory_on_the_cpu_under_any_default_device(called):
@@ -168,7 +169,7 @@ def test_kernels_make_their_memory_on_the_cpu_under_any_default_device(called):
         return loss.item()
 
     assert train(model) == pytest.approx(losses(lambda train: train)[0], rel=0.02)
-    assert {"layer_norm", "batch_norm", "cross_entropy_float"} <= set(called)
+    assert {"cross_entropy_float", *(("layer_norm", "batch_norm") if gives_kernels() else ())} <= set(called)
 
 
 @pytest.mark.parametrize("size", [1, 500])

@@ -1,6 +1,5 @@
 """Norms in two passes are as exact as torch's, whatever the shape, and leave to torch what they do not compute."""
 
-import ctypes
 import platform
 from dataclasses import dataclass
 
@@ -151,17 +150,11 @@ def test_large_means_and_first_elements_that_are_far_away_cost_no_digits(kind, n
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nhwc", [False, True])
-def test_results_do_not_depend_on_the_number_of_threads(kind, nhwc):
+def test_results_do_not_depend_on_the_number_of_threads(for_each_number, kind, nhwc):
     case = case_of(kind, (3, 48, 33, 40), nhwc=nhwc and kind != "layer_norm", groups=4)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(case.by(OURS))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+    first, *others = for_each_number(lambda: case.by(OURS), 1, 2, 3)
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only compilers for x86 have the flag")
@@ -170,7 +163,7 @@ def test_without_instructions_for_bf16_results_are_the_same(monkeypatch):
     case.x[0, 0, 0, 0] = torch.nan
     found = case.by(OURS)
     monkeypatch.setenv("CC", "cc -mno-avx512bf16")
-    library = compiled._loaded("norms", ctypes.CDLL, compiled._PARALLEL)
+    library = compiled.compiled.__wrapped__("norms")
     monkeypatch.setattr(norms.KERNEL, "_library", lambda: library)
     for mine, other in zip(found, case.by(OURS), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)

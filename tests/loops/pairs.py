@@ -21,6 +21,7 @@ from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.linear import product
+from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.precision.autocast import loss_scale
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 from nano_loop.steps import bf16_products
@@ -54,7 +55,9 @@ class Config:
 
     @property
     def rounds_products(self):
-        return self.options.get("precision") == "bf16-products"
+        """Such a run is in fp32 on CPUs without bf16 instructions, and before torch 2.9."""
+        asked_for = self.options.get("precision") == "bf16-products"
+        return asked_for and gives_kernels() and read_machine().has_fast_bf16
 
     @property
     def dtype(self):

@@ -6,19 +6,13 @@ import warnings
 
 import pytest
 import torch
+from compile.conftest import nothing_compiled  # noqa: F401
 from torch import nn
 
 from nano_loop import nano
 from nano_loop.patching.torch_private_compiler import compiled_call
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.compile import Compile
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class Net(nn.Module):

@@ -47,12 +47,3 @@ def test_of_a_long_run_the_last_steps_count(optimizer, clock):
     take(optimizer, clock, *[1] * 1500, *[2] * 900)
     assert watch.median_ms() == pytest.approx(2000)
     assert len(watch._ends) == 1001
-
-
-def test_closing_takes_the_hook_off(optimizer, clock):
-    before = {name: repr(value) for name, value in vars(optimizer).items()}
-    watch = Stopwatch(optimizer)
-    watch.close()
-    assert {name: repr(value) for name, value in vars(optimizer).items()} == before
-    take(optimizer, clock, *[1] * 20)
-    assert watch.median_ms() is None

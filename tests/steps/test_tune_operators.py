@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano_loop import NanoConfigError, nano
+from nano_loop import nano
 from nano_loop.autotune import choices, tuner
 from nano_loop.autotune.choices import Choice, Choices
 from nano_loop.autotune.tuner import Tuner
@@ -125,17 +125,6 @@ def test_deterministic_algorithms_keep_to_the_first_guesses(step):
         assert made.skip_reason(TrainingObjects([nn.Linear(2, 2)])).code == "deterministic"
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_explicit_request_in_fp32_is_refused():
-    with pytest.raises(NanoConfigError, match=r"tune_operators=True: it is for bf16"):
-        nano(tune_operators=True, verbose=False)(fit)(*parts())
-
-
-def test_fp32_runs_do_not_mention_it():
-    train = nano(verbose=False)(fit)
-    train(*parts())
-    assert "tune_operators" not in str(train.report)
 
 
 # --- several processes ---

@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import errno
+import functools
 import linecache
 import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
-from itertools import chain, islice
-from types import TracebackType
+import traceback
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from types import FrameType
 from typing import Any
 
 from nano_loop.distributed.files.functions import WRITING, redirected
@@ -37,6 +39,9 @@ _MISSING = re.compile(r"no such file|not found|does not exist|unable to open|can
 _QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"|`([^`]+)`|(/[^\s:'\",]+)")
 _ONE_RULE = "only rank 0 writes your files, and what another rank writes is its own, which compiled code does not see"
 _ADVICE = "Do it on rank 0 alone: if nano_loop.is_global_zero()"
+_ROOM = "what a worker writes needs room there until the run ends"
+_MAKE_ROOM = "Make room, set TMPDIR to a folder on a larger disk, or write on rank 0 alone (nano_loop.is_global_zero())"
+_LITTLE = 1 << 20  # bytes that are free on a disk that is as good as full
 # Expressions that can be computed once more: they change nothing.
 _PURE = (
     *(ast.Name, ast.Constant, ast.BinOp, ast.Add, ast.Div, ast.JoinedStr, ast.FormattedValue, ast.Attribute),
@@ -44,6 +49,7 @@ _PURE = (
 )
 
 
+@functools.cache
 def refuse_unseen_changes(table: Table) -> None:
     """Raise where the caller's files would be changed by a function that no table is asked by, while there is a table.
 
@@ -90,20 +96,36 @@ def _is_of_the_caller(table: Table, path: str) -> bool:
 
 @contextlib.contextmanager
 def explaining_files(table: Table) -> Iterator[None]:
-    """Let the error of compiled code that has opened a file by its path name the file, and say what to do.
+    """Let the errors of a rank say which disk is full, and which file compiled code could not open, and what to do.
 
     Raises
     ------
+    OSError
+        Instead of the one for which there was no room, and instead of torch's, which names no reason.
     NanoError
-        Instead of it.
+        Instead of that of compiled code.
     """
     try:
         yield
     except Exception as error:
-        text = None if isinstance(error, NanoError) or not table.root else _explained(table, error)
+        if isinstance(error, NanoError) or not table.root:
+            raise
+        if _is_for_lack_of_room(table, error):
+            got = f"the disk of {table.root} is full ({error})"
+            raise OSError(errno.ENOSPC, error_message(got, _ROOM, _MAKE_ROOM)) from error
+        text = _explained(table, error)
         if text is None:
             raise
         raise NanoError(_message(f"{text} ({type(error).__name__}: {_text(error)})")) from error
+
+
+def _is_for_lack_of_room(table: Table, error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not isinstance(error, RuntimeError):
+        return False
+    disk = os.statvfs(table.root)
+    return disk.f_bavail * disk.f_frsize < _LITTLE
 
 
 def _text(error: Exception) -> str:
@@ -115,36 +137,41 @@ def _text(error: Exception) -> str:
 
 
 def _explained(table: Table, error: Exception) -> str | None:
-    number = error.errno if isinstance(error, OSError) else None
-    if _OF_SQLITE.search(_text(error)) and table.read_only:
+    number, text = error.errno if isinstance(error, OSError) else None, _text(error)
+    if _OF_SQLITE.search(text) and table.read_only:
         return f"compiled code, SQLite, writes to {' or '.join(sorted(table.read_only))}"
+    is_denied = number in (errno.EACCES, errno.EROFS) or bool(_DENIED.search(text))
+    if not is_denied and number != errno.ENOENT and not _MISSING.search(text):
+        return None
     paths = [path for path in _paths(error) if path not in ("", ".", "/")]
-    if number in (errno.EACCES, errno.EROFS) or _DENIED.search(_text(error)):
-        refused = next((path for path in paths if _would_be_written(table, path)), None)
-        if refused is None and (paths or table.outside is None):
-            return None
-        return f"compiled code opened {refused or _source(error)} to write it"
-    if number == errno.ENOENT or _MISSING.search(_text(error)):
-        private = next((path for path in paths if _is_private(table, path)), None)
-        return private and f"compiled code opened {private}, which this rank has written or renamed"
-    return None
+    keys = _keys_of_ranks(table, paths)
+    if not is_denied:
+        own = next((key for key in keys if _is_own(table, key)), None)
+        return own and f"compiled code opened {own}, which this rank has written or renamed"
+    refused = next(filter(_may_be_written, keys), None)
+    if refused is None and (paths or table.outside is None):
+        return None
+    return f"compiled code opened {refused or _source(error)} to write it"
 
 
-def _would_be_written(table: Table, path: str) -> bool:
-    """Whether the user may write a file, so that it was refused to this process alone."""
-    with contextlib.suppress(OSError):
-        key = table.key(path)
-        return not table.is_shared(key) and real.access(key if lower(key) else os.path.dirname(key), os.W_OK)
-    return False
+def _keys_of_ranks(table: Table, paths: Iterable[str]) -> Iterator[str]:
+    """Yield where paths lead to, unless all ranks share it."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            key = table.key(path)
+            if not table.is_shared(key):
+                yield key
 
 
-def _is_private(table: Table, path: str) -> bool:
+def _is_own(table: Table, key: str) -> bool:
     """Whether a file, or the folder that it is to be in, is the rank's own."""
-    with contextlib.suppress(OSError):
-        key = table.key(path)
-        above = os.path.dirname(key)
-        return not table.is_shared(key) and (table.place(key) != key or table.place(above) != above)
-    return False
+    above = os.path.dirname(key)
+    return table.place(key) != key or table.place(above) != above
+
+
+def _may_be_written(key: str) -> bool:
+    """Whether the user may write a file, so that it was refused to this process alone."""
+    return bool(real.access(key if lower(key) else os.path.dirname(key), os.W_OK))
 
 
 # --- which file it is: that is in the error, or in the call that has failed ---
@@ -155,44 +182,29 @@ def _paths(error: Exception) -> Iterator[str]:
         yield os.fsdecode(error.filename)
     for match in _QUOTED.finditer(_text(error)):
         yield next(filter(None, match.groups()))
-    for trace in _traces(error)[::-1]:
-        yield from (path for path in _arguments(trace) if path not in _text(error))
+    for frame, line in _frames(error)[::-1]:
+        yield from (path for path in _arguments(frame, line) if path not in _text(error))
 
 
-def _traces(error: Exception) -> list[TracebackType]:
-    """Return where the error has come through, the innermost last."""
-    traces, trace = [], error.__traceback__
-    while trace is not None:
-        traces.append(trace)
-        trace = trace.tb_next
-    return traces
+def _frames(error: Exception) -> list[tuple[FrameType, int]]:
+    """Return where the error has come through, the innermost last, with the lines."""
+    return [*traceback.walk_tb(error.__traceback__)]
 
 
 def _source(error: Exception) -> str:
-    trace = _traces(error)[-1]
-    file = trace.tb_frame.f_code.co_filename
-    return f"a file in line {trace.tb_lineno} of {file} ({linecache.getline(file, trace.tb_lineno).strip()})"
+    frame, line = _frames(error)[-1]
+    file = frame.f_code.co_filename
+    return f"a file in line {line} of {file} ({linecache.getline(file, line).strip()})"
 
 
-def _arguments(trace: TracebackType) -> Iterator[str]:
-    """Yield the paths that the call was given which has failed, as far as they can be computed once more."""
-    frame = trace.tb_frame
+def _arguments(frame: FrameType, line: int) -> Iterator[str]:
+    """Yield the paths that the calls in a line were given, as far as they can be computed once more."""
     with contextlib.suppress(SyntaxError):
-        calls = [node for node in ast.walk(ast.parse(_failed_call(trace))) if isinstance(node, ast.Call)]
+        nodes = [*ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename))))]
+        calls = [node for node in nodes if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or 0)]
         for node in [*chain(*(call.args for call in calls)), *(word.value for call in calls for word in call.keywords)]:
             if all(isinstance(part, _PURE) for part in ast.walk(node)):
                 with contextlib.suppress(Exception):  # of the user's objects
                     value = eval(compile(ast.Expression(node), "", "eval"), frame.f_globals, frame.f_locals)
                     if isinstance(value, (str, os.PathLike)):
                         yield os.fsdecode(value)
-
-
-def _failed_call(trace: TracebackType) -> str:
-    """Return the source of the call; of the line, before Python 3.11."""
-    code = trace.tb_frame.f_code
-    line = linecache.getline(code.co_filename, trace.tb_lineno)
-    positions = getattr(code, "co_positions", None)
-    if positions is None:
-        return line.strip()
-    first, last, start, end = next(islice(positions(), trace.tb_lasti // 2, None))
-    return line.encode()[start:end].decode() if first == last else line.strip()

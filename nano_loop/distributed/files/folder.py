@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import tempfile
@@ -11,10 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nano_loop.distributed.files.originals import real
-from nano_loop.errors import error_message
 
 _LINK = "files"  # in the folder of the run, to this one
-_LITTLE = 1 << 20  # bytes that are free on a disk that is as good as full
 
 
 @contextlib.contextmanager
@@ -76,32 +73,3 @@ def discard(folder: str | Path) -> None:
 
 def _being_deleted(folder: str | Path) -> str:
     return f"{folder}.gone"
-
-
-@contextlib.contextmanager
-def explaining_full_disk(run: Path) -> Iterator[None]:
-    """Let the error of a worker say which disk is full, and what to do.
-
-    Raises
-    ------
-    OSError
-        Instead of the one for which there was no room, and instead of torch's, which names no reason.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if not _is_for_lack_of_room(error, run):
-            raise
-        got = f"the disk of {place_of(run)} is full ({error})"
-        expected = "what a worker writes needs room there until the run ends"
-        hint = (
-            "Make room, set TMPDIR to a folder on a larger disk, or write on rank 0 alone (nano_loop.is_global_zero())"
-        )
-        raise OSError(errno.ENOSPC, error_message(got, expected, hint)) from error
-
-
-def _is_for_lack_of_room(error: Exception, run: Path) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    disk = os.statvfs(place_of(run))
-    return disk.f_bavail * disk.f_frsize < _LITTLE

@@ -20,9 +20,9 @@ from nano_loop.patching.thread_depth import ThreadDepth
 
 _Function = Callable[..., Any]
 _READS = frozenset(("r", "rb", "rt", "br", "tr"))
+_BEFORE_OPENER = 6  # arguments of `open` between its mode and its opener, and that one
 #: The flags of `os.open` for all that is not reading alone.
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_TEMPORARY = getattr(os, "O_TMPFILE", 0)
 # Functions of `os` by whether they are about the target of a symbolic link; most have a parameter that says so.
 _READING = {"access": True, "getxattr": True, "listxattr": True, "lstat": False, "pathconf": True, "readlink": False}
 _READING |= {"stat": True, "statvfs": True}
@@ -53,9 +53,6 @@ class Replacement(staticmethod):  # type: ignore[type-arg]
     def __reduce__(self) -> str:
         """Return the name, by which another process has its own."""
         return str(self.__name__)
-
-    def __repr__(self) -> str:
-        return f"<function {self.__module__}.{self.__name__}, with this rank's private files>"
 
 
 def replaced_class(original: type, module: str, make: _Function | None = None, **namespace: Any) -> type:
@@ -275,18 +272,14 @@ class Functions:
         key = table.key(path, not (exclusive or flags & os.O_NOFOLLOW))
         if table.is_shared(key):
             return _descriptor(path, flags, mode)
-        status = table.seen(key)
-        if exclusive and table.is_rank_0s(key, status):
-            status = None
+        if exclusive:
+            self._must_be_new(key, path)
+        status = None if exclusive else table.seen(key)
         if status is None:
             if not flags & os.O_CREAT:
                 raise missing(path)
             return _descriptor(table.new(key), flags, mode)
-        if exclusive:
-            raise os_error(errno.EEXIST, path)
-        if S_ISDIR(status.st_mode) and _TEMPORARY and flags & _TEMPORARY == _TEMPORARY:
-            return _descriptor(table.mirrored(key), flags, mode)
-        if not S_ISREG(status.st_mode):  # a device or a pipe; a folder raises
+        if not S_ISREG(status.st_mode):  # a device, a pipe, or the folder of a file without a name; another raises
             place = table.place(key)
             return (
                 table.outside.submit(_descriptor, place, flags, mode).result()
@@ -299,23 +292,15 @@ class Functions:
 
     def of_io(self) -> _Function:
         """Return what does what `open` does."""
-        table, opener_of_copies = self._table, self._opener
+        table = self._table
 
-        def open(
-            file: Any,
-            mode: str = "r",
-            buffering: int = -1,
-            encoding: Any = None,
-            errors: Any = None,
-            newline: Any = None,
-            closefd: bool = True,
-            opener: Any = None,
-        ) -> Any:
+        def open(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
             if isinstance(file, int) or not table.root or (mode in _READS and table.is_empty):
-                return real.open_file(file, mode, buffering, encoding, errors, newline, closefd, opener)
+                return real.open_file(file, mode, *args, **options)
+            if len(args) < _BEFORE_OPENER and options.get("opener") is None:
+                options["opener"] = self._opener
             with redirected:
-                opener = opener or opener_of_copies
-                return real.open_file(file, mode, buffering, encoding, errors, newline, closefd, opener)
+                return real.open_file(file, mode, *args, **options)
 
         return open
 
@@ -347,8 +332,7 @@ class Functions:
             table.make_folder(key, mode)
 
     def _must_be_new(self, key: str, path: Any) -> None:
-        status = self._table.seen(key)
-        if status is not None and not self._table.is_rank_0s(key, status):
+        if self._table.seen(key) is not None and not self._table.is_rank_0s(key):
             raise os_error(errno.EEXIST, path)
 
     @contextlib.contextmanager
@@ -390,8 +374,7 @@ class Functions:
         if self._table.seen(key) is None:
             raise missing(src)
         with self._new(dst, dst_dir_fd) as place:
-            source = key if self._table.is_shared(key) else self._table.own(key)
-            real.link(source, place, follow_symlinks=follow_symlinks)
+            real.link(self._table.own(key), place, follow_symlinks=follow_symlinks)
 
     def _changing(self, name: str, follows: bool) -> _Function:
         original, table = getattr(real, name), self._table
@@ -474,8 +457,7 @@ class Functions:
         if status is None or not S_ISDIR(status.st_mode):
             raise os_error(errno.ENOTDIR, path)
         for name in self._listdir(key):
-            below = os.path.join(key, name)
-            if not self._table.is_rank_0s(below, self._table.seen(below)):
+            if not self._table.is_rank_0s(os.path.join(key, name)):
                 raise os_error(errno.ENOTEMPTY, path)
 
     def _rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
@@ -500,15 +482,8 @@ class Functions:
             elif replaced is not None and S_ISDIR(replaced.st_mode):
                 raise os_error(errno.EISDIR, dst)
             with naming(src), redirected:
-                self._move(old, new)
-
-    def _move(self, old: str, new: str) -> None:
-        table = self._table
-        origin = old if table.is_shared(old) else table.own_tree(old)
-        real.rename(origin, new if table.is_shared(new) else table.new(new))
-        if not table.is_shared(old):
-            table.remove(old)
-        table.forget_folders()
+                real.rename(table.own_tree(old), table.new(new))
+                table.remove(old)
 
 
 def _descriptor(place: Any, flags: int, mode: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -38,8 +39,8 @@ def keep_writes_in(folders: Iterable[str]) -> bool:
     if version < 1:
         return False
     rights = _WRITE | _REMOVE | _MAKE | _LINK | _MOVE * (version >= 2) | _TRUNCATE * (version >= 3)
-    handled = ctypes.c_uint64(rights)
-    rules = call(_CREATE, ctypes.byref(handled), ctypes.c_size_t(8), 0)
+    handled = struct.pack("=Q", rights)
+    rules = call(_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
     if rules < 0:
         return False
     try:
@@ -51,16 +52,10 @@ def keep_writes_in(folders: Iterable[str]) -> bool:
         os.close(rules)
 
 
-class _Rule(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
-
-
 def _allow(call: Any, rules: int, folder: str, rights: int) -> None:
     try:
         descriptor = real.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:  # it is not there
         return
-    rule = _Rule(rights, descriptor)
-    call(_ADD, rules, _BENEATH, ctypes.byref(rule), 0)
+    call(_ADD, rules, _BENEATH, struct.pack("=Qi", rights, descriptor), 0)
     os.close(descriptor)

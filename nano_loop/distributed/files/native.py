@@ -28,13 +28,13 @@ def _reads(table: Table, path: Any, argument: _Argument) -> Any:
 
 def _replaces(table: Table, path: Any, argument: _Argument) -> Any:
     key = table.key(path)
-    return path if table.is_shared(key) or _is_no_file(table, key) else table.new(key)
+    status = table.seen(key)
+    return table.new(key) if status is None or stat.S_ISREG(status.st_mode) else path
 
 
 def _edits(table: Table, path: Any, argument: _Argument) -> Any:
     key = table.key(path)
-    exists = table.seen(key) is not None
-    return table.own(key) if exists and not table.is_shared(key) else _replaces(table, path, argument)
+    return table.new(key) if table.seen(key) is None else table.own(key)
 
 
 def _maps(table: Table, path: Any, argument: _Argument) -> Any:
@@ -64,11 +64,6 @@ def _opens_sqlite(table: Table, path: Any, argument: _Argument) -> Any:
 
 class _ReadOnly(str):
     """The path of a database that is opened for reading."""
-
-
-def _is_no_file(table: Table, key: str) -> bool:
-    status = table.seen(key)
-    return status is not None and not stat.S_ISREG(status.st_mode)
 
 
 @dataclass(frozen=True)

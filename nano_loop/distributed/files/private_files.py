@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import io
 import os
 import shutil
@@ -11,20 +12,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from nano_loop.distributed.files.caches import cache_folders
 from nano_loop.distributed.files.explained import explaining_files, refuse_unseen_changes
-from nano_loop.distributed.files.folder import (
-    began,
-    discard,
-    explaining_full_disk,
-    folders_of,
-    place_of,
-)
+from nano_loop.distributed.files.folder import began, discard, folders_of, place_of
 from nano_loop.distributed.files.functions import Functions, Replacement
 from nano_loop.distributed.files.landlock import keep_writes_in
 from nano_loop.distributed.files.native import WhenImported, natives_by_module, replacements_in
@@ -40,19 +35,16 @@ _Replaced = Mapping[int, tuple[Any, Any]]  # what is replaced by what, by the id
 
 _table = Table()
 _forever = ExitStack()  # never left: what `prepare` replaces ends with the process
-_prepared: list[Table] = []
-_hooked: list[Table] = []  # the audit hook stays
 
 
+@functools.cache
 def prepare() -> None:
     """Replace the functions in this process and those that it forks; until `redirect_files` they do what they did.
 
     It takes 10 ms in a forked process, which copies each page of memory that it writes to. So the process that workers
     are forked from does it once.
     """
-    if not _prepared:
-        _prepared.append(_table)
-        _replace_functions(_table, _forever)
+    _replace_functions(_table, _forever)
 
 
 def redirect_files(run: Path, rank: int, made: Path | None = None) -> None:
@@ -112,21 +104,13 @@ def private_files(run: Path, own: Path, since: int) -> Iterator[None]:
         _replace_functions(_table, stack)
         stack.callback(_table.end)
         stack.callback(_begin(place, f"{place_of(own)}/temporary", run, own, since))
-        stack.enter_context(explaining(own))
+        stack.enter_context(explaining())
         yield
 
 
-@contextlib.contextmanager
-def explaining(run: Path) -> Iterator[None]:
-    """Let the errors of a rank say which disk is full, and which file compiled code could not open.
-
-    Parameters
-    ----------
-    run : pathlib.Path
-        The private folder of the run.
-    """
-    with explaining_files(_table), explaining_full_disk(run):
-        yield
+def explaining() -> AbstractContextManager[None]:
+    """Let the errors of a rank say which disk is full, and which file compiled code could not open."""
+    return explaining_files(_table)
 
 
 @contextlib.contextmanager
@@ -180,9 +164,7 @@ def _replace_functions(table: Table, undo: ExitStack) -> None:
     _swap(replaced)
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)
-    if not _hooked:
-        refuse_unseen_changes(table)
-        _hooked.append(table)
+    refuse_unseen_changes(table)
 
 
 def _of_python(table: Table) -> Iterator[tuple[Any, str, Any, Any]]:

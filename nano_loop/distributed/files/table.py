@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import mmap
 import os
+import shutil
 import stat
 from collections.abc import Iterable
 from concurrent.futures import Executor
@@ -26,8 +26,9 @@ _REMOVED = "/proc/self/removed by this rank:"
 _NEVER = 1 << 63  # later than all files
 _MOST_FOLDERS = 10_000  # that are kept in mind
 _MOST_LINKS = 40  # that lead to one another, as in the kernel
-_CLONE = 0x40049409  # FICLONE of Linux: the copy shares its blocks with the file
 _CHUNK = 1 << 24
+# Links that note a folder which a rank has made, and one which it has removed again.
+_MADE, _REMOVED_AGAIN, _MARK = "made-", "removed-", ".folder"
 
 
 class Table:
@@ -97,7 +98,7 @@ class Table:
 
     # --- what is at a path ---
 
-    def key(self, path: Any, follow: bool = True, links: int = 0) -> str:
+    def key(self, path: Any, follow: bool = True) -> str:
         """Return the absolute path without symbolic links, as the rank sees it; that of a link itself unless `follow`.
 
         Raises
@@ -105,94 +106,98 @@ class Table:
         OSError
             If the rank sees no folder that it could be in.
         """
+        return self._looked_up(path, follow)[0]
+
+    def _looked_up(self, path: Any, follow: bool) -> tuple[str, str | None]:
+        """Return the absolute path without symbolic links, and the place of what the rank sees there."""
         path = os.fsdecode(path)
         if path.startswith(SYSTEM):  # where links lead to what has no path, such as a pipe
-            return str(path)
+            return path, path
         if not path.startswith("/"):
             path = f"{self.working_folder()}/{path}"
         above, _, name = path.rpartition("/")
-        folder, mirrored = self._folder(above, links) if name not in ("", ".", "..") else self._folder(path, links)
-        step = f"{folder}/{name}"
         if name in ("", ".", ".."):
-            return folder or "/"
-        place = self._seen_at(step) if mirrored else step
-        if not follow or place is None:
-            return step
-        status = lower(place)
-        if status is None or not stat.S_ISLNK(status.st_mode):
-            return step
-        if links > _MOST_LINKS:
-            raise os_error(errno.ELOOP, path)
-        return self.key(os.path.join(folder or "/", os.fsdecode(real.readlink(place))), True, links + 1)
+            folder = self._folder(path)[0] or "/"
+            return folder, self.place(folder)
+        return self._resolved(*self._folder(above), [name], path, follow)
 
-    def _folder(self, path: str, links: int = 0) -> tuple[str, bool]:
+    def _folder(self, path: str) -> tuple[str, bool]:
         """Return a folder without symbolic links, the root as an empty string, and whether the rank has some of it."""
-        if self._known != self._changes[0]:
+        if self._known != self._changes[0] or len(self._folders) > _MOST_FOLDERS:
             self._folders, self._known = {}, self._changes[0]
-        known = self._folders.get(path)
-        if known is not None:
-            return known
-        above, _, name = path.rpartition("/")
-        if name in ("", "."):
-            return self._folder(above, links) if above else ("", bool(self.root))
-        if name == "..":
-            folder = self._folder(above, links)[0].rpartition("/")[0]
-        else:
-            folder = self.key(f"{self._folder(above, links)[0]}/{name}", True, links).rstrip("/")
-        status = self.seen(folder or "/")
-        if status is None:
-            raise missing(path)
-        if not stat.S_ISDIR(status.st_mode):
-            raise os_error(errno.ENOTDIR, path)
-        mirrored = bool(self.root) and lower(self.root + folder) is not None
-        if len(self._folders) >= _MOST_FOLDERS:
-            self._folders.clear()
-        self._folders[path] = folder, mirrored
-        return folder, mirrored
+        if path not in self._folders:
+            folder = self._resolved("", True, [*path.split("/"), "."], path)[0].rstrip("/")
+            self._folders[path] = folder, self._entry(folder)[0] is not None
+        return self._folders[path]
+
+    def _resolved(
+        self, folder: str, has_own: bool, names: list[str], path: str, follow: bool = True
+    ) -> tuple[str, str | None]:
+        """Return where names lead one after the other, all but the last to folders, and the place of the last."""
+        rest, links, place = names[::-1], 0, None
+        while rest:
+            name = rest.pop()
+            if name in ("", ".", ".."):
+                folder = folder.rpartition("/")[0] if name == ".." else folder
+                place = self.place(folder or "/")
+                continue
+            step = f"{folder}/{name}"
+            place, status = self._seen_at(step) if has_own else (step, lower(step))
+            kind = 0 if status is None else stat.S_IFMT(status.st_mode)
+            if kind == stat.S_IFLNK and (rest or follow):
+                target, links = os.path.join(folder, os.fsdecode(real.readlink(place))), links + 1
+                if links > _MOST_LINKS:
+                    raise os_error(errno.ELOOP, path)
+                if target.startswith(SYSTEM):
+                    return (os.path.join(target, *rest[::-1]),) * 2
+                folder, has_own, rest = "", True, [*rest, *target.split("/")[::-1]]
+            elif rest and kind != stat.S_IFDIR:
+                raise os_error(errno.ENOTDIR if kind else errno.ENOENT, path)
+            else:
+                folder = step
+        return folder or "/", place
 
     def place(self, key: str) -> str | None:
         """Return where that lies which the rank sees at a resolved path; None where it has removed it."""
-        return self._seen_at(key) if self.root else key
-
-    def _seen_at(self, key: str) -> str | None:
-        own = self.root + key
-        entry = lower(own)
-        if entry is None:
-            return key
-        if stat.S_ISDIR(entry.st_mode):  # a folder in which the rank has something
-            status = lower(key)
-            return key if status is not None and stat.S_ISDIR(status.st_mode) else own
-        removed = _removed(own, entry)
-        if removed is None:
-            return own
-        status = lower(key)
-        return None if status is None or _identity(status) == removed else key
+        return self._seen_at(key)[0]
 
     def seen(self, key: str) -> os.stat_result | None:
         """Return the `os.lstat` of what the rank sees at a resolved path, or None."""
-        place = self.place(key)
-        return None if place is None else lower(place)
+        return self._seen_at(key)[1]
+
+    def _seen_at(self, key: str) -> tuple[str | None, os.stat_result | None]:
+        own, removed = self._entry(key)
+        status = lower(key)
+        if own is not None and not (stat.S_ISDIR(own.st_mode) and status is not None and stat.S_ISDIR(status.st_mode)):
+            return self.root + key, own
+        if removed is not None and (status is None or _identity(status) == removed):
+            return None, None
+        return key, status
+
+    def _entry(self, key: str) -> tuple[os.stat_result | None, str | None]:
+        """Return the `os.lstat` of what the rank has at a path, or the identity of what it has removed there."""
+        status = lower(self.root + key) if self.root else None
+        if status is None or not stat.S_ISLNK(status.st_mode):
+            return status, None
+        target: str = real.readlink(self.root + key)
+        return (None, target[len(_REMOVED) :]) if target.startswith(_REMOVED) else (status, None)
 
     def names(self, key: str) -> list[str] | None:
         """Return the names that the rank sees in a folder; None where it has nothing there."""
-        entry = lower(self.root + key) if self.root else None
+        entry = self._entry(key)[0]
         if entry is None or not stat.S_ISDIR(entry.st_mode):
             return None
         own = real.listdir(self.root + key)
-        return [
-            name
-            for name in dict.fromkeys((*_names(key), *own))
-            if name not in own or self.seen(os.path.join(key, name)) is not None
-        ]
+        names = dict.fromkeys((*_names(key), *own))
+        return [name for name in names if name not in own or self.seen(os.path.join(key, name)) is not None]
 
-    def is_rank_0s(self, key: str, status: os.stat_result | None) -> bool:
+    def is_rank_0s(self, key: str) -> bool:
         """Whether another rank has made, in this run, what this one sees, and this one has nothing there.
 
         The rank may be later than rank 0 in the loop that both run, and must not stumble over what it has not done yet.
         """
-        entry = lower(self.root + key)
-        removed = entry is not None and _removed(self.root + key, entry) is not None
-        return status is not None and (removed or (entry is None and status.st_ctime_ns >= self.since))
+        (own, removed), status = self._entry(key), self.seen(key)
+        return own is None and status is not None and (removed is not None or status.st_ctime_ns >= self.since)
 
     def has_rank_0_removed(self, path: str) -> bool:
         """Whether what is not there may have been removed by rank 0 in this run: its folder has changed since."""
@@ -214,8 +219,7 @@ class Table:
         """
         if self.is_empty:
             return path
-        key = self.key(path, follow)
-        place = self.place(key)
+        place = self._looked_up(path, follow)[1]
         if place is None:
             raise missing(path)
         return os.fsencode(place) if isinstance(path, bytes) else place
@@ -232,29 +236,28 @@ class Table:
 
     def new(self, key: str) -> str:
         """Return the place of a private file that is written anew, whatever there was before."""
+        if self.is_shared(key):
+            return key
         self.mirrored(os.path.dirname(key))
         self._changes[0] = self._changes[0] or 1
-        own = self.root + key
-        entry = lower(own)
-        if entry is not None and _removed(own, entry) is not None:
-            real.unlink(own)
+        if self._entry(key)[1] is not None:
+            real.unlink(self.root + key)
             self.forget_folders()
-        return own
+        return self.root + key
 
     def mirrored(self, key: str) -> str:
         """Return the place of what the rank has in a folder, which it sees."""
-        own = self.root + key
-        entry = lower(own)
+        place, (entry, removed) = self.root + key, self._entry(key)
         if entry is not None and stat.S_ISDIR(entry.st_mode):
-            return own
-        if entry is not None:  # rank 0 has made it again
-            real.unlink(own)
+            return place
+        if entry is not None or removed is not None:  # rank 0 has made it again
+            real.unlink(place)
         elif key != "/":
             self.mirrored(os.path.dirname(key))
         with contextlib.suppress(FileExistsError):
-            real.mkdir(own)
+            real.mkdir(place)
         self.forget_folders()
-        return own
+        return place
 
     def forget_folders(self) -> None:
         """Look folders up anew, here and in forked processes: one of them may be another now."""
@@ -262,11 +265,10 @@ class Table:
 
     def own(self, key: str) -> str:
         """Return the place of a private copy of a file or a link; of what cannot be copied, its own."""
-        place = self.place(key)
-        status = None if place is None else lower(place)
+        place, status = self._seen_at(key)
         if place is None or status is None:
             raise missing(key)
-        if place == key and stat.S_IFMT(status.st_mode) in (stat.S_IFREG, stat.S_IFLNK):
+        if place == key and stat.S_IFMT(status.st_mode) in (stat.S_IFREG, stat.S_IFLNK) and not self.is_shared(key):
             place = self.new(key)
             _copy(key, place, status)
         return place
@@ -274,7 +276,7 @@ class Table:
     def own_tree(self, key: str) -> str:
         """Return the place of a private copy of a file, or of a folder with all that the rank sees in it."""
         status = self.seen(key)
-        if status is None or not stat.S_ISDIR(status.st_mode):
+        if status is None or not stat.S_ISDIR(status.st_mode) or self.is_shared(key):
             return self.own(key)
         place = self.mirrored(key)
         for name in self.names(key) or ():
@@ -283,8 +285,8 @@ class Table:
 
     def make_folder(self, key: str, mode: int) -> None:
         """Make a real folder, which the rank does not see yet."""
-        if self._is_removed(key):  # what is in it now was removed with it
-            names = _names(key)
+        if self._entry(key)[1] is not None:
+            names = _names(key)  # of what is in it now, and was removed with it
             real.unlink(self.root + key)
             for name in names:
                 self._hide(os.path.join(key, name))
@@ -302,10 +304,6 @@ class Table:
         self._hide(key)
         self.made.note_removed(key)
 
-    def _is_removed(self, key: str) -> bool:
-        entry = lower(self.root + key)
-        return entry is not None and _removed(self.root + key, entry) is not None
-
     def _hide(self, key: str) -> None:
         status = lower(key)
         if status is not None:
@@ -314,19 +312,16 @@ class Table:
 
 
 class MadeFolders:
-    """The real folders that ranks other than 0 have made in a run, as files in the folder of the run."""
+    """The real folders that ranks other than 0 have made in a run, as links in the folder of the run."""
 
     def __init__(self, run: Path) -> None:
-        self._folder = str(run / "made")
+        self._run = run
 
     def note(self, key: str) -> bool:
         """Note that this rank makes a folder; return whether no rank has before."""
         with contextlib.suppress(OSError):  # noted already, or the run's folder is gone
-            with contextlib.suppress(FileExistsError):
-                real.mkdir(self._folder)
-            with real.open_file(self._mark(key), "x") as file:
-                file.write(key)
-                return True
+            real.symlink(key, self._mark(key))
+            return True
         return False
 
     def forget(self, key: str) -> None:
@@ -340,37 +335,32 @@ class MadeFolders:
             self.make_for_the_run(os.path.dirname(key))
             with contextlib.suppress(OSError):
                 real.mkdir(key, 0o700)
-                self.note(key)
-                self.note_removed(key)
+                real.symlink(key, self._mark(key, _REMOVED_AGAIN))
 
     def note_removed(self, key: str) -> None:
         """Note that a rank which has made a folder wants it no more."""
         with contextlib.suppress(OSError):
-            real.rename(self._mark(key), self._mark(key) + ".removed")
+            real.rename(self._mark(key), self._mark(key, _REMOVED_AGAIN))
 
     def claim(self, path: Any) -> bool:
         """Let rank 0 have made a folder that is there, if another rank has."""
-        mark = self._mark(os.path.realpath(os.fsdecode(path)))
-        claimed = False
-        for name in (mark, f"{mark}.removed"):
+        claimed, key = False, os.path.realpath(os.fsdecode(path))
+        for kind in (_MADE, _REMOVED_AGAIN):
             with contextlib.suppress(OSError):
-                real.unlink(name)
+                real.unlink(self._mark(key, kind))
                 claimed = True
         return claimed
 
     def clean(self, removed_only: bool = True) -> None:
         """Remove the folders that no rank wants, or all of them, where they are empty; the innermost first."""
-        removed = []
-        for name in _names(self._folder):
-            if name.endswith(".removed") or not removed_only:
-                with real.open_file(os.path.join(self._folder, name)) as file:
-                    removed.append(file.read())
-        for key in sorted(removed, reverse=True):
+        marks = self._run.glob(f"{_REMOVED_AGAIN if removed_only else ''}*{_MARK}")
+        for key in sorted(map(os.readlink, marks), reverse=True):
             with contextlib.suppress(OSError):  # rank 0 has it
                 real.rmdir(key)
 
-    def _mark(self, key: str) -> str:
-        return os.path.join(self._folder, hashlib.sha1(os.fsencode(key), usedforsecurity=False).hexdigest())
+    def _mark(self, key: str, kind: str = _MADE) -> Path:
+        digest = hashlib.sha1(os.fsencode(key), usedforsecurity=False).hexdigest()
+        return self._run / f"{kind}{digest}{_MARK}"
 
 
 def lower(path: str) -> os.stat_result | None:
@@ -399,14 +389,6 @@ def _identity(status: os.stat_result) -> str:
     return f"{status.st_dev} {status.st_ino} {status.st_ctime_ns}"
 
 
-def _removed(own: str, entry: os.stat_result) -> str | None:
-    """Return the identity of the file that an entry hides; None where it is no such entry."""
-    if not stat.S_ISLNK(entry.st_mode):
-        return None
-    target: str = real.readlink(own)
-    return target[len(_REMOVED) :] if target.startswith(_REMOVED) else None
-
-
 def _names(folder: str) -> list[str]:
     try:
         names: list[str] = real.listdir(folder)
@@ -417,14 +399,12 @@ def _names(folder: str) -> list[str]:
 
 def _delete(place: str) -> None:
     status = lower(place)
-    if status is None:
-        return
-    if not stat.S_ISDIR(status.st_mode):
+    if status is not None and stat.S_ISDIR(status.st_mode):
+        for name in real.listdir(place):
+            _delete(os.path.join(place, name))
+        real.rmdir(place)
+    elif status is not None:
         real.unlink(place)
-        return
-    for name in real.listdir(place):
-        _delete(os.path.join(place, name))
-    real.rmdir(place)
 
 
 def _copy(source: str, target: str, status: os.stat_result) -> None:
@@ -434,7 +414,7 @@ def _copy(source: str, target: str, status: os.stat_result) -> None:
     incomplete = f"{target}.copy-{os.getpid()}"
     try:
         with real.open_file(source, "rb") as read, real.open_file(incomplete, "wb") as written:
-            _copy_content(read, written)
+            shutil.copyfileobj(read, written, _CHUNK)
         real.chmod(incomplete, stat.S_IMODE(status.st_mode) | stat.S_IWUSR)
         real.utime(incomplete, ns=(status.st_atime_ns, status.st_mtime_ns))
         with contextlib.suppress(FileExistsError):  # another process or thread of this rank was faster
@@ -442,11 +422,3 @@ def _copy(source: str, target: str, status: os.stat_result) -> None:
     finally:
         with contextlib.suppress(OSError):
             real.unlink(incomplete)
-
-
-def _copy_content(read: Any, written: Any) -> None:
-    try:
-        fcntl.ioctl(written.fileno(), _CLONE, read.fileno())
-    except OSError:  # most file systems cannot
-        while chunk := read.read(_CHUNK):
-            written.write(chunk)

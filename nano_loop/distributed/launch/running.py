@@ -66,7 +66,7 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: P
         gc.enable()
         reporter.report("ready")
         whole = whole_process("this worker process", of_ranks(assignment.size))
-        with explaining(folder), whole, join(assignment, reporter.rank) as slot:
+        with explaining(), whole, join(assignment, reporter.rank) as slot:
             assignment.state.take_over(slot.machine.num_threads)
             # An optimizer that was pickled has lost the mark of its scheduler, not the scheduler.
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")

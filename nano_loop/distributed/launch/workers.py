@@ -75,7 +75,7 @@ class Workers:
         if self._failure is not None:
             raise self._failure.as_error()
 
-    def await_failure(self, timeout: float | None, of: int | None = None) -> Failure | None:
+    def await_failure(self, timeout: float, of: int | None = None) -> Failure | None:
         """Return the first failure, waiting for one that is not seen yet, until rank `of`, or all, have finished."""
 
         def is_known() -> bool:

@@ -76,10 +76,10 @@ class Presence(NamedTuple):
         NanoError
             If it is something else.
         """
-        fields = _read(text, rank)
-        if not (_is(fields, list, list, str, bool) and _is(fields[0], str, str, int) and _are_integers(fields[1])):
-            raise NanoError(_malformed(text, rank))
-        return cls(Host(*fields[0]), tuple(fields[1]), fields[2], fields[3])
+        match _read(text, rank):
+            case [[str(), str(), int()] as host, [*cpus], str(nonce), bool(signs)] if {*map(type, cpus)} <= {int}:
+                return cls(Host(*host), tuple(cpus), nonce, signs)
+        raise NanoError(_malformed(text, rank))
 
 
 def this_host() -> Host:
@@ -162,15 +162,6 @@ def _read(text: str, rank: int) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise NanoError(_malformed(text, rank)) from error
-
-
-def _is(value: Any, *kinds: type) -> bool:
-    """Whether something is a list of objects of just these types."""
-    return type(value) is list and [type(item) for item in value] == [*kinds]
-
-
-def _are_integers(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)
 
 
 def _malformed(text: str, rank: int) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import json
 import os
 import select
 import shutil
@@ -170,7 +169,7 @@ class ForkServer:
         if not request:
             channel.close()
 
-    def _fork(self, start: str, channel: socket.socket, streams: list[int]) -> None:
+    def _fork(self, start: dict[str, Any], channel: socket.socket, streams: list[int]) -> None:
         server = os.getpid()
         try:
             with warnings.catch_warnings():
@@ -187,7 +186,9 @@ class ForkServer:
         for descriptor in streams:
             os.close(descriptor)
 
-    def _become_worker(self, server: int, start: str, channel: socket.socket, streams: list[int]) -> NoReturn:
+    def _become_worker(
+        self, server: int, start: dict[str, Any], channel: socket.socket, streams: list[int]
+    ) -> NoReturn:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -199,12 +200,10 @@ class ForkServer:
                 connection.close()
             end_with(server)
             _take_streams(*streams[1:])
-            settings = json.loads(Path(start).read_text())
-            os.unlink(start)
-            _take_over(settings)
-            stack_dump.dump_on_signal(settings["folder"], settings["rank"])
-            folder, reporter = Path(settings["folder"]), Reporter(settings["rank"], partial(_write, streams[0]))
-            work(reporter, folder, _joined, payload=folder, made=folder, verbose=settings["verbose"])
+            _take_over(start)
+            stack_dump.dump_on_signal(start["folder"], start["rank"])
+            folder, reporter = Path(start["folder"]), Reporter(start["rank"], partial(_write, streams[0]))
+            work(reporter, folder, _joined, payload=folder, made=folder, verbose=start["verbose"])
             os._exit(0)  # threads of the user's may be running; there is nothing to clean up that rank 0 does not
         except BaseException:
             traceback.print_exc()
@@ -261,20 +260,20 @@ def _take_streams(output: int, errors: int) -> None:
     os.close(errors)
 
 
-def _take_over(settings: dict[str, Any]) -> None:
+def _take_over(start: dict[str, Any]) -> None:
     """Take over from the caller's process what a process has from its start."""
-    if settings["cpus"]:
-        os.sched_setaffinity(0, settings["cpus"])
+    if start["cpus"]:
+        os.sched_setaffinity(0, start["cpus"])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
-    os.environ.update(settings["environ"])
+    os.environ.update(start["environ"])
     if os.environ.get("OMP_NUM_THREADS", "") != before and os.environ["OMP_NUM_THREADS"].isdecimal():
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read another number
-    if settings["working_folder"] is not None:
-        os.chdir(settings["working_folder"])
-    sys.argv[:] = settings["argv"]
-    if settings["script"] is not None:  # which processes that are spawned import
-        sys.modules["__main__"].__file__ = settings["script"]
+    if start["working_folder"] is not None:
+        os.chdir(start["working_folder"])
+    sys.argv[:] = start["argv"]
+    if start["script"] is not None:  # which processes that are spawned import
+        sys.modules["__main__"].__file__ = start["script"]
     importlib.invalidate_caches()
 
 

@@ -18,10 +18,10 @@ from nano_loop.distributed.launch.reports import DUMP, KILL, Frames, Worker, rea
 from nano_loop.distributed.launch_local import stack_dump
 from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, NO_SIGNAL, Server
-from nano_loop.distributed.launch_local.start import write_start
+from nano_loop.distributed.launch_local.start import start_of
 from nano_loop.errors import NanoWorkerError, error_message
 
-_TAKES = "each worker process takes three pipes, a socket, and a file in the run's private folder"
+_TAKES = "each worker process takes three pipes and a socket"
 _ENDING = 10.0  # seconds that a killed process may take to end
 _STOPPED = ("T", "t")  # states of a process, as in /proc
 
@@ -51,8 +51,8 @@ class WorkerProcess(Worker):
         self._outputs: list[Output] = []
         self._resources = contextlib.ExitStack()
         try:
-            start = write_start(slot, verbose)
-            self._channel = self._forked(start, sys.stdout if verbose else None, None if quiet else sys.stderr)
+            shown = (sys.stdout if verbose else None, None if quiet else sys.stderr)
+            self._channel = self._forked(start_of(slot, verbose), *shown)
         except BaseException:
             self._resources.close()
             raise
@@ -132,7 +132,7 @@ class WorkerProcess(Worker):
         with contextlib.suppress(OSError):
             self._channel.send(request, NO_SIGNAL)
 
-    def _forked(self, start: str, *shown: Any) -> socket.socket:
+    def _forked(self, start: dict[str, Any], *shown: Any) -> socket.socket:
         """Have it forked with three pipes: its reports, its standard output and its standard error."""
         with contextlib.ExitStack() as stack:  # of the other ends, which only the worker keeps
             pipes = []

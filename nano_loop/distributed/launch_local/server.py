@@ -141,8 +141,8 @@ class Server:
         """Leave a run's folder to this process again."""
         self._ask({"ask": "finish", "folder": folder})
 
-    def fork(self, start: str, streams: Sequence[int]) -> socket.socket:
-        """Ask for a worker, which reads the file `start` and gets the streams: reports, output, errors.
+    def fork(self, start: dict[str, Any], streams: Sequence[int]) -> socket.socket:
+        """Ask for a worker, which takes over `start` and gets the streams: reports, output, errors.
 
         Returns
         -------
@@ -152,7 +152,8 @@ class Server:
         channel, other = _socket_pair()
         with other, self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `read_replies` notices
             message = framed({"ask": "fork", "start": start})
-            socket.send_fds(self._control, [message], [other.fileno(), *streams], NO_SIGNAL)
+            sent = socket.send_fds(self._control, [message], [other.fileno(), *streams], NO_SIGNAL)
+            self._control.sendall(message[sent:], NO_SIGNAL)
         return channel
 
     def read_replies(self) -> None:

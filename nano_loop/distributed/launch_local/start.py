@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
@@ -47,23 +46,18 @@ def origin_of(slot: RankSlot) -> dict[str, Any]:
     }
 
 
-def write_start(slot: RankSlot, verbose: bool) -> str:
-    """Write what a slot's worker takes over from the caller's process when it is forked; return the file's path."""
-    folder = slot.ranks.folder
-    assert folder is not None
-    path = folder / f"start-{slot.ranks.rank}"
-    start = {
+def start_of(slot: RankSlot, verbose: bool) -> dict[str, Any]:
+    """Return what a slot's worker takes over from the caller's process when it is forked."""
+    return {
         "rank": slot.ranks.rank,
         "cpus": cpus_of(slot),
-        "folder": str(folder),
+        "folder": str(slot.ranks.folder),
         "argv": [*map(str, sys.argv)],
         "script": getattr(sys.modules["__main__"], "__file__", None),
         "environ": environment_of(slot, os.environ),
         "working_folder": working_folder(),
         "verbose": verbose,
     }
-    path.write_text(json.dumps(start))
-    return str(path)
 
 
 def environment_of(slot: RankSlot, environ: Mapping[str, str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any
@@ -87,13 +87,10 @@ def _set_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
 
 def reduce_function(function: FunctionType) -> Reduction | None:
     """Let a function be found behind the decorator that has replaced it in its module, and be compiled again."""
-    outer = _importable(function)
-    if outer is function:
-        return None
-    while isinstance(outer, FunctionType):
-        inner = vars(outer).get("__wrapped__")
+    outer = None
+    for inner in _importable_chain(function):
         if inner is function:
-            return getattr, (outer, "__wrapped__")
+            return outer and (getattr, (outer, "__wrapped__"))
         outer = inner
     context = compile_context(function)
     return context and (_call, (context, uncompiled(function)))
@@ -119,19 +116,16 @@ def _made_in_main(module: str, name: str, make: Callable[..., Any], arguments: t
 
 def is_sent_by_name(function: Callable[..., Any]) -> bool:
     """Whether a worker imports a function, rather than gets its code and the global variables that it uses."""
-    outer = _importable(function) if isinstance(function, FunctionType) else None
+    return isinstance(function, FunctionType) and function in _importable_chain(function)
+
+
+def _importable_chain(function: FunctionType) -> Iterator[FunctionType]:
+    """Yield what another process finds where `function` says that it is from, and what that wraps, outermost first."""
+    by_value = any(f"{function.__module__}.".startswith(f"{name}.") for name in _by_value())
+    outer = None if by_value else _at_its_name(function)
     while isinstance(outer, FunctionType):
-        if outer is function:
-            return True
+        yield outer
         outer = vars(outer).get("__wrapped__")
-    return False
-
-
-def _importable(function: FunctionType) -> Any:
-    """Return what another process finds where `function` says that it is from; None if it has nothing there."""
-    if any(f"{function.__module__}.".startswith(f"{name}.") for name in _by_value()):
-        return None
-    return _at_its_name(function)
 
 
 def _at_its_name(value: type | FunctionType) -> Any:

@@ -112,7 +112,7 @@ def mapped_buffers(folder: Path) -> Iterator[Any]:
         path = folder / str(number)
         elsewhere = path.with_suffix(_ELSEWHERE)
         if elsewhere.exists():
-            yield Mapped(**json.loads(elsewhere.read_text())).load().numpy()
+            yield whole_buffer(elsewhere)[1]
             continue
         size = path.stat().st_size
         yield torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu").numpy()

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from nano_loop.patching.operators.operators import overridden, plainly
+from nano_loop.patching.operators.operators import plainly, registered
 
 
 @functools.cache  # which keeps the replacements: IPEX's kernels stay until the process ends
@@ -21,12 +21,13 @@ def repair() -> ExitStack:
     - Under autocast, ``group_norm`` of IPEX returns bf16 for an fp32 input, and torch's returns fp32.
     - ``mean`` of IPEX returns the sum for ``dim=None``.
     """
+    own = {
+        name: plainly(getattr(torch.ops.aten, name).default.decompose)(None) for name in ("layer_norm", "group_norm")
+    }
     with ExitStack() as repairs:
-        for name in ("layer_norm", "group_norm"):
-            torch_s_own = getattr(torch.ops.aten, name).default.decompose
-            repairs.enter_context(overridden(name, plainly(torch_s_own), "AutogradCPU"))
-        repairs.enter_context(overridden("group_norm", lambda _: torch.library.fallthrough_kernel, "AutocastCPU"))
-        repairs.enter_context(overridden("mean.dim", plainly(_mean), "CPU"))
+        repairs.enter_context(registered(own, "AutogradCPU"))
+        repairs.enter_context(registered({"group_norm": torch.library.fallthrough_kernel}, "AutocastCPU"))
+        repairs.enter_context(registered({"mean.dim": plainly(_mean)(None)}, "CPU"))
         return repairs.pop_all()
 
 

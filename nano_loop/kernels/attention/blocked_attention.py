@@ -55,8 +55,8 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel supports these tensors, which suit `nano_loop.kernels.attention.attention.attention`."""
     if query.size(-1) % _PAIR or value.size(-1) % _PAIR or KERNEL.unavailable:
         return False
-    call = _sizes(*(_as_heads(tensor) for tensor in (query, key, value)))
-    return _bytes(call, backward=True) * torch.get_num_threads() <= SCRATCH_BOUND
+    call = _call(_as_heads(query), _as_heads(key), _as_heads(value))
+    return _bytes(call, "backward") <= SCRATCH_BOUND
 
 
 def blocked_attention(
@@ -95,20 +95,10 @@ class _Attention(torch.autograd.Function):
     """As `blocked_attention`, of four dimensions."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        kept: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
-        out, log_sums = forward(query, key, value, mask, kept, dropout_p, is_causal, scale)
-        ctx.save_for_backward(log_sums, query, key, value, mask, kept)
-        ctx.numbers = dropout_p, is_causal, scale
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        out, log_sums = forward(*args)
+        ctx.save_for_backward(log_sums, *args[:5])
+        ctx.numbers = args[5:]
         return out
 
     @staticmethod
@@ -235,18 +225,19 @@ def laid_out_as(tensor: Tensor, columns: int | None = None) -> Tensor:
     return tensor.new_empty(batch, heads, rows, columns)
 
 
-def _sizes(query: Tensor, key: Tensor, value: Tensor) -> _Call:
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float = 1.0,
+) -> _Call:
     batch, heads, length, width = query.shape
     call = _Call(batch, key.size(1), heads // key.size(1), length, key.size(2), width, value.size(3))
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _note(call, name, tensor)
-    return call
-
-
-def _call(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
-) -> _Call:
-    call = _sizes(query, key, value)
     call.causal, call.scale, call.kept = is_causal, scale, 1 - dropout_p
     if mask is not None:
         call.mask, call.mask_kind = (_INT * 4)(*mask.stride()), _MASK_KINDS[mask.dtype]
@@ -258,10 +249,9 @@ def _note(call: _Call, name: str, tensor: Tensor) -> None:
 
 
 def _run(direction: str, call: _Call, *tensors: Tensor | None) -> None:
-    memory = scratch(torch.get_num_threads() * _bytes(call, direction == "backward"))
-    KERNEL(f"attention_{direction}", call, *tensors, memory)
+    KERNEL(f"attention_{direction}", call, *tensors, scratch(_bytes(call, direction)))
 
 
-def _bytes(call: _Call, backward: bool) -> int:
-    """Return the memory that a thread takes, which grows with the number of keys."""
-    return KERNEL.bytes_of(call, int(backward))
+def _bytes(call: _Call, direction: str) -> int:
+    """Return the memory that all threads take, which grows with the number of keys."""
+    return torch.get_num_threads() * KERNEL.bytes_of(call, int(direction == "backward"))

@@ -112,7 +112,7 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., _Gra
 
     def dispatched(keys: torch.DispatchKeySet, *args: Any) -> _Gradients:
         call = Arguments(*args)
-        multiplications = _multiplied_pixels(call) * call.weight.numel()
+        multiplications = _pixels(call) * call.weight.numel()
         if may_be_rounded(call.inputs, call.weight, multiplications, call.groups):
 
             def in_fp32(*tensors: Tensor) -> _Gradients:
@@ -177,16 +177,15 @@ def faster_backward(kernel: Callable[..., _Gradients], choose: Choose | None = N
 
 def first_guess(call: Arguments) -> Plan:
     """Return the plan that was the fastest on the machines of docs/performance.md."""
-    gradient, _, weight = call[:3]
     needs_inputs, needs_weight, _ = call.output_mask
-    in_fp32 = needs_inputs and _inputs_are_faster_in_fp32(gradient, weight, call.stride, call.transposed, call.groups)
+    in_fp32 = needs_inputs and _inputs_are_faster_in_fp32(call)
     how = "torch"
     if needs_weight and _blocks_are_faster(call):
         how = "blocks"
     elif needs_weight and not call.transposed:
         if _product_is_faster(call):
             how = "product"
-        elif _weight_is_faster_in_fp32(gradient, weight, call.groups):
+        elif _weight_is_faster_in_fp32(call):
             how = "fp32"
     return Plan("fp32" if in_fp32 else "torch", how)
 
@@ -211,7 +210,7 @@ def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.Dispatch
     ours: list[Tensor | None] = [None, None, None]
     fp32 = plan.inputs == "fp32", plan.weight == "fp32"
     if plan.weight == "product":
-        ours[1] = _weight_gradient(*call[:3], call.stride, call.padding, call.dilation)
+        ours[1] = _weight_gradient(call)
     elif plan.weight == "blocks":
         ours[1] = weight_gradient.weight_gradient(*_for_blocks(call), in_nchw=call.weight.is_contiguous())
     # oneDNN computes the weight's gradient again where the bias's is asked for.
@@ -227,7 +226,7 @@ def _by_plan(plan: Plan, kernel: Callable[..., _Gradients], keys: torch.Dispatch
     return ours[0], ours[1], ours[2]
 
 
-def _multiplied_pixels(call: Arguments) -> int:
+def _pixels(call: Arguments) -> int:
     """Return how many pixels are multiplied with the whole weight."""
     pixels = call.inputs if call.transposed else call.gradient
     return pixels.numel() // max(pixels.size(1), 1) if pixels.dim() > 1 else 0
@@ -255,21 +254,21 @@ def _is_plain_bf16(*tensors: Tensor) -> bool:
     return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
-def _inputs_are_faster_in_fp32(
-    gradient: Tensor, weight: Tensor, stride: Sequence[int], transposed: bool, groups: int
-) -> bool:
+def _inputs_are_faster_in_fp32(call: Arguments) -> bool:
     """Whether the inputs' gradient is: of depthwise convolutions with a stride or in NDHWC, and into images."""
+    gradient, weight = call.gradient, call.weight
     if gradient.numel() < MIN_ELEMENTS:
         return False
-    if transposed:
-        return groups == 1 and weight.size(1) <= _CHANNELS_OF_AN_IMAGE and gradient.is_contiguous()
-    depthwise = groups == weight.size(0) > 1 and weight.size(1) == 1
-    return depthwise and (max(stride) > 1 or (weight.dim() == 5 and not gradient.is_contiguous()))
+    if call.transposed:
+        return call.groups == 1 and weight.size(1) <= _CHANNELS_OF_AN_IMAGE and gradient.is_contiguous()
+    depthwise = call.groups == weight.size(0) > 1 and weight.size(1) == 1
+    return depthwise and (max(call.stride) > 1 or (weight.dim() == 5 and not gradient.is_contiguous()))
 
 
-def _weight_is_faster_in_fp32(gradient: Tensor, weight: Tensor, groups: int) -> bool:
+def _weight_is_faster_in_fp32(call: Arguments) -> bool:
     """Whether the weight's gradient is: of large depthwise kernels, and of many groups over large images."""
-    if groups == 1 or gradient.numel() < MIN_ELEMENTS:
+    gradient, weight = call.gradient, call.weight
+    if call.groups == 1 or gradient.numel() < MIN_ELEMENTS:
         return False
     if weight.size(1) > 1:
         return weight.size(1) <= _CHANNELS_OF_A_GROUP and gradient.numel() >= _ELEMENTS_OF_GROUPS
@@ -290,8 +289,8 @@ def _partly_in_fp32(
 
 def _blocks_are_faster(call: Arguments) -> bool:
     """Whether the weight's gradient is faster in blocks."""
-    images, pixels = call.inputs.size(0), _pixels(call._replace(gradient=_for_blocks(call)[0]))
-    if pixels * call.weight.numel() < MIN_MULTIPLICATIONS or (images % 2 and images < _ODD_IMAGES):
+    images = call.inputs.size(0)
+    if _pixels(call) * call.weight.numel() < MIN_MULTIPLICATIONS or (images % 2 and images < _ODD_IMAGES):
         return False
     return weight_gradient.KERNEL.is_first_guess and _blocks_support(call)
 
@@ -328,19 +327,9 @@ def _product_supports(call: Arguments) -> bool:
     return weight.size(2) == weight.size(3) == 1 or _pixels(call) * weight[0].numel() <= _COLUMNS
 
 
-def _pixels(call: Arguments) -> int:
-    return call.gradient.numel() // max(call.gradient.size(1), 1)
-
-
-def _weight_gradient(
-    gradient: Tensor,
-    inputs: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
+def _weight_gradient(call: Arguments) -> Tensor:
     """Return the weight's gradient: the output's gradient times the unfolded input."""
+    gradient, inputs, weight, _, stride, padding, dilation, *_ = call
     outputs, channels, height, width = weight.shape
     images = inputs.permute(0, 2, 3, 1)
     if any(padding):

@@ -7,8 +7,8 @@ The mean of the images with their channels last, a view, has the same bits, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,17 +18,10 @@ from nano_loop.patching.operators.operators import Kernel, gives_kernels, overri
 from nano_loop.patching.ownership import belongs_to_set_up_model
 from nano_loop.patching.torch_private import in_dispatch_mode
 
-_OPERATOR = "mean.dim"
 
-
-@contextmanager
-def gradients_in_nhwc() -> Iterator[None]:
-    """Let the means of set-up models' images have gradients in NHWC. Before torch 2.9 this changes nothing."""
-    if not gives_kernels():
-        yield
-        return
-    with overridden(_OPERATOR, _with_channels_last, "AutogradCPU"):
-        yield
+def gradients_in_nhwc() -> AbstractContextManager[None]:
+    """Return a context in which means of set-up models' images have gradients in NHWC, with torch 2.9 and later."""
+    return overridden("mean.dim", _with_channels_last, "AutogradCPU") if gives_kernels() else nullcontext()
 
 
 def _with_channels_last(original: Kernel | None) -> Callable[..., Tensor]:

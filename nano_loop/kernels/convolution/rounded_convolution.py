@@ -42,7 +42,7 @@ def for_set_up_models(original: Callable[..., Any] | None) -> Callable[..., Tens
             out: Tensor = original(keys, inputs.bfloat16(), weight.bfloat16(), None, *geometry).float()
             return out if bias is None else out.add_(bias.view(-1, *[1] * (out.dim() - 2)))
 
-        multiplications = _output_pixels(inputs, weight, *geometry[:4]) * weight.numel()
+        multiplications = _output_pixels(inputs, weight, geometry) * weight.numel()
         call = Product(CONVOLUTION, (inputs, weight, bias), geometry)
         is_rounded = may_be_rounded(inputs, weight, multiplications, geometry[-1]) and rounds(
             CONVOLUTION, multiplications, call, in_fp32, rounded
@@ -68,16 +68,9 @@ def may_be_rounded(inputs: Tensor, weight: Tensor, multiplications: int, groups:
     return layout is not None and not inputs.is_contiguous() and inputs.is_contiguous(memory_format=layout)
 
 
-def _output_pixels(
-    inputs: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-) -> int:
+def _output_pixels(inputs: Tensor, weight: Tensor, geometry: Sequence[Any]) -> int:
     """Return how many pixels are multiplied with the whole weight."""
-    sizes = inputs.shape[2:]
+    (stride, padding, dilation, transposed, *_), sizes = geometry, inputs.shape[2:]
     if not transposed:
         places = zip(sizes, weight.shape[2:], padding, dilation, stride, strict=False)
         sizes = torch.Size((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, p, d, s in places)

@@ -58,8 +58,7 @@ def supports(gradient: Tensor, inputs: Tensor, geometry: Geometry) -> bool:
         return False
     if any(tensor.size(1) < _FEWEST or tensor.stride(1) != 1 for tensor in (gradient, inputs)):
         return False
-    # Without elements, or with a storage that was released, there is no address.
-    if gradient.size(0) != inputs.size(0) or not (gradient.data_ptr() and inputs.data_ptr() and gradient.numel()):
+    if gradient.size(0) != inputs.size(0) or not (gradient.numel() and inputs.numel()):
         return False
     if max(map(abs, (*geometry.stride, *geometry.padding, *geometry.dilation))) > _FARTHEST or KERNEL.unavailable:
         return False

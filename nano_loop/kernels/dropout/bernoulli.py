@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -57,11 +57,9 @@ def vectorized_draws() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def same_draws() -> Iterator[None]:
-    """Replace the kernel of `torch.Tensor.bernoulli_` by `exact`."""
-    with overridden("bernoulli_.float", exact, "CPU"):
-        yield
+def same_draws() -> AbstractContextManager[None]:
+    """Return a context in which `exact` replaces the kernel of `torch.Tensor.bernoulli_`."""
+    return overridden("bernoulli_.float", exact, "CPU")
 
 
 def exact(original: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:

@@ -7,7 +7,7 @@ other masks than in the plain loop, and `torch.randn_like` other noise. Here a c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,11 +34,9 @@ def drawn_as_nchw() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def drawn_as_they_lie() -> Iterator[None]:
-    """Draw in the order of memory after all: for a model that is NHWC in the plain loop, too."""
-    with shared_change(drawn_as_they_lie, nullcontext):
-        yield
+def drawn_as_they_lie() -> AbstractContextManager[None]:
+    """Return a context with draws in the order of memory after all: for a model that is NHWC in the plain loop, too."""
+    return shared_change(drawn_as_they_lie, nullcontext)
 
 
 def is_drawn_as_nchw(tensor: Tensor) -> bool:

@@ -42,8 +42,6 @@ def supports(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
         return False
     if bias is not None and bias.stride() != (1,):
         return False
-    if not all(tensor.data_ptr() for tensor in (a, b, bias) if tensor is not None):  # the storage was released
-        return False
     return KERNEL.unavailable is None and _bytes(_call(a, b)) <= SCRATCH_BOUND
 
 

@@ -63,7 +63,8 @@ def rounded_product(
         return by_torch(a, b, bias, **{**kwargs, **of_its_own})
 
     call = Arguments(PRODUCT, (a, b, bias), () if alpha == beta == 1 else (beta, alpha))
-    return rounded(a, b, bias, out) if rounds(PRODUCT, multiplications, call, in_fp32, rounded) else None
+    is_rounded = rounds(PRODUCT, multiplications, call, in_fp32, rounded, packed=a.numel() + b.numel())
+    return rounded(a, b, bias, out) if is_rounded else None
 
 
 def factors_first(kernel: Callable[..., Any]) -> Callable[..., Any]:

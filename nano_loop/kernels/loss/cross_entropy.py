@@ -185,33 +185,26 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        source: Tensor | None,
-        upcast: Upcast | None,
-        target: Tensor,
-        ignored: int,
-        smoothing: float,
+        ctx: Any, logits: Tensor, source: Tensor | None, upcast: Upcast | None, target: Tensor, *numbers: Any
     ) -> Tensor | None:
         values = logits if source is None else source
-        computed = forward(values, target, ignored, smoothing)
+        computed = forward(values, target, *numbers)
         if computed is None:
             return None
         losses, maxima, log_sums = computed
         ctx.save_for_backward(values, target, maxima, log_sums)
-        ctx.upcast, ctx.dtype = None if source is None else upcast, logits.dtype
-        ctx.ignored, ctx.smoothing = ignored, smoothing
+        ctx.upcast, ctx.dtype, ctx.numbers = None if source is None else upcast, logits.dtype, numbers
         return losses
 
     @staticmethod
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
-        values, target, maxima, log_sums = ctx.saved_tensors
+        (values, target, maxima, log_sums), (ignored, smoothing) = ctx.saved_tensors, ctx.numbers
         if torch.is_grad_enabled() or is_batched(factors):  # for a second derivative, and for many gradients at a time
-            gradient = _differentiable(values, target, factors, ctx.ignored, ctx.smoothing).to(ctx.dtype)
+            gradient = _differentiable(values, target, factors, ignored, smoothing).to(ctx.dtype)
             return gradient, *[None] * 5
         unseen = ctx.upcast is not None and ctx.upcast.gradient_is_unobserved
         dtype = values.dtype if unseen else ctx.dtype
-        gradient = backward(factors, maxima, log_sums, values, target, ctx.ignored, ctx.smoothing, dtype)
+        gradient = backward(factors, maxima, log_sums, values, target, ignored, smoothing, dtype)
         return ctx.upcast.hand_over(gradient) if unseen else gradient, *[None] * 5
 
 

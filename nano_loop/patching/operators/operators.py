@@ -134,7 +134,7 @@ def overridden_together(
     `name` identifies the replacements. `make` returns the functions by operator, and is called for the first user only;
     see `overridden`.
     """
-    return shared_change((name, dispatch_key), lambda: _registered(make(), dispatch_key))
+    return shared_change((name, dispatch_key), lambda: registered(make(), dispatch_key))
 
 
 def plainly(function: Callable[..., Any]) -> Callable[[Kernel | None], Callable[..., Any]]:
@@ -147,7 +147,8 @@ def plainly(function: Callable[..., Any]) -> Callable[[Kernel | None], Callable[
 
 
 @contextmanager
-def _registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
+def registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
+    """Replace kernels by functions, for one user: two of one kernel, as two runs may be, need `overridden`."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with_sites = functions if dispatch_key == AUTOCAST else {}
     sites = {

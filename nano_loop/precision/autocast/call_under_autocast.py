@@ -37,11 +37,9 @@ class CallUnderAutocast:
         self._outer, noting.activations = noting.activations, self.activations
         self._outer_casts, held.casts = held.casts, self.activations.casts
         enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        self._before = enabled, dtype, torch.is_autocast_cache_enabled(), torch.is_autocast_enabled("cuda")
+        self._before = enabled, dtype, torch.is_autocast_cache_enabled()
         torch.autocast_increment_nesting()
         torch.set_autocast_enabled("cpu", True)
-        # torch's encoder layers and attention ask this one before they take a path that has no autocast.
-        torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cpu", self._dtype)
         torch.set_autocast_cache_enabled(False)
         return self
@@ -49,9 +47,8 @@ class CallUnderAutocast:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        enabled, dtype, keeps_casts, on_cuda = self._before
+        enabled, dtype, keeps_casts = self._before
         torch.set_autocast_enabled("cpu", enabled)
-        torch.set_autocast_enabled("cuda", on_cuda)
         torch.set_autocast_dtype("cpu", dtype)
         torch.set_autocast_cache_enabled(keeps_casts)
         noting.activations = self._outer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,8 @@ _MOST_LINES = 20
 _MEGA = 1e6
 _NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TITLES = ("cast MB", "casts", "again", "cast", "part", "module", "line")
+#: Between the dtype and the kind of a product that rounds its inputs.
+_IN = " in "
 _NUMBERS = 3  # columns that are aligned to the right
 
 
@@ -34,7 +36,7 @@ class Logged:
     Attributes
     ----------
     source, target : str
-        The dtypes, such as ``"fp32"`` and ``"bf16"``.
+        The dtypes, such as ``"fp32"`` and ``"bf16"``. ``"bf16 in product"`` is of products that round their inputs.
     part : {"forward", "backward", "optimizer"}
         The part of the loop. What is in no backward and in no optimizer's step is "forward".
     module : str
@@ -42,11 +44,11 @@ class Logged:
     line : str
         The line of the code that called torch, such as ``"train.py:12"``. In a backward, that of ``backward()``.
     casts : int
-        The number of tensors that were cast.
+        The number of tensors that were cast, or of products.
     again : int
         How many of these had been cast to the same dtype before, in the same step, and not changed since.
     cast_bytes : int
-        The bytes that the casts have read and written.
+        The bytes that the casts have read and written, or the products for the inputs that they pack by themselves.
     """
 
     source: str
@@ -73,8 +75,10 @@ class CastLog:
 
     def summary(self) -> str:
         """Return one line."""
-        casts, again, cast_bytes = (sum(getattr(row, name) for row in self.rows) for name in _TOTALS)
-        return f"{casts:,} casts in a step, {again:,} of them again, moved {cast_bytes / _MEGA:,.1f} MB"
+        casts, again, cast_bytes = _totals(row for row in self.rows if _IN not in row.target)
+        text = f"{casts:,} casts in a step, {again:,} of them again, moved {cast_bytes / _MEGA:,.1f} MB"
+        products, _, packed = _totals(row for row in self.rows if _IN in row.target)
+        return f"{text}; {products:,} products round, and pack {packed / _MEGA:,.1f} MB" if products else text
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain lists, dicts, strings and numbers, for JSON."""
@@ -88,7 +92,9 @@ class CastLog:
         return "\n".join([self.summary(), *text, *([f"and {left} rows that move less"] if left > 0 else [])])
 
 
-_TOTALS = ("casts", "again", "cast_bytes")
+def _totals(rows: Iterable[Logged]) -> list[int]:
+    rows = [*rows]
+    return [sum(getattr(row, name) for row in rows) for name in ("casts", "again", "cast_bytes")]
 
 
 class CastRecorder:
@@ -138,14 +144,23 @@ class CastRecorder:
         """Note a copy, if it is a cast between floating-point dtypes."""
         if source.dtype is target.dtype or not (source.is_floating_point() and target.is_floating_point()):
             return
-        part, module = self._place()
-        line = users_place()
-        where = "" if line is None else f"{os.path.basename(line.filename)}:{line.number}"
-        key = (_name(source.dtype), _name(target.dtype), part, module, where)
-        row = self._rows.setdefault(key, Logged(*key))
+        row = self._row(_name(source.dtype), _name(target.dtype))
         row.casts += 1
         row.again += self._is_again(source, target.dtype)
         row.cast_bytes += source.numel() * source.itemsize + target.numel() * target.itemsize
+
+    def record_product(self, kind: str, packed: int) -> None:
+        """Note a product that rounds its inputs, and packs so many numbers of fp32 in bf16 by itself."""
+        row = self._row(_NAMES[torch.float32], f"{_NAMES[torch.bfloat16]}{_IN}{kind}")
+        row.casts += 1
+        row.cast_bytes += packed * (torch.float32.itemsize + torch.bfloat16.itemsize)
+
+    def _row(self, source: str, target: str) -> Logged:
+        """Return the row of what is computed now."""
+        line = users_place()
+        where = "" if line is None else f"{os.path.basename(line.filename)}:{line.number}"
+        key = (source, target, *self._place(), where)
+        return self._rows.setdefault(key, Logged(*key))
 
     def _place(self) -> tuple[str, str]:
         """Return the part of the loop and the module."""
@@ -188,6 +203,13 @@ class CastRecorder:
             stack.callback(register_module_forward_pre_hook(begin).remove)
             stack.callback(register_module_forward_hook(end, always_call=True).remove)
             yield
+
+
+def record_product(kind: str, packed: int) -> None:
+    """Let the recorder of this thread note a product, if there is one."""
+    recorder = _recorders.get(threading.get_ident())
+    if recorder is not None:
+        recorder.record_product(kind, packed)
 
 
 _recorders: dict[int, CastRecorder] = process_wide("cast recorders, by thread", {})

@@ -1,6 +1,7 @@
 """What compiled code does with files in a worker: it is right, or an error at once that names the file."""
 
 import ctypes
+import errno
 import os
 import sqlite3
 from pathlib import Path
@@ -11,6 +12,8 @@ from torch import nn
 
 from distributed import small
 from nano_loop import NanoWorkerError, is_global_zero, nano
+from nano_loop.distributed.files.explained import explaining_files
+from nano_loop.distributed.files.table import Table
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -104,3 +107,35 @@ def test_compiled_code_on_rank_0_is_right_and_its_files_are_read_by_all(tmp_path
 
     nano(**small.OPTIONS)(train)(nn.Linear(1, 1), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["database", "new"]
+
+
+@pytest.fixture
+def table(tmp_path):
+    table = Table()
+    table.begin(os.path.realpath(tmp_path), str(tmp_path), tmp_path, since=0)
+    return table
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_is_told_with_its_folder(table, number):
+    with pytest.raises(OSError, match=r"the disk of /.* is full .*TMPDIR.*is_global_zero") as caught:  # noqa: SIM117
+        with explaining_files(table):
+            raise OSError(number, os.strerror(number))
+    assert table.root in str(caught.value)
+    assert caught.value.__cause__.errno == number
+
+
+def test_error_of_torch_is_explained_where_the_disk_is_full(table, monkeypatch):
+    class Full:
+        f_bavail, f_frsize = 10, 512
+
+    with pytest.raises(RuntimeError, match="stays"), explaining_files(table):
+        raise RuntimeError("stays")
+    monkeypatch.setattr("os.statvfs", lambda path: Full)
+    with pytest.raises(OSError, match=r"is full .*file write failed"), explaining_files(table):
+        raise RuntimeError("file write failed")
+
+
+def test_other_errors_stay(table):
+    with pytest.raises(FileNotFoundError), explaining_files(table):
+        os.stat("nowhere")

@@ -1,13 +1,12 @@
-"""The folder for what workers write is made, found and deleted, and a full disk is explained."""
+"""The folder for what workers write is made, found and deleted."""
 
 import contextlib
-import errno
 import os
 
 import pytest
 
 from nano_loop.distributed.files.caches import cache_folders
-from nano_loop.distributed.files.folder import discard, explaining_full_disk, place_of, workers_files
+from nano_loop.distributed.files.folder import discard, place_of, workers_files
 from nano_loop.distributed.files.originals import real
 from nano_loop.distributed.files.private_files import private_files
 from nano_loop.distributed.files.table import MadeFolders
@@ -32,37 +31,6 @@ def test_folder_is_deleted_once_by_whoever_comes_first(tmp_path):
     discard(folder)
     discard(folder)
     assert [*tmp_path.iterdir()] == []
-
-
-@pytest.fixture
-def run(tmp_path):
-    with workers_files(tmp_path):
-        yield tmp_path
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_is_told_with_its_folder(run, number):
-    with pytest.raises(OSError, match=r"the disk of /.* is full .*TMPDIR.*is_global_zero") as caught:  # noqa: SIM117
-        with explaining_full_disk(run):
-            raise OSError(number, os.strerror(number))
-    assert place_of(run) in str(caught.value)
-    assert caught.value.__cause__.errno == number
-
-
-def test_error_of_torch_is_explained_where_the_disk_is_full(run, monkeypatch):
-    class Full:
-        f_bavail, f_frsize = 10, 512
-
-    with pytest.raises(RuntimeError, match="stays"), explaining_full_disk(run):
-        raise RuntimeError("stays")
-    monkeypatch.setattr("os.statvfs", lambda path: Full)
-    with pytest.raises(OSError, match=r"is full .*file write failed"), explaining_full_disk(run):
-        raise RuntimeError("file write failed")
-
-
-def test_other_errors_stay(run):
-    with pytest.raises(FileNotFoundError), explaining_full_disk(run):
-        os.stat("nowhere")
 
 
 def test_cache_that_holds_the_working_folder_is_no_cache(tmp_path, monkeypatch):

@@ -86,12 +86,11 @@ class Overlapping:
 
 
 @on_lists
-@pytest.mark.parametrize("first_ends_first", [True, False])
-def test_second_list_of_cpus_in_another_thread_is_refused_and_every_mask_comes_back(first_ends_first):
+def test_second_list_of_cpus_in_another_thread_is_refused_and_every_mask_comes_back():
     before = affinity_masks()
     cpus = small.mask()
     lists = [{"cpu_for_each_process": [[cpu]]} for cpu in (cpus[0], cpus[-1])]
-    first, second = Overlapping(*lists, first_ends_first).run()
+    first, second = Overlapping(*lists, first_ends_first=False).run()
     after = affinity_masks()
     assert {thread: after.get(thread) for thread in before} == before
     assert first == [cpus[0]]

@@ -129,11 +129,12 @@ def test_more_ranks_than_cores_share_the_cores(tmp_path):
 
 
 @pytest.mark.slow  # ranks of two hosts, and of one agent, are among the others
-def test_two_agents_of_torchrun_make_one_run(tmp_path, expected):
-    runs = run(agents(), tmp_path, "tell(found(), found())", HOST_OF="GROUP_RANK")
+@pytest.mark.parametrize(("host_of", "way"), [(None, "shared memory"), ("GROUP_RANK", "by gloo")])
+def test_two_agents_of_torchrun_make_one_run(tmp_path, expected, host_of, way):
+    runs = run(agents(), tmp_path, "tell(found(), found())", HOST_OF=host_of)
     for each in (*runs[0], *runs[1]):
-        assert (each["size"], each["weights"]) == (2, expected)
-        assert "by gloo" in each["way"]
+        assert (each["size"], each["weights"], each["left as it was"]) == (2, expected, True)
+        assert way in each["way"]
 
 
 OWN_DDP = """

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch.started import LOOP, agents, environment, free_port, run_together
-from distributed.launch_external.test_launcher import HOSTS, TRAIN, told
+from distributed.launch.started import LOOP, environment, free_port, run_together
+from distributed.launch_external.test_launcher import TRAIN
 from nano_loop import NanoError
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch_external.liveness import Liveness
@@ -76,17 +76,6 @@ def test_rank_that_is_killed_is_named_within_seconds_and_leaves_nothing(in_the_l
     processes = [(folder / f"process {rank}").read_text() for rank in range(3)]
     left = [*temporary.glob("nano_loop-*"), *Path("/dev/shm").glob("nano_loop-*")]
     assert [path for path in left if path.name.split("-")[1] in processes] == []
-
-
-@pytest.mark.slow
-def test_two_agents_on_one_host_share_its_memory(tmp_path):
-    program = HOSTS + LOOP + TRAIN + "tell(found())"
-    (tmp_path / "ranks.py").write_text(program)
-    for code, output in run_together([[*each, "ranks.py"] for each in agents()], [environment()] * 2, tmp_path):
-        assert code == 0, output
-    for (each,) in told(tmp_path):
-        assert "shared memory" in each["way"]
-        assert each["left as it was"]
 
 
 HOLD = """

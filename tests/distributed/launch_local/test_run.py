@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 from pathlib import Path
 
 import numpy
@@ -20,7 +21,7 @@ from torch import distributed, nn
 import nano_loop
 from distributed import small
 from distributed.conftest import belongings
-from nano_loop import NanoConfigError, NanoWarning, TorchNano, nano
+from nano_loop import NanoConfigError, NanoWarning, NanoWorkerError, TorchNano, nano
 from nano_loop.kernels.dropout.bernoulli import KERNEL
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -478,56 +479,34 @@ def test_dataset_in_memory_is_not_copied_for_each_rank():
     assert growth(1 << 28) - growth(1 << 10) < 1.05
 
 
-PARTING = """
-import sys
-import torch
-from nano_loop import TorchNano, global_rank, nano
-from torch.utils.data import DataLoader
-
-def loop(model, optimizer, loader, stops):
-    for epoch in range(3):
+def parting(model, optimizer, loader, stops):
+    for _ in range(3):
         for x in loader:
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
-        if global_rank() == stops:  # as early stopping on the rank's own loss does
+        if small.rank() == stops:  # as early stopping on the rank's own loss does
             break
 
-@nano(num_processes=2, verbose=False, cpu_for_each_process=CPUS)
-def main(model, optimizer, loader, stops):
-    loop(model, optimizer, loader, stops)
 
-class MyNano(TorchNano):
+class Parting(TorchNano):
     def train(self, *parts):
-        loop(*self.setup(*parts[:3]), parts[3])
-
-model = torch.nn.Linear(2, 1)
-parts = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.ones(8, 2), 2)
-faces = main, MyNano(num_processes=2, verbose=False, cpu_for_each_process=CPUS).train
-def shown(train, stops):
-    try:
-        train(*parts, stops)
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        print("=" * 9, file=sys.stderr)
-"""
+        parting(*self.setup(*parts[:3]), parts[3])
 
 
-def test_ranks_that_part_are_named_by_the_user_s_function_and_line_in_a_few_lines(tmp_path):
-    program = PARTING.replace("CPUS", repr(small.OPTIONS["cpu_for_each_process"]))
-    calls = "shown(faces[0], 0)\nshown(faces[0], 1)\nshown(faces[1], 1)\n"
-    (tmp_path / "parting.py").write_text(program + calls)
-    done = subprocess.run([sys.executable, "parting.py"], capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    *said, rest = done.stderr.split("=" * 9)
-    assert rest.strip() == ""
-    for shown, gone, name, collectives in zip(
-        said, (0, 1, 1), ("main", "main", "train"), ("nano_loop", "nano_loop", "self"), strict=True
-    ):
-        lines = shown.strip().splitlines()
-        assert len(lines) < 20, shown
-        message = next(line for line in lines if line.startswith("nano_loop.errors.NanoWorkerError: "))
-        assert f"rank {gone} has returned from {name}, and rank {1 - gone} still averages gradients" in message
-        assert f"{collectives}.broadcast(stop) or {collectives}.all_reduce(loss)" in message
-        assert lines[-3] == f"rank {1 - gone}:"
-        assert lines[-2].endswith('parting.py", line 11, in loop')
-        assert lines[-1].strip() == "model(x).sum().backward()"
+@pytest.mark.parametrize(("face", "gone"), [("decorated", 0), ("decorated", 1), ("subclassed", 1)])
+def test_ranks_that_part_are_named_by_the_user_s_function_and_line_in_a_few_lines(face, gone):
+    train = two(parting) if face == "decorated" else Parting(**small.OPTIONS).train
+    name, collectives = ("parting", "nano_loop") if face == "decorated" else ("train", "self")
+    model, optimizer, _ = small.parts()
+    with pytest.raises(NanoWorkerError) as caught:
+        train(model, optimizer, torch.utils.data.DataLoader(torch.ones(8, 3), 2), gone)
+    lines = "".join(traceback.format_exception(caught.value)).strip().splitlines()
+    assert len(lines) < 20, lines
+    message = next(line for line in lines if line.startswith("nano_loop.errors.NanoWorkerError: "))
+    assert f"rank {gone} has returned from {name}, and rank {1 - gone} still averages gradients" in message
+    assert f"{collectives}.broadcast(stop) or {collectives}.all_reduce(loss)" in message
+    assert lines[-3] == f"rank {1 - gone}:"
+    assert lines[-2].endswith("in parting")
+    assert f'test_run.py", line {parting.__code__.co_firstlineno + 4}' in lines[-2]
+    assert lines[-1].strip() == "model(x).sum().backward()"

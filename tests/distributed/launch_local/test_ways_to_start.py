@@ -86,56 +86,35 @@ def test_temporary_folder_is_the_caller_s_and_workers_leave_nothing_in_it(tmp_pa
     assert [each for each in temporary.iterdir() if not each.name.startswith("torchinductor_")] == []
 
 
-OPTIONED = """
-import warnings
-
-@nano(**OPTIONS)
-def train(model, optimizer, loader):
-    warned = []
-    try:
-        warnings.warn("as an error?", UserWarning)
-    except UserWarning:
-        warned.append("raised")
-    return fit(model, optimizer, loader), everywhere((sys.flags.optimize, sys.flags.dev_mode, warned))
-
-ours = parts(4)
-print(json.dumps([train(*ours), weights(ours[0]), alone()]))
-"""
-
-
-@pytest.mark.slow
-def test_options_of_python_hold_in_workers_and_a_run_from_c_warns_of_nothing(tmp_path):
-    (tmp_path / "json.py").write_text("raise ImportError('of the working folder')")  # which is not on the path
-    script = "import sys; del sys.path[0]" + LOOP + OPTIONED
-    flags = ("-O", "-W", "error", "-X", "dev")
-    ((size, everywhere), ours, alone), stderr = run_python(*flags, "-c", script, folder=tmp_path)
-    assert size == 2
-    assert everywhere == [[1, True, ["raised"]]] * 2
-    assert ours == pytest.approx(alone, abs=2e-6)
-    assert stderr == ""
-
-
-THREADS = """
+CHOSEN = """
 import warnings
 warnings.filterwarnings("ignore", "told to nobody")
 
 @nano(**OPTIONS)
 def train(model, optimizer, loader):
     warnings.warn("told to nobody")
-    return fit(model, optimizer, loader), everywhere(torch.get_num_threads())
+    warned = []
+    try:
+        warnings.warn("as an error?", UserWarning)
+    except UserWarning:
+        warned.append("raised")
+    mine = sys.flags.optimize, sys.flags.dev_mode, warned, torch.get_num_threads()
+    return fit(model, optimizer, loader), everywhere(mine)
 
-ours, before = parts(4), torch.get_num_threads()
-print(json.dumps([train(*ours), weights(ours[0]), alone(), before, torch.get_num_threads()]))
+ours = parts(4)
+print(json.dumps([train(*ours), weights(ours[0]), alone(), torch.get_num_threads()]))
 """
 
 
 @pytest.mark.slow
-def test_script_on_standard_input_with_threads_and_warnings_of_the_user_s_choice(tmp_path):
-    found, stderr = run_python(folder=tmp_path, stdin=LOOP + THREADS, OMP_NUM_THREADS=2)
-    (size, threads), ours, alone, before, after = found
-    assert size == 2
-    assert threads == [2, 2]
-    assert before == after == 2
+def test_options_threads_and_warnings_that_the_user_has_chosen_hold_in_workers_of_a_script_on_standard_input(tmp_path):
+    (tmp_path / "json.py").write_text("raise ImportError('of the working folder')")  # which is not on the path
+    script = "import sys; del sys.path[0]" + LOOP + CHOSEN
+    flags = ("-O", "-W", "error", "-X", "dev", "-")
+    found, stderr = run_python(*flags, folder=tmp_path, stdin=script, OMP_NUM_THREADS=2)
+    (size, everywhere), ours, alone, threads = found
+    assert (size, threads) == (2, 2)
+    assert everywhere == [[1, True, ["raised"], 2]] * 2
     assert ours == pytest.approx(alone, abs=2e-6)
     assert stderr == ""
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -62,13 +63,40 @@ def train(use_ipex=True, **options):
     return loop.report
 
 
-def test_missing_ipex_is_an_import_error_with_the_command(installed):
-    installed("2.13.0", None)
-    with pytest.raises(
-        ImportError, match=r'^use_ipex=True: .*Leave it out, or run pip install "nano-loop\[ipex\]"'
-    ) as caught:
-        train()
-    assert str(caught.value).endswith(", which replaces torch 2.13.0 by 2.8.0.")
+def cpu(name, architecture, *sets):
+    return Machine(name, architecture, (), (), instruction_sets=frozenset(sets))
+
+
+REQUEST, TO_28 = "^use_ipex=True: ", r", which replaces torch .* by 2\.8\.0\.$"
+# Of torch, of IPEX and of the machine, and the message.
+REFUSED = {
+    "none": ("2.13.0", None, None, rf'{REQUEST}.*Leave it out, or run pip install "nano-loop\[ipex\]"{TO_28}'),
+    # It is not answered with a torch that nano_loop refuses.
+    "of another torch": ("2.8.0", "2.7.0", None, r'pip install "nano-loop\[ipex\]"\.$'),
+    **{
+        f"with torch {version}": (
+            *(version, "2.8.0", None),
+            rf"{REQUEST}.*IPEX 2\.8 works with torch 2\.8 only, and this is torch {re.escape(version)}\..*{TO_28}",
+        )
+        for version in ("2.13.0", "2.80.0", "2.9.1+cpu", "3.8.0")
+    },
+    # Another CPU is not told to install it.
+    "none, another CPU": ("2.13.0", None, cpu("Graviton", "aarch64", "bf16"), r"Graviton.*Leave it out\.$"),
+    **{
+        architecture: (
+            *("2.8.0", "2.8.0", cpu("Old CPU", architecture, *sets)),
+            rf"{REQUEST}.*AVX2.*Old CPU.*Leave it out\.$",
+        )
+        for architecture, sets in (("x86_64", ("avx", "sse4_2")), ("aarch64", ("bf16",)))
+    },
+}
+
+
+@pytest.mark.parametrize(("torch_version", "ipex_version", "on", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_with_what_to_do(installed, step, torch_version, ipex_version, on, message):
+    installed(torch_version, ipex_version)
+    with pytest.raises(NanoConfigError if ipex_version or on else ImportError, match=message):
+        step(Ipex, on=on, use_ipex=True).skip_reason(TrainingObjects())
 
 
 def test_what_asked_for_it_is_named(installed, monkeypatch):
@@ -76,27 +104,6 @@ def test_what_asked_for_it_is_named(installed, monkeypatch):
     monkeypatch.setenv("NANO_LOOP_USE_IPEX", "true")
     with pytest.raises(ImportError, match=r"^NANO_LOOP_USE_IPEX=true: IPEX is not installed"):
         train(use_ipex=False)
-
-
-def test_ipex_of_another_torch_is_not_answered_with_a_torch_that_nano_loop_refuses(installed):
-    installed("2.8.0", "2.7.0")
-    with pytest.raises(NanoConfigError, match=r'pip install "nano-loop\[ipex\]"\.$'):
-        train()
-
-
-def test_another_cpu_is_not_told_to_install_it(installed, step):
-    installed("2.13.0", None)
-    machine = Machine("Graviton", "aarch64", (), (), instruction_sets=frozenset(["bf16"]))
-    with pytest.raises(NanoConfigError, match=r"Graviton.*Leave it out\.$"):
-        step(Ipex, on=machine, use_ipex=True).skip_reason(TrainingObjects())
-
-
-@pytest.mark.parametrize("torch_version", ["2.13.0", "2.80.0", "2.9.1+cpu", "3.8.0"])
-def test_another_torch_is_told_which_one_goes_with_this_ipex(installed, torch_version):
-    installed(torch_version, "2.8.0")
-    with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*, which replaces torch .* by 2\.8\.0\.$") as caught:
-        train()
-    assert f"IPEX 2.8 works with torch 2.8 only, and this is torch {torch_version}." in str(caught.value)
 
 
 @pytest.mark.parametrize("torch_version", ["2.8.0", "2.8.0+cu128", "2.8.1", "2.8.0a0"])
@@ -112,14 +119,6 @@ def test_torch_that_was_built_in_place_counts_as_what_it_says(installed, step, m
     monkeypatch.setattr(torch, "__version__", "2.14.0")
     with pytest.raises(NanoConfigError, match=r"torch 2\.14\.0"):
         step(Ipex, use_ipex=True).skip_reason(TrainingObjects())
-
-
-@pytest.mark.parametrize(("architecture", "sets"), [("x86_64", ["avx", "sse4_2"]), ("aarch64", ["bf16"])])
-def test_another_cpu_is_named_with_what_is_needed(installed, step, architecture, sets):
-    installed("2.8.0", "2.8.0")
-    machine = Machine("Old CPU", architecture, (), (), instruction_sets=frozenset(sets))
-    with pytest.raises(NanoConfigError, match=r"^use_ipex=True: .*AVX2.*Old CPU.*Leave it out\.$"):
-        step(Ipex, on=machine, use_ipex=True).skip_reason(TrainingObjects())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -303,7 +302,7 @@ def test_report_is_all_that_is_printed(imported):
     _, err = imported
     lines = err.splitlines()
     assert lines[0].startswith("nano_loop ")
-    assert all(line.startswith(("  applied  ", "  skipped  ")) for line in lines[1:]), err
+    assert all(line.startswith(("  applied  ", "  skipped  ", "  measured  ")) for line in lines[1:]), err
     assert [line for line in lines if "applied  ipex" in line and "2.8.0" in line]
 
 

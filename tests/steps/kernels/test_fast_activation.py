@@ -1,81 +1,17 @@
-"""Runs in bf16 compute GELU by tanh in C, for the calls of set-up models alone."""
-
-import math
+"""Runs in bf16 compute GELU by tanh in C, and in one pass that of transformers; see `test_training`, too."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import nano
-from nano_loop.kernels.activation import activations
-from nano_loop.patching.operators.operators import gives_kernels
-
-pytestmark = pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9")
-
-
-class NewGELUActivation(nn.Module):
-    """As in transformers."""
-
-    __module__ = "transformers.activations"
-
-    def forward(self, x):
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
-class OtherGELU(NewGELUActivation):
-    __module__ = "somewhere.else"
+from nano_loop.steps.kernels import FastActivation
+from steps.kernels.cases import ACTIVATIONS, NewGELUActivation, loop, trained, use_for_all_sizes
 
 
 @pytest.fixture(autouse=True)
 def every_size_is_worth_it(monkeypatch):
-    monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
-
-
-def model_with(activation):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), activation, nn.Linear(64, 8))
-
-
-def trained(model, **options):
-    """Train, and return the losses and the function."""
-    batches = torch.randn(6, 32, 16, generator=torch.Generator().manual_seed(1))
-
-    def loop(model, optimizer):
-        losses = []
-        for x in batches:
-            optimizer.zero_grad()
-            loss = (model(x).float() - x[:, :8]).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    train = nano(**{"verbose": False, "tune_operators": False, **options})(loop)
-    return torch.tensor(train(model, torch.optim.SGD(model.parameters(), 0.3))), train
-
-
-IN_ONE_PASS = ["gelu_forward", "gelu_backward"] * 6
-
-
-@pytest.mark.parametrize(
-    ("activation", "expected"),
-    [
-        (nn.GELU("tanh"), IN_ONE_PASS),
-        (NewGELUActivation(), IN_ONE_PASS),
-        (OtherGELU(), ["tanh_forward"] * 6),
-        (nn.Tanh(), ["tanh_forward"] * 6),
-    ],
-    ids=["GELU by tanh", "that of transformers", "another class", "tanh"],
-)
-def test_loop_learns_as_in_fp32(called, activation, expected):
-    model = model_with(activation)
-    plain, _ = trained(model_with(activation), precision=32)
-    assert called == []
-    losses, train = trained(model, precision="bf16")
-    assert called == expected
-    assert train.report["fast_activation"].status == "applied"
-    torch.testing.assert_close(losses, plain, rtol=0.01, atol=0.001)
+    use_for_all_sizes(monkeypatch, FastActivation)
 
 
 def test_gelu_in_one_pass_is_nearer_to_fp32_than_its_operators_are():
@@ -90,25 +26,15 @@ def test_gelu_in_one_pass_is_nearer_to_fp32_than_its_operators_are():
 
 
 def test_what_the_user_asked_for_or_hooks_is_called_as_it_is(called):
-    trained(model_with(NewGELUActivation()), precision="bf16", fp32_ops=["tanh"])
+    trained(ACTIVATIONS["that of transformers"], fp32_ops=["tanh"])
     assert "gelu_forward" not in called
     called.clear()
-    model, seen = model_with(NewGELUActivation()), []
-    model[1].register_forward_hook(lambda *args: seen.append(args))
-    trained(model, precision="bf16")
+    seen = []
+
+    def hooked(model, *others):
+        model[1].register_forward_hook(lambda *args: seen.append(args))
+        return loop(model, *others)
+
+    trained(ACTIVATIONS["that of transformers"], hooked)
     assert "gelu_forward" not in called
     assert len(seen) == 6
-
-
-def test_other_code_keeps_torchs_kernels(called):
-    x = torch.randn(100).bfloat16()
-    expected = F.gelu(x, approximate="tanh")
-    found = []
-
-    def loop(model):
-        model(torch.randn(4, 16))
-        found.append(F.gelu(x, approximate="tanh"))
-
-    nano(precision="bf16", verbose=False)(loop)(model_with(nn.GELU("tanh")).requires_grad_(False))
-    assert called == ["gelu_forward"]
-    assert torch.equal(found[0], expected)

@@ -1,4 +1,4 @@
-"""The loss of language models by the kernel of `nano_loop.kernels.loss.cross_entropy`, in runs."""
+"""The loss of language models by the kernel of `nano_loop.kernels.loss.cross_entropy`; see `test_training`, too."""
 
 import gc
 import threading
@@ -7,180 +7,34 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from nano_loop import accelerated, nano
+from nano_loop import accelerated
 from nano_loop.patching.operators import upcasts
-
-WORDS, WIDTH = 5000, 16
+from nano_loop.steps.kernels import FastCrossEntropy
+from steps.kernels.cases import (
+    IN_BF16,
+    WORDS,
+    Words,
+    assert_near,
+    data,
+    flat,
+    of_cast,
+    of_two,
+    of_words,
+    trained,
+    transposed,
+    use_for_all_sizes,
+)
 
 
 @pytest.fixture(autouse=True)
 def every_cast_is_noted(monkeypatch):
-    monkeypatch.setattr(upcasts, "WORTH_NOTING", 1)
-
-
-IN_FP32, IN_BF16 = ["cross_entropy_float", "gradient_float_to_float"], ["cross_entropy_bf16", "gradient_bf16_to_bf16"]
-
-
-class Words(nn.Module):
-    """Predicts words; `loss` computes the loss from its logits."""
-
-    def __init__(self, loss=None):
-        super().__init__()
-        self.embedding, self.head, self.loss = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), loss
-
-    def forward(self, words, targets):
-        logits = self.head(self.embedding(words))
-        return logits if self.loss is None else self.loss(logits, targets)
-
-
-def of_cast(logits, targets):
-    """As Hugging Face's models compute it."""
-    return F.cross_entropy(logits.float().view(-1, WORDS), targets.view(-1))
-
-
-def of_cast_by_to(logits, targets):
-    return F.cross_entropy(logits.to(torch.float32).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
-
-
-def of_bf16(logits, targets):
-    """As nanoGPT does."""
-    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1), ignore_index=7)
-
-
-def of_shifted(logits, targets):
-    """As older models of Hugging Face's do."""
-    logits = logits.float()
-    return F.cross_entropy(logits[:, :-1].contiguous().view(-1, WORDS), targets[:, 1:].reshape(-1))
-
-
-def of_changed(logits, targets):
-    """Writes to the cast."""
-    logits = logits.float()
-    logits[..., 9] = -1e4
-    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1))
-
-
-def of_two(logits, targets):
-    """Two losses of one cast."""
-    logits = logits.float().view(-1, WORDS)
-    return F.cross_entropy(logits, targets.view(-1)) + F.cross_entropy(logits, targets.view(-1).flip(0))
-
-
-def with_penalty(logits, targets):
-    """Another operator reads the cast, too."""
-    logits = logits.float()
-    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1)) + 1e-2 * logits[:, :3].square().mean()
-
-
-def recomputed(logits, targets):
-    return checkpoint(of_cast, logits, targets, use_reentrant=False)
-
-
-def flat(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def viewed(logits, targets):
-    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1), label_smoothing=0.1)
-
-
-def reshaped(logits, targets):
-    return nn.CrossEntropyLoss()(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
-
-
-def transposed(logits, targets):
-    return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=7)
-
-
-def permuted(logits, targets):
-    return F.cross_entropy(logits.permute(0, 2, 1), targets, reduction="none").mean()
-
-
-def of_rows(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1).contiguous().view(-1, WORDS), targets.flatten(), reduction="sum") / 99
-
-
-OUTSIDE = (flat, viewed, reshaped, transposed, permuted, of_rows)
-
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(WORDS, (2, 4, 16), generator=generator)
-
-
-def trained(model, outside=flat, held=None, **options):
-    """Return two losses, and the parameters after two steps of SGD."""
-    losses = []
-
-    @nano(precision="bf16", tune_operators=False, verbose=False, **options)
-    def train(model, optimizer):
-        words, targets = data()
-        for _ in range(2):
-            optimizer.zero_grad()
-            if model.loss:
-                loss = model(words, targets)
-            elif held is None:
-                loss = outside(model(words, targets), targets)
-            else:
-                held.append(model(words, targets))
-                loss = outside(held[-1], targets)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-            assert loss.dtype is torch.float32
-
-    train(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    return [*losses, *(each.detach() for each in model.parameters())], train.report
+    use_for_all_sizes(monkeypatch, FastCrossEntropy)
 
 
 def model_of(loss):
     torch.manual_seed(0)
     return Words(loss)
-
-
-@pytest.mark.parametrize(
-    ("loss", "functions"),
-    [
-        (of_cast, IN_BF16),
-        (of_cast_by_to, IN_BF16),
-        (of_bf16, IN_BF16),
-        (of_two, IN_BF16),
-        (with_penalty, IN_BF16),
-        (of_shifted, IN_FP32),
-        (of_changed, IN_FP32),
-        (None, IN_BF16),
-        (recomputed, ["cross_entropy_bf16", "cross_entropy_bf16", "gradient_bf16_to_bf16"]),
-    ],
-    ids=lambda each: getattr(each, "__name__", ""),
-)
-def test_loop_trains_as_with_torch_s_kernels(called, loss, functions):
-    found, report = trained(model_of(loss))
-    assert report["fast_cross_entropy"].status == "applied"
-    assert set(called) == set(functions)
-    assert called[: len(functions)] == functions or loss is of_two
-    called.clear()
-    theirs, report = trained(model_of(loss), fast_cross_entropy=False)
-    assert not called
-    assert "fast_cross_entropy" not in report.applied
-    # Logits are bf16 in both, and sums in fp32 have another order. Where two operators read the cast, either the sum of
-    # their gradients is rounded to bf16 or each.
-    tolerance = 2**-11 if loss in (of_two, with_penalty) else 1e-6
-    for mine, other in zip(found, theirs, strict=True):
-        assert (mine - other).norm() <= tolerance * other.norm()
-
-
-@pytest.mark.parametrize("is_held", [False, True], ids=["dropped", "held"])
-@pytest.mark.parametrize("outside", OUTSIDE)
-def test_loss_outside_of_the_model_trains_as_with_torch_s_kernels(called, outside, is_held):
-    found, _ = trained(model_of(None), outside, [] if is_held else None)
-    assert set(called) == set(IN_BF16)
-    called.clear()
-    theirs, _ = trained(model_of(None), outside, fast_cross_entropy=False)
-    assert not called
-    for mine, other in zip(found, theirs, strict=True):
-        assert (mine - other).norm() <= 1e-6 * other.norm()
 
 
 def seen_by_hook(out, loss_of, seen):
@@ -261,10 +115,8 @@ def test_other_uses_of_an_output_add_to_its_gradient():
     def penalised(logits, targets):
         return flat(logits, targets) + 1e-2 * logits[..., :3].square().mean()
 
-    found, _ = trained(model_of(None), penalised, [])
-    theirs, _ = trained(model_of(None), penalised, fast_cross_entropy=False)
-    for mine, other in zip(found, theirs, strict=True):
-        assert (mine - other).norm() <= 2**-11 * other.norm()
+    case = of_words(None, outside=penalised, is_held=True, bound=2**-11)
+    assert_near(trained(case)[0], trained(case, fast_cross_entropy=False)[0], case.bounds)
 
 
 def test_layout_of_images_is_torch_s():
@@ -357,27 +209,23 @@ def test_output_that_was_cast_in_the_model_is_that_cast():
     assert upcasts.held.casts is None
 
 
-def test_code_that_was_not_set_up_keeps_torch_s_kernels(called):
+def test_casts_of_code_that_was_not_set_up_are_torch_s(called):
     torch.manual_seed(0)
-    logits, targets = torch.randn(64, WORDS), torch.randint(WORDS, (64,))
+    logits, targets = torch.randn(64, WORDS, requires_grad=True), torch.randint(WORDS, (64,))
 
-    def loss_and_gradient():
-        leaf = logits.clone().requires_grad_()
-        loss = F.cross_entropy(leaf * 2, targets)
-        loss.backward()
+    def losses():
         with torch.autocast("cpu", torch.bfloat16):
-            under = F.cross_entropy(leaf.bfloat16(), targets)
-        cast = leaf.bfloat16().float()
+            under = F.cross_entropy(logits.bfloat16(), targets)
+        cast = logits.bfloat16().float()
         assert type(cast.grad_fn).__name__ == "ToCopyBackward0"
-        return loss.detach(), leaf.grad, under.detach(), F.cross_entropy(cast, targets).detach()
+        return under, F.cross_entropy(cast, targets), F.cross_entropy(logits * 2, targets)
 
-    plain, in_thread = loss_and_gradient(), []
-    with accelerated(model_of(of_cast), precision="bf16", verbose=False) as run:
-        assert "fast_cross_entropy" in run.report.applied
-        thread = threading.Thread(target=lambda: in_thread.extend(loss_and_gradient()))
+    plain, in_thread = losses(), []
+    with accelerated(model_of(of_cast), precision="bf16", verbose=False):
+        thread = threading.Thread(target=lambda: in_thread.extend(losses()))
         thread.start()
         thread.join()
-        for found in (loss_and_gradient(), in_thread):
+        for found in (losses(), in_thread):
             assert all(map(torch.equal, found, plain))
     assert not called
     assert not vars(torch.Tensor).keys() & {"float", "to"}
@@ -392,9 +240,8 @@ def test_target_that_is_no_class_raises_torch_s_error():
 
 @pytest.mark.slow
 def test_compiled_model_computes_its_loss_by_torch(called):
-    found, report = trained(model_of(of_cast), compile={"backend": "aot_eager"})
+    case = of_words(of_cast, bound=2**-8)
+    found, report = trained(case, compile={"backend": "aot_eager"})
     assert {"fast_cross_entropy", "compile"} <= set(report.applied)
     assert not called
-    theirs, _ = trained(model_of(of_cast), fast_cross_entropy=False)
-    for mine, other in zip(found, theirs, strict=True):
-        assert (mine - other).norm() <= 2**-8 * other.norm()
+    assert_near(found, trained(case, fast_cross_entropy=False)[0], case.bounds)

@@ -19,6 +19,7 @@ from nano_loop.steps.kernels import (
     FastLstm,
     FastNorm,
 )
+from nano_loop.steps.tune_operators import TuneOperators
 
 CALLING = {
     FastActivation: [nn.Tanh(), nn.GELU("tanh")],
@@ -56,7 +57,7 @@ def everything_available(monkeypatch):
 
 
 def parts_of(kind):
-    return TrainingObjects([CALLING[kind][0]])
+    return TrainingObjects(CALLING.get(kind, [nn.Linear(2, 2)])[:1])
 
 
 @pytest.mark.parametrize("kind", KERNEL_STEPS)
@@ -85,11 +86,12 @@ def test_it_can_be_turned_off(step, kind):
     assert not step(kind, precision="bf16", **{kind.name: False}).enabled
 
 
-@pytest.mark.parametrize("kind", IN_BF16)
+@pytest.mark.parametrize("kind", [*IN_BF16, TuneOperators])
 def test_in_fp32_it_is_refused_and_not_reported(step, kind):
     assert not step(kind).enabled
     asked = step(kind, **{kind.name: True})
     assert asked.enabled
+    assert asked.required
     assert asked.skip_reason(parts_of(kind)).code == "not_bf16"
 
 

@@ -1,0 +1,420 @@
+"""Models that call the kernels of one step, each with a loop that trains it, and what holds of its results."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nano_loop import nano
+from nano_loop.kernels.activation import activations
+from nano_loop.kernels.linear import linear, product
+from nano_loop.kernels.norm import norms
+from nano_loop.kernels.rnn import lstm, lstm_layer
+from nano_loop.patching.operators import upcasts
+from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.steps.kernels import FastActivation, FastCrossEntropy, FastLinear, FastLstm, FastNorm, fast_linear
+
+#: What makes sizes of any kind large enough, and the functions in C the first guess.
+THRESHOLDS = {
+    FastActivation: [(activations, "MIN_ELEMENTS", 1)],
+    FastCrossEntropy: [(upcasts, "WORTH_NOTING", 1)],
+    FastLinear: [
+        *((linear, "MIN_MULTIPLICATIONS", 1), (fast_linear, "_LARGE", 1)),
+        (product.KERNEL, "is_first_guess", True),
+    ],
+    FastLstm: [(lstm, "MIN_MULTIPLICATIONS", 1), (lstm_layer.KERNEL, "is_first_guess", True)],
+    FastNorm: [(norms, "MIN_ELEMENTS", 1)],
+}
+
+
+def use_for_all_sizes(monkeypatch, kind):
+    """Let a step compute tensors of any size, or skip the test where it cannot."""
+    if kind.calls_torchs_kernels and not gives_kernels():
+        pytest.skip("it needs torch 2.9")
+    if kind.kernel.unavailable is not None:
+        pytest.skip(kind.kernel.unavailable)
+    for place, name, value in THRESHOLDS[kind]:
+        monkeypatch.setattr(place, name, value)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a loop for it, and what is compared with the loop by torch's kernels.
+
+    `bounds` has for losses, gradients and state the largest difference: relative to the norm, or by element.
+    `reference` has the options of the loop by torch's kernels, besides those of the run.
+    """
+
+    kind: type
+    make: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int], torch.Tensor]
+    is_expected: Callable[[list[str]], bool]  # whether these C functions are those of the loop
+    bounds: dict[str, Any]
+    steps: int = 3
+    lr: float = 0.1
+    variants: tuple[dict[str, Any], ...] = ({},)  # options with which it is trained, too
+    reference: dict[str, Any] = field(default_factory=dict)
+
+    def built(self):
+        torch.manual_seed(0)
+        return self.make()
+
+
+def loop(model, optimizer, case):
+    """Train, and return the losses, the gradients of all steps, and the state at the end."""
+    losses, gradients = [], []
+    for number in range(case.steps):
+        optimizer.zero_grad()
+        loss = case.loss(model, number)
+        assert loss.dtype is torch.float32
+        loss.backward()
+        losses.append(loss.detach())
+        gradients += [each.grad.clone() for each in model.parameters()]
+        optimizer.step()
+    return {"losses": losses, "gradients": gradients, "state": [each.clone() for each in model.state_dict().values()]}
+
+
+def trained(case, loop=loop, **options):
+    """Return what a loop returns in a run, and the report."""
+    train, model = (
+        nano(**{"precision": "bf16", "verbose": False, "tune_operators": False, **options})(loop),
+        case.built(),
+    )
+    return train(model, torch.optim.SGD(model.parameters(), case.lr), case), train.report
+
+
+def assert_near(found, expected, bounds):
+    for what, bound in bounds.items():
+        for mine, other in zip(found[what], expected[what], strict=True):
+            if isinstance(bound, dict):
+                torch.testing.assert_close(mine, other, **bound)
+            else:
+                assert (mine - other).float().norm() <= bound * other.float().norm()
+
+
+def exactly(*functions, steps=3):
+    """Whether these functions are called in each step, and no others."""
+    return lambda called: called == [*functions] * steps
+
+
+def normal(*sizes, seed=1):
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+
+
+class Checkpointed(nn.Module):
+    """A module that is computed again in the backward."""
+
+    def __init__(self, inner, reentrant=False):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+# --- activations ---
+
+
+class NewGELUActivation(nn.Module):
+    """As in transformers."""
+
+    __module__ = "transformers.activations"
+
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class OtherGELU(NewGELUActivation):
+    __module__ = "somewhere.else"
+
+
+def with_activation(kind, *functions):
+    def loss(model, number):
+        x = normal(32, 16, seed=number)
+        return (model(x).float() - x[:, :8]).square().mean()
+
+    return Case(
+        FastActivation,
+        lambda: nn.Sequential(nn.Linear(16, 64), kind(), nn.Linear(64, 8)),
+        loss,
+        exactly(*functions, steps=6),
+        {"losses": {"rtol": 0.01, "atol": 0.001}},
+        steps=6,
+        lr=0.3,
+        reference={"precision": 32},
+    )
+
+
+ACTIVATIONS = {
+    "GELU by tanh": with_activation(lambda: nn.GELU("tanh"), "gelu_forward", "gelu_backward"),
+    "that of transformers": with_activation(NewGELUActivation, "gelu_forward", "gelu_backward"),
+    "another class": with_activation(OtherGELU, "tanh_forward"),
+    "tanh": with_activation(nn.Tanh, "tanh_forward"),
+}
+
+
+# --- norms ---
+
+CHANNELS, SIDE = 16, 12
+BATCH = ("batch_norm", "batch_norm_backward")
+GROUP, LAYER = ("group_norm", "group_norm_backward"), ("layer_norm", "layer_norm_backward")
+
+
+class Images(nn.Module):
+    """Classifies images; the features go through a norm."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, CHANNELS, 3, padding=1), norm
+        self.head = nn.Linear(CHANNELS, 4)
+
+    def forward(self, x):
+        return self.head(self.norm(self.convolution(x)).relu().mean((2, 3)))
+
+
+class Rows(Images):
+    """The same with a norm of each pixel's channels."""
+
+    def forward(self, x):
+        return self.head(self.norm(self.convolution(x).permute(0, 2, 3, 1)).relu().mean((1, 2)))
+
+
+def images():
+    return normal(4, 3, SIDE, SIDE), torch.tensor([0, 3, 1, 2])
+
+
+def loss_of_images(model, number):
+    x, y = images()
+    return F.cross_entropy(model(x), y)
+
+
+def with_norm(make, *functions, **named):
+    close = {"rtol": 5e-3, "atol": 2e-3}
+    variants, bounds = ({}, {"channels_last": True}), {"losses": close, "state": close}
+    return Case(FastNorm, make, loss_of_images, exactly(*functions), bounds, variants=variants, **named)
+
+
+NORMS = {
+    "batch norm": with_norm(lambda: Images(nn.BatchNorm2d(CHANNELS)), *BATCH),
+    "group norm": with_norm(lambda: Images(nn.GroupNorm(4, CHANNELS)), *GROUP),
+    # torch sums the gradients of a layer norm's weights in bf16, where ours are fp32's.
+    "layer norm": with_norm(lambda: Rows(nn.LayerNorm(CHANNELS)), *LAYER, reference={"fp32_ops": ["layer_norm"]}),
+    "layer norm without weights": with_norm(lambda: Rows(nn.LayerNorm(CHANNELS, elementwise_affine=False)), *LAYER),
+    "checkpointed norm": with_norm(lambda: Images(Checkpointed(nn.GroupNorm(4, CHANNELS))), "group_norm", *GROUP),
+}
+
+
+# --- linear layers ---
+
+WIDTH, ROWS, OUTPUTS = 64, 96, 40
+
+
+class Conv1D(nn.Module):
+    """As transformers' layer of GPT-2: the weight is not transposed."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 8), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
+def two_layers(first=nn.Linear):
+    return nn.Sequential(first(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, OUTPUTS, bias=False))
+
+
+def with_layers(make, layers=2):
+    def loss(model, number):
+        x = normal(ROWS, WIDTH, seed=number)
+        return F.mse_loss(model(x).float(), x[:, :OUTPUTS])
+
+    def is_expected(called):  # in each step the forward, and the gradients of weight and input, of all but the first
+        return called.count("product") >= 3 * (3 * layers - 1)
+
+    return Case(FastLinear, make, loss, is_expected, {"gradients": 0.01}, variants=({}, {"precision": "bf16-true"}))
+
+
+LINEARS = {
+    "linear": with_layers(two_layers),
+    "Conv1D": with_layers(lambda: two_layers(Conv1D)),
+    "an odd number of outputs": with_layers(lambda: nn.Sequential(nn.Linear(WIDTH, 65), nn.Linear(65, OUTPUTS))),
+    "checkpointed layers": with_layers(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(two_layers())), 3),
+    "checkpointed layers, reentrant": with_layers(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(two_layers(), True)), 3
+    ),
+    "a sequence": with_layers(lambda: nn.Sequential(nn.Unflatten(0, (2, -1)), two_layers(), nn.Flatten(0, 1))),
+}
+
+
+# --- LSTMs ---
+
+SIZE, STEPS, SEQUENCES = 24, 10, 12
+
+
+class Sequences(nn.Module):
+    """An LSTM and a layer for its last output."""
+
+    def __init__(self, reentrant=None, **options):
+        super().__init__()
+        self.first = nn.Linear(SIZE, SIZE)
+        self.lstm, self.reentrant = nn.LSTM(SIZE, 32, batch_first=True, **options), reentrant
+        self.last = nn.Linear(32 * (2 if self.lstm.bidirectional else 1), 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.reentrant is None:
+            return self.last(self.lstm(x)[0][:, -1])
+        return self.last(checkpoint(lambda x: self.lstm(x)[0], x, use_reentrant=self.reentrant)[:, -1])
+
+
+def sequences():
+    return normal(SEQUENCES, STEPS, SIZE)
+
+
+def with_lstm(forwards=1, **options):
+    def loss(model, number):
+        x = sequences()
+        return (model(x).float().squeeze(1) - x[:, :, 0].sum(1)).square().mean()
+
+    def is_expected(called):
+        return called.count("lstm_forward") == 3 * forwards
+
+    bounds, variants = {"gradients": 0.02}, ({}, {"precision": "bf16-true"})
+    return Case(FastLstm, lambda: Sequences(**options), loss, is_expected, bounds, variants=variants)
+
+
+LSTMS = {
+    "one layer": with_lstm(),
+    "no biases": with_lstm(bias=False),
+    "two layers in both directions": with_lstm(4, num_layers=2, bidirectional=True),
+    "checkpointed LSTM": with_lstm(2, reentrant=False),
+    "checkpointed LSTM, reentrant": with_lstm(2, reentrant=True),
+}
+
+
+# --- losses of words ---
+
+WORDS, EMBEDDED = 5000, 16
+IN_BF16, IN_FP32 = ["cross_entropy_bf16", "gradient_bf16_to_bf16"], ["cross_entropy_float", "gradient_float_to_float"]
+CHECKPOINTED = ["cross_entropy_bf16", *IN_BF16]
+
+
+class Words(nn.Module):
+    """Predicts words; `loss` computes the loss from its logits."""
+
+    def __init__(self, loss=None):
+        super().__init__()
+        self.embedding, self.head, self.loss = nn.Embedding(WORDS, EMBEDDED), nn.Linear(EMBEDDED, WORDS), loss
+
+    def forward(self, words, targets):
+        logits = self.head(self.embedding(words))
+        return logits if self.loss is None else self.loss(logits, targets)
+
+
+def of_cast(logits, targets):
+    """As Hugging Face's models compute it."""
+    return F.cross_entropy(logits.float().view(-1, WORDS), targets.view(-1))
+
+
+def of_cast_by_to(logits, targets):
+    return F.cross_entropy(logits.to(torch.float32).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+
+
+def of_bf16(logits, targets):
+    """As nanoGPT does."""
+    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1), ignore_index=7)
+
+
+def of_shifted(logits, targets):
+    """As older models of Hugging Face's do."""
+    logits = logits.float()
+    return F.cross_entropy(logits[:, :-1].contiguous().view(-1, WORDS), targets[:, 1:].reshape(-1))
+
+
+def of_changed(logits, targets):
+    """Writes to the cast."""
+    logits = logits.float()
+    logits[..., 9] = -1e4
+    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1))
+
+
+def of_two(logits, targets):
+    """Two losses of one cast."""
+    logits = logits.float().view(-1, WORDS)
+    return F.cross_entropy(logits, targets.view(-1)) + F.cross_entropy(logits, targets.view(-1).flip(0))
+
+
+def with_penalty(logits, targets):
+    """Another operator reads the cast, too."""
+    logits = logits.float()
+    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1)) + 1e-2 * logits[:, :3].square().mean()
+
+
+def recomputed(logits, targets):
+    return checkpoint(of_cast, logits, targets, use_reentrant=False)
+
+
+def flat(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def viewed(logits, targets):
+    return F.cross_entropy(logits.view(-1, WORDS), targets.view(-1), label_smoothing=0.1)
+
+
+def reshaped(logits, targets):
+    return nn.CrossEntropyLoss()(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
+
+
+def transposed(logits, targets):
+    return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=7)
+
+
+def permuted(logits, targets):
+    return F.cross_entropy(logits.permute(0, 2, 1), targets, reduction="none").mean()
+
+
+def of_rows(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).contiguous().view(-1, WORDS), targets.flatten(), reduction="sum") / 99
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(WORDS, (2, 4, 16), generator=generator)
+
+
+def of_words(loss, functions=IN_BF16, outside=None, is_held=False, bound=1e-6):
+    """A case with a loss in the model, or outside of it; its output is held then, or dropped."""
+
+    def computed(model, number):
+        words, targets = data()
+        if outside is None:
+            return model(words, targets)
+        model.held = (output := model(words, targets)) if is_held else None
+        return outside(output if is_held else model(words, targets), targets)
+
+    bounds = {"losses": bound, "state": bound}
+    return Case(FastCrossEntropy, lambda: Words(loss), computed, exactly(*functions, steps=2), bounds, steps=2, lr=1.0)
+
+
+# Logits are bf16 in both, and sums in fp32 have another order. Where two operators read the cast, either the sum of
+# their gradients is rounded to bf16 or each.
+LOSSES = {
+    **{loss.__name__: of_words(loss) for loss in (of_cast, of_cast_by_to, of_bf16)},
+    **{loss.__name__: of_words(loss, IN_FP32) for loss in (of_shifted, of_changed)},
+    "of_two": of_words(of_two, [name for name in IN_BF16 for _ in range(2)], bound=2**-11),
+    "with_penalty": of_words(with_penalty, bound=2**-11),
+    "recomputed": of_words(recomputed, CHECKPOINTED),
+    **{
+        f"{outside.__name__}, {'held' if is_held else 'dropped'}": of_words(None, outside=outside, is_held=is_held)
+        for outside in (flat, viewed, reshaped, transposed, permuted, of_rows)
+        for is_held in (False, True)
+    },
+}

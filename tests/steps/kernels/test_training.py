@@ -1,0 +1,82 @@
+"""Loops train with the kernels of a step as with torch's, and code that was not set up has torch's to the bit."""
+
+import threading
+
+import pytest
+import torch
+
+from nano_loop import accelerated
+from steps.kernels.cases import (
+    ACTIVATIONS,
+    LINEARS,
+    LOSSES,
+    LSTMS,
+    NORMS,
+    assert_near,
+    loop,
+    trained,
+    use_for_all_sizes,
+)
+
+CASES = ACTIVATIONS | NORMS | LINEARS | LSTMS | LOSSES
+VARIANTS = [(name, options) for name, case in CASES.items() for options in case.variants]
+ONE_OF_EACH = pytest.mark.parametrize(
+    "name", ["GELU by tanh", *list(NORMS)[:3], "linear", "one layer", "of_cast", "flat, dropped"]
+)
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
+def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
+    case = CASES[name]
+    in_fp32 = case.reference.get("precision") == 32
+    use_for_all_sizes(monkeypatch, case.kind)
+    found, report = trained(case, **options)
+    assert report[case.kind.name].status == "applied"
+    assert case.is_expected(called)
+    called.clear()
+    without = {} if in_fp32 else {case.kind.name: False}
+    expected, report = trained(case, **without, **options, **case.reference)
+    assert not set(called) & set(case.kind.kernel.functions)
+    assert case.kind.name not in report.applied
+    if options.get("precision") == "bf16-true":  # steps after the first begin with other roundings of the parameters
+        count = len(found["gradients"]) // case.steps
+        found, expected = ({"gradients": each["gradients"][:count]} for each in (found, expected))
+    assert_near(found, expected, case.bounds)
+
+
+@ONE_OF_EACH
+def test_code_that_was_not_set_up_keeps_torchs_kernels(called, monkeypatch, name):
+    case = CASES[name]
+    use_for_all_sizes(monkeypatch, case.kind)
+    other, in_thread = case.built(), []
+
+    def loss_and_gradients():
+        other.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = case.loss(other, 0)
+        loss.backward()
+        return [loss.detach(), *(each.grad for each in other.parameters())]
+
+    plain = loss_and_gradients()
+    with accelerated(case.built(), precision="bf16", verbose=False) as run:
+        assert case.kind.name in run.report.applied
+        thread = threading.Thread(target=lambda: in_thread.extend(loss_and_gradients()))
+        thread.start()
+        thread.join()
+        inside = loss_and_gradients()
+    for found in (in_thread, inside, loss_and_gradients()):
+        assert all(map(torch.equal, found, plain))
+    assert not called
+
+
+@ONE_OF_EACH
+def test_loop_in_fp32_is_torchs_to_the_bit(called, monkeypatch, name):
+    case = CASES[name]
+    use_for_all_sizes(monkeypatch, case.kind)
+    plain = case.built()
+    expected = loop(plain, torch.optim.SGD(plain.parameters(), case.lr), case)
+    found, report = trained(case, precision=32, fused_optimizer=False)
+    assert case.kind.name not in str(report)
+    assert not called
+    for what, tensors in expected.items():
+        assert all(map(torch.equal, found[what], tensors))
