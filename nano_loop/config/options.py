@@ -1,4 +1,4 @@
-"""The options of a run: read from a call and from the environment, checked, and resolved for the machine.
+"""The options of a run: read from a call and from the environment, and checked.
 
 `nano_loop.config.declarations` says which options there are.
 """

@@ -13,10 +13,11 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from nano_loop.patching.torch_private import current_node_number
+from nano_loop.patching.torch_private import current_node_number, next_node_number
 
 _MOST_CALLS = 1 << 16
 
@@ -44,6 +45,7 @@ class CallState(threading.local):
         self.accelerated = False
         self.modules = NONE  # by the id of a module
         self.rules = NO_RULES  # by the name of an operator
+        self.suspended: frozenset[str] = frozenset()  # the operators whose rules do not count now
 
 
 class _Graphs(threading.local):
@@ -53,6 +55,8 @@ class _Graphs(threading.local):
         self.starts, self.ends = array("Q"), array("Q")
         self.rules: list[Mapping[str, Rule]] = []
         self.have_rules = False
+        #: The first nodes, the ends and the operators of suspensions within a call that has not ended.
+        self.suspended: list[tuple[int, int, str]] = []
 
 
 call_state = CallState()
@@ -66,6 +70,8 @@ def belongs_to_set_up_model() -> bool:
 
 def rule_for(operator: str) -> Rule | None:
     """Return the rule for an operator in the call, or in the backward of the call, that torch computes now, or None."""
+    if operator in call_state.suspended:
+        return None
     if call_state.accelerated:
         return call_state.rules.get(operator)
     if not _graphs.have_rules:
@@ -74,8 +80,37 @@ def rule_for(operator: str) -> Rule | None:
     return None if place is None else _graphs.rules[place].get(operator)
 
 
+@contextmanager
+def without_rule(operator: str) -> Iterator[None]:
+    """Compute the body without the rule for an operator, and the backward of what is computed in it."""
+    before, start = call_state.suspended, next_node_number()
+    call_state.suspended = before | {operator}
+    try:
+        yield
+    finally:
+        call_state.suspended = before
+        if operator not in before:
+            _graphs.suspended.append((start, next_node_number(), operator))
+
+
 def note_graph(start: int, end: int, rules: Mapping[str, Rule] = NO_RULES) -> None:
     """Note that the nodes from `start` to before `end` were made inside a call into a set-up model, by these rules."""
+    if call_state.suspended:
+        rules = _without(rules, call_state.suspended)
+    suspended, _graphs.suspended = _graphs.suspended, []
+    for first, behind, operator in suspended:
+        if start <= first and behind <= end:
+            _note_nodes(start, first, rules)
+            _note_nodes(first, behind, _without(rules, {operator}))
+            start = behind
+    _note_nodes(start, end, rules)
+
+
+def _without(rules: Mapping[str, Rule], operators: Collection[str]) -> Mapping[str, Rule]:
+    return {operator: rule for operator, rule in rules.items() if operator not in operators}
+
+
+def _note_nodes(start: int, end: int, rules: Mapping[str, Rule]) -> None:
     starts, ends = _graphs.starts, _graphs.ends
     if start == end:
         return

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from loops.pairs import rounding_every_product
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import nano_loop
 from nano_loop import nano
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators.operators import gives_kernels
@@ -160,6 +162,42 @@ def test_outside_of_the_models_and_after_the_run_products_are_torchs_to_the_bit(
     inside, _ = accelerated(model, x, uses)
     assert all(torch.equal(one, two) for one, two in zip(inside, exact, strict=True))
     assert all(torch.equal(one, two) for one, two in zip([torch.mm(a, b), *step(other, x)], exact, strict=True))
+    assert not rounded
+
+
+class Careful(nn.Module):
+    """Some of its products are in fp32, with their backward."""
+
+    def __init__(self, is_checkpointed):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.is_checkpointed = is_checkpointed
+
+    @nano_loop.disable_casts()
+    def middle(self, x):
+        with nano_loop.disable_casts():
+            return self.layers[1](x)
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        x = checkpoint(self.middle, x, use_reentrant=False) if self.is_checkpointed else self.middle(x)
+        return self.layers[2](x)
+
+
+@here
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # of torch's checkpoint inside of disable_casts
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_products_without_casts_are_fp32_and_so_is_their_backward(every_product, rounded, is_checkpointed):
+    def around(model, x):
+        with nano_loop.disable_casts():
+            out = model(x)
+        out.sum().backward()
+
+    model, x = Careful(is_checkpointed), torch.randn(96, 64)
+    accelerated(model, x)
+    assert rounded == {"product": 6}
+    rounded.clear()
+    accelerated(model, x, around)
     assert not rounded
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.nested_tensors import map_tensors
+from nano_loop.patching.ownership import without_rule
 from nano_loop.patching.walk import find
 
 #: The dtypes that autocast casts to.
@@ -48,7 +50,7 @@ def weights_cast_once() -> Iterator[None]:
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Run the body in fp32, including operations on bf16 and fp16 tensors that were created outside.
+    """Run the body in fp32, including operations on bf16 and fp16 tensors that were created outside, and products.
 
     Use it inside a model around operations that need the range or the precision of fp32, or around a whole call of a
     model. It is a decorator, too: ``@disable_casts()``.
@@ -64,11 +66,12 @@ def disable_casts() -> Iterator[None]:
     (torch.bfloat16, torch.float32)
     """
     enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    rounding = nullcontext() if torch.compiler.is_compiling() else without_rule(RULE)
     # Autocast to fp32 casts mixed inputs of an operator. With autocast disabled, bf16 mixed with fp32 would raise.
     torch.set_autocast_dtype("cpu", torch.float32)
     torch.set_autocast_enabled("cpu", True)
     try:
-        with _Upcast():
+        with rounding, _Upcast():
             yield
     finally:
         torch.set_autocast_enabled("cpu", enabled)
