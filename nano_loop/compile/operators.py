@@ -2,18 +2,16 @@
 
 They are registered in the namespace ``nano_loop`` when this module is imported.
 """
-# Annotations are not strings here: torch reads the operators' schemas from them.
+# Annotations are not strings here: torch reads the schema of `kept` from them.
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nano_loop.kernels.attention import blocked_attention as blocks
 from nano_loop.kernels.loss import cross_entropy as losses
-
-_Three = tuple[Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("nano_loop::kept", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
@@ -36,33 +34,39 @@ def _kept_like(
     return torch.empty_strided(size, stride, dtype=torch.uint8, device=device)
 
 
-def _operator(
-    name: str,
-    forward: Callable[..., Sequence[Tensor]],
-    outputs: Callable[..., Sequence[Tensor]],
-    backward: Callable[..., Sequence[Tensor]],
-    gradients: Callable[..., Sequence[Tensor]],
-) -> Callable[..., Any]:
+class _Computation(NamedTuple):
+    """What an operator computes, and what returns empty tensors as it does."""
+
+    compute: Callable[..., Sequence[Tensor]]
+    fake: Callable[..., Sequence[Tensor]]
+
+
+def _operator(name: str, arguments: str, saved: str, forward: _Computation, backward: _Computation) -> Any:
     """Declare an operator that torch does not look into, and return it.
 
     Parameters
     ----------
     name : str
         The name. The backward is another operator, ``name_backward``.
-    forward : callable
-        Takes tensors, and then numbers. Returns the output, and tensors for the backward.
-    outputs : callable
-        Returns empty tensors as `forward` does.
-    backward : callable
-        Takes the gradient of the output, the other results of `forward`, and its arguments. Returns the gradients of
-        its first arguments.
-    gradients : callable
-        Returns empty tensors as `backward` does.
+    arguments : str
+        Tensors, and then numbers, as in torch's schemas.
+    saved : str
+        What the operator returns for the backward, besides the output.
+    forward : _Computation
+        Takes the arguments. Returns the output, and tensors for the backward.
+    backward : _Computation
+        Takes the gradient of the output, the other results of `forward`, and the arguments. Returns a list of the
+        gradients of the first arguments.
     """
-    operator = torch.library.custom_op(f"nano_loop::{name}", forward, mutates_args=(), device_types="cpu")
-    operator.register_fake(outputs)
-    derivative = torch.library.custom_op(f"nano_loop::{name}_backward", backward, mutates_args=(), device_types="cpu")
-    derivative.register_fake(gradients)
+
+    def declared(name: str, schema: str, computation: _Computation) -> Any:
+        options: dict[str, Any] = {"mutates_args": (), "device_types": "cpu", "schema": schema}
+        operator = torch.library.custom_op(f"nano_loop::{name}", computation.compute, **options)
+        operator.register_fake(computation.fake)
+        return operator
+
+    operator = declared(name, f"({arguments}) -> (Tensor output, {saved})", forward)
+    derivative = declared(f"{name}_backward", f"(Tensor gradient, {saved}, {arguments}) -> Tensor[]", backward)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         tensors = [value for value in inputs if value is None or isinstance(value, Tensor)]
@@ -78,19 +82,10 @@ def _operator(
     return operator
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    kept: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
     mask = None if mask is None else blocks.as_mask(mask, query, key)
     query, key, value = map(blocks.with_columns, (query, key, value))
-    return blocks.forward(query, key, value, mask, kept, dropout_p, is_causal, scale)
+    return blocks.forward(query, key, value, mask, *others)
 
 
 def _attention_outputs(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -99,28 +94,17 @@ def _attention_outputs(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tu
 
 
 def _attention_backward(
-    gradient: Tensor,
-    log_sums: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    kept: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-) -> _Three:
+    gradient: Tensor, log_sums: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *others: Any
+) -> list[Tensor]:
     mask = None if mask is None else blocks.as_mask(mask, query, key)
     gradient, query, key, value = map(blocks.with_columns, (gradient, query, key, value))
-    of_query, of_key, of_value = gradients = _attention_gradients(gradient, log_sums, query, key, value)
-    blocks.backward(gradient, log_sums, query, key, value, mask, kept, dropout_p, is_causal, scale, gradients)
-    return of_query, of_key, of_value
+    gradients = _attention_gradients(gradient, log_sums, query, key, value)
+    blocks.backward(gradient, log_sums, query, key, value, mask, *[*others, gradients])
+    return gradients
 
 
-def _attention_gradients(
-    gradient: Tensor, log_sums: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
-) -> _Three:
-    return _by_rows(query, query.shape), _by_rows(key, key.shape), _by_rows(value, value.shape)
+def _attention_gradients(gradient: Tensor, log_sums: Tensor, *inputs: Any) -> list[Tensor]:
+    return [_by_rows(tensor, tensor.shape) for tensor in inputs[:3]]
 
 
 def _by_rows(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -131,11 +115,15 @@ def _by_rows(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 #: Attention in blocks; see `nano_loop.kernels.attention.blocked_attention.forward`.
 blocked_attention = _operator(
-    "blocked_attention", _attention, _attention_outputs, _attention_backward, _attention_gradients
+    "blocked_attention",
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? kept, float dropout_p, bool is_causal, float scale",
+    "Tensor log_sums",
+    _Computation(_attention, _attention_outputs),
+    _Computation(_attention_backward, _attention_gradients),
 )
 
 
-def _cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> _Three:
+def _cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Sequence[Tensor]:
     results = losses.forward(logits, target, ignore_index, label_smoothing)
     if results is None:
         torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ignore_index)
@@ -148,54 +136,47 @@ def _cross_entropy_outputs(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
 
 
 def _cross_entropy_backward(
-    factors: Tensor,
-    maxima: Tensor,
-    log_sums: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
+    factors: Tensor, maxima: Tensor, log_sums: Tensor, logits: Tensor, *others: Any
 ) -> list[Tensor]:
-    return [losses.backward(factors, maxima, log_sums, logits, target, ignore_index, label_smoothing, logits.dtype)]
-
-
-def _cross_entropy_gradients(
-    factors: Tensor, maxima: Tensor, log_sums: Tensor, logits: Tensor, *_: Any
-) -> list[Tensor]:
-    return [torch.empty_like(logits)]
+    return [losses.backward(factors, maxima, log_sums, logits, *[*others, logits.dtype])]
 
 
 #: The losses of rows; see `nano_loop.kernels.loss.cross_entropy.forward`. A target that is no class is torch's error.
 cross_entropy = _operator(
-    "cross_entropy", _cross_entropy, _cross_entropy_outputs, _cross_entropy_backward, _cross_entropy_gradients
+    "cross_entropy",
+    "Tensor logits, Tensor target, int ignore_index, float label_smoothing",
+    "Tensor maxima, Tensor log_sums",
+    _Computation(_cross_entropy, _cross_entropy_outputs),
+    _Computation(_cross_entropy_backward, lambda factors, maxima, log_sums, logits, *_: [torch.empty_like(logits)]),
 )
 
 
-def _batch_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> _Three:
+def _batch_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Sequence[Tensor]:
     return torch.native_batch_norm(input, weight, bias, None, None, True, 0.0, eps)
 
 
-def _batch_norm_outputs(input: Tensor, weight: Tensor, *_: Any) -> _Three:
+def _batch_norm_outputs(input: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(input), torch.empty_like(weight), torch.empty_like(weight)
 
 
 def _batch_norm_backward(
     gradient: Tensor, mean: Tensor, inverse_std: Tensor, input: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> _Three:
+) -> list[Tensor]:
     # torch's kernel takes ten times as long where the two are laid out differently.
     for layout, dimensions in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
         if input.dim() == dimensions and input.is_contiguous(memory_format=layout):
             gradient = gradient.contiguous(memory_format=layout)
-    of_input, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-        gradient, input, weight, None, None, mean, inverse_std, True, eps, [True, True, True]
-    )
-    return of_input, of_weight, of_bias
-
-
-def _batch_norm_gradients(gradient: Tensor, mean: Tensor, inverse_std: Tensor, *inputs: Any) -> _Three:
-    return _batch_norm_outputs(*inputs)
+    of_all = [True, True, True]
+    statistics = None, None, mean, inverse_std
+    return list(torch.ops.aten.native_batch_norm_backward(gradient, input, weight, *statistics, True, eps, of_all))
 
 
 #: Batch norm in training by torch's kernel: output, means, and 1 / standard deviation. Inductor's takes three times as
 #: long.
-batch_norm = _operator("batch_norm", _batch_norm, _batch_norm_outputs, _batch_norm_backward, _batch_norm_gradients)
+batch_norm = _operator(
+    "batch_norm",
+    "Tensor input, Tensor weight, Tensor bias, float eps",
+    "Tensor mean, Tensor inverse_std",
+    _Computation(_batch_norm, _batch_norm_outputs),
+    _Computation(_batch_norm_backward, lambda gradient, mean, inverse_std, *inputs: [*_batch_norm_outputs(*inputs)]),
+)

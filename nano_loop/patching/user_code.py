@@ -92,14 +92,16 @@ def warn(message: str, place: Place | None = None) -> None:
 _warned: set[tuple[str, int, str]] = set()
 
 
-def warn_once(message: str, place: Place | None = None) -> None:
-    """Give a `NanoWarning` about a line of the user's code, unless this process has given it.
+def warn_once(message: str, place: Place | None = None) -> bool:
+    """Give a `NanoWarning` about a line of the user's code, unless this process has given it; return whether it is new.
 
     A function that is called once an epoch meets the same at each call, and a run changes the filters of warnings, by
     which Python's own record is void.
     """
     place = place or users_place()
     line = (place.filename, place.number, message) if place else ("", 0, message)
-    if line not in _warned:
+    is_new = line not in _warned
+    if is_new:
         _warned.add(line)
         warn(message, place)
+    return is_new

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.distributed.data_parallel.initial_sync import named_parameters
+from nano_loop.distributed.data_parallel.sync_batch_norm import synchronized_on_cpu
 from nano_loop.distributed.multi_host.hosts import HostsTransport
 from nano_loop.distributed.shared_memory.shared_file import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
@@ -56,6 +57,7 @@ class GradientAveraging(RanksStep):
         return nullcontext() if self._averaging is None else self._averaging.paused(models)
 
     def _open(self) -> Averaging:
+        self.undoing.enter_context(synchronized_on_cpu())
         transport = self._opened(self._make_transport())
         averaging = Averaging(
             self.ranks,

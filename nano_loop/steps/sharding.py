@@ -11,6 +11,7 @@ from typing_extensions import override
 from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.sharding.dataset_digest import Known
 from nano_loop.distributed.sharding.implicit_loaders import ImplicitSharding
+from nano_loop.distributed.sharding.metrics import whole_evaluations_not_joined
 from nano_loop.distributed.sharding.sharding import BatchSharding, serving, sharded_by_user
 from nano_loop.patching.objects.loaders import changed, implicit_loaders_changed
 from nano_loop.runtime.objects.report import StepResult
@@ -43,6 +44,7 @@ class Sharding(RanksStep):
         if parts.trained and self.enabled and not self._finding:
             self._finding = True
             self.undoing.enter_context(implicit_loaders_changed(self._find))
+            self.undoing.enter_context(whole_evaluations_not_joined(self.ranks))
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:

@@ -3,13 +3,14 @@
 import os
 import time
 
+import pytest
 import torch
 from distributed import small
 from torch.utils.data import DataLoader, Dataset
 
 from faults.fault import EPOCH, Fault
 from faults.runs import OPTIONS, raising
-from nano_loop import nano
+from nano_loop import NanoWarning, nano
 
 
 class Rows(Dataset):
@@ -41,6 +42,26 @@ def _loaded(rank, do, processes=1, **settings):
     return commit
 
 
+class NextRows(Dataset):
+    """Returns the next row of what it reads, whatever the index."""
+
+    def __init__(self):
+        self.row = 0
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        self.row += 1
+        return torch.ones(3) * self.row, torch.ones(1)
+
+
+def _next_rows():
+    model, optimizer, _ = small.parts()
+    with pytest.warns(NanoWarning, match="the loaders of all 2 ranks deliver the same batches"):
+        nano(**OPTIONS)(small.fit)(model, optimizer, DataLoader(NextRows(), 4), epochs=1)
+
+
 def _late_dataset():
     time.sleep(30)
 
@@ -52,6 +73,13 @@ _TORCHS = ("temporary pymp-",)
 _TORCHS_FILE = ("temporary tmp", "descriptors ")
 
 FAULTS = [
+    Fault(
+        "a dataset returns its next row, whatever the index",
+        EPOCH,
+        _next_rows,
+        None,
+        result="training goes on, and a `NanoWarning` says that all ranks get the same batches",
+    ),
     Fault(
         "a dataset raises in a worker",
         EPOCH,

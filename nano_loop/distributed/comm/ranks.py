@@ -117,8 +117,14 @@ class ShardingState:
     ----------
     delivered : bool
         Whether a divided loader has delivered a batch since the last averaging of gradients.
+    batch : int
+        A digest of the first such batch, where the ranks compare it at the next averaging; else 0.
+    compares_batches : bool
+        Whether they do.
     undivided : bool
         Whether all ranks computed the same when they compared it last; the same on all ranks.
+    whole : bool
+        Whether the latest batch was one that all ranks get.
     chosen : bool
         Whether the latest batch came from a loader that ``shard=False`` keeps whole.
     whole_by_mode : bool
@@ -132,7 +138,10 @@ class ShardingState:
     """
 
     delivered: bool = False
+    batch: int = 0
+    compares_batches: bool = True
     undivided: bool = False
+    whole: bool = False
     chosen: bool = False
     whole_by_mode: bool = False
     implicit_loaders: bool = False

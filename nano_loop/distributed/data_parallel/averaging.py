@@ -222,7 +222,7 @@ class Averaging:
         fingerprints = [Fingerprint.unpack(fingerprint) for fingerprint in packed]
         refuse_divergence(fingerprints)
         if purpose == "average":
-            self._duplicate_work.compare([fingerprint.evidence for fingerprint in fingerprints])
+            self._duplicate_work.compare([fingerprint.evidence for fingerprint in fingerprints], in_order)
         return fingerprints
 
     def _average(self, arrived: list[bytes]) -> None:

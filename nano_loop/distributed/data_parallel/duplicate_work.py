@@ -6,6 +6,9 @@ dropout. Then a digest decides, of the inputs of the calls into models and of th
 first have gradients: a loop may give all ranks one graph, and each rank a loss over different nodes. What a model has
 returned before, such as a state that is carried on, does not count as an input. Where the loop itself draws, as noise
 or as actions of an agent, inputs differ, and each rank's work counts as different.
+
+Batches of a divided loader are different, unless its dataset ignores the index, as one that reads the next line of a
+file. So the ranks also compare digests of the batches that their loaders have delivered.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.data.random_states import differing, process_states
 from nano_loop.distributed.comm.ranks import Ranks
@@ -25,19 +29,26 @@ from nano_loop.distributed.data_parallel.checksums import FIRST, is_due, sum_and
 from nano_loop.distributed.sharding.dataset_digest import digest
 from nano_loop.errors import error_message
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.user_code import Place, users_place, warn_once
+from nano_loop.patching.user_code import Place, users_place, warn, warn_once
 from nano_loop.patching.walk import find
 
 _MOST_CALLS = 32  # between two averagings, as of an agent that acts
 _TOLERANCE = 1e-5  # of a norm; ranks with other numbers of threads round differently
-_EVIDENCE = struct.Struct("<??IIdd")
+_EVIDENCE = struct.Struct("<??IIIdd")
 _ADVICE = (
     "Iterate a DataLoader, whose batches are divided, or take other batches on each rank, such as "
     "x[nano_loop.global_rank()::nano_loop.world_size()]. Otherwise leave out num_processes"
 )
+_GAIN = "several processes gain nothing, and auto_lr leaves the rate at 1×"
+_INDEX = (
+    "Let the dataset return the rows of the index that it is given, or make it an IterableDataset. With a single batch "
+    "an epoch, leave out num_processes"
+)
 
 #: How often a line has averaged what was the same on all ranks: a function may be called for each step.
 _counts: dict[tuple[str, int], int] = {}
+#: The first parameters of models whose training has been warned of.
+_warned_of: Any = WeakIdKeyDictionary()
 
 
 class _Evidence(NamedTuple):
@@ -47,6 +58,7 @@ class _Evidence(NamedTuple):
     drew: bool  # random numbers that differ from rank to rank
     inputs: int  # a digest of those of the calls into models; 0 if there was none
     places: int  # a digest of where its outputs have gradients; 0 if nothing is known
+    batch: int  # a digest of the first that the loader has delivered; 0 if there was none
     total: float  # of the gradients, with another factor for each parameter
     norm: float
 
@@ -69,6 +81,9 @@ class DuplicateWork:
         self._calls = 0  # since the last averaging
         self._states: list[Any] = []  # random states from which on this rank has not drawn alone
         self._returned: dict[int, StorageWeakRef] = {}  # memory of what the models have returned
+        self._batch = 0  # that of all ranks, when they compared it last
+        self._same_data = False  # whether the loaders of all ranks deliver the same
+        self._repeated = 0  # averagings of the same in this run
 
     @property
     def is_due(self) -> bool:
@@ -107,26 +122,44 @@ class DuplicateWork:
         if not self.is_due:
             return b""
         total, norm = _total_and_norm(parameters) if self._asks else (0.0, 0.0)
-        delivered = self._ranks.context.sharding.delivered
-        return _EVIDENCE.pack(*_Evidence(delivered, self._drew(), self._inputs, self._places, total, norm))
+        sharding = self._ranks.context.sharding
+        digests = self._inputs, self._places, sharding.batch
+        return _EVIDENCE.pack(*_Evidence(sharding.delivered, self._drew(), *digests, total, norm))
 
-    def compare(self, packed: Sequence[bytes]) -> None:
-        """Judge what all ranks have returned from `evidence`, and begin anew."""
+    def compare(self, packed: Sequence[bytes], parameters: Sequence[torch.Tensor]) -> None:
+        """Judge what all ranks have returned from `evidence`, and begin anew.
+
+        Parameters
+        ----------
+        packed : sequence of bytes
+            By rank.
+        parameters : sequence of torch.Tensor
+            What is trained.
+        """
         sharding = self._ranks.context.sharding
         if self.is_due:
             by_rank = [_Evidence(*_EVIDENCE.unpack(evidence)) for evidence in packed]
-            sharding.undivided = _same(by_rank, sharding.undivided)
-        elif sharding.delivered:
+            self._same_data = self._delivers_same({evidence.batch for evidence in by_rank})
+            sharding.undivided = self._same_data or _same(by_rank, sharding.undivided)
+        elif sharding.delivered and not self._same_data:
             sharding.undivided = False
+        self._repeated = self._repeated + 1 if sharding.undivided else 0
         if self._ranks.rank == 0 and (sharding.undivided or self.is_due):
-            self._count()
+            self._count(parameters)
         self._averagings += 1
         self._begin_anew()
+
+    def _delivers_same(self, batches: set[int]) -> bool:
+        """Whether all loaders have delivered one batch, and another one before: data may be constant."""
+        batch = batches.pop() if len(batches) == 1 else 0
+        before, self._batch = self._batch, batch
+        return batch != 0 and before not in (0, batch)
 
     def _begin_anew(self) -> None:
         self._inputs = self._places = self._calls = 0
         self._states = process_states() if self.is_due and self._averagings else []
-        self._ranks.context.sharding.delivered = False
+        sharding = self._ranks.context.sharding
+        sharding.delivered, sharding.batch, sharding.compares_batches = False, 0, self.is_due
         if not self._expects_comparison:
             self._returned.clear()
 
@@ -144,22 +177,31 @@ class DuplicateWork:
         ]
         self._places = digest(self._places, place, rows) or 1
 
-    def _count(self) -> None:
+    def _count(self, parameters: Sequence[torch.Tensor]) -> None:
         """Warn once enough has been averaged; a single step is nothing to warn of."""
         sharding, place = self._ranks.context.sharding, users_place()
         if place is None or "undivided" in sharding.warnings_given or sharding.chosen:
             return
         line = place.filename, place.number
         _counts[line] = _counts.get(line, 0) + 1 if sharding.undivided else 0
-        if _counts[line] > FIRST and self.is_due:
+        is_enough = (_counts[line] > FIRST or self._same_data) and self.is_due
+        if is_enough and self._warn(place, parameters):
             sharding.warnings_given.add("undivided")
-            self._warn(place)
 
-    def _warn(self, place: Place) -> None:
-        got = f"each of the {self._ranks.size} ranks computes the same batches"
-        warn_once(
-            error_message(got, "several processes gain nothing, and auto_lr leaves the rate at 1×", _ADVICE), place
-        )
+    def _warn(self, place: Place, parameters: Sequence[torch.Tensor]) -> bool:
+        """Warn of the line once, and again where it trains another model for long; return whether all is said."""
+        got, hint = f"each of the {self._ranks.size} ranks computes the same batches", _ADVICE
+        if self._same_data:
+            got, hint = f"the loaders of all {self._ranks.size} ranks deliver the same batches", _INDEX
+        message = error_message(got, _GAIN, hint)
+        is_said = warn_once(message, place)
+        is_long = self._repeated > FIRST
+        if not is_said and is_long and not any(parameter in _warned_of for parameter in parameters[:1]):
+            warn(message, place)
+        is_said |= is_long
+        for parameter in parameters[: int(is_said)]:
+            _warned_of[parameter] = True
+        return is_said
 
 
 def _same(ranks: Sequence[_Evidence], before: bool) -> bool:

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
 from nano_loop.data.random_states import generators_of, part_ways
 from nano_loop.data.workers import BoundWorker
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.sharding.dataset_digest import digest
 from nano_loop.distributed.sharding.shared_sampler_rng import AgreedItems, AgreedState
 from nano_loop.errors import error_message
-from nano_loop.patching.objects.loaders import LoaderChange, Start
+from nano_loop.patching.objects.loaders import ClassIteration, LoaderChange, Start
 from nano_loop.patching.thread_depth import ThreadDepth
 from nano_loop.patching.user_code import Place, is_running, users_place, warn_once
 
@@ -90,6 +91,14 @@ class BatchSharding(LoaderChange):
         iterator = self._read(loader, start) if reads else start()
         return _Served(iterator, self, whole, by_mode)
 
+    def iterate_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
+        """See `LoaderChange.iterate_class`."""
+        if sharded_by_user(loader, self.ranks.size):
+            return iteration.start()
+        if self.whole:
+            return _Served(iter(iteration.start()), self, whole=True, by_mode=self.whole_by_mode)
+        return self._divide_class(loader, iteration)
+
     def length(self, loader: Loader, length: int) -> int:
         """Return the batches of the last iteration, or before the first one, of one that starts now.
 
@@ -109,12 +118,14 @@ class BatchSharding(LoaderChange):
         """Yield this rank's items of those that `take` returns; see `sharded`."""
         return sharded(take, self.ranks.rank, self.ranks.size)
 
-    def served(self, whole: bool, by_mode: bool) -> None:
+    def served(self, batch: Any, whole: bool, by_mode: bool) -> None:
         """Take note that a batch has come to the loop, and how."""
         self.last_was_whole = whole
         sharding = self.ranks.context.sharding
-        sharding.whole_by_mode, sharding.chosen = by_mode, self.shard is False
+        sharding.whole, sharding.whole_by_mode, sharding.chosen = whole, by_mode, self.shard is False
         if not (whole or self.apart):
+            if sharding.compares_batches and not sharding.delivered:
+                sharding.batch = digest(batch) or 1
             sharding.delivered = True
             self._lengths.training = True
 
@@ -129,9 +140,7 @@ class BatchSharding(LoaderChange):
 
     def _read(self, loader: Loader, start: Start) -> Iterator[Any]:
         """Let every rank read the batches of an `IterableDataset` from the same random state, and keep its own."""
-        part_ways(self.ranks)
-        state = AgreedState(self.ranks, generators_of(loader, loader.dataset))
-        state.agree()
+        state = self._agreed_state(loader)
         batches = state.call(start)
 
         def take(count: int) -> list[Any]:
@@ -139,6 +148,23 @@ class BatchSharding(LoaderChange):
             return list(several) if loader.num_workers else state.call(list, several)
 
         return self.divide(take)
+
+    def _divide_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
+        """Read all batches of a class that iterates by itself, and keep this rank's, unless they are this rank's."""
+        state = self._agreed_state(loader)
+        batches = iteration.whole()
+        first: list[Any] = state.call(list, itertools.islice(batches, 1))
+        rest = itertools.chain(first, batches)
+        if iteration.is_changed:
+            yield from rest
+        else:
+            yield from _Served(self.divide(lambda n: [*itertools.islice(rest, n)]), self, whole=False, by_mode=False)
+
+    def _agreed_state(self, loader: Loader) -> AgreedState:
+        part_ways(self.ranks)
+        state = AgreedState(self.ranks, generators_of(loader, loader.dataset))
+        state.agree()
+        return state
 
 
 class _LengthAdvice:
@@ -211,7 +237,7 @@ class _Served(Iterator[Any]):
     def __next__(self) -> Any:
         with serving:
             batch = next(self._iterator)
-        self._sharding.served(self._whole, self._by_mode)
+        self._sharding.served(batch, self._whole, self._by_mode)
         return batch
 
     def __len__(self) -> int:
@@ -222,7 +248,8 @@ def sharded_by_user(loader: Loader, size: int) -> bool:
     """Whether a loader shards its batches among `size` ranks by itself, as with a `DistributedSampler`."""
     if isinstance(loader.dataset, IterDataPipe):
         return True  # torch shards data pipes by itself
-    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    batch_sampler = getattr(loader, "batch_sampler", None)  # which a loader that is being made has not yet
+    samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     return any(getattr(sampler, "num_replicas", None) == size and hasattr(sampler, "rank") for sampler in samplers)
 
 

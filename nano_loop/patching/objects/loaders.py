@@ -1,7 +1,8 @@
 """Changes to loaders: the iteration runs on a private copy, so that the loader itself is never changed.
 
 `DataLoader.__iter__` and `DataLoader.__len__` are replaced while a run has changes to any loader. The replacements look
-the loader up in a table, and pass through if it is not there. Several changes to one loader compose: each defines the
+the loader up in a table, and pass through if it is not there. So are those of subclasses, which may keep one endless
+iterator, or iterate by themselves. Several changes to one loader compose: each defines the
 attributes that it overrides on the copy. Loaders that nobody has passed are found when the thread of a run uses them.
 """
 
@@ -11,7 +12,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -20,10 +21,52 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import kept_iterator, stop_kept_workers, with_iterator
+from nano_loop.patching.walk import walk
 
 Loader = DataLoader[Any]
 #: Starts the iteration of a loader.
 Start = Callable[[], Iterator[Any]]
+
+
+class ClassIteration:
+    """The iteration of a loader by its class's own ``__iter__``.
+
+    Parameters
+    ----------
+    stand_in : _StandIn
+        The copy of the loader.
+    start : callable
+        Returns the class's iterator.
+    """
+
+    def __init__(self, stand_in: _StandIn, start: Start) -> None:
+        self._stand_in = stand_in
+        self._start = start
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether what the class delivers comes from `DataLoader`'s iteration, which is changed already."""
+        return self._stand_in.was_iterated
+
+    def start(self) -> Iterator[Any]:
+        """Return the class's iterator."""
+        return self._start()
+
+    def whole(self) -> Iterator[Any]:
+        """Yield the class's batches; in its code, the length is that of all, unless its iteration `is_changed`."""
+        stand_in = self._stand_in
+        stand_in.reading = True
+        try:
+            iterator = self._start()
+            while True:
+                stand_in.reading = True
+                batch = next(iterator, stand_in)
+                stand_in.reading = False
+                if batch is stand_in:
+                    return
+                yield batch
+        finally:
+            stand_in.reading = False
 
 
 class LoaderChange:
@@ -39,6 +82,10 @@ class LoaderChange:
     def iterate(self, loader: Loader, start: Start) -> Iterator[Any]:
         """Return the iterator for the loop. `start` returns the iterator of the copy."""
         return start()
+
+    def iterate_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
+        """Return the iterator for the loop, of a loader whose class has an ``__iter__`` of its own."""
+        return iteration.start()
 
     def length(self, loader: Loader, length: int) -> int:
         """Return the number of batches. `length` is the number without this change."""
@@ -89,7 +136,13 @@ def implicit_loaders_changed(find: Callable[[Loader], LoaderChange | None]) -> I
 
 @contextmanager
 def _loaders_intercepted() -> Iterator[None]:
-    with replaced(DataLoader, "__iter__", _through_copy), replaced(DataLoader, "__len__", _changed_length):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(DataLoader, "__iter__", _through_copy))
+        stack.enter_context(replaced(DataLoader, "__len__", _changed_length))
+        for kind in walk(DataLoader.__subclasses__(), type.__subclasses__):
+            for name, make in (("__iter__", _through_class), ("__len__", _changed_length)):
+                if name in vars(kind):
+                    stack.enter_context(replaced(kind, name, make))
         yield
 
 
@@ -101,6 +154,9 @@ class _StandIn:
         self.copy: Loader = object.__new__(type(loader))
         vars(self.copy).update(with_iterator(vars(loader)))
         self.process = os.getpid()  # those that it forks have the loader itself
+        self.was_iterated = False  # by DataLoader's own __iter__
+        self.reading = False  # whether a class's own __iter__ is at work
+        self.lengths = 0  # how many have been returned
         self.changes: list[LoaderChange] = []
         self._in_force: list[LoaderChange] = []
 
@@ -113,13 +169,22 @@ class _StandIn:
         self._choose()
 
     def iterate(self, loader: Loader, original: Callable[[Loader], Iterator[Any]]) -> Iterator[Any]:
+        self.was_iterated = True
         self._refresh(loader)
         start: Start = functools.partial(original, self.copy)
         for change in self._in_force:
             start = functools.partial(change.iterate, loader, start)
         return start()
 
+    def iterate_class(self, loader: Loader, original: Callable[[Loader], Iterator[Any]]) -> Iterator[Any]:
+        start: Start = functools.partial(original, loader)
+        for change in self._in_force:
+            start = functools.partial(change.iterate_class, loader, ClassIteration(self, start))
+        return start()
+
     def length(self, loader: Loader, length: int) -> int:
+        if self.reading and not self.was_iterated:
+            return length
         for change in self._in_force:
             length = change.length(loader, length)
         return length
@@ -197,10 +262,28 @@ def _through_copy(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Load
     return iterate
 
 
+def _through_class(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Loader], Iterator[Any]]:
+    @functools.wraps(original)
+    def iterate(self: Loader) -> Iterator[Any]:
+        stand_in = _stand_in(self)
+        if stand_in is None or stand_in.reading:  # by a class, of which this is a base class
+            return original(self)
+        return stand_in.iterate_class(self, original)
+
+    return iterate
+
+
 def _changed_length(original: Callable[[Loader], int]) -> Callable[[Loader], int]:
     @functools.wraps(original)
     def length(self: Loader) -> int:
         stand_in = _stand_in(self)
-        return original(self) if stand_in is None else stand_in.length(self, original(self))
+        if stand_in is None:
+            return original(self)
+        before = stand_in.lengths
+        length = original(self)
+        if stand_in.lengths != before:
+            return length  # of a class that asks its base class
+        stand_in.lengths += 1
+        return stand_in.length(self, length)
 
     return length

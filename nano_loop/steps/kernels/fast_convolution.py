@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
-from typing_extensions import override
 
 from nano_loop.kernels.convolution import convolution, weight_gradient
-from nano_loop.runtime.objects.training_objects import has_modules
 from nano_loop.steps.kernels.kernel_step import KernelStep
 from nano_loop.steps.step import SkipReason
-
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 class FastConvolution(KernelStep):
@@ -25,8 +18,7 @@ class FastConvolution(KernelStep):
     says = "weights' gradients in blocks, by bf16 instructions"
     says_without_kernel = "weights' gradients by plain bf16 products where oneDNN is slow, since "
     absent = SkipReason("no_convolution", "no convolution was found in the model")
-
-    @staticmethod
-    @override
-    def is_for(model: nn.Module) -> bool:
-        return has_modules(model, _CONVOLUTIONS)
+    modules = (
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    )

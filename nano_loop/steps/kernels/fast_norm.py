@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
-from typing_extensions import override
 
 from nano_loop.kernels.norm import norms
-from nano_loop.runtime.objects.training_objects import has_modules
 from nano_loop.steps.kernels.kernel_step import KernelStep
 from nano_loop.steps.step import SkipReason
-
-_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-    *(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d),
-    *(nn.GroupNorm, nn.LayerNorm),
-)
 
 
 class FastNorm(KernelStep):
@@ -31,8 +21,10 @@ class FastNorm(KernelStep):
     kernel = norms.KERNEL
     says = "two passes over the tensors, forward and backward"
     absent = SkipReason("no_norm", "no norm was found in the model")
-
-    @staticmethod
-    @override
-    def is_for(model: nn.Module) -> bool:
-        return has_modules(model, _NORMS)
+    modules = (
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
+        *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        *(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d),
+        *(nn.GroupNorm, nn.LayerNorm),
+    )

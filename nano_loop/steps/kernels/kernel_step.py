@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import ClassVar
@@ -14,7 +13,7 @@ from typing_extensions import override
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.steps.step import SkipReason, Step
 
 
@@ -33,6 +32,8 @@ class KernelStep(Step):
     says_without_kernel: ClassVar[str | None] = None
     #: Why models without such operators are skipped. None: they have no line in the report.
     absent: ClassVar[SkipReason | None] = None
+    #: The modules that call the replaced operators, where `is_for` does not find them otherwise.
+    modules: ClassVar[tuple[type[nn.Module], ...]] = ()
     #: Whether the replacements call torch's own kernels, which torch returns from 2.9 on.
     calls_torchs_kernels: ClassVar[bool] = True
 
@@ -40,10 +41,10 @@ class KernelStep(Step):
     def begin(self) -> None:
         self._is_applied = False
 
-    @staticmethod
-    @abstractmethod
-    def is_for(model: nn.Module) -> bool:
+    @classmethod
+    def is_for(cls, model: nn.Module) -> bool:
         """Whether a model has modules that call the replaced operators."""
+        return has_modules(model, cls.modules)
 
     @override
     def is_relevant(self, parts: TrainingObjects) -> bool:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from distributed.data_parallel.averaged import Setup, trained
 from nano_loop.distributed.data_parallel import duplicate_work
+from nano_loop.distributed.sharding.sharding import BatchSharding
 from nano_loop.errors import NanoWarning
 from nano_loop.patching import user_code
 
@@ -273,6 +274,43 @@ def test_batch_of_a_divided_loader_ends_it_at_once(team):
         return before, setup.ranks.context.sharding.undivided
 
     assert team(2)(trained, loop) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("numbers", "same"),
+    [(lambda step, rank: step, True), (lambda step, rank: 7, False), (lambda step, rank: 2 * step + rank, False)],
+    ids=["next lines of a file", "constant", "divided"],
+)
+def test_loaders_that_deliver_the_same_batches_are_warned_of_at_the_second_step(team, numbers, same):
+    def loop(setup):
+        task = Task(setup)
+        served = BatchSharding(setup.ranks, [task.model])
+        steps = iter(range(30))
+
+        def step():
+            served.served([torch.tensor([numbers(next(steps), setup.rank)])], whole=False, by_mode=False)
+            task.step(task.x + torch.rand(1), task.y)
+
+        return judged(setup, lambda setup: step, 2 if same else 12)
+
+    (_, *first), (_, *second) = team(2)(trained, loop)
+    assert [first[0], second[0], second[1]] == [same, same, []]
+    assert [message.startswith("the loaders of all 2 ranks deliver") for message, _ in first[1]] == [True] * same
+
+
+def test_second_model_that_the_same_line_trains_for_long_is_warned_of(team):
+    def loop(setup):
+        setup.close()
+        results = []
+        for steps in (12, 12, 3):
+            run = Setup(setup.ranks)
+            torch.manual_seed(0)
+            results.append(len(judged(run, carried_state_with_dropout, steps, forget=not results)[2]))
+            run.close()
+            setup.ranks.context.sharding.warnings_given.clear()
+        return results
+
+    assert team(2)(trained, loop) == [[1, 1, 0], [0, 0, 0]]
 
 
 def test_loader_that_was_not_to_be_divided_is_not_warned_of(team):

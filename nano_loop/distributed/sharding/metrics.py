@@ -1,0 +1,55 @@
+"""Metrics of torchmetrics over evaluations that every rank has done whole: they are not joined."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.sharding.dataset_digest import digest
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.patch_table import process_wide
+
+_runs: list[Ranks] = process_wide("ranks whose metrics may be of whole evaluations", [])
+
+
+@contextmanager
+def whole_evaluations_not_joined(ranks: Ranks) -> Iterator[None]:
+    """Leave metrics alone, in the body, that are the same on all ranks after batches that all ranks got.
+
+    torchmetrics joins the states of all ranks where there is a process group, so each rank's samples would count.
+    Metrics of divided batches are joined.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks of the run.
+    """
+    metric = getattr(sys.modules.get("torchmetrics"), "Metric", None)
+    if metric is None:
+        yield
+        return
+    with replaced(metric, "sync", _synchronized):
+        _runs.append(ranks)
+        try:
+            yield
+        finally:
+            _runs.remove(ranks)
+
+
+def _synchronized(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def sync(self: Any, *args: Any, should_sync: bool = True, **kwargs: Any) -> None:
+        ranks = _runs[-1]
+        if not should_sync or not ranks.context.sharding.whole or not _is_whole(self, ranks):
+            original(self, *args, should_sync=should_sync, **kwargs)
+
+    return sync
+
+
+def _is_whole(metric: Any, ranks: Ranks) -> bool:
+    """Whether a metric has the same states on all ranks. Collective."""
+    return len(set(ranks.gather(digest(metric.metric_state)))) == 1
