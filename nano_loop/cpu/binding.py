@@ -28,7 +28,7 @@ def bound(cpus: Collection[int]) -> Iterator[None]:
 
     On exit, the mask of each thread is restored, and threads that were started meanwhile get the previous mask of the
     calling thread. A mask that the kernel rejects, because the cpuset has shrunk, is not restored. The context has no
-    effect where threads cannot be bound (macOS, Windows, no /proc).
+    effect where threads cannot be bound (macOS, no /proc).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The host's properties that /proc and /sys do not provide, such as everything on macOS and Windows."""
+"""The host's properties that /proc and /sys do not provide, such as everything on macOS."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def host_instruction_sets(host: Host) -> frozenset[str]:
 
 
 def host_logical_cpus(host: Host) -> tuple[LogicalCpu, ...]:
-    """Return as many CPUs as the system counts, with the usual numbering.
+    """Return as many CPUs as the system counts, numbered from 0.
 
-    macOS and Windows report the number of CPUs but not the topology. macOS cannot bind threads, so its ids have no
-    meaning. Windows numbers the siblings of a core consecutively, and cores without siblings of a hybrid CPU last.
+    An Intel Mac reports the numbers of CPUs and cores but not the topology. macOS cannot bind threads, so ids have no
+    meaning.
     """
     if apple := _apple_cpus(host.sysctl):
         return apple

@@ -64,7 +64,7 @@ def _read_hardware(tree: Tree, host: Host) -> _Hardware:
     blocks = read_cpuinfo(tree)
     # CPUs in the live mask exist even if the files do not list them: in an LXC container, the files renumber from 0.
     online = sorted({*read_online(tree, blocks), *(host.affinity or ())})
-    kind = _architecture(host.architecture or tree.text("/proc/sys/kernel/arch").strip() or architecture(blocks))
+    kind = host.architecture or tree.text("/proc/sys/kernel/arch").strip() or architecture(blocks) or "unknown"
     return _Hardware(
         name=cpu_name(blocks) or host_name(host) or kind,
         architecture=kind,
@@ -94,8 +94,3 @@ def _allowed(online: Collection[int], affinity: Collection[int] | None, cpuset: 
     while limits and not set(online).intersection(*limits):
         limits.pop()
     return tuple(sorted(set(online).intersection(*limits)))
-
-
-def _architecture(name: str) -> str:
-    # Windows names it "AMD64".
-    return {"amd64": "x86_64"}.get(name.lower(), name) or "unknown"

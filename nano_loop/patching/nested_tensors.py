@@ -1,4 +1,4 @@
-"""Traverses nested tuples, lists, dicts and dataclasses of tensors and other objects."""
+"""Traverses nested tuples, lists, dicts, dataclasses and namespaces of tensors and other objects."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import copy
 import dataclasses
 import functools
 import operator
+from argparse import Namespace
 from collections.abc import Callable, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from nano_loop.patching.torch_private import version
 
+_NAMESPACES = (SimpleNamespace, Namespace)
 _LEAVES = (str, bytes, int, float, type(None))
 
 
@@ -24,8 +27,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     function : callable
         Takes a tensor and returns a tensor, or the same object for no change.
     value : object
-        A tensor, or arbitrarily nested tuples (including named tuples), lists, mappings and dataclasses of tensors.
-        Other objects are returned unchanged.
+        A tensor, or arbitrarily nested tuples (including named tuples), lists, mappings, dataclasses and namespaces of
+        tensors. Other objects are returned unchanged.
 
     Returns
     -------
@@ -61,7 +64,7 @@ def _with_items(value: Any, changed: list[tuple[Any, Any]]) -> Any:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """Return the keys and items of a list, mapping or dataclass; nothing for other objects."""
+    """Return the keys and items of a list, mapping, dataclass or namespace; nothing for other objects."""
     if isinstance(value, list):
         return list(enumerate(value))
     if isinstance(value, MutableMapping):
@@ -69,14 +72,14 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return [(name, getattr(value, name)) for name in names]
-    return []
+    return list(vars(value).items()) if isinstance(value, _NAMESPACES) else []
 
 
 class Substitution:
     """Substitutes tensors in the arguments of a call, and restores the originals with the writes of the call.
 
-    Lists, mappings and dataclasses are changed in place, since the called function may write to them. Tuples and frozen
-    dataclasses are copied.
+    Lists, mappings, dataclasses and namespaces are changed in place, since the called function may write to them.
+    Tuples and frozen dataclasses are copied.
     Without `restore`, it converts outputs that the model may have lent: what the caller removes from a list is removed
     from the model's.
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from nano_loop.patching.attributes import replaced
@@ -31,11 +32,12 @@ class Rounding(Step):
     """
 
     name = "rounding"
-    needs = "optimizers"
+    needs = "trained"
 
     @override
     def begin(self) -> None:
         self._wide: dict[int, _Wide] = {}  # by the id of an optimizer
+        self._models: dict[int, nn.Module] = {}  # likewise, of a model
 
     @property
     @override
@@ -44,17 +46,30 @@ class Rounding(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
+        if not self._models and parts.models:
+            self.undoing.callback(register_optimizer_step_pre_hook(self._look).remove)
         for optimizer in parts.optimizers:
-            if id(optimizer) not in self._wide:
-                wide = self._wide[id(optimizer)] = _Wide(optimizer, self._seed())
-                self.undoing.callback(wide.narrow)
-                for handle in wide.hooks():
-                    self.undoing.callback(handle.remove)
-                self._surround_modes(optimizer, wide)
+            self._take(optimizer)
         for model in parts.models:
+            self._models[id(model)] = model
             self.interceptors.add(model, self.name, self._after_a_step_that_raised)
         names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in parts.optimizers))
-        return f"{names} in fp32, then bf16 by stochastic rounding; optimizer state fp32"
+        return f"{names or 'any optimizer'} in fp32, then bf16 by stochastic rounding; optimizer state fp32"
+
+    def _take(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._wide:
+            wide = self._wide[id(optimizer)] = _Wide(optimizer, self._seed())
+            self.undoing.callback(wide.narrow)
+            for handle in wide.hooks():
+                self.undoing.callback(handle.remove)
+            self._surround_modes(optimizer, wide)
+
+    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Take an optimizer that was not set up, before it steps, if it holds parameters of a model."""
+        if id(optimizer) not in self._wide:
+            parameters = {id(parameter) for model in self._models.values() for parameter in model.parameters()}
+            if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
+                self._take(optimizer)
 
     def _surround_modes(self, optimizer: Optimizer, wide: _Wide) -> None:
         """Let the methods by which schedule-free optimizers exchange weights compute in fp32, too."""

@@ -67,7 +67,7 @@ def test_an_intel_mac_is_read_by_its_feature_lists(tmp_path):
     ],
 )
 def test_counts_alone_give_cores_and_siblings(tmp_path, logical, physical, cores):
-    host = Host(architecture="AMD64", logical_count=logical, physical_count=physical)
+    host = Host(architecture="x86_64", logical_count=logical, physical_count=physical)
     machine = read_machine(tmp_path, host=host)
     assert machine.physical_cores == cores
     assert (machine.name, machine.architecture) == ("x86_64", "x86_64")

@@ -75,6 +75,24 @@ def test_small_updates_are_not_lost_in_bf16_true_as_they_are_by_hand(kind):
         assert by_hand > 1.3 * losses[32]  # whose updates are smaller than the last bit
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("is_there_before", [True, False])
+def test_small_updates_of_optimizers_that_nobody_has_set_up_are_not_lost(kind, is_there_before):
+    def steps(model, hidden):
+        optimizer = hidden() if is_there_before else kind(model.parameters(), 1e-4)
+        for _ in range(400):
+            optimizer.zero_grad()
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+
+    model = nn.Linear(64, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = kind(model.parameters(), 1e-4)
+    nano(precision="bf16-true", verbose=False)(steps)(model, lambda: optimizer)
+    assert model.weight.dtype is torch.float32
+    assert model.weight.mean().item() == pytest.approx(0.96, abs=0.005)
+
+
 def test_updates_of_bf16_true_are_right_in_the_mean():
     model = nn.Linear(1, 20_000, bias=False)
     nn.init.ones_(model.weight)

@@ -1,7 +1,9 @@
 """Models run under bf16 autocast; what goes in and out stays fp32."""
 
+import argparse
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +54,16 @@ def test_inside_is_bf16_and_outputs_are_fp32(net):
     outputs = net(X)
     assert net.seen is torch.bfloat16
     assert outputs["logits"].dtype is outputs["hidden"][0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", [SimpleNamespace, argparse.Namespace])
+def test_outputs_in_namespaces_are_fp32(step, kind):
+    model = Net()
+    model.forward = lambda x: kind(logits=model.inner(x), others=kind(more=[model.outer(model.inner(x))]))
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    out = model(X)
+    assert type(out) is kind
+    assert out.logits.dtype is out.others.more[0].dtype is torch.float32
 
 
 def test_methods_and_submodules_called_directly_run_in_bf16_too(net):

@@ -46,13 +46,9 @@ def shares_of(options: Options, machine: Machine, ranks: Sequence[int]) -> tuple
     chosen = options.cpu_for_each_process
     if chosen is None:
         return partition(machine, len(ranks))
-    _refuse_where_nothing_can_be_bound(options)
-    if isinstance(chosen, int):
-        return partition(machine, len(ranks), chosen)
-    return given_shares(machine, [chosen[rank] for rank in ranks])
-
-
-def _refuse_where_nothing_can_be_bound(options: Options) -> None:
     if not hasattr(os, "sched_setaffinity"):
         expected = f"{sys.platform} has no way to bind a process to CPUs"
         raise NanoConfigError(error_message(options.as_written["cpu_for_each_process"], expected, "Leave it out"))
+    if isinstance(chosen, int):
+        return partition(machine, len(ranks), chosen)
+    return given_shares(machine, [chosen[rank] for rank in ranks])

@@ -50,15 +50,18 @@ class Launcher(ABC):
     def __init__(self, options: Options) -> None:
         self.options = options
 
-    @abstractmethod
     def expected_ranks(self) -> Ranks:
         """Return this process's place in its next run, as far as it is known before.
+
+        By default, it is rank 0, and starts the others.
 
         Raises
         ------
         NanoConfigError
             If the options ask for what this launcher cannot give.
         """
+        count = self.options.num_processes or 1
+        return Ranks(size=count, local_size=count)
 
     @abstractmethod
     def joined(self, machine: Machine, task: Task | None) -> AbstractContextManager[RankSlot]:

@@ -30,11 +30,6 @@ from nano_loop.distributed.launch_local.server import Server
 class Local(Launcher):
     """``num_processes`` ranks on this host: this process, and workers that are started for the run."""
 
-    def expected_ranks(self) -> Ranks:
-        """See `Launcher.expected_ranks`."""
-        count = self.options.num_processes or 1
-        return Ranks(size=count, local_size=count)
-
     def prepare(self, machine: Machine, modules: Sequence[str]) -> None:
         """See `Launcher.prepare`: the process that workers are forked from imports torch while the caller goes on."""
         shares = shares_of(self.options, machine, range(self.options.num_processes or 1))

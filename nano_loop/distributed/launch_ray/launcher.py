@@ -42,8 +42,7 @@ class RayLauncher(Launcher):
     def expected_ranks(self) -> Ranks:
         """See `Launcher.expected_ranks`."""
         _refuse_missing_ray(self.options)
-        count = self.options.num_processes or 1
-        return Ranks(size=count, local_size=count)
+        return super().expected_ranks()
 
     @contextmanager
     def joined(self, machine: Machine, task: Task | None) -> Iterator[RankSlot]:

@@ -31,6 +31,14 @@ def sgd(model, **kwargs):
     return torch.optim.SGD(model.parameters(), lr=0.1, **kwargs)
 
 
+def ready(setup, model=None, **kwargs):
+    """A model, by default `net`, and its optimizer, which are set up."""
+    model = net() if model is None else model
+    optimizer = sgd(model, **kwargs)
+    setup.setup(model, optimizer)
+    return model, optimizer
+
+
 def fit(setup, model, optimizer, call=None, given=None):
     """The plainest loop; returns the weights."""
     for x, y in given or batches():
@@ -65,9 +73,7 @@ def test_ranks_take_the_steps_of_one_process(team, size, kind):
 @pytest.mark.parametrize("paused", [False, True])
 def test_gradients_are_accumulated(team, paused):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model, momentum=0.9)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup, momentum=0.9)
         for number, (x, y) in enumerate(batches(6)):
             first = number % 2 == 0
             with setup.paused(*([model] if paused and first else [])):
@@ -124,9 +130,7 @@ def test_one_of_two_models_can_be_paused(team):
 
 def test_what_arrived_while_paused_is_averaged_with_the_next_backward_that_reaches_others(team):
     def loop(setup):
-        model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup, nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]))
         for x, y in batches():
             with setup.paused(model):
                 mse_loss(model[0](setup.share(x)), setup.share(y)).backward()
@@ -140,9 +144,7 @@ def test_what_arrived_while_paused_is_averaged_with_the_next_backward_that_reach
 
 def test_step_averages_what_arrived_while_paused_and_was_never_averaged(team):
     def loop(setup, later):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         for x, y in batches():
             optimizer.zero_grad()
             if later:
@@ -158,9 +160,7 @@ def test_step_averages_what_arrived_while_paused_and_was_never_averaged(team):
 
 def test_paused_model_may_take_steps_of_its_own(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         with setup.paused(model):
             (model(torch.ones(1, 6)).sum() * setup.rank).backward()
             optimizer.step()
@@ -173,9 +173,7 @@ def test_paused_model_may_take_steps_of_its_own(team):
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_], ids=["norm", "value"])
 def test_clipping_sees_averaged_gradients(team, clip):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         for x, y in batches():
             optimizer.zero_grad()
             mse_loss(model(setup.share(x)), setup.share(y)).backward()
@@ -207,9 +205,7 @@ def test_gan_keeps_the_gradients_of_its_two_models_apart(team):
 
 def test_gradients_set_by_hand_are_averaged_by_the_step(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         for x, y in batches():
             loss = mse_loss(model(setup.share(x)), setup.share(y))
             for parameter, gradient in zip(
@@ -262,9 +258,7 @@ def test_parameter_that_only_an_optimizer_holds_is_averaged(team):
 
 def test_parameter_that_one_rank_alone_used_counts_on_all(team):
     def loop(setup):
-        model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)])
-        optimizer = sgd(model, momentum=0.9)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup, nn.ModuleList([nn.Linear(6, 3) for _ in range(3)]), momentum=0.9)
         for x, y in batches(size=4):
             optimizer.zero_grad()
             parts = zip(x.chunk(2), y.chunk(2), strict=True)  # the first half is for one layer, the second for another
@@ -293,9 +287,7 @@ def test_parameter_that_no_rank_used_keeps_the_gradient_it_has(team):
 
 def test_rank_whose_backward_reaches_nothing_joins_at_the_step(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         for x, y in batches():
             optimizer.zero_grad()
             if setup.rank == 0:  # one process does it all
@@ -336,9 +328,7 @@ def test_shared_parameter_is_averaged_once(team):
 
 def test_submodules_and_functions_of_weights_may_be_called(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         fit(setup, model, optimizer, lambda x: model[2](model[0](x)))
         return fit(setup, model, optimizer, lambda x: torch.tanh(x @ model[0].weight.t()) @ model[2].weight.t())
 
@@ -347,9 +337,7 @@ def test_submodules_and_functions_of_weights_may_be_called(team):
 
 def test_two_forwards_may_share_a_backward(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         return fit(setup, model, optimizer, lambda x: model(x) + model(-x).square())
 
     assert_pair(team(2), loop)
@@ -357,9 +345,7 @@ def test_two_forwards_may_share_a_backward(team):
 
 def test_rank_0_may_evaluate_alone(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         for x, y in batches():
             fit(setup, model, optimizer, given=[(x, y)])
             if setup.rank == 0:
@@ -378,9 +364,7 @@ def test_rank_0_may_evaluate_alone(team):
 
 def test_gradient_penalty(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         for x, y in batches():
             x = setup.share(x).requires_grad_()
             optimizer.zero_grad()
@@ -395,9 +379,7 @@ def test_gradient_penalty(team):
 
 def test_second_derivative_of_averaged_gradients_is_that_of_the_mean(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         for x, y in batches():
             optimizer.zero_grad()
             mse_loss(model(setup.share(x)), setup.share(y)).backward(create_graph=True)
@@ -451,9 +433,7 @@ class Words(nn.Module):
 @pytest.mark.parametrize("size", [2, 3])
 def test_sparse_gradients_stay_sparse(team, size):
     def loop(setup):
-        model = Words()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup, Words())
         for step in range(4):
             words = (torch.arange(12) * 7 + step) % 20
             optimizer.zero_grad()
@@ -468,9 +448,7 @@ def test_sparse_gradients_stay_sparse(team, size):
 
 def test_sparse_gradient_of_one_rank_reaches_ranks_without(team):
     def loop(setup):
-        model = Words()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup, Words())
         if setup.ranks.size == 1 or setup.rank == 1:
             (model.out(model.second(torch.tensor([3, 5, 3]))).sum() * setup.ranks.size).backward()
         else:
@@ -483,9 +461,7 @@ def test_sparse_gradient_of_one_rank_reaches_ranks_without(team):
 
 def test_gradient_that_is_sparse_on_one_rank_and_dense_on_another_becomes_dense(team):
     def loop(setup):
-        model = Words()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup, Words())
         words = torch.arange(6)
         if setup.ranks.size == 1:
             model.out(model.first(words)).sum().backward()
@@ -550,9 +526,7 @@ ASSIGNED = {
 @pytest.mark.parametrize("second", ASSIGNED)
 def test_gradients_of_any_layout_meet(team, first, second):
     def loop(setup):
-        model = nn.ParameterList([nn.Parameter(torch.zeros(2, 3))])
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup, nn.ParameterList([nn.Parameter(torch.zeros(2, 3))]))
         model[0].grad = given = ASSIGNED[(first, second)[setup.rank]](setup.rank + 1.0)
         stride = given.stride()
         optimizer.step()
@@ -568,9 +542,7 @@ def test_gradients_of_any_layout_meet(team, first, second):
 
 def test_conjugated_gradient_is_averaged_as_what_it_stands_for(team):
     def loop(setup):
-        model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup, nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
         gradient = torch.full((2,), 1 + 1j * (setup.rank + 1), dtype=torch.complex64)
         model[0].grad = gradient.conj() if setup.rank else gradient
         optimizer.step()
@@ -597,9 +569,7 @@ class Segments(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpoints(team, reentrant):
     def loop(setup):
-        model = Segments(reentrant)
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup, Segments(reentrant))
         for x, _ in batches():
             optimizer.zero_grad()
             model(setup.share(x).requires_grad_()).square().mean().backward()
@@ -614,9 +584,7 @@ def test_ranks_may_use_different_checkpointed_segments(team, reentrant):
     orders = (0, 1), (2, 0, 1)
 
     def loop(setup):
-        model = Segments(reentrant)
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup, Segments(reentrant))
         for x, _ in batches(size=4):
             optimizer.zero_grad()
             for rank, part in enumerate(x.chunk(2)):
@@ -669,9 +637,7 @@ def test_lbfgs_searches_alike_on_every_rank(team, line_search):
 
 def test_closure_may_return_a_number_or_nothing(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        _, optimizer = ready(setup)
         return [
             optimizer.step(closure=lambda: setup.rank * 2.0),
             optimizer.step(lambda: torch.tensor([float(setup.rank)])),
@@ -684,9 +650,7 @@ def test_closure_may_return_a_number_or_nothing(team):
 
 def test_backward_may_run_in_another_thread(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         for x, y in batches():
             optimizer.zero_grad()
             thread = threading.Thread(target=mse_loss(model(setup.share(x)), setup.share(y)).backward)
@@ -700,9 +664,7 @@ def test_backward_may_run_in_another_thread(team):
 
 def test_backward_that_fails_halfway_disturbs_none_after_it(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         for x, y in batches():
             optimizer.zero_grad()
             hidden = model[0](setup.share(x))
@@ -723,9 +685,7 @@ def test_backward_that_fails_halfway_disturbs_none_after_it(team):
 
 def test_layer_added_in_the_loop_begins_equal_and_is_averaged(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         fit(setup, model, optimizer)
         torch.manual_seed(setup.rank)
         model.append(nn.Linear(3, 3))
@@ -742,9 +702,7 @@ def test_layer_added_in_the_loop_begins_equal_and_is_averaged(team):
 
 def test_parameter_added_in_the_loop_begins_equal_and_is_averaged(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         torch.manual_seed(setup.rank)
         model[0].bias = nn.Parameter(torch.randn(8))
         free = torch.randn(3, requires_grad=True)
@@ -756,9 +714,7 @@ def test_parameter_added_in_the_loop_begins_equal_and_is_averaged(team):
 
 def test_layer_that_a_model_adds_in_its_forward_ends_equal(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, _ = ready(setup)
 
         class Adds(nn.Module):
             def forward(self, x):
@@ -867,9 +823,7 @@ def test_layer_that_one_rank_adds_alone_raises_on_every_rank(team):
 
 def test_learning_rates_of_nan_are_equal_and_groups_may_have_none(team):
     def loop(setup):
-        model = net()
-        optimizer = sgd(model)
-        setup.setup(model, optimizer)
+        model, optimizer = ready(setup)
         optimizer.param_groups[0]["lr"] = float("nan")
         model(torch.ones(1, 6)).sum().backward()
         del optimizer.param_groups[0]["lr"]

@@ -27,14 +27,6 @@ def test_it_is_in_the_order_of_the_parameter_s_memory(gradient, transposed):
     assert not given.is_neg()
 
 
-def test_conjugated_gradient_is_written_out():
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    parameter.grad = torch.tensor([1j, 2j]).conj()
-    flat = DenseGradients([parameter]).tensors[0]
-    assert not flat.is_conj()
-    assert flat.tolist() == [-1j, -2j]
-
-
 def test_what_fits_is_averaged_where_it_lies():
     parameter = nn.Parameter(torch.zeros(3, 2).t())
     parameter.grad = torch.ones(3, 2).t()

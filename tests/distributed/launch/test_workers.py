@@ -57,14 +57,15 @@ def watched(*remotes):
 def test_run_ends_when_all_have_finished():
     with watched(Remote(1), Remote(2)) as workers:
         workers.wait_until_ready(5)
-        with running_together(workers, contextlib.nullcontext, 5, Interrupts()):
+        with Interrupts() as interrupts, running_together(workers, contextlib.nullcontext, 5, interrupts):
             pass
         assert workers.finished == [1, 2]
 
 
 def run_beside(*remotes, body=lambda: None, timeout=5):
-    with watched(*remotes) as workers, running_together(workers, contextlib.nullcontext, timeout, Interrupts()):
-        body()
+    with watched(*remotes) as workers, Interrupts() as interrupts:  # noqa: SIM117
+        with running_together(workers, contextlib.nullcontext, timeout, interrupts):
+            body()
 
 
 def test_lost_connection_of_rank_0_is_raised_as_the_failure_that_caused_it():
@@ -74,7 +75,7 @@ def test_lost_connection_of_rank_0_is_raised_as_the_failure_that_caused_it():
     lost = Failure(1, Kind.ECHO, "raised RuntimeError: connection reset by peer", "Wait")
     killed = died(2, last_words="out of memory")  # nobody knows its exit code
     with pytest.raises(NanoWorkerError, match="rank 2 ended its process:") as caught:
-        run_beside(Remote(1, lost), Remote(2, killed), body=lose)
+        run_beside(Remote(1, lost, after=0.5), Remote(2, killed, after=0.5), body=lose)
     assert (caught.value.rank, caught.value.exitcode, caught.value.traceback) == (2, None, "out of memory")
 
 

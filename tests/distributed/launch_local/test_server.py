@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -192,13 +193,13 @@ def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_working_folder_arguments_and_volatile_variables_are_those_of_the_call(tmp_path, monkeypatch):
+def test_folders_arguments_and_volatile_variables_are_those_of_the_call(tmp_path, monkeypatch):
     first = parent_of_the_worker()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["another.py"])
-    state = run(lambda: (os.getcwd(), os.environ["PWD"], sys.argv))
-    assert state == [(str(tmp_path), str(tmp_path), ["another.py"])] * 2
+    state = run(lambda: (os.getcwd(), os.environ["PWD"], sys.argv, tempfile.gettempdir()))
+    assert state == [(str(tmp_path), str(tmp_path), ["another.py"], tempfile.gettempdir())] * 2
     assert kept().pid == first
 
 

@@ -55,37 +55,6 @@ def test_script_without_a_main_guard_runs_once_and_its_own_classes_travel(tmp_pa
     assert stderr == ""
 
 
-TEMPORARY = """
-import tempfile
-from nano_loop import NanoWorkerError
-
-@nano(**OPTIONS)
-def train(model, optimizer, loader, killed):
-    if killed and torch.distributed.get_rank() == 1:
-        os.kill(os.getpid(), 9)
-    fit(model, optimizer, loader)
-    return everywhere(tempfile.gettempdir())
-
-folders = train(*parts(4), False)
-try:
-    train(*parts(4), True)
-except NanoWorkerError as error:
-    print(json.dumps([folders, error.rank]))
-"""
-
-
-@pytest.mark.slow
-def test_temporary_folder_is_the_caller_s_and_workers_leave_nothing_in_it(tmp_path):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    (tmp_path / "train.py").write_text(LOOP + TEMPORARY)
-    (folders, killed), _ = run_python("train.py", folder=tmp_path, TMPDIR=temporary)
-    assert folders == [str(temporary)] * 2
-    assert killed == 1
-    # torch's own cache of compiled code stays, as after any program that imports torch.
-    assert [each for each in temporary.iterdir() if not each.name.startswith("torchinductor_")] == []
-
-
 CHOSEN = """
 import warnings
 warnings.filterwarnings("ignore", "told to nobody")

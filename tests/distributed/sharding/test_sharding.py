@@ -263,12 +263,6 @@ def test_ranks_share_the_batches_of_the_plain_loop_epoch_after_epoch(team, make,
     assert results[0][1] == after, "rank 0's loop would draw other numbers after the epoch than the plain loop"
 
 
-@pytest.mark.parametrize("make", [LOADERS["shuffled"], LOADERS["torch, at iter"], LOADERS["random"]])
-def test_order_is_another_each_epoch(team, make):
-    for batches, _ in team(2)(sharded_epochs, make):
-        assert batches[0] != batches[1] != batches[2]
-
-
 @pytest.mark.parametrize("name", ["shuffled", "torch", "random", "numpy", "torch, at iter", "subset"])
 def test_a_ranks_own_random_states_only_give_the_seed_that_every_loader_draws(team, name):
     for rank, (_, after) in list(enumerate(team(3)(sharded_epochs, LOADERS[name])))[1:]:
@@ -481,16 +475,6 @@ def test_one_model_in_train_mode_is_enough_for_sharing(team):
             return epochs(loader, 1)[0]
 
     assert team(2)(loop) == shares_of(plain_epochs(LOADERS["in order"], 1)[0][0], 2)
-
-
-def test_without_models_only_gradients_count(team):
-    def loop(ranks):
-        with sharing(ranks, DataLoader(Numbers(), 4)) as loader:
-            shared = len(epochs(loader, 1)[0])
-            with torch.no_grad():
-                return shared, len(epochs(loader, 1)[0])
-
-    assert team(2)(loop) == [(3, 6)] * 2
 
 
 def test_a_persistent_loader_is_whole_and_shared_in_turn(team):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from distributed.shared_memory import transports
-from distributed.shared_memory.transports import averaged, opened, random_list, same_bits, values
+from distributed.shared_memory.transports import averaged, once, opened, random_list, same_bits, values
 from nano_loop.distributed.comm.ranks import RankLeftError, Ranks
 from nano_loop.distributed.shared_memory.shared_segment import SharedSegment
 from nano_loop.errors import NanoError, RankLateError
@@ -103,15 +103,12 @@ def test_a_rank_that_stalls_anywhere_is_waited_for(team, tmp_path, stalling):
 
 
 def test_three_ranks_sum_in_the_order_of_ranks(team, tmp_path):
-    def run(ranks):
-        transport = opened(KIND, ranks, tmp_path)
-        tensor = values(5, ranks.rank, (5000,), torch.float32)
-        transport.average([tensor])
-        transport.close()
-        return tensor
+    def make(rank):
+        return [values(5, rank, (5000,), torch.float32)]
 
-    first, second, third = (values(5, rank, (5000,), torch.float32) for rank in range(3))
-    for got in team(3)(run):
+    first, second, third = (make(rank)[0] for rank in range(3))
+    # Chunks so large that each rank has a slice to sum.
+    for (got,) in team(3)(once, KIND, tmp_path, make, {"size": 1 << 14}):
         assert same_bits(got, (first + second + third) / 3)
 
 

@@ -15,6 +15,7 @@ from distributed.shared_memory.transports import (
     SMALL,
     assert_means,
     averaged,
+    once,
     opened,
     random_list,
     same_bits,
@@ -59,30 +60,22 @@ def test_compressed_tensors_arrive_rounded_and_alike(team, tmp_path, kind, size)
 
 @kinds
 def test_what_is_not_compressed_keeps_its_precision(team, tmp_path, kind):
-    def run(ranks):
-        transport = opened(kind, ranks, tmp_path, compression=torch.bfloat16)
-        tensor = values(1, ranks.rank, (50,), torch.complex64)
-        transport.average([tensor])
-        transport.close()
-        return [tensor]
+    def make(rank):
+        return [values(1, rank, (50,), torch.complex64)]
 
-    assert_means(team(2)(run), [[values(1, rank, (50,), torch.complex64)] for rank in range(2)])
+    assert_means(team(2)(once, kind, tmp_path, make, {"compression": torch.bfloat16}), [make(0), make(1)])
 
 
 @kinds
 @sizes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_numbers_are_summed_in_float32(team, tmp_path, kind, size, dtype):
-    def run(ranks):
-        transport = opened(kind, ranks, tmp_path)
-        tensor = values(7, ranks.rank, (1000,), dtype)
-        transport.average([tensor])
-        transport.close()
-        return tensor
+    def make(rank):
+        return [values(7, rank, (1000,), dtype)]
 
     total = sum(values(7, rank, (1000,), dtype).float() for rank in range(size))
     in_16_bits = sum(values(7, rank, (1000,), dtype) for rank in range(size)) / size
-    for got in team(size)(run):
+    for (got,) in team(size)(once, kind, tmp_path, make):
         assert same_bits(got, (total / size).to(dtype))
         assert size == 2 or not same_bits(got, in_16_bits)
 
@@ -90,15 +83,11 @@ def test_16_bit_numbers_are_summed_in_float32(team, tmp_path, kind, size, dtype)
 @kinds
 @sizes
 def test_means_are_sums_divided(team, tmp_path, kind, size):
-    def run(ranks):
-        transport = opened(kind, ranks, tmp_path)
-        own, equal = values(3, ranks.rank, (999,), torch.float32), values(3, 0, (999,), torch.float32)
-        transport.average([own, equal])
-        transport.close()
-        return own, equal
+    def make(rank):
+        return [values(3, rank, (999,), torch.float32), values(3, 0, (999,), torch.float32)]
 
     first, second = (values(3, rank, (999,), torch.float32) for rank in range(2))
-    for own, equal in team(size)(run):
+    for own, equal in team(size)(once, kind, tmp_path, make):
         assert size != 2 or same_bits(own, (first + second) / 2)
         assert same_bits(equal, sum([first] * size) / size)
         assert size == 3 or same_bits(equal, first)

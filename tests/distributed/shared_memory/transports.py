@@ -92,3 +92,11 @@ def averaged(ranks, kind, folder, seeds, dtypes=DTYPES, delay=0.0, **options):
         results.append(tensors)
     transport.close()
     return results
+
+
+def once(ranks, kind, folder, make, options=None):
+    """What one rank's list, which ``make(rank)`` makes, becomes in one averaging."""
+    transport, tensors = opened(kind, ranks, folder, **(options or {})), make(ranks.rank)
+    transport.average(tensors)
+    transport.close()
+    return tensors
