@@ -188,6 +188,7 @@ def join_run(
 def _watched_by_each_other(connected: AbstractContextManager[object], ranks: Ranks, folder: Path) -> Iterator[None]:
     """Connect ranks of one host that see each other's ends by themselves: no launcher of ours watches them."""
     with watching_each_other(ranks, folder) as liveness, connected:
+        liveness.open_all()
         if isinstance(ranks.channel, SharedChannel):
             liveness.has_left = ranks.channel.segment.has_left
         yield

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nano_loop.distributed.comm.ranks import Ranks
@@ -60,13 +60,23 @@ class Liveness:
     def is_dead(self, rank: int) -> bool:
         """Whether the process of a rank that has been there is gone."""
         try:
-            if rank not in self._descriptors:
-                self._descriptors[rank] = open_private(str(self._folder / f"alive-{rank}"))
-            fcntl.lockf(self._descriptors[rank], fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:  # that rank holds it, has not come yet, or the run has ended and the folder is gone
+            fcntl.lockf(self._descriptor(rank), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:  # that rank holds it, or has not come yet
             return False
-        fcntl.lockf(self._descriptors[rank], fcntl.LOCK_UN)
+        fcntl.lockf(self._descriptor(rank), fcntl.LOCK_UN)
         return True
+
+    def open_all(self) -> None:
+        """Open the locks of the ranks, once all have come: rank 0 deletes the folder as soon as it leaves the run."""
+        for rank in range(self._ranks.size):
+            if rank != self._ranks.rank:
+                with suppress(OSError):
+                    self._descriptor(rank)
+
+    def _descriptor(self, rank: int) -> int:
+        if rank not in self._descriptors:
+            self._descriptors[rank] = open_private(str(self._folder / f"alive-{rank}"))
+        return self._descriptors[rank]
 
     def close(self) -> None:
         """Give the lock back."""

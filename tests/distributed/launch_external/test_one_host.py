@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -55,12 +56,17 @@ for rank in os.environ["AFTER_IT"] if RANK == "0" else "":
 """
 
 
+@pytest.fixture
+def temporary():
+    """An own folder for temporary files; the path of a loader's socket there may have 108 characters at the most."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("in_the_loop", "after_it"), [("2", "1"), ("02", "")])
-def test_rank_that_is_killed_is_named_within_seconds_and_leaves_nothing(in_the_loop, after_it, tmp_path):
-    folder, temporary, port = tmp_path / "folder", tmp_path / "temporary", free_port()
-    for made in (folder, temporary):
-        made.mkdir()
+def test_rank_that_is_killed_is_named_within_seconds_and_leaves_nothing(in_the_loop, after_it, tmp_path, temporary):
+    folder, port = tmp_path, free_port()
     (folder / "ranks.py").write_text(LOOP + TRAIN + KILLED)
     variables = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": temporary}
     variables |= {"IN_THE_LOOP": in_the_loop, "AFTER_IT": after_it}
@@ -101,6 +107,8 @@ def test_process_is_dead_once_it_is_killed_and_not_before(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), start_new_session=True)
     try:
         assert process.stdout.readline() == b"held\n"
+        mine.open_all()
+        (tmp_path / "alive-1").unlink()  # as when rank 0 leaves the run first
         assert not mine.is_dead(1)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
