@@ -16,7 +16,7 @@ ADVICE = [
     pytest.mark.filterwarnings("ignore:.*(LeafSpec|exists and is not empty|number of training batches)"),
     pytest.mark.filterwarnings("ignore:.*(tensorboard|by the model summary|no `(val_dataloader|validation_step)`)"),
 ]
-OPTIMIZERS = {**vars(torch.optim), "Momentum": functools.partial(torch.optim.SGD, momentum=0.9)}
+MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
 
 
 def imported(package):
@@ -109,7 +109,8 @@ def module_class(pl):
 
         def configure_optimizers(self):
             trained = [each for each in self.parameters() if each.requires_grad]
-            return OPTIMIZERS[self.hparams.optimizer](trained, self.hparams.rate)
+            kind = MOMENTUM if self.hparams.optimizer == "Momentum" else getattr(torch.optim, self.hparams.optimizer)
+            return kind(trained, self.hparams.rate)
 
         def on_train_batch_end(self, outputs, batch, index):
             self.last_index = index
