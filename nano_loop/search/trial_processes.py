@@ -19,7 +19,7 @@ from nano_loop.cpu import Machine
 from nano_loop.distributed.comm.rank_slot import RankSlot, shares_of
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.files.folder import place_of, workers_files
-from nano_loop.distributed.files.table import MadeFolders
+from nano_loop.distributed.files.made_folders import MadeFolders
 from nano_loop.distributed.launch.assignment import Assignment, State, write_payload
 from nano_loop.distributed.launch.failure import Failure, Kind, first
 from nano_loop.distributed.launch.reports import Frames, framed, read_available

@@ -26,10 +26,17 @@ from nano_loop.data.random_states import part_ways
 from nano_loop.distributed.comm.mismatch import AVERAGING
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel import checksums
-from nano_loop.distributed.data_parallel.buffers import Sync, make_buffers_equal, message_of_unequal_buffer
+from nano_loop.distributed.data_parallel.buffers import Sync
+from nano_loop.distributed.data_parallel.comparison import Comparison, warn_once_a_run
 from nano_loop.distributed.data_parallel.duplicate_work import DuplicateWork
-from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, Fingerprint, Purpose, refuse_divergence
-from nano_loop.distributed.data_parallel.gradients import AveragedGradients, DenseGradients, average_sparse, kind_of
+from nano_loop.distributed.data_parallel.fingerprint import NOTHING, Fingerprint, Purpose, refuse_divergence
+from nano_loop.distributed.data_parallel.gradients import (
+    AveragedGradients,
+    are_all_dense,
+    average_gradients,
+    by_kind,
+    kind_of,
+)
 from nano_loop.distributed.data_parallel.initial_sync import make_equal
 from nano_loop.distributed.data_parallel.overlap import NONE, Overlap
 from nano_loop.distributed.data_parallel.overwritten import Overwritten
@@ -40,7 +47,6 @@ from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwar
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.objects.optimizers import closure_of, with_closure
 from nano_loop.patching.torch_private import graph_task, in_backward
-from nano_loop.patching.user_code import warn
 
 
 class Averaging:
@@ -74,8 +80,7 @@ class Averaging:
     ) -> None:
         self._ranks = ranks
         self._transport = transport
-        self._compare = compare
-        self._sync_buffers = sync_buffers
+        self._comparison = Comparison(ranks, compare, sync_buffers)
         self._overlap = Overlap(transport.stream) if overlapped else None
         self._thread = threading.get_ident()  # of the loop; what other threads train is not the run's concern
         self._process = os.getpid()
@@ -156,15 +161,16 @@ class Averaging:
         held = {id(parameter) for model in self._paused for parameter in model.parameters()}
         fingerprints = self._agree("average", self._waiting - held)
         arrived = [fingerprint.arrived for fingerprint in fingerprints]
+        dense, sparse = by_kind(self._parameters.in_order, arrived)
         if self._overlap is None or not self._overlap.finish([fingerprint.overlap for fingerprint in fingerprints]):
-            with torch.no_grad():
-                self._average(arrived)
+            average_gradients(dense, sparse, self._ranks, self._transport)
         if self._overlap is not None:
-            self._overlap.expect(self._parameters.in_order[::-1] if self._is_usual(arrived) else [])
-        self._averaged.note([parameter for both in self._by_kind(arrived) for parameter in both])
+            self._overlap.expect(dense[::-1] if are_all_dense(arrived) else [])
+        self._averaged.note([*dense, *sparse])
         self._waiting &= held
         self._welcome()  # too late for this backward, where it was the first that knew of them, but in time for others
-        self._compare_what_loops_change(any(fingerprint.overwritten for fingerprint in fingerprints))
+        places = self._settle_overwritten(fingerprints)
+        self._comparison.after(self._averagings, self._parameters, places)
         self._averagings += 1
         for function in self._ranks.context.after_averaging:
             function(self._averagings)
@@ -225,52 +231,10 @@ class Averaging:
             self._duplicate_work.compare([fingerprint.evidence for fingerprint in fingerprints], in_order)
         return fingerprints
 
-    def _average(self, arrived: list[bytes]) -> None:
-        """Average the parameters of which something arrived on any rank, all ranks in the same order."""
-        dense, sparse = self._by_kind(arrived)
-        gradients = DenseGradients(dense[::-1])  # in the order in which a backward makes them, as `Overlap` does
-        if gradients.tensors:
-            self._transport.average(gradients.tensors)
-        gradients.put_back()
-        average_sparse(sparse, self._ranks)
-
-    def _by_kind(self, arrived: list[bytes]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the parameters with a dense gradient on any rank, and those with sparse ones alone."""
-        in_order = self._parameters.in_order
-        if self._is_usual(arrived):
-            return in_order, []
-        dense: list[torch.Tensor] = []
-        sparse: list[torch.Tensor] = []
-        for parameter, kinds in zip(in_order, zip(*arrived, strict=True), strict=True):
-            if any(kinds):
-                (dense if DENSE in kinds else sparse).append(parameter)
-        return dense, sparse
-
-    def _is_usual(self, arrived: list[bytes]) -> bool:
-        """Whether all parameters, which may be thousands, have a dense gradient on all ranks."""
-        return all(kinds.count(DENSE) == len(self._parameters.in_order) for kinds in arrived)
-
-    def _compare_what_loops_change(self, overwritten: bool) -> None:
-        """Compare parameters and buffers that some rank may have changed by itself, or make them equal. Collective.
-
-        Parameters
-        ----------
-        overwritten : bool
-            Whether a call has overwritten a parameter on some rank.
-        """
-        places = self._overwritten.settle(self._parameters.in_order) if overwritten else []
-        is_due = checksums.is_due(self._averagings)
-        if self._compare and (places or is_due):
-            named = self._parameters.named
-            compared = named if is_due else [named[place] for place in places]
-            own_checksums = checksums.checksums([parameter for _, parameter in compared])
-            checksums.refuse_unequal(self._ranks.channel.gather(own_checksums, AVERAGING), compared)
-        if self._sync_buffers is not None:
-            make_buffers_equal(self._ranks, self._parameters.models, self._sync_buffers)
-        elif self._compare and is_due and _BUFFER not in self._ranks.context.sharding.warnings_given:
-            message = message_of_unequal_buffer(self._ranks, self._parameters.models)
-            if message is not None:
-                self._warn(message, _BUFFER)
+    def _settle_overwritten(self, fingerprints: list[Fingerprint]) -> list[int]:
+        """Return the places of the parameters that calls have overwritten on some rank. Collective."""
+        is_any = any(fingerprint.overwritten for fingerprint in fingerprints)
+        return self._overwritten.settle(self._parameters.in_order) if is_any else []
 
     def _welcome(self) -> None:
         """Give what the loop has added rank 0's values. Collective where there is something."""
@@ -295,7 +259,7 @@ class Averaging:
         averaged = set(map(id, self._parameters.in_order))
         if not averaged.issuperset(map(id, held)) and threading.get_ident() == self._thread:
             got = f"{type(optimizer).__name__} steps parameters that were not set up"
-            self._warn(error_message(got, _OWN, _SET_UP), _OWN)
+            warn_once_a_run(self._ranks, error_message(got, _OWN, _SET_UP), _OWN)
         return None if averaged.isdisjoint(map(id, held)) else self._before_step(optimizer, args, kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -350,21 +314,12 @@ class Averaging:
         sharding = self._ranks.context.sharding
         if sharding.whole_by_mode:
             got = "the models are trained in eval mode, in which every rank gets all batches"
-            self._warn(error_message(got, _WHOLE, _SHARD), _WHOLE)
+            warn_once_a_run(self._ranks, error_message(got, _WHOLE, _SHARD), _WHOLE)
             sharding.warnings_given.add("undivided")  # which says the same
-
-    def _warn(self, message: str, kind: str) -> None:
-        """Warn on rank 0, of each kind once a run."""
-        warnings_given = self._ranks.context.sharding.warnings_given
-        if kind not in warnings_given:
-            warnings_given.add(kind)
-            if self._ranks.rank == 0:
-                warn(message)
 
 
 _INPUTS = 2  # behind the function that is called and the model, in the arguments of a layer
 
-_BUFFER = "a buffer"
 _WHOLE = "all ranks compute the same, so several processes gain nothing"
 _OWN = "every rank trains its own copy, and only rank 0's is kept"
 _SET_UP = "Call self.setup(model, optimizer) in train, or make them before and pass them as arguments"

@@ -10,6 +10,7 @@ from torch.utils.weak import TensorWeakRef
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.fingerprint import DENSE, NOTHING, SPARSE
+from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport
 from nano_loop.patching.objects.optimizers import is_dense, laid_out_as
 
 
@@ -18,6 +19,46 @@ def kind_of(gradient: torch.Tensor | None) -> int:
     if gradient is None:
         return NOTHING
     return DENSE if gradient.layout is torch.strided else SPARSE
+
+
+def are_all_dense(arrived: Sequence[bytes]) -> bool:
+    """Whether all parameters, which may be thousands, have a dense gradient on all ranks."""
+    return all(kinds.count(DENSE) == len(kinds) for kinds in arrived)
+
+
+def by_kind(parameters: list[torch.Tensor], arrived: Sequence[bytes]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the parameters with a dense gradient on any rank, and those with sparse ones alone.
+
+    Parameters
+    ----------
+    parameters : list of torch.Tensor
+        All of them, in the same order on every rank.
+    arrived : sequence of bytes
+        The `kind_of` each gradient in that order, by rank.
+    """
+    if are_all_dense(arrived):
+        return parameters, []
+    dense: list[torch.Tensor] = []
+    sparse: list[torch.Tensor] = []
+    for parameter, kinds in zip(parameters, zip(*arrived, strict=True), strict=True):
+        if any(kinds):
+            (dense if DENSE in kinds else sparse).append(parameter)
+    return dense, sparse
+
+
+@torch.no_grad()
+def average_gradients(
+    dense: Sequence[torch.Tensor],
+    sparse: Sequence[torch.Tensor],
+    ranks: Ranks,
+    transport: SharedMemoryTransport,
+) -> None:
+    """Give parameters the mean of all ranks' gradients, all ranks in the same order. Collective."""
+    gradients = DenseGradients(dense[::-1])  # in the order in which a backward makes them, as `Overlap` does
+    if gradients.tensors:
+        transport.average(gradients.tensors)
+    gradients.put_back()
+    average_sparse(sparse, ranks)
 
 
 class DenseGradients:
@@ -128,12 +169,12 @@ def _overlaps(gradient: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
 
 
-def average_sparse(parameters: list[torch.Tensor], ranks: Ranks) -> None:
+def average_sparse(parameters: Sequence[torch.Tensor], ranks: Ranks) -> None:
     """Give every parameter the mean of all ranks' sparse gradients, coalesced. Collective.
 
     Parameters
     ----------
-    parameters : list of torch.Tensor
+    parameters : sequence of torch.Tensor
         The same ones on every rank. Each has a sparse gradient or none, and on some rank it has one.
     ranks : Ranks
         The processes.

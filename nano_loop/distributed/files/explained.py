@@ -18,8 +18,8 @@ from types import FrameType
 from typing import Any
 
 from nano_loop.distributed.files.functions import WRITING, redirected
-from nano_loop.distributed.files.originals import real
-from nano_loop.distributed.files.table import Table, lower
+from nano_loop.distributed.files.originals import lower, real
+from nano_loop.distributed.files.table import Table
 from nano_loop.errors import NanoError, error_message
 
 # Events of `sys.addaudithook`, with the positions of the paths of what is changed.

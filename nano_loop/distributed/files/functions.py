@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from stat import S_IMODE, S_ISDIR, S_ISLNK, S_ISREG
+from collections.abc import Callable, Iterator
+from stat import S_IMODE, S_ISDIR, S_ISREG
 from typing import Any
 
-from nano_loop.distributed.files.originals import real
-from nano_loop.distributed.files.table import Table, missing, os_error
+from nano_loop.distributed.files.originals import missing, os_error, real
+from nano_loop.distributed.files.reading import ReadingFunctions, naming
+from nano_loop.distributed.files.replacements import replaced_class
 from nano_loop.patching.thread_depth import ThreadDepth
 
 _Function = Callable[..., Any]
-_READS = frozenset(("r", "rb", "rt", "br", "tr"))
+_READ_ONLY = frozenset(("r", "rb", "rt", "br", "tr"))
 _BEFORE_OPENER = 6  # arguments of `open` between its mode and its opener, and that one
 #: The flags of `os.open` for all that is not reading alone.
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Functions of `os` by whether they are about the target of a symbolic link; most have a parameter that says so.
-_READING = {"access": True, "getxattr": True, "listxattr": True, "lstat": False, "pathconf": True, "readlink": False}
-_READING |= {"stat": True, "statvfs": True}
+# As `READING`.
 _CHANGING = {"chflags": True, "chmod": True, "chown": True, "lchflags": False, "lchmod": False, "lchown": False}
 _CHANGING |= {"removexattr": True, "setxattr": True, "truncate": True, "utime": True}
 
@@ -33,229 +30,21 @@ _CHANGING |= {"removexattr": True, "setxattr": True, "truncate": True, "utime": 
 redirected = ThreadDepth()
 
 
-class Replacement(staticmethod):  # type: ignore[type-arg]
-    """A function that a class does not bind, as it does not bind builtin ones, and that is pickled by its name.
-
-    Parameters
-    ----------
-    function : callable
-        What is done.
-    original : callable
-        What it is done instead of, whose signature and documentation it has.
-    module : str
-        Where the name of the original leads to it.
-    """
-
-    def __init__(self, function: _Function, original: Any, module: str) -> None:
-        super().__init__(functools.wraps(original)(functools.partial(function)))
-        self.__module__ = module
-
-    def __reduce__(self) -> str:
-        """Return the name, by which another process has its own."""
-        return str(self.__name__)
-
-
-def replaced_class(original: type, module: str, make: _Function | None = None, **namespace: Any) -> type:
-    """Return a class that stands for another one, in `isinstance` too.
-
-    Parameters
-    ----------
-    original : type
-        The other one.
-    module : str
-        Where its name leads to it.
-    make : callable, optional
-        Makes its instances. By default it is a subclass, with `namespace`.
-    """
-
-    class Kind(type(original)):  # type: ignore[misc]
-        def __call__(cls, *args: Any, **options: Any) -> Any:
-            return make(*args, **options) if make and cls is made else super().__call__(*args, **options)
-
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, original) if cls is made else type.__instancecheck__(cls, instance)
-
-        def __subclasscheck__(cls, subclass: type) -> bool:
-            return issubclass(subclass, original) if cls is made else type.__subclasscheck__(cls, subclass)
-
-        def __getattr__(cls, name: str) -> Any:
-            return getattr(original, name)
-
-    names = {"__module__": module, "__qualname__": original.__qualname__, "__doc__": original.__doc__, **namespace}
-    made = Kind(original.__name__, () if make else (original,), names)
-    return made
-
-
-class DirectoryEntry(os.PathLike[Any]):
-    """What `os.DirEntry` is, of something that may be private.
-
-    Parameters
-    ----------
-    name, path : str or bytes
-        As `os.DirEntry` has them.
-    key : str
-        The path from the root folder on.
-    """
-
-    def __init__(self, name: Any, path: Any, key: str) -> None:
-        self.name, self.path, self._key = name, path, key
-
-    def __fspath__(self) -> Any:
-        return self.path
-
-    def __repr__(self) -> str:
-        return f"<DirEntry {self.name!r}>"
-
-    def inode(self) -> int:
-        """See `os.DirEntry`."""
-        return os.lstat(self._key).st_ino
-
-    def is_junction(self) -> bool:
-        """See `os.DirEntry`: there are none outside Windows."""
-        return False
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """See `os.DirEntry`."""
-        return os.stat(self._key, follow_symlinks=follow_symlinks)
-
-    def _is(self, kind: Any, *, follow_symlinks: bool = True) -> bool:
-        try:
-            return bool(kind(self.stat(follow_symlinks=follow_symlinks).st_mode))
-        except FileNotFoundError:
-            return False
-
-    is_dir = functools.partialmethod(_is, S_ISDIR)
-    is_file = functools.partialmethod(_is, S_ISREG)
-    is_symlink = functools.partialmethod(_is, S_ISLNK, follow_symlinks=False)
-
-
-class DirectoryEntries(AbstractContextManager["DirectoryEntries"], Iterator[Any]):
-    """The iterator that `os.scandir` returns."""
-
-    def __init__(self, entries: Iterable[Any]) -> None:
-        self._entries = iter(entries)
-
-    def __next__(self) -> Any:
-        return next(self._entries)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give no more entries."""
-        self._entries = iter(())
-
-
-@contextlib.contextmanager
-def naming(path: Any) -> Iterator[None]:
-    """Let errors name the path that the loop has given, not that of the private file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            error.filename = path
-        raise
-
-
-class Functions:
-    """The functions of one table: each method does what Python's of its name does.
-
-    Parameters
-    ----------
-    table : Table
-        The rank's private files.
-    """
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
+class Functions(ReadingFunctions):
+    """All functions of one table: each method does what Python's of its name does."""
 
     def of_os(self) -> dict[str, _Function]:
         """Return the functions by their names in `os`, as many of them as this system has."""
-        table, own = self._table, (self._chdir, self._link, self._listdir, self._mkdir, self._open, self._rename)
+        own = (self._link, self._mkdir, self._open, self._rename, self._symlink)
         return {
-            **{name: self._reading(name, follow) for name, follow in _READING.items() if hasattr(real, name)},
+            **self.reading_functions(),
             **{name: self._changing(name, follow) for name, follow in _CHANGING.items() if hasattr(real, name)},
             **{name: self._making(name) for name in ("mkfifo", "mknod") if hasattr(real, name)},
-            **{method.__name__[1:]: method for method in (*own, self._scandir, self._symlink)},
-            "getcwd": table.working_folder,
-            "getcwdb": lambda: os.fsencode(table.working_folder()),
+            **{method.__name__[1:]: method for method in own},
             "replace": self._rename,
             **dict.fromkeys(("remove", "unlink"), functools.partial(self._remove, False)),
             "rmdir": functools.partial(self._remove, True),
         }
-
-    # --- reading ---
-
-    def _reading(self, name: str, follows: bool) -> _Function:
-        original, table = getattr(real, name), self._table
-
-        def function(path: Any, *args: Any, **options: Any) -> Any:
-            if table.is_empty or isinstance(path, int):
-                return original(path, *args, **options)
-            try:
-                place = table.reading(
-                    self._at(path, options.pop("dir_fd", None)), follows and options.get("follow_symlinks", True)
-                )
-            except OSError:
-                if name == "access":  # which raises none
-                    return False
-                raise
-            with naming(path):
-                return original(place, *args, **options)
-
-        return function
-
-    def _listdir(self, path: Any = None) -> Any:
-        names, _ = self._listed(path)
-        if names is None:
-            return real.listdir(path)
-        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
-
-    def _scandir(self, path: Any = None) -> Any:
-        names, key = self._listed(path)
-        if names is None:
-            return real.scandir(path)
-        folder: Any = "." if path is None else "" if isinstance(path, int) else os.fspath(path)
-        kept: list[Any] = [os.fsencode(name) for name in names] if isinstance(folder, bytes) else [*names]
-        joined = zip(kept, names, strict=True)
-        return DirectoryEntries(
-            DirectoryEntry(name, os.path.join(folder, name), os.path.join(key, below)) for name, below in joined
-        )
-
-    def _listed(self, path: Any) -> tuple[list[str] | None, str]:
-        """Return the names in a folder, and its path; none where Python's function gives them."""
-        table = self._table
-        if table.is_empty:
-            return None, ""
-        folder = self._folder_of(path) if isinstance(path, int) else os.fsdecode(path or ".")
-        key = table.key(folder)
-        names, place = table.names(key), table.place(key)
-        if place is None:
-            raise missing(path)
-        if names is None and (place != key or os.path.join(table.working_folder(), folder) not in (key, f"{key}/.")):
-            with naming(path):
-                names = real.listdir(place)  # a link that only this rank sees may be on the way
-        return names, key
-
-    def _chdir(self, path: Any) -> None:
-        with naming(path):
-            real.chdir(path if isinstance(path, int) else self._table.reading(os.fspath(path)))
-
-    def _at(self, path: Any, descriptor: int | None) -> Any:
-        """Return a path that is meant from an open folder on as one that needs no folder."""
-        path = os.fspath(path)
-        if descriptor is None or os.path.isabs(path):
-            return path
-        folder = self._folder_of(descriptor)
-        return os.path.join(os.fsencode(folder) if isinstance(path, bytes) else folder, path)
-
-    def _folder_of(self, descriptor: int) -> str:
-        """Return the path that the rank knows an open folder by."""
-        if hasattr(fcntl, "F_GETPATH"):  # macOS
-            place = os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
-        else:
-            place = os.fsdecode(real.readlink(f"/proc/self/fd/{descriptor}"))
-        return self._table.virtual(place)
 
     # --- opening ---
 
@@ -295,7 +84,7 @@ class Functions:
         table = self._table
 
         def open(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-            if isinstance(file, int) or not table.root or (mode in _READS and table.is_empty):
+            if isinstance(file, int) or not table.root or (mode in _READ_ONLY and table.is_empty):
                 return real.open_file(file, mode, *args, **options)
             if len(args) < _BEFORE_OPENER and options.get("opener") is None:
                 options["opener"] = self._opener

@@ -15,7 +15,9 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import quote
 
-from nano_loop.distributed.files.functions import Replacement, naming, redirected, replaced_class
+from nano_loop.distributed.files.functions import redirected
+from nano_loop.distributed.files.reading import naming
+from nano_loop.distributed.files.replacements import Replacement, replaced_class
 from nano_loop.distributed.files.table import Table
 from nano_loop.patching.torch_private import FILE_CLASSES
 

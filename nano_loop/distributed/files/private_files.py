@@ -20,11 +20,13 @@ from typing import Any
 from nano_loop.distributed.files.caches import cache_folders
 from nano_loop.distributed.files.explained import explaining_files, refuse_unseen_changes
 from nano_loop.distributed.files.folder import began, discard, folders_of, place_of
-from nano_loop.distributed.files.functions import Functions, Replacement
+from nano_loop.distributed.files.functions import Functions
 from nano_loop.distributed.files.landlock import keep_writes_in
+from nano_loop.distributed.files.made_folders import MadeFolders
 from nano_loop.distributed.files.native import WhenImported, natives_by_module, replacements_in
 from nano_loop.distributed.files.originals import real
-from nano_loop.distributed.files.table import MadeFolders, Table
+from nano_loop.distributed.files.replacements import Replacement
+from nano_loop.distributed.files.table import Table
 
 # Modules that keep such functions in classes, in default arguments, or in dicts of objects.
 _KEEPING = ("glob", "numpy.lib._datasource", "pathlib", "shutil", "tempfile")

@@ -7,9 +7,9 @@ import pytest
 
 from nano_loop.distributed.files.caches import cache_folders
 from nano_loop.distributed.files.folder import discard, place_of, workers_files
+from nano_loop.distributed.files.made_folders import MadeFolders
 from nano_loop.distributed.files.originals import real
 from nano_loop.distributed.files.private_files import private_files
-from nano_loop.distributed.files.table import MadeFolders
 
 
 def test_folder_lies_on_disk_for_its_owner_alone_and_is_deleted_after_an_error(tmp_path, monkeypatch):
