@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.linear import linear, product, rounded_product
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rnn import lstm, lstm_layer
-from nano_loop.kernels.rounding import RULE
+from nano_loop.kernels.rounding import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.ownership import Rule
 from nano_loop.precision.diagnostics.cast_log import record_product
@@ -33,6 +33,9 @@ from nano_loop.steps.step import SkipReason, Step
 #: Minimum number of elements of a weight. The products of smaller ones would only lose the time of the replacement.
 SMALLEST_WEIGHT = 1 << 15
 _MATRIX = 2
+#: Between which steps of optimizers it is seen which products round: after the first measurements of the tuner, which
+#: begin with the third step and reach all ranks with the eighth averaging.
+_LOOKS_FROM, _LOOKS_UNTIL = 16, 24
 
 
 class _Kind(NamedTuple):
@@ -40,14 +43,17 @@ class _Kind(NamedTuple):
 
     Attributes
     ----------
+    name : str
+        A key of `nano_loop.kernels.rounding.MIN_MULTIPLICATIONS`.
     replacements : tuple of Replacement
-        What replaces torch's kernels.
+        What replaces torch's kernels; those of no other kind.
     is_for : callable
         Whether a model may have such products that are large.
     kernel : CompiledKernel or None
         What has to be there for it; None: nothing.
     """
 
+    name: str
     replacements: tuple[Replacement, ...]
     is_for: Callable[[nn.Module], bool]
     kernel: CompiledKernel | None = None
@@ -64,10 +70,10 @@ def _has_large_weights(model: nn.Module) -> bool:
 
 
 _KINDS = (
-    _Kind((*linear.REPLACEMENTS, *rounded_product.REPLACEMENTS), _has_large_weights, product.KERNEL),
-    _Kind((*convolution.REPLACEMENTS, *rounded_convolution.REPLACEMENTS), FastConvolution.is_for),
-    _Kind(rounded_attention.REPLACEMENTS, FastAttention.is_for, blocked_attention.KERNEL),
-    _Kind(lstm.REPLACEMENTS, FastLstm.is_for, lstm_layer.KERNEL),
+    _Kind(PRODUCT, (*linear.REPLACEMENTS, *rounded_product.REPLACEMENTS), _has_large_weights, product.KERNEL),
+    _Kind(CONVOLUTION, (*convolution.REPLACEMENTS, *rounded_convolution.REPLACEMENTS), FastConvolution.is_for),
+    _Kind(ATTENTION, rounded_attention.REPLACEMENTS, FastAttention.is_for, blocked_attention.KERNEL),
+    _Kind(LSTM, lstm.REPLACEMENTS, FastLstm.is_for, lstm_layer.KERNEL),
 )
 
 
@@ -89,7 +95,8 @@ class Bf16Products(Step):
     """Replaces the kernels of products of fp32 tensors in the calls of set-up models and in their backward.
 
     Matrix products, convolutions, attention and LSTMs round their inputs to bf16, and sum and return fp32. Products
-    that are too small for that to pay are torch's.
+    that are too small for that to pay are torch's. A replaced kernel takes some microseconds to find that out, so a
+    kind of which no product has rounded for some steps has torch's kernels again.
     """
 
     name = "precision"
@@ -97,8 +104,12 @@ class Bf16Products(Step):
 
     @override
     def begin(self) -> None:
-        self._in_force: set[Replacement] = set()
+        self._in_force: dict[Replacement, ExitStack] = {}
         self._multiplications: Counter[str] = Counter()
+        self._kinds: set[_Kind] = set()
+        self._optimizers: set[int] = set()
+        self._steps = 0
+        self._before_looking: Counter[str] = Counter()
         self._models: list[nn.Module] = []
         self._all_round: bool | None = None
 
@@ -132,11 +143,16 @@ class Bf16Products(Step):
         for model in parts.models:
             for kind in _KINDS:
                 if kind.is_for(model) and (kind.kernel is None or kind.kernel.unavailable is None):
-                    self._put_in_force(kind.replacements)
+                    self._put_in_force(kind)
             interceptor = self.interceptors.for_model(model)
             rules: Mapping[str, Rule] = {RULE: self._note}
             interceptor.rules = {**interceptor.rules, **rules}
             self._models.append(model)
+        for optimizer in parts.optimizers:
+            if id(optimizer) not in self._optimizers:
+                self._optimizers.add(id(optimizer))
+                self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
+        self._steps = 0
         return self.options.kind.summary
 
     @override
@@ -151,12 +167,24 @@ class Bf16Products(Step):
         self._multiplications[kind] += multiplications
         record_product(kind, packed)
 
-    def _put_in_force(self, replacements: tuple[Replacement, ...]) -> None:
-        for replacement in replacements:
+    def _put_in_force(self, kind: _Kind) -> None:
+        self._kinds.add(kind)
+        for replacement in kind.replacements:
             if replacement not in self._in_force:
-                self._in_force.add(replacement)
-                context: AbstractContextManager[None] = replacement.in_force()
-                self.undoing.enter_context(context)
+                self._in_force[replacement] = self.undoing.enter_context(ExitStack())
+                self._in_force[replacement].enter_context(replacement.in_force())
+
+    def _look(self, *_: object) -> None:
+        """Withdraw the kernels of the kinds of which no product has rounded, once the tuner has chosen."""
+        self._steps += 1
+        if self._steps == _LOOKS_FROM:
+            self._before_looking = self._multiplications.copy()
+        if self._steps == _LOOKS_UNTIL:
+            recent = self._multiplications - self._before_looking
+            for kind in [kind for kind in self._kinds if not recent[kind.name]]:
+                self._kinds.remove(kind)
+                for replacement in kind.replacements:
+                    self._in_force.pop(replacement).close()
 
 
 def _has_fp32(model: nn.Module) -> bool:

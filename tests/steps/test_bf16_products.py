@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nano_loop
-from nano_loop import nano
+from nano_loop import TorchNano, nano
 from nano_loop.kernels.linear import product
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.patching.patch_table import users
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import bf16_products as module
 
@@ -339,3 +340,43 @@ def test_ranks_round_if_all_of_them_can(step, other):
     reason = module.reason_against(made.options, made.machine)
     expected = "not_fp32" if other else "other_ranks"
     assert made.skip_reason(parts).code == (expected if reason is None else reason.code)
+
+
+def counted(loop, rows, **options):
+    """Train on batches of some rows; return how many users the replacement of ``mm`` has after each step."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    used = []
+
+    def train(model, optimizer):
+        for _ in range(module._LOOKS_UNTIL + 2):
+            loop(model(torch.randn(rows, 256)))
+            optimizer.step()
+            used.append(users(("mm", "CPU")))
+
+    run = nano(precision="auto", tune_operators=False, verbose=False, **options)(train)
+    run(model, torch.optim.SGD(model.parameters(), 1e-3))
+    return used
+
+
+@here
+@pytest.mark.parametrize(("rows", "stays"), [(8, 0), (4096, 1)])
+def test_kernels_of_which_no_product_rounds_are_torch_s_again(rows, stays):
+    used = counted(lambda out: out.square().mean().backward(), rows)
+    assert used == [1] * (module._LOOKS_UNTIL - 1) + [stays] * 3
+
+
+@here
+def test_kernels_come_back_with_a_model_that_is_set_up_later():
+    class Later(TorchNano):
+        def train(self):
+            used = []
+            for rows in (8, 4096):
+                model = nn.Linear(256, 256)
+                model, optimizer = self.setup(model, torch.optim.SGD(model.parameters(), 1e-3))
+                for _ in range(module._LOOKS_UNTIL):
+                    self.backward(model(torch.randn(rows, 256)).square().mean())
+                    optimizer.step()
+                used.append(users(("mm", "CPU")))
+            return used
+
+    assert Later(precision="auto", tune_operators=False, verbose=False).train() == [0, 1]
