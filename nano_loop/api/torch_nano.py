@@ -20,6 +20,7 @@ from nano_loop.config.options import Options
 from nano_loop.config.signatures import documented, method_takes, named
 from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.errors import NanoConfigError, NanoError, error_message
+from nano_loop.integrations.cuda_calls.patching import is_cuda_patched
 from nano_loop.integrations.fabric.strategy import RanksFabric
 from nano_loop.runtime.objects.checks import check_kinds, check_loop
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
@@ -154,7 +155,8 @@ class TorchNano(RanksFabric):
 
     @device.setter
     def device(self, device: Any) -> None:
-        if torch.device(device).type != "cpu":
+        kind = torch.device(device).type
+        if kind != "cpu" and not (kind == "cuda" and is_cuda_patched()):
             got = f"self.device = {device!r}"
             raise NanoError(error_message(got, "it trains on the CPU", 'Assign "cpu", or call nano_loop.patch_cuda()'))
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, fit, in_bf16, is_fused, loader, make, seeded  # noqa: F401 - a fixture
 
-from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano
+from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, patch_cuda, unpatch_cuda
 from nano_loop.cpu import read_machine
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.steps.precision import Precision
@@ -249,6 +249,31 @@ def test_user_s_own_attributes_do_no_harm(job):
             return self.config["epochs"], in_bf16(model)
 
     assert Own().train() == (3, [True])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "meta"])
+def test_device_may_be_assigned_as_trainers_of_scripts_do(device):
+    class Trainer(TorchNano):
+        def __init__(self, device):
+            super().__init__(verbose=False)
+            self.device = device
+
+    assert Trainer("cpu").device == Trainer(torch.device("cpu", 0)).device == torch.device("cpu")
+    with pytest.raises(NanoError, match=r"it trains on the CPU.*patch_cuda\(\)"):
+        Trainer(device)
+
+
+def test_advice_about_the_device_works():
+    class Trainer(TorchNano):
+        def __init__(self):
+            super().__init__(verbose=False)
+            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    patch_cuda()
+    try:
+        assert Trainer().device == torch.device("cpu")
+    finally:
+        unpatch_cuda()
 
 
 def test_base_class_has_nothing_to_train():

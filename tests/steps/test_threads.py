@@ -1,11 +1,13 @@
 """torch computes on as many threads as the process has physical cores."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nano_loop.config.exports import EXPORTS, Exports
+from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import threads as threads_module
 from nano_loop.steps.threads import Threads
@@ -37,6 +39,35 @@ def test_count_is_lowered_to_the_quota(step, machine):
 
 def test_fewer_threads_that_the_user_set_stay(step, machine):
     assert step(Threads, on=machine(cores=8)).skip_reason(TrainingObjects()).code == "users_number"
+
+
+@pytest.mark.parametrize(("in_another_thread", "code"), [(True, None), (False, "users_number")])
+def test_number_that_a_run_of_another_thread_has_set_is_not_the_users(step, machine, in_another_thread, code):
+    other = step(Threads, on=machine(cores=8), num_threads=1)
+    if in_another_thread:
+        thread = threading.Thread(target=other.apply, args=[TrainingObjects()])
+        thread.start()
+        thread.join()
+        torch.set_num_threads(1)  # what this thread sees of it
+    else:
+        other.apply(TrainingObjects())
+    reason = step(Threads, on=machine(cores=8)).skip_reason(TrainingObjects())
+    other.undo()
+    assert (reason and reason.code) == code
+
+
+BINDINGS = [("OMP_PROC_BIND", "close"), ("OMP_PROC_BIND", "TRUE"), ("GOMP_CPU_AFFINITY", "0-1")]
+
+
+@pytest.mark.parametrize(("variable", "value"), BINDINGS)
+def test_threads_that_openmp_has_bound_stay_in_one_process(step, machine, monkeypatch, variable, value):
+    """The mask of the thread of the loop has one CPU then, and the others theirs."""
+    monkeypatch.setenv(variable, value)
+    assert step(Threads, on=machine(cores=1)).skip_reason(TrainingObjects()).code == "bound_by_openmp"
+    in_share = step(Threads, on=machine(cores=1), ranks=Ranks(0, 2, shares=((0,), (1,))))
+    assert in_share.skip_reason(TrainingObjects()) is None
+    monkeypatch.setenv(variable, "false")
+    assert step(Threads, on=machine(cores=1)).skip_reason(TrainingObjects()) is None
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])

@@ -142,10 +142,12 @@ class NanoTrainerMixin:
         return cls._nano_compiled(model, loss, optimizer, scheduler, metrics)
 
 
-def _refuse(others: Mapping[str, Any]) -> None:
+def _refuse(others: dict[str, Any]) -> None:
+    """Refuse arguments that it does not have, and take out those with BigDL-Nano's defaults, which do nothing."""
     for name, (expected, hint) in _REFUSED.items():
         if name in others and (name == "strategy" or others[name]):
             raise NanoConfigError(error_message(f"Trainer({shown(name, others[name])})", expected, hint))
+        others.pop(name, None)
 
 
 def _of_environment() -> dict[str, Any]:

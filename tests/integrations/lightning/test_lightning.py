@@ -231,6 +231,21 @@ def test_scheduler_of_a_compiled_model_steps_once_an_epoch(plateau):
     assert optimizer.param_groups[0]["lr"] == (0.25 if plateau else 0.125)
 
 
+@pytest.mark.parametrize(
+    ("setting", "count"), [({"interval": "step"}, 6), ({"interval": "epoch"}, 3), ({"frequency": 3}, 1), ({}, 3)]
+)
+def test_scheduler_of_a_compiled_model_may_be_lightnings_dict(setting, count):
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    compile = ours(PACKAGES[0]).Trainer.compile
+    module = compile(model, nn.MSELoss(), optimizer, {"scheduler": scheduler, **setting})
+    fitted(ours(PACKAGES[0]).Trainer, module, epochs=3, limit_train_batches=2, **NANO)
+    assert scheduler.last_epoch == count
+    with pytest.raises(NanoConfigError, match="LRScheduler"):
+        compile(model, nn.MSELoss(), optimizer, {"scheduler": "StepLR", **setting})
+
+
 def test_lightning_module_compiles_to_itself_and_wrong_arguments_are_named():
     compile = ours(PACKAGES[0]).Trainer.compile
     module = Regression()
@@ -254,6 +269,8 @@ def test_lightning_module_compiles_to_itself_and_wrong_arguments_are_named():
     [
         ({"strategy": "ddp"}, "this Trainer has one"),
         ({"use_hpo": True}, "searches no hyperparameters"),
+        ({"algorithms": [pl.Callback()]}, r"Pass callbacks=\[...\]"),
+        ({"num_processes": 3, "cpu_for_each_process": [[0], [1]]}, "has 2 lists"),
         ({"accelerator": "gpu"}, "trains on CPUs"),
         ({"num_processes": 2, "devices": 3}, "both are the number of processes"),
         ({"channels_last": 3}, "channels_last=3"),
@@ -263,6 +280,13 @@ def test_lightning_module_compiles_to_itself_and_wrong_arguments_are_named():
 def test_wrong_arguments_are_named(arguments, words):
     with pytest.raises((NanoConfigError, ValueError), match=words):
         ours(PACKAGES[0]).Trainer(**QUIET, **arguments)
+
+
+@pytest.mark.parametrize("shares", [[[0], [1]], ((0,), (1,)), 1])
+def test_cpus_of_each_process_are_given_as_lists_or_as_their_number(shares):
+    defaults = {"algorithms": None, "use_hpo": False}  # BigDL-Nano's
+    trainer = ours(PACKAGES[0]).Trainer(num_processes=2, cpu_for_each_process=shares, **defaults, **QUIET)
+    assert trainer.num_devices == 2
 
 
 def test_options_of_the_trainer_are_refused_by_the_strategy():
