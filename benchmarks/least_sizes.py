@@ -1,6 +1,6 @@
 """Is "bf16-products" ever slower than fp32? ``python -m benchmarks.least_sizes [--only LSTM] [--untuned]``.
 
-Small models train in blocks of steps, in turn in "bf16-products", 32 and "bf16", each block in a run of its own, whose
+Small models train in blocks of steps, in turn in "bf16-products", 32 and "bf16". Each block is a separate run, and its
 first steps are not timed. A row has the medians of the ratios of blocks beside one another, with the least and the
 largest: above 1, "bf16-products" is faster. What the tuner has measured is kept from block to block.
 

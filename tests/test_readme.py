@@ -78,7 +78,7 @@ def test_class_of_the_second_diff_trains():
 
 
 def with_table_of_options(text):
-    """Return the text with a row for each option: in the order that is there, then those that are new."""
+    """Return the text with a row for each option: existing rows keep their order, and new ones follow."""
     defaults = {each.name: repr(each.default).replace("'", '"') for each in DECLARED}
     rows = {each.name: f"| `{each.name}` | `{defaults[each.name]}` | {each.metadata['help']} |\n" for each in DECLARED}
     (table,) = re.findall(r"^\| option \| default \| .+\n\| --- .+\n((?:\|.+\n)+)", text, re.MULTILINE)

@@ -51,7 +51,7 @@ def _operator(name: str, arguments: str, saved: str, forward: _Computation, back
     arguments : str
         Tensors, and then numbers, as in torch's schemas.
     saved : str
-        What the operator returns for the backward, besides the output.
+        What the operator returns for the backward, in addition to the output.
     forward : _Computation
         Takes the arguments. Returns the output, and tensors for the backward.
     backward : _Computation

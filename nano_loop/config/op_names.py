@@ -83,7 +83,7 @@ def read_names(path: Path) -> tuple[str, ...]:
 
 
 def nearest(name: str) -> str:
-    """Return the advice for a name that stands for no operator: the nearest one that does."""
+    """Return the advice for an unknown operator: the most similar known name."""
     close = difflib.get_close_matches(name.rpartition(".")[2], _written(), n=1)
     return f"Write {close[0]}" if close else 'Write a name such as "softmax", "Tensor.mul" or "aten::addmm"'
 

@@ -121,7 +121,7 @@ def in_functorch() -> bool:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for many, as a gradient does under ``is_grads_batched``. It has no memory of its own."""
+    """Whether a tensor is batched, as a gradient is under ``is_grads_batched``. Such a tensor has no memory."""
     functorch = torch._C._functorch
     return bool(functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor))
 

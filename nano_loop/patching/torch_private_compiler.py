@@ -67,7 +67,7 @@ def call_compiled(module: nn.Module, function: Callable[..., Any]) -> None:
 
 
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
-    """Return the options that a mode of `torch.compile` stands for, which takes one of the two."""
+    """Return the options of a mode of `torch.compile`, which takes either a mode or options."""
     from torch._inductor import list_mode_options  # as torch.compile's documentation has it
 
     return {} if mode in (None, "default") else dict(list_mode_options(mode, dynamic))

@@ -149,7 +149,7 @@ def _dimensions(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
 
 def in_channels_last(tensor: Tensor) -> Tensor:
     """Return a 4-D or 5-D tensor with the strides of NHWC or NDHWC: itself, a view if possible, else a copy."""
-    if in_functorch() or type(tensor) not in (Tensor, nn.Parameter):  # batched tensors have no strides of their own
+    if in_functorch() or type(tensor) not in (Tensor, nn.Parameter):  # batched tensors have no strides
         return tensor
     if tensor.size(1) == 1 and tensor.is_contiguous():
         # A tensor with one channel has both layouts. A convolution returns NHWC only if the strides are those of NHWC.

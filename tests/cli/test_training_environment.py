@@ -48,7 +48,7 @@ THREADS = {"OMP_NUM_THREADS": "4"}
     [
         ({}, {**THREADS, **SETTINGS_AS_VARIABLES}, []),
         *(({"OMP_NUM_THREADS": text}, SETTINGS_AS_VARIABLES, ["OMP_NUM_THREADS"]) for text in ("1", "", " 4")),
-        ({**THREADS, **SETTINGS_AS_VARIABLES}, {}, []),  # with these values already, none is said to stay
+        ({**THREADS, **SETTINGS_AS_VARIABLES}, {}, []),  # with these values already, none is reported
         *(({name: "1"}, THREADS, [name]) for name in ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES")),
         ({"LD_PRELOAD": "libmimalloc.so.2"}, THREADS, []),
     ],

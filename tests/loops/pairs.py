@@ -166,7 +166,7 @@ def from_fp64(tensor):
     return tensor.float() if tensor.dtype == torch.float64 and not isinstance(tensor, nn.Parameter) else tensor
 
 
-WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has state of its own, which fp64 by hand does not convert
+WRAPPED_TWICE = "timm_lookahead"  # its inner optimizer has separate state, which fp64 by hand does not convert
 ROUNDED = (PRODUCTS, PRODUCTS_NHWC)
 SLOW = (FP16, *ROUNDED)
 

@@ -21,7 +21,7 @@ from nano_loop.distributed.comm.channel import PICKLE, REFUSAL, Codec
 from nano_loop.errors import NanoError, error_message
 
 _SHORTEST = 32  # characters
-_PLAIN = b"v"  # what a message begins with, besides those of `Codec`
+_PLAIN = b"v"  # the first byte of a message, in addition to those of `Codec`
 _BOUND = struct.Struct("<QI")  # the number of the collective, and the sender
 _DIGEST = hashlib.sha256().digest_size
 

@@ -189,7 +189,7 @@ class DuplicateWork:
             sharding.warnings_given.add("undivided")
 
     def _warn(self, place: Place, parameters: Sequence[torch.Tensor]) -> bool:
-        """Warn of the line once, and again where it trains another model for long; return whether all is said."""
+        """Warn of the line once, and again where it trains another model for long; return whether that was the last."""
         got, hint = f"each of the {self._ranks.size} ranks computes the same batches", _ADVICE
         if self._same_data:
             got, hint = f"the loaders of all {self._ranks.size} ranks deliver the same batches", _INDEX

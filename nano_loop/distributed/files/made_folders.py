@@ -46,7 +46,7 @@ class MadeFolders:
             real.rename(self._mark(key), self._mark(key, _REMOVED_AGAIN))
 
     def claim(self, path: Any) -> bool:
-        """Let rank 0 have made a folder that is there, if another rank has."""
+        """Count an existing folder as made by rank 0 if another rank has made it; return whether one has."""
         claimed, key = False, os.path.realpath(os.fsdecode(path))
         for kind in (_MADE, _REMOVED_AGAIN):
             with contextlib.suppress(OSError):

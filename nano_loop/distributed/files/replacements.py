@@ -32,7 +32,7 @@ class Replacement(staticmethod):  # type: ignore[type-arg]
 
 
 def replaced_class(original: type, module: str, make: _Function | None = None, **namespace: Any) -> type:
-    """Return a class that stands for another one, in `isinstance` too.
+    """Return a class that replaces another one, also in `isinstance`.
 
     Parameters
     ----------

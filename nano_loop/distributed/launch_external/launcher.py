@@ -186,7 +186,7 @@ def join_run(
 
 @contextmanager
 def _watched_by_each_other(connected: AbstractContextManager[object], ranks: Ranks, folder: Path) -> Iterator[None]:
-    """Connect ranks of one host that see each other's ends by themselves: no launcher of ours watches them."""
+    """Connect ranks of one host that see each other's ends by themselves: no launcher of nano_loop watches them."""
     with watching_each_other(ranks, folder) as liveness, connected:
         liveness.open_all()
         if isinstance(ranks.channel, SharedChannel):

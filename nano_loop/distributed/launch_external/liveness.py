@@ -95,7 +95,7 @@ class Liveness:
 
 @contextmanager
 def watching_each_other(ranks: Ranks, folder: Path) -> Iterator[Liveness]:
-    """Let every wait of the ranks of one host see that another's process has ended: no launcher of ours does."""
+    """Let every wait of the ranks of one host see that another's process has ended: nano_loop has not launched them."""
     launcher_s = ranks.check
     liveness = Liveness(ranks, folder)
 

@@ -99,7 +99,7 @@ def reduce_function(function: FunctionType) -> Reduction | None:
 def in_main(value: type | FunctionType, reduction: Reduction) -> Reduction:
     """Let a class or a function of the script be an attribute of `__main__` in the other process, too.
 
-    There `pickle` looks for it, when a worker saves an object of the class, or sends it to a process of its own.
+    There `pickle` looks for it, when a worker saves an object of the class, or sends it to a child process.
     """
     if sys.modules.get(value.__module__) is not sys.modules["__main__"] or _at_its_name(value) is not value:
         return reduction

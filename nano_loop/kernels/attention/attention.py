@@ -133,7 +133,7 @@ ALGORITHMS: dict[str, Callable[..., Tensor]] = {
 
 
 def _algorithm(call: Arguments) -> str:
-    """Return the algorithm of a call that at least one of ours supports."""
+    """Return the algorithm of a call that at least one algorithm of nano_loop supports."""
     possible = []
     if blocked_attention.supports(call.query, call.key, call.value):
         possible.append(BLOCKS)

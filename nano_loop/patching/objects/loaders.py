@@ -84,7 +84,7 @@ class LoaderChange:
         return start()
 
     def iterate_class(self, loader: Loader, iteration: ClassIteration) -> Iterator[Any]:
-        """Return the iterator for the loop, of a loader whose class has an ``__iter__`` of its own."""
+        """Return the loop's iterator of a loader whose class overrides ``__iter__``."""
         return iteration.start()
 
     def length(self, loader: Loader, length: int) -> int:

@@ -127,7 +127,7 @@ def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Put the gradients of the user's parameters aside: a copy may reach a module that is none of its own."""
+    """Put the gradients of the user's parameters aside: a copy may share a module with its original."""
     gradients = [(parameter, parameter.grad) for parameter in {id(one): one for one in parameters}.values()]
     try:
         for parameter, _ in gradients:

@@ -92,17 +92,21 @@ def _at_third(module, x):
         module.scale.mul_(x.abs().mean())
 
 
-def scaled(setup, write, steps=5):
-    model = _Scaled(write)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def loop(setup, model, steps, lr, after_backward=lambda *_: None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     setup.setup(model, optimizer)
     generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+    for step in range(steps):
         x = torch.randn(8, 6, generator=generator)
         optimizer.zero_grad()
         mse_loss(model(setup.share(x)), setup.share(x[:, :3])).backward()
+        after_backward(step, model, setup.share(x))
         optimizer.step()
     return model
+
+
+def scaled(setup, write, steps=5):
+    return loop(setup, _Scaled(write), steps, 0.1)
 
 
 @pytest.mark.parametrize("write", [_at_first, _past_the_version, _at_third])
@@ -192,17 +196,7 @@ def test_buffers_are_the_mean_or_those_of_rank_0(team, sync):
 
 
 def by_hand(setup, write, steps=3):
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    setup.setup(model, optimizer)
-    generator = torch.Generator().manual_seed(1)
-    for step in range(steps):
-        x = torch.randn(8, 6, generator=generator)
-        optimizer.zero_grad()
-        mse_loss(model(setup.share(x)), setup.share(x[:, :3])).backward()
-        write(step, model, setup.share(x))
-        optimizer.step()
-    return model
+    return loop(setup, nn.Linear(6, 3), steps, 0.5, write)
 
 
 def test_gradients_put_in_the_place_of_means_are_averaged(team):
