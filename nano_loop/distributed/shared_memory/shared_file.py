@@ -133,12 +133,14 @@ def map_by_name(path: Path, rank: int, size: int) -> mmap.mmap:
     Raises
     ------
     NanoError
-        If this rank cannot make or map the file. In the others, `refuse_failed` raises then.
+        If this rank cannot make or map the file. In the others, `refuse_failed` raises then. The first failure is
+        named on all ranks.
     """
     try:
         make_at_once(str(path), size)
         return map_whole(str(path), size)
     except (OSError, NanoError) as error:
+        refuse_failed(path)  # a rank that has failed takes the file away, so this one cannot map it either
         # A short link takes no room in a file system in memory. Without one, the others see this rank fail.
         with suppress(OSError):
             _failed(path).symlink_to(f"{size} rank {rank}: {error}"[:_SHORT])

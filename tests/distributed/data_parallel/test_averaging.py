@@ -785,11 +785,12 @@ def test_different_numbers_of_steps_raise_on_every_rank(team):
         optimizer.step(lambda: None)
 
     def loop(setup):
-        setup.ranks.mean, mean = lambda value: value, setup.ranks.mean
-        setup.averaging._compare = False  # nothing is averaged
+        setup.ranks.mean, mean = lambda value: value, setup.ranks.mean  # nothing is averaged
+        alone = Setup(setup.ranks, compare=False)
         try:
-            return diverging(setup, "rank 0 has 4, rank 1 has 5", change)
+            return diverging(alone, "rank 0 has 4, rank 1 has 5", change)
         finally:
+            alone.close()
             setup.ranks.mean = mean
 
     assert team(2)(trained, loop) == [True] * 2

@@ -190,6 +190,17 @@ def test_rank_of_a_group_that_cannot_map_its_memory_is_named_on_every_rank_at_on
         assert soon
 
 
+def test_rank_whose_file_another_has_taken_away_names_the_failure_of_that_one(tmp_path):
+    path = tmp_path / "file"
+
+    def taken_away(*_):
+        path.with_name("file.failed").symlink_to("10 rank 0: full")
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    with mock.patch.object(shared_file, "map_whole", taken_away), pytest.raises(NanoError, match="rank 0: full"):
+        shared_file.map_by_name(path, 1, 10)
+
+
 # --- files ---
 
 
