@@ -26,6 +26,10 @@ _PRESETS = "torchvision.transforms._presets"
 #: and to read them, in this module. There is no public place between them and the files.
 FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 
+#: The module, and the function in it, that makes an optimizer's state of a flattened one by the keys of its live groups.
+#: The public functions around it are imported by name, and give the rest no chance.
+FLATTENED_STATES = ("torch.distributed.checkpoint.state_dict", "_unflatten_optim_state_dict")
+
 #: An operator without a public name: attention by blocks on the CPU.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
