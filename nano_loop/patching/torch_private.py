@@ -26,8 +26,8 @@ _PRESETS = "torchvision.transforms._presets"
 #: and to read them, in this module. There is no public place between them and the files.
 FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 
-#: The module, and the function in it, that makes an optimizer's state of a flattened one by the keys of its live groups.
-#: The public functions around it are imported by name, and give the rest no chance.
+#: The module and the function in it that makes the state of an optimizer from a flattened one, by the keys of the live
+#: groups. The public functions that call it are imported by name, so a replacement of them would not be seen.
 FLATTENED_STATES = ("torch.distributed.checkpoint.state_dict", "_unflatten_optim_state_dict")
 
 #: An operator without a public name: attention by blocks on the CPU.

@@ -75,7 +75,7 @@ def test_flattened_state_of_a_plain_loop_loads_in_a_run(objects):
     model, optimizers = objects()
     loaded = of_run(load, model, optimizers, flattened(*plain))
     assert [entry.keys() for entry in loaded] == [ENTRIES.keys()] * 2
-    assert [*optimizers[0].state.values()][0]["step"] == 1
+    assert next(iter(optimizers[0].state.values()))["step"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -65,8 +65,8 @@ def _completed(unflatten: Callable[..., Any]) -> Callable[..., Any]:
         state = unflatten(optimizer, state_dict, *args, **kwargs)
         for group in state["param_groups"]:
             for key in (RAMP, *SCALE):
-                keys = [f"param_groups.{name}.{key}" for name in group["params"]]
-                group.update({key: state_dict[flat] for flat in keys if flat in state_dict})
+                values = [state_dict.get(f"param_groups.{name}.{key}") for name in group["params"]]
+                group.update((key, value) for value in values if value is not None)
         return state
 
     return unflatten_with_entries

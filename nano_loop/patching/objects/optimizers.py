@@ -1,4 +1,4 @@
-"""Utilities for optimizers: the closure of a step, what it trains, and equal layouts of parameters, gradients and state.
+"""Utilities for optimizers: closures of steps, what steps train, and equal layouts of parameters, gradients and state.
 
 torch's fused CPU optimizers treat parameter, gradient and state as flat memory, without checks. If their strides
 differ, each element is silently updated with the gradient of another element (pytorch#110758 reports it for CUDA).
