@@ -2,8 +2,8 @@
 
 torch divides the expanded gradient of such a mean into a tensor in NCHW. Added to another gradient of the same images,
 as in squeeze-and-excitation blocks, it makes their sum NCHW, and all that follows slow: a fifth of EfficientNet's step
-in bf16. In fp32, the backward of a ReLU takes 15 times as long with it. The mean of the images with their channels last,
-a view, has the same bits, and so has its gradient. In a run in fp32, layouts stay torch's.
+in bf16. In fp32, the backward of a ReLU takes 15 times as long with it. The mean of the images with their channels
+last, a view, has the same bits, and so has its gradient. In a run in fp32, layouts stay torch's.
 """
 
 from __future__ import annotations
