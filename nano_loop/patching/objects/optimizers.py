@@ -1,4 +1,4 @@
-"""Utilities for optimizers: the closure of a step, and equal memory layouts of parameters, gradients and state.
+"""Utilities for optimizers: closures of steps, what steps train, and equal layouts of parameters, gradients and state.
 
 torch's fused CPU optimizers treat parameter, gradient and state as flat memory, without checks. If their strides
 differ, each element is silently updated with the gradient of another element (pytorch#110758 reports it for CUDA).
@@ -58,6 +58,15 @@ def once_gradients_exist(check: Callable[[Optimizer], None]) -> Callable[[Optimi
         return with_closure(args, kwargs, checked)
 
     return before_step
+
+
+def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that a step would train now: with a gradient, and a learning rate other than 0.
+
+    `torch.distributed.checkpoint` makes the state of a new optimizer by a step with gradients and rates of 0.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("lr") is None or group["lr"]]
+    return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
 
 
 # --- hooks of all optimizers ---
