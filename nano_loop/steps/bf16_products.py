@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.config.options import Options
@@ -112,10 +113,10 @@ class Bf16Products(Step):
         self._in_force: dict[Replacement, ExitStack] = {}
         self._multiplications: Counter[str] = Counter()
         self._kinds: set[_Kind] = set()
-        self._optimizers: set[int] = set()
+        self._optimizers: Any = WeakIdKeyDictionary()
         self._steps = 0
         self._before_looking: Counter[str] = Counter()
-        self._models: list[nn.Module] = []
+        self._models: dict[str, None] = {}  # the names of their classes
         self._all_round: bool | None = None
 
     @property
@@ -152,10 +153,10 @@ class Bf16Products(Step):
             interceptor = self.interceptors.for_model(model)
             rules: Mapping[str, Rule] = {RULE: self._note}
             interceptor.rules = {**interceptor.rules, **rules}
-            self._models.append(model)
+            self._models[class_name(model)] = None
         for optimizer in parts.optimizers:
-            if id(optimizer) not in self._optimizers:
-                self._optimizers.add(id(optimizer))
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = True
                 self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
         self._steps = 0
         return self.options.kind.summary
@@ -165,7 +166,7 @@ class Bf16Products(Step):
         """Return that no product was large enough, or None."""
         if self._multiplications or not self._models:
             return None
-        names = ", ".join(dict.fromkeys(map(class_name, self._models)))
+        names = ", ".join(self._models)
         return StepResult(self.name, "skipped", f"fp32 for {names}: no product was large enough", code="too_small")
 
     def _note(self, kind: str, multiplications: int, packed: int) -> None:
