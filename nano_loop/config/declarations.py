@@ -122,8 +122,8 @@ class Declarations:
         "as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
     )
     fast_cross_entropy: bool | Literal["auto"] = step(
-        'Cross-entropy over many classes in two passes over the logits, in reduced precision and with `"bf16-products"`: '
-        "less time, and a third of the memory. Needs a C compiler, at first use."
+        "Cross-entropy over many classes in two passes over the logits, in reduced precision and with "
+        '`"bf16-products"`: less time, and a third of the memory. Needs a C compiler, at first use.'
     )
     fast_norm: bool | Literal["auto"] = step(
         "Batch, group and layer norms at twice the speed of torch's kernels, in reduced precision, and with "

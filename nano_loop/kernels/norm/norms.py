@@ -1,8 +1,9 @@
 """Batch norm, group norm and layer norm at the rate of the memory, forward and backward, of tensors in fp32 or bf16.
 
 torch's kernels convert bf16 element by element, or compute in one thread for each group, and reach a tenth to a half of
-the memory's rate. In fp32, they do not everywhere, and are left where they are as fast. A C function (``norms.c``) reads a tensor for its statistics and again for the result, and the two
-tensors of a backward likewise. Weights and statistics are in fp32, as under autocast.
+the memory's rate. Many of those for fp32 reach all of it, and are kept. A C function (``norms.c``) reads a tensor for
+its statistics and again for the result, and the two tensors of a backward likewise. Weights and statistics are in fp32,
+as under autocast.
 
 The kernels for the CPU are replaced, below autograd and the transforms of torch.func. So derivatives of derivatives,
 hooks, checkpoints and vmap are torch's.

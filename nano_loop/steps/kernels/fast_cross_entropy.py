@@ -20,8 +20,9 @@ MANY = 1000
 class FastCrossEntropy(KernelStep):
     """Replaces `torch.nn.functional.cross_entropy` for the logits of set-up models.
 
-    It is for reduced precision, and for models whose products round. Gains most where a language model has many words: torch needs tensors of several times the size of the logits.
-    Logits and targets of other shapes, and class weights, are torch's.
+    It is for reduced precision, and for models whose products round. Gains most where a language model has many words:
+    torch needs tensors of several times the size of the logits. Logits and targets of other shapes, and class weights,
+    are torch's.
     """
 
     name = "fast_cross_entropy"

@@ -72,7 +72,8 @@ def test_fp32_is_computed_where_products_round_and_torch_is_slower(called, monke
     called.clear()
     expected, report = trained(case, **options, **{case.kind.name: False})
     assert not called
-    assert_near(found, expected, dict.fromkeys(("losses", "state"), {"rtol": 1e-4, "atol": 1e-6}))
+    bound = {"rtol": 1e-4, "atol": 1e-6}
+    assert_near(found, expected, {"losses": bound, "state": bound})
 
 
 @ONE_OF_EACH
