@@ -194,9 +194,9 @@ def test_rules_of_listed_operators_stay(measuring):
     found = []
 
     def look(model, optimizer, batches):
-        from nano_loop.patching.calls.calls import _interceptors
+        from nano_loop.patching.ownership import call_state
 
-        (interceptor,) = _interceptors[id(model)]
+        (interceptor,) = call_state.interceptors[id(model)]
         found.extend(interceptor.rules)
         return fit(model, optimizer, batches)
 
