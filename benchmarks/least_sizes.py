@@ -5,7 +5,7 @@ first steps are not timed. A row has the medians of the ratios of blocks beside 
 largest: above 1, "bf16-products" is faster. What the tuner has measured is kept from block to block.
 
 ``--sizes`` trains single layers of growing sizes in which every product rounds, without the tuner. Where the ratio to
-32 crosses 1, by the multiplications of a product, is its least size in `nano_loop.kernels.rounding`.
+32 crosses 1, by the multiplications of a product on each thread, is its least size in `nano_loop.kernels.rounding`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def every_product_rounded() -> Iterator[None]:
     """Let products of all sizes round their inputs that the kernels take."""
     least, smallest = dict(rounding.MIN_MULTIPLICATIONS), bf16_products.SMALLEST_WEIGHT
     try:
-        rounding.MIN_MULTIPLICATIONS.update(dict.fromkeys(least, 1))
+        rounding.MIN_MULTIPLICATIONS.update(dict.fromkeys(least, 0))
         bf16_products.SMALLEST_WEIGHT = 1
         yield
     finally:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from nano_loop.patching.objects.optimizers import hook_after_steps
 
 #: How long measurements may take: this many steps, and from then on this share of the time of the run. One that would
 #: take longer is given up when that is seen, so a hundred steps take less than 3% more.
@@ -35,7 +35,7 @@ class Budget:
         self._first = self._last = 0.0
         self._steps = 0
         self._step: float | None = None
-        self._hook = register_optimizer_step_post_hook(self._note)
+        self._hook = hook_after_steps(self._note)
 
     def left(self, spent: float) -> float:
         """Return how many seconds measurements may still take, where `spent` have been spent before."""

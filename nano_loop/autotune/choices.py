@@ -16,7 +16,7 @@ from nano_loop.cpu import Machine
 from nano_loop.version import __version__
 
 #: Of the file, and of the algorithms: a choice among fewer algorithms is not used.
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Choice(NamedTuple):

@@ -15,7 +15,7 @@ from nano_loop.autotune.choices import Choice, Choices
 #: Computes once, and returns all that is computed.
 Algorithm = Callable[[], Sequence[Tensor]]
 
-#: How much faster an algorithm has to be than the guess to replace it, and how much slower to be measured no further.
+#: How many times as fast as another an algorithm has to be to replace it, and as slow to be measured no further.
 PAYS, HOPELESS = 1.05, 1.3
 #: In which share of the rounds it has to be faster: in all of three.
 _NEARLY_ALWAYS = 0.75
@@ -48,6 +48,10 @@ class Race(NamedTuple):
         How many times as large as that of torch's algorithm the error of another may be, both against the reference.
     bound : float
         How large the error of another may be where torch's algorithm is the reference.
+    pays : float
+        How many times as fast as the guess an algorithm has to be to replace it.
+    torchs_is_beaten : bool
+        Whether that is said of torch's algorithm in place of the guess, because the others are less exact.
     """
 
     algorithms: Mapping[str, Algorithm]
@@ -55,6 +59,8 @@ class Race(NamedTuple):
     reference: Algorithm | None
     as_exact: float = 1.2
     bound: float = _ROUNDING
+    pays: float = PAYS
+    torchs_is_beaten: bool = False
 
 
 class Tuner:
@@ -138,25 +144,26 @@ def fastest(race: Race, guess: str, seconds: float, timer: Callable[[], float] =
     """Time algorithms in turn, and return the choice, or None if that would take longer than `seconds`.
 
     One that is less exact than torch's is left out, and one that is far slower than another is timed no further. On a
-    busy machine, each may be disturbed, so one replaces the guess only if it was faster nearly each time.
+    busy machine, each may be disturbed, so one replaces another only if it was faster nearly each time.
     """
     begun = timer()
     first = _as_exact(race, timer, seconds)
     if first is None:
         return None
     guess = guess if guess in first else race.torchs
+    beaten = race.torchs if race.torchs_is_beaten else guess
     # The first time is not to be trusted, but by far.
-    in_time = [name for name, time_ in first.items() if name == guess or time_ <= _FAR * HOPELESS * first[guess]]
+    in_time = [name for name, time_ in first.items() if name == beaten or time_ <= _FAR * HOPELESS * first[beaten]]
     if len(in_time) > 1 and timer() - begun + _LEAST * sum(first[name] for name in in_time) > seconds:
         return None
-    times = _timed(race, guess, in_time, timer)
+    times = _timed(race, beaten, in_time, timer)
     shortest = {name: min(times.get(name, [time_])) for name, time_ in first.items()}
-    faster = [name for name, time in times.items() if name != guess and _is_faster(time, times[guess])]
-    algorithm = min(faster, key=lambda name: shortest[name], default=guess)
+    faster = [name for name, time in times.items() if name != beaten and _is_faster(time, times[beaten], race.pays)]
+    algorithm = min(faster, key=lambda name: shortest[name], default=beaten)
     return Choice(algorithm, guess, {name: value * 1e3 for name, value in shortest.items()})
 
 
-def _timed(race: Race, guess: str, in_time: list[str], timer: Callable[[], float]) -> dict[str, list[float]]:
+def _timed(race: Race, beaten: str, in_time: list[str], timer: Callable[[], float]) -> dict[str, list[float]]:
     """Return the times of algorithms that have taken turns until the end; nothing where there is only one."""
     times: dict[str, list[float]] = {name: [] for name in in_time}
     begun = timer()
@@ -168,14 +175,14 @@ def _timed(race: Race, guess: str, in_time: list[str], timer: Callable[[], float
             race.algorithms[name]()
             times[name].append(timer() - start)
         best = min(min(times[name]) for name in in_time)
-        in_time = [name for name in in_time if name == guess or min(times[name]) <= HOPELESS * best]
+        in_time = [name for name in in_time if name == beaten or min(times[name]) <= HOPELESS * best]
     return {name: times[name] for name in in_time if times[name]}
 
 
-def _is_faster(times: Sequence[float], of_guess: Sequence[float]) -> bool:
-    """Whether an algorithm was faster than the guess by enough, and nearly always."""
-    wins = sum(a < b for a, b in zip(times, of_guess, strict=True))
-    return PAYS * min(times) < min(of_guess) and wins >= _NEARLY_ALWAYS * len(times)
+def _is_faster(times: Sequence[float], of_beaten: Sequence[float], pays: float) -> bool:
+    """Whether an algorithm was faster than another by enough, and nearly always."""
+    wins = sum(a < b for a, b in zip(times, of_beaten, strict=True))
+    return pays * min(times) < min(of_beaten) and wins >= _NEARLY_ALWAYS * len(times)
 
 
 def _as_exact(race: Race, timer: Callable[[], float], seconds: float) -> dict[str, float] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nano_loop.kernels.replacement import Choose
@@ -21,9 +22,9 @@ ALGORITHM = "rounding of products"
 FP32, ROUNDED = "fp32", "rounded"
 
 PRODUCT, CONVOLUTION, ATTENTION, LSTM = "product", "convolution", "attention", "lstm"
-#: Number of multiplications by the kind of product from which on it rounds. Below it, what surrounds the product
-#: usually exceeds the gain. It is a first guess where algorithms are measured.
-MIN_MULTIPLICATIONS = {PRODUCT: 1 << 23, CONVOLUTION: 1 << 24, ATTENTION: 1 << 22, LSTM: 1 << 22}
+#: Number of multiplications of a thread by the kind of product from which on it rounds. Below it, what surrounds the
+#: product usually exceeds the gain. It is a first guess where algorithms are measured.
+MIN_MULTIPLICATIONS = {PRODUCT: 1 << 22, CONVOLUTION: 1 << 25, ATTENTION: 1 << 22, LSTM: 1 << 21}
 #: Products of less than this share of these multiplications are fp32 without a measurement, which takes time too.
 _NEVER = 1 / 8
 
@@ -48,12 +49,12 @@ class Arguments(NamedTuple):
 
 def may_round(kind: str, multiplications: int) -> bool:
     """Return whether a product may round: it is large enough, and torch computes for a model whose products do."""
-    return multiplications >= _NEVER * MIN_MULTIPLICATIONS[kind] and rule_for(RULE) is not None
+    return is_large(kind, multiplications / _NEVER) and rule_for(RULE) is not None
 
 
-def is_large(kind: str, multiplications: int) -> bool:
+def is_large(kind: str, multiplications: float) -> bool:
     """Return whether a product that may round does so without a measurement."""
-    return multiplications >= MIN_MULTIPLICATIONS[kind]
+    return multiplications >= MIN_MULTIPLICATIONS[kind] * torch.get_num_threads()
 
 
 def rounds(

@@ -2,16 +2,22 @@
 
 The user's objects are unchanged (`type(layer) is nn.Linear`, `copy.deepcopy`, `pickle`) only if nothing is attached to
 the objects themselves. So the replacement is attached to the class, once, and looks the object up in a table.
+
+A method of the user's classes is replaced for instances alone. Its class returns the original: `pickle` looks that up
+by name, and cloudpickle and dill send it with a class of the script.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from nano_loop.patching.patch_table import shared_change, values_in_force
+from nano_loop.patching.torch_private_compiler import never_compiled
 
 _ABSENT = object()
 
@@ -36,6 +42,29 @@ class _Replacement(NamedTuple):
         return True
 
 
+class _ReplacedMethod:
+    """A class attribute that binds a replacement to instances, and that is the original for the class and for picklers.
+
+    Parameters
+    ----------
+    original, replacement : function
+        `torch.compile` traces the replacement only where it is a plain function.
+    """
+
+    def __init__(self, original: FunctionType, replacement: FunctionType) -> None:
+        self.original = original
+        self.replacement = replacement
+
+    def __get__(self, instance: object, kind: type | None = None) -> Any:
+        return self.original if instance is None else self.replacement.__get__(instance, kind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itemgetter(0), ((self.original,),)  # another process may be without nano_loop
+
+
+# What torch makes of it alone gets the bound method by calling it again, without an end.
+never_compiled(_ReplacedMethod.__get__)
+
 _suspension = threading.RLock()
 
 
@@ -47,7 +76,8 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractConte
     owner : type or module
         Subclasses of a class inherit the replacement.
     name : str
-        The name of the attribute. If a class inherits it, the replacement is set on the class itself.
+        The name of the attribute. If a class inherits it, the replacement is set on the class itself. A class of the
+        user's returns the original of a method, as in ``Net.score(model, x)``.
     make : callable
         Takes the attribute, as returned by ``getattr(owner, name)``, or None if there is none, and returns the
         replacement. It is called for the first user only, so use the same `make` for all replacements of an attribute.
@@ -68,6 +98,17 @@ def suspended(base: type) -> Iterator[None]:
                     replacement.put()
 
 
+def defined_in(owner: type) -> Mapping[str, Any]:
+    """Return the attributes that a class itself has, without their replacements."""
+    values = vars(owner).items()
+    return {name: value.original if isinstance(value, _ReplacedMethod) else value for name, value in values}
+
+
+def library(owner: type) -> str:
+    """Return the name of the package that a class is from."""
+    return owner.__module__.partition(".")[0]
+
+
 def _replacements_in(base: type) -> list[_Replacement]:
     replacements = (value for value in values_in_force() if isinstance(value, _Replacement))
     return [made for made in replacements if isinstance(made.owner, type) and issubclass(made.owner, base)]
@@ -75,8 +116,12 @@ def _replacements_in(base: type) -> list[_Replacement]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Any]:
-    original = vars(owner).get(name, _ABSENT)
-    made = _Replacement(owner, name, original, make(getattr(owner, name, None)))
+    original, current = vars(owner).get(name, _ABSENT), getattr(owner, name, None)
+    value = make(current)
+    if isinstance(owner, type) and isinstance(current, FunctionType) and isinstance(value, FunctionType):
+        # What torch's classes define is called by their subclasses as `nn.Conv2d.forward(self, x)`, too.
+        value = value if library(owner) == "torch" else _ReplacedMethod(current, value)
+    made = _Replacement(owner, name, original, value)
     made.put()
     try:
         yield made

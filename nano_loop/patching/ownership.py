@@ -15,8 +15,10 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import current_node_number, next_node_number
 
 _MOST_CALLS = 1 << 16
@@ -38,7 +40,12 @@ class CallState(threading.local):
         Whether the thread is inside a call that is intercepted.
     accelerated : bool
         Whether that call is into a set-up model, and not into one that is to compute as the plain loop does.
+    interceptors : dict
+        Of all threads, the interceptors of a module, by its id. There are several if runs of several threads, or nested
+        runs, have set it up.
     """
+
+    interceptors: dict[int, tuple[Any, ...]] = process_wide("interceptors of calls, by module", {})
 
     def __init__(self) -> None:
         self.in_call = False  # on the object: `torch.compile` guards on whether it is there
@@ -46,6 +53,10 @@ class CallState(threading.local):
         self.modules = NONE  # by the id of a module
         self.rules = NO_RULES  # by the name of an operator
         self.suspended: frozenset[str] = frozenset()  # the operators whose rules do not count now
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a state in which nothing is intercepted, for cloudpickle sends a bound method with its globals."""
+        return SimpleNamespace, (), {"in_call": False, "interceptors": {}}
 
 
 class _Graphs(threading.local):

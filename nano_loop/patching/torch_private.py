@@ -26,6 +26,10 @@ _PRESETS = "torchvision.transforms._presets"
 #: and to read them, in this module. There is no public place between them and the files.
 FILE_CLASSES = ("torch._C", "PyTorchFileWriter", "PyTorchFileReader")
 
+#: The module and the function in it that makes the state of an optimizer from a flattened one, by the keys of the live
+#: groups. The public functions that call it are imported by name, so a replacement of them would not be seen.
+FLATTENED_STATES = ("torch.distributed.checkpoint.state_dict", "_unflatten_optim_state_dict")
+
 #: An operator without a public name: attention by blocks on the CPU.
 FLASH_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nano_loop.config.protocol import Command
@@ -23,6 +22,7 @@ from nano_loop.cpu import Machine
 from nano_loop.cpu.native_output import without_lines
 from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.patching.attributes import replaced
+from nano_loop.patching.objects.optimizers import hook_after_steps, hook_before_steps
 from nano_loop.profiling import PROFILED, STEPS, TIMED, UNCOUNTED, WARMUP
 from nano_loop.profiling.kinds import (
     AVERAGING_EVENT,
@@ -63,8 +63,8 @@ class _Recorder:
         self._plain: list[float] = []
         self._profiled: list[_Profiled] = []
         self._open: list[Any] = []  # a mark for each optimizer that steps
-        register_optimizer_step_pre_hook(self._mark)
-        register_optimizer_step_post_hook(self._note)
+        hook_before_steps(self._mark)
+        hook_after_steps(self._note)
         replaced(Averaging, "average", _named).__enter__()  # until the process ends
 
     def _is_here(self) -> bool:

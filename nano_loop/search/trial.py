@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from nano_loop.cpu import peak_memory
@@ -20,6 +19,7 @@ from nano_loop.distributed.comm.ranks import Loop
 from nano_loop.distributed.files.private_files import guard_files
 from nano_loop.distributed.payload.payload import load
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.objects.optimizers import hook_after_steps
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.trial_processes import Line
@@ -91,7 +91,7 @@ class _Gate:
         self._seconds: list[float] = []
         self._took_steps = False
         self._last = time.perf_counter()
-        self._hook = register_optimizer_step_post_hook(self._note)
+        self._hook = hook_after_steps(self._note)
 
     def took_steps(self) -> bool:
         """Whether there was a step since the last call. The loop may go on with another optimizer."""

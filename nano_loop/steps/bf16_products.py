@@ -77,6 +77,11 @@ _KINDS = (
 )
 
 
+def has_large_products(model: nn.Module) -> bool:
+    """Whether a model may have products that are large enough to round."""
+    return any(kind.is_for(model) for kind in _KINDS)
+
+
 def reason_against(options: Options, machine: Machine) -> SkipReason | None:
     """Return why this process computes products in fp32, or None."""
     if options.use_ipex:
@@ -134,7 +139,7 @@ class Bf16Products(Step):
             return SkipReason("other_ranks", "fp32, as on a rank that cannot round")
         if parts.models and not any(map(_has_fp32, parts.models)):
             return SkipReason("not_fp32", "the model has no parameters in fp32")
-        if not any(kind.is_for(model) for kind in _KINDS for model in parts.models):
+        if not any(map(has_large_products, parts.models)):
             return SkipReason("too_small", "fp32, since no layer is large enough for bf16 to pay")
         return None
 

@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.patching.objects.checkpoint_entries import RAMP, flattened_states_complete, pop_entry, with_entries
 from nano_loop.patching.objects.optimizers import Closure, closure_of, with_closure
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -25,8 +26,6 @@ from nano_loop.steps.step import RanksStep, SkipReason
 
 #: Number of steps over which the ratio grows from 1 to the number of ranks.
 WARM_UP = 1000
-#: The key in the first parameter group of a checkpoint that holds the number of steps taken.
-KEY = "auto_lr_step"
 
 
 class LearningRate(RanksStep):
@@ -66,6 +65,7 @@ class LearningRate(RanksStep):
         for optimizer, step in zip(new, taken, strict=True):
             self._ramps[id(optimizer)] = _Ramp(optimizer, self.ranks, step)
             self._start(self._ramps[id(optimizer)])
+        self.undoing.enter_context(flattened_states_complete())
         ramps = f"ramps to {self.ranks.size}× over {WARM_UP:,} steps (auto_lr)"
         return "; ".join(dict.fromkeys([ramps, *(refusal.detail for refusal in refusals.values() if refusal)]))
 
@@ -114,10 +114,10 @@ def _pop_steps_taken(optimizer: Optimizer) -> int:
     It is the one of a checkpoint that was loaded outside a run, which has left it in the groups; or else that of the
     last run, unless a checkpoint was loaded since, which has replaced the groups.
     """
-    saved = [group.pop(KEY) for group in optimizer.param_groups if KEY in group]
+    saved = pop_entry(optimizer, RAMP)
     before = _progress.pop(optimizer, None)
-    if saved:
-        return int(saved[0])
+    if saved is not None:
+        return int(saved)
     return before.step if before is not None and before.groups is optimizer.param_groups else 0
 
 
@@ -147,14 +147,12 @@ class _Ramp:
 
     def into_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state_dict` with the step in the first group."""
-        first, *others = state_dict["param_groups"]
-        return {**state_dict, "param_groups": [{**first, KEY: self.step}, *others]}
+        return with_entries(state_dict, {RAMP: self.step})
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Continue from the checkpoint's step, or from 0 if it has none."""
         self._scaled.clear()  # these groups were replaced
-        steps = [group.pop(KEY) for group in optimizer.param_groups if KEY in group]
-        self.step = int(steps[0]) if steps else 0
+        self.step = int(pop_entry(optimizer, RAMP) or 0)
 
     def keep_progress(self) -> None:
         """Let the next run of the optimizer continue the ramp."""

@@ -11,15 +11,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.errors import error_message
+from nano_loop.patching.objects.checkpoint_entries import SCALE, flattened_states_complete, pop_entry, with_entries
 from nano_loop.precision.autocast.dtype_errors import note
 from nano_loop.precision.autocast.loss_scale import LossScale
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import Step
-
-#: The keys in the first parameter group of a checkpoint that hold the scale, and the backwards since it was changed.
-KEYS = ("loss_scale", "loss_scale_good")
-
 
 #: What torch raises for gradients that are not finite: `clip_grad_norm_`, where it is asked to, and anomaly mode.
 _ABOUT_OVERFLOW = re.compile("is non-finite|returned nan values")
@@ -49,6 +46,7 @@ class LossScaling(Step):
         if not self._scaling:
             self._scaling = True
             self.undoing.enter_context(self._scale.scaling())
+            self.undoing.enter_context(flattened_states_complete())
         for optimizer in parts.optimizers:
             if id(optimizer) not in self._optimizers:
                 self._optimizers[id(optimizer)] = optimizer
@@ -95,8 +93,7 @@ class LossScaling(Step):
             self._scale.value, self._scale.good = state
 
     def _into_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        first, *others = state_dict["param_groups"]
-        return {**state_dict, "param_groups": [{**first, **dict(zip(KEYS, self._state(), strict=True))}, *others]}
+        return with_entries(state_dict, dict(zip(SCALE, self._state(), strict=True)))
 
 
 # The scale at the end of an optimizer's last run: a function that is called once an epoch continues with it.
@@ -105,6 +102,5 @@ _last: WeakKeyDictionary[Optimizer, tuple[float, int]] = WeakKeyDictionary()
 
 def _pop(optimizer: Optimizer) -> tuple[float, int] | None:
     """Take the scale out of the groups of an optimizer, in which a checkpoint has left it."""
-    saved = [[group.pop(key, None) for key in KEYS] for group in optimizer.param_groups]
-    states = [(float(scale), int(steps or 0)) for scale, steps in saved if scale]
-    return states[0] if states else None
+    scale, good = (pop_entry(optimizer, key) for key in SCALE)
+    return (float(scale), int(good or 0)) if scale else None

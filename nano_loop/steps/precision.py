@@ -16,6 +16,7 @@ from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 from nano_loop.patching.calls.calls import DTYPES, Call, CallInterceptor, CallWrapper
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
 from nano_loop.patching.nested_tensors import Substitution, shares_memory
+from nano_loop.patching.objects.optimizers import trained_by
 from nano_loop.patching.ownership import Rule
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
 from nano_loop.precision.autocast.call_under_autocast import CallUnderAutocast
@@ -167,9 +168,7 @@ def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
 
 
 def _is_trained(model: nn.Module, optimizer: Optimizer) -> bool:
-    held = {
-        id(parameter) for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-    }
+    held = set(map(id, trained_by(optimizer)))
     return any(id(parameter) in held for parameter in model.parameters())
 
 

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
-from nano_loop.patching.objects.optimizers import closure_of, with_closure
+from nano_loop.patching.objects.optimizers import closure_of, hook_before_steps, with_closure
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import below_torch_functions
 from nano_loop.precision.autocast.conversion import convert_data
@@ -47,7 +46,7 @@ class Rounding(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         if not self._models and parts.models:
-            self.undoing.callback(register_optimizer_step_pre_hook(self._look).remove)
+            self.undoing.callback(hook_before_steps(self._look).remove)
         for optimizer in parts.optimizers:
             self._take(optimizer)
         for model in parts.models:

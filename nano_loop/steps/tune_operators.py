@@ -12,7 +12,7 @@ from nano_loop.autotune.tuner import Tuner
 from nano_loop.patching.ownership import Rule
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.bf16_products import reason_against
+from nano_loop.steps.bf16_products import has_large_products, reason_against
 from nano_loop.steps.step import SkipReason, Step
 
 #: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
@@ -49,9 +49,13 @@ class TuneOperators(Step):
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         reason = self._own_reason()
-        if reason is None and self._agreed_to is False:
+        if reason is not None:
+            return reason
+        if self._agreed_to is False:
             return SkipReason("other_ranks", "another rank computes in another precision")
-        return reason
+        if self.options.kind.rounds_products and parts.models and not any(map(has_large_products, parts.models)):
+            return SkipReason("too_small", "no layer is large enough for a choice")
+        return None
 
     def _reason_of_precision(self) -> SkipReason | None:
         if self.options.kind.rounds_products:

@@ -65,6 +65,15 @@ def test_guess_stays_where_it_is_nearly_as_fast(shop):
     assert chosen(shop, torchs=[0.0100], guessed=[0.0106], guess="guessed") == "torchs"
 
 
+def test_algorithm_that_is_less_exact_than_torch_s_replaces_it_only_by_more_and_so_does_the_guess(shop):
+    def chosen_over(seconds, guess):
+        race = shop.race(torchs=[0.0100], other=[seconds])._replace(pays=1.2, torchs_is_beaten=True)
+        return fastest(race, guess, 1e6, shop.clock).algorithm
+
+    assert [chosen_over(seconds, "other") for seconds in (0.0082, 0.0085)] == ["other", "torchs"]
+    assert [chosen_over(seconds, "torchs") for seconds in (0.0082, 0.0085)] == ["other", "torchs"]
+
+
 def test_algorithm_that_was_slower_once_is_not_kept_for_a_disturbed_machine(shop):
     def disturbed(name, seconds):
         return lambda: shop.algorithm(name, seconds[min(shop.computed.count(name), len(seconds) - 1)])()

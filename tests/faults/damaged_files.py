@@ -79,10 +79,6 @@ FAULTS = [
             ("an entry claims more pixels than it has bytes", lambda folder: None),
             ("an entry takes more than the memory", lambda folder: os.truncate(folder / _KEY[:2] / _KEY[2:], 1 << 40)),
             ("the count of bytes is damaged", lambda folder: (folder / "used").write_bytes(b"\xff" * 16)),
-            (
-                "a pipe has the name of the count",
-                lambda folder: (folder / "used").unlink() or os.mkfifo(folder / "used"),
-            ),
         )
     ),
     *(

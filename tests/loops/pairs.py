@@ -513,7 +513,7 @@ def every_size_worth_it(config):
 def rounding_every_product(patch):
     """Let products of all sizes round their inputs."""
     for kind in rounding.MIN_MULTIPLICATIONS:
-        patch.setitem(rounding.MIN_MULTIPLICATIONS, kind, 1)
+        patch.setitem(rounding.MIN_MULTIPLICATIONS, kind, 0)
     patch.setattr(product, "FEWEST", 1)
     patch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
 

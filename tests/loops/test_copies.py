@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import cloudpickle
 import pytest
 import torch
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -92,6 +93,14 @@ MODEL = """
 
         def forward(self, x):
             return self.head(self.block(x).mean((2, 3)))
+
+    class Doubled(torch.utils.data.DataLoader):
+        def __iter__(self):
+            return (2 * batch for batch in super().__iter__())
+
+    class Ascent(torch.optim.SGD):
+        def train(self):
+            return "ascends"
 """
 
 READER = """
@@ -124,6 +133,14 @@ READER = """
     strict = Net()
     strict.load_state_dict(torch.load(folder / "state.pt"))
     torch.testing.assert_close(strict(x), expected)
+
+    model, forward, loader, optimizer = pickle.loads((folder / "by_value.bin").read_bytes())
+    assert type(model) is not Net
+    assert type(model).forward.__code__ == Net.forward.__code__
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(forward(x), model.block(x))
+    assert [*loader] == [0, 2, 4]
+    assert optimizer.train() == "ascends"
 """
 
 
@@ -144,7 +161,7 @@ def net_of_the_user(tmp_path, monkeypatch):
 )
 def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_the_user, options):
     @nano(verbose=False, **options)
-    def save(model, optimizer, x):
+    def save(model, optimizer, loader, x):
         model(x).square().mean().backward()
         optimizer.step()
         torch.save(model, tmp_path / "saved.pt")
@@ -152,13 +169,34 @@ def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_
         torch.save(model.state_dict(), tmp_path / "state.pt")
         (tmp_path / "pickled.bin").write_bytes(pickle.dumps(model))
         assert type(copy.deepcopy(model)) is net_of_the_user.Net
+        cloudpickle.register_pickle_by_value(net_of_the_user)  # as what a script defines
+        parts = model, model.block.forward, loader, optimizer
+        (tmp_path / "by_value.bin").write_bytes(cloudpickle.dumps(parts))
+        cloudpickle.unregister_pickle_by_value(net_of_the_user)
 
     model, x = net_of_the_user.Net(), torch.randn(2, 3, 5, 5)
-    save(model, torch.optim.Adam(model.parameters()), x)
+    numbers = net_of_the_user.Doubled(torch.arange(3), batch_size=None)
+    save(model, net_of_the_user.Ascent(model.parameters(), 1e-3), numbers, x)
     torch.save((x, model(x).detach()), tmp_path / "example.pt")
     reader = [sys.executable, "-W", "error", tmp_path / "reader.py", tmp_path]
     done = subprocess.run(reader, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_references_to_methods_are_the_same_functions_in_the_loop(net_of_the_user):
+    """A configuration that names them can be pickled in the run, and one that was made in the run after it."""
+    kinds = net_of_the_user.Net, net_of_the_user.Block, net_of_the_user.Doubled, net_of_the_user.Ascent
+    before = [kinds[0].forward, kinds[1].forward, kinds[2].__iter__, kinds[3].train]
+
+    @nano(verbose=False, precision="bf16-true")
+    def train(model, optimizer, loader):
+        assert pickle.loads(pickle.dumps(before)) == before
+        assert pickle.loads(cloudpickle.dumps(optimizer.train))() == "ascends"
+        return kinds[0].forward, kinds[1].forward, kinds[2].__iter__, kinds[3].train
+
+    model = kinds[0]()
+    inside = train(model, kinds[3](model.parameters(), 0.1), kinds[2](torch.arange(3), batch_size=None))
+    assert pickle.loads(pickle.dumps(inside)) == tuple(before)
 
 
 def test_a_copy_trains_on_after_the_run():

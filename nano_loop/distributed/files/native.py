@@ -5,12 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import stat
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 from urllib.parse import quote
@@ -160,41 +157,3 @@ def _redirected(table: Table, original: Any, native: Native) -> Callable[..., An
             return original(*args, **options | {native.parameter: place})
 
     return function
-
-
-class WhenImported(MetaPathFinder):
-    """Does something with modules as soon as they have been imported, before their importers go on.
-
-    Parameters
-    ----------
-    waiting : dict
-        What is to be done, by the names of the modules; each is taken out when it is done.
-    do : callable
-        Is called with a module, and with what was to be done with it.
-    """
-
-    def __init__(self, waiting: dict[str, Any], do: Callable[[ModuleType, Any], object]) -> None:
-        self._waiting, self._do = waiting, do
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
-        if fullname not in self._waiting:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find(fullname, path, target) if find and finder is not self else None
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader.exec_module = self._executing(spec.loader.exec_module)  # type: ignore[method-assign, assignment]
-                return spec
-        return None
-
-    def _executing(self, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            if module.__name__ in self._waiting:
-                self._do(module, self._waiting.pop(module.__name__))
-
-        return exec_module

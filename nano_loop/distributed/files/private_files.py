@@ -23,10 +23,11 @@ from nano_loop.distributed.files.folder import began, discard, folders_of, place
 from nano_loop.distributed.files.functions import Functions
 from nano_loop.distributed.files.landlock import keep_writes_in
 from nano_loop.distributed.files.made_folders import MadeFolders
-from nano_loop.distributed.files.native import WhenImported, natives_by_module, replacements_in
+from nano_loop.distributed.files.native import natives_by_module, replacements_in
 from nano_loop.distributed.files.originals import real
 from nano_loop.distributed.files.replacements import Replacement
 from nano_loop.distributed.files.table import Table
+from nano_loop.patching.when_imported import WhenImported
 
 # Modules that keep such functions in classes, in default arguments, or in dicts of objects.
 _KEEPING = ("glob", "numpy.lib._datasource", "pathlib", "shutil", "tempfile")

@@ -115,7 +115,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _algorithm(call: Arguments, by_torch: _Kernel) -> str:
     rounds = call.inputs.dtype is torch.float32
-    is_first_guess = is_large(LSTM, _multiplications(call)) if rounds else lstm_layer.KERNEL.is_first_guess
+    is_first_guess = lstm_layer.KERNEL.is_first_guess and (not rounds or is_large(LSTM, _multiplications(call)))
     rule: Choose | None = rule_for(ALGORITHM)
     algorithm = BLOCKS if is_first_guess else TORCH
     if rule is not None:

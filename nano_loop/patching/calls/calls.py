@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
-from nano_loop.patching.attributes import replaced
+from nano_loop.patching.attributes import defined_in, library, replaced
+from nano_loop.patching.calls.entry import through_interceptor
 from nano_loop.patching.calls.exports import is_exporting, plain_models_exported
 from nano_loop.patching.ownership import NO_RULES, NONE, Rule, call_state, forget_graphs, note_graph
 from nano_loop.patching.patch_table import process_wide, shared_change
@@ -43,8 +44,7 @@ _NOT_THE_USERS = frozenset({"torch", "builtins", "typing", "abc", "collections"}
 _TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"})
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
-# By the id of a module; several if runs of several threads, or nested runs, have set it up.
-_interceptors: dict[int, tuple[CallInterceptor, ...]] = process_wide("interceptors of calls, by module", {})
+_interceptors: dict[int, tuple[CallInterceptor, ...]] = call_state.interceptors
 _lock = threading.Lock()
 #: The ids of interceptors with a call that `torch.compile` has traced.
 _traced: set[int] = process_wide("traced interceptors", set())
@@ -145,6 +145,17 @@ class CallInterceptor:
         self._called.add(id(module))
         return True
 
+    def enter(self, original: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Call `original` of a module for the loop, inside the layers of the run that the call belongs to."""
+        if is_exporting():
+            return original(module, *args, **kwargs)
+        interceptors = _interceptors[id(module)]
+        interceptor = self if len(interceptors) == 1 else _of_this_thread(interceptors)
+        if torch.compiler.is_compiling():
+            return interceptor.traced(original, module, *args, **kwargs)
+        layers = interceptor.layers if interceptor.is_outermost_call(module) else _innermost
+        return _inside(interceptor, layers, original, module, *args, **kwargs)
+
     def traced(self, function: Call, /, *args: Any, **kwargs: Any) -> Any:
         """Call `function` inside the layers while torch traces the call. The compiled graph is one node, made later."""
         _note_trace(id(self))
@@ -177,6 +188,11 @@ class CallInterceptors:
             self._by_model[id(model)] = self._open(model)
         return self._by_model[id(model)]
 
+    def rules_of(self, model: nn.Module) -> Mapping[str, Rule]:
+        """Return the rules of the calls into `model`, without intercepting them."""
+        interceptor = self._by_model.get(id(model))
+        return NO_RULES if interceptor is None else interceptor.rules
+
     def close(self) -> None:
         """Remove all layers of this run, and keep those of an enclosing run."""
         self._by_model.clear()
@@ -187,7 +203,7 @@ class CallInterceptors:
     def _open(self, model: nn.Module) -> CallInterceptor:
         modules = _called_by_loops(model)
         for owner, name in _ways_in(modules):
-            self._undoing.enter_context(replaced(owner, name, _through_interceptor))
+            self._undoing.enter_context(replaced(owner, name, through_interceptor))
         self._undoing.enter_context(shared_change(_cover_newcomer, _newcomers_covered))
         self._undoing.enter_context(plain_models_exported())
         interceptor = CallInterceptor()
@@ -254,15 +270,11 @@ def _ways_in(modules: list[nn.Module]) -> set[tuple[type, str]]:
     """Return the class attributes through which the loop can call one of `modules`."""
     methods: set[tuple[type, str]] = {(nn.Module, "__call__")}
     for kind in {type(module) for module in modules}:
-        hooks = [nn.Module, *(base for base in kind.__mro__ if _library(base) in _TRAINERS)]
+        hooks = [nn.Module, *(base for base in kind.__mro__ if library(base) in _TRAINERS)]
         for owner in kind.__mro__:
-            if _library(owner) not in _NOT_THE_USERS | _TRAINERS:
-                methods |= {(owner, name) for name, value in vars(owner).items() if _computes(name, value, hooks)}
+            if library(owner) not in _NOT_THE_USERS | _TRAINERS:
+                methods |= {(owner, name) for name, value in defined_in(owner).items() if _computes(name, value, hooks)}
     return methods
-
-
-def _library(owner: type) -> str:
-    return owner.__module__.partition(".")[0]
 
 
 def _computes(name: str, value: object, hooks: list[type]) -> bool:
@@ -273,26 +285,6 @@ def _computes(name: str, value: object, hooks: list[type]) -> bool:
     if name in _STEPS or name in ("forward", "__call__"):
         return True
     return not (name.startswith("_") or any(hasattr(base, name) for base in hooks))
-
-
-def _through_interceptor(original: Call) -> Call:
-    """Return the replacement of `original`."""
-
-    @functools.wraps(original)
-    def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if call_state.in_call:  # as `_innermost`, without a call for each module of a model
-            inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(self))
-            return original(self, *args, **kwargs) if inner is None else inner(original, self, *args, **kwargs)
-        interceptors = _interceptors.get(id(self))
-        if interceptors is None or is_exporting():
-            return original(self, *args, **kwargs)
-        interceptor = interceptors[0] if len(interceptors) == 1 else _of_this_thread(interceptors)
-        if torch.compiler.is_compiling():
-            return interceptor.traced(original, self, *args, **kwargs)
-        layers = interceptor.layers if interceptor.is_outermost_call(self) else _innermost
-        return _inside(interceptor, layers, original, self, *args, **kwargs)
-
-    return call
 
 
 def _of_this_thread(interceptors: tuple[CallInterceptor, ...]) -> CallInterceptor:

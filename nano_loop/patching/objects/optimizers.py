@@ -1,4 +1,4 @@
-"""Utilities for optimizers: the closure of a step, and equal memory layouts of parameters, gradients and state.
+"""Utilities for optimizers: closures of steps, what steps train, and equal layouts of parameters, gradients and state.
 
 torch's fused CPU optimizers treat parameter, gradient and state as flat memory, without checks. If their strides
 differ, each element is silently updated with the gradient of another element (pytorch#110758 reports it for CUDA).
@@ -8,11 +8,13 @@ Loading a checkpoint of an NCHW run into a channels_last model is enough.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from nano_loop.patching.patch_table import shared_change
 
@@ -56,6 +58,45 @@ def once_gradients_exist(check: Callable[[Optimizer], None]) -> Callable[[Optimi
         return with_closure(args, kwargs, checked)
 
     return before_step
+
+
+def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that a step would train now: with a gradient, and a learning rate other than 0.
+
+    `torch.distributed.checkpoint` makes the state of a new optimizer by a step with gradients and rates of 0.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("lr") is None or group["lr"]]
+    return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+
+
+# --- hooks of all optimizers ---
+
+
+class _Hook:
+    """A hook that is pickled as one that does nothing.
+
+    torch puts a function around the ``step`` of a class of the user's. cloudpickle sends that with torch's table of
+    hooks.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+def hook_before_steps(function: Callable[[Optimizer, Any, Any], Any]) -> RemovableHandle:
+    """Call a function before the steps of all optimizers of the process."""
+    return register_optimizer_step_pre_hook(_Hook(function))
+
+
+def hook_after_steps(function: Callable[[Optimizer, Any, Any], None]) -> RemovableHandle:
+    """Call a function after the steps of all optimizers of the process."""
+    return register_optimizer_step_post_hook(_Hook(function))
 
 
 # --- layouts ---

@@ -18,11 +18,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.calls.backward import backwards_run_by, nested_backwards_noticed
-from nano_loop.patching.objects.optimizers import once_gradients_exist
+from nano_loop.patching.objects.optimizers import hook_after_steps, hook_before_steps, once_gradients_exist
 from nano_loop.patching.torch_private import in_backward, in_functorch
 from nano_loop.precision.autocast.scaled_backward import (
     Call,
@@ -77,8 +76,8 @@ class LossScale:
                 stack.enter_context(context)
             # Of all optimizers, since a loop may make one itself.
             for register, hook in (
-                (register_optimizer_step_pre_hook, once_gradients_exist(self._before_step)),
-                (register_optimizer_step_post_hook, lambda *_: self._put_back()),
+                (hook_before_steps, once_gradients_exist(self._before_step)),
+                (hook_after_steps, lambda *_: self._put_back()),
             ):
                 stack.callback(register(hook).remove)
             this_thread.scale = self

@@ -33,7 +33,7 @@ def has_modules(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
 
 def names_in_forward(module: nn.Module) -> tuple[str, ...]:
     """Return the global names and attributes in the code of a module's `forward`, also if it is wrapped."""
-    forward = inspect.getattr_static(module, "forward", None)  # not a function in a scripted class
+    forward = vars(module).get("forward") or getattr(type(module), "forward", None)  # no function if it is scripted
     original = inspect.unwrap(forward) if inspect.isfunction(forward) else None
     return original.__code__.co_names if inspect.isfunction(original) else ()
 

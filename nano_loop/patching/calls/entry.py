@@ -1,0 +1,31 @@
+"""The functions that stand in for methods of modules during a run.
+
+cloudpickle and dill pickle `model.score` with this function and its globals. So there are only those that can be sent:
+`call_state` arrives as one without interceptors, also where there is no nano_loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nano_loop.patching.ownership import call_state
+
+
+def through_interceptor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of `original`."""
+
+    @functools.wraps(original)
+    def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if call_state.in_call:  # as `calls._innermost`, without a call for each module of a model
+            inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(self))
+            return original(self, *args, **kwargs) if inner is None else inner(original, self, *args, **kwargs)
+        interceptors = call_state.interceptors.get(id(self))
+        if interceptors is None:
+            return original(self, *args, **kwargs)
+        return interceptors[0].enter(original, self, *args, **kwargs)
+
+    return call
