@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from nano_loop.errors import NanoError
 from nano_loop.images.lifetime import store_for
 from nano_loop.images.loaders import CachedImages, datasets_in, has_images, plans_in, refusal
 from nano_loop.images.store import Store
@@ -81,6 +82,8 @@ class FastImages(Step):
             store = store_for(datasets_in(loader.dataset), place, self.ranks)
         except OSError as error:
             return f"the folder of the cache cannot be made ({error.strerror})"
+        except NanoError as error:
+            return f"the folder of the cache cannot be used ({error})"
         self._changed[id(loader)] = loader
         self._stores[str(store.folder)] = store
         self.undoing.enter_context(changed(loader, CachedImages(store, self.options.exact_images)))
