@@ -105,8 +105,8 @@ class Declarations:
         "Needs a C compiler, at first use, and AVX-512; else by plain products, about twice as fast."
     )
     fast_activation: bool | Literal["auto"] = step(
-        "tanh, and GELU by tanh, by functions in C, in reduced precision: about three times as fast. Needs torch 2.9 "
-        "or later, and a C compiler, at first use."
+        "tanh, and GELU by tanh, by functions in C, in reduced precision: about three times as fast. With "
+        '`"bf16-products"` gradients of any GELU, too. Needs torch 2.9 or later, and a C compiler, at first use.'
     )
     fast_convolution: bool | Literal["auto"] = step(
         "Gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 times as "
@@ -122,12 +122,12 @@ class Declarations:
         "as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
     )
     fast_cross_entropy: bool | Literal["auto"] = step(
-        "Cross-entropy over many classes in two passes over the logits, in reduced precision: less time, and a third "
-        "of the memory. Needs a C compiler, at first use."
+        "Cross-entropy over many classes in two passes over the logits, in reduced precision and with "
+        '`"bf16-products"`: less time, and a third of the memory. Needs a C compiler, at first use.'
     )
     fast_norm: bool | Literal["auto"] = step(
-        "Batch, group and layer norms at twice the speed of torch's kernels, in reduced precision. Needs torch 2.9 or "
-        "later and, at first use, a C compiler."
+        "Batch, group and layer norms at twice the speed of torch's kernels, in reduced precision, and with "
+        '`"bf16-products"` where that is faster in fp32. Needs torch 2.9 or later and, at first use, a C compiler.'
     )
     tune_operators: bool | Literal["auto"] = step(
         "Timing of the algorithms of products, attention, LSTMs and convolutions, in reduced precision, from the third "

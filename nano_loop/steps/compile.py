@@ -51,6 +51,9 @@ class Compile(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         if not self._compiled:
+            from nano_loop.compile.inductor import own_cache  # registers operators, which is for good
+
+            self.undoing.enter_context(own_cache())
             self._hide_what_torch_hides()
         models = self._uncompiled(parts)
         for model in models:

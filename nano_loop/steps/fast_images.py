@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from nano_loop.errors import NanoError
 from nano_loop.images.lifetime import store_for
 from nano_loop.images.loaders import CachedImages, datasets_in, has_images, plans_in, refusal
 from nano_loop.images.store import Store
@@ -83,6 +84,8 @@ class FastImages(Step):
             store = store_for(datasets_in(loader.dataset), place, self.ranks)
         except OSError as error:
             return f"the folder of the cache cannot be made ({error.strerror})"
+        except NanoError as error:
+            return f"the folder of the cache cannot be used ({error})"
         self._changed[loader] = True
         self._stores[str(store.folder)] = store
         undone_with(loader, self.undoing).enter_context(changed(loader, CachedImages(store, self.options.exact_images)))

@@ -17,6 +17,7 @@ from nano_loop.distributed.multi_host.hosts import HostsTransport
 from nano_loop.distributed.shared_memory.shared_file import map_together
 from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransport, chunk_for
 from nano_loop.errors import NanoError
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
 
@@ -55,6 +56,12 @@ class GradientAveraging(RanksStep):
     @override
     def without_averaging(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         return nullcontext() if self._averaging is None else self._averaging.paused(models)
+
+    @override
+    def final_result(self) -> StepResult | None:
+        if self._averaging is not None:
+            self._averaging.compare_rest()
+        return None
 
     def _open(self) -> Averaging:
         self.undoing.enter_context(synchronized_on_cpu())

@@ -96,6 +96,32 @@ def _gradients_by_hand(in_place):
     return lambda: nano(**OPTIONS)(fit)(*small.parts())
 
 
+def _without_averaging(update):
+    """Return what trains by gradients that `update` takes and applies itself."""
+
+    def fit(model, optimizer, loader):
+        for x, y in loader:
+            update(model, x, y)
+
+    return lambda: nano(**OPTIONS)(fit)(*small.parts())
+
+
+def _by_autograd_grad(model, x, y):
+    gradients = torch.autograd.grad(nn.functional.mse_loss(model(x), y), [*model.parameters()])
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.sub_(gradient, alpha=0.1)
+
+
+def _by_functions(model, x, y):
+    def loss(parameters):
+        return nn.functional.mse_loss(torch.func.functional_call(model, parameters, (x,)), y)
+
+    before = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    gradients = torch.func.grad(loss)(before)
+    model.load_state_dict({name: value - 0.1 * gradients[name] for name, value in before.items()})
+
+
 def _trained_in_a_forked_child(model, optimizer, loader):
     """Train, with a child of rank 0 that trains by itself before."""
     if small.rank() == 0:
@@ -342,6 +368,19 @@ FAULTS = [
         "the loop overwrites the averaged gradients",
         FIRST,
         _gradients_by_hand(in_place=True),
+        words=("Linear.weight is not the same on all ranks",),
+    ),
+    Fault(
+        "the loop applies gradients of torch.autograd.grad itself",
+        LAST,
+        _without_averaging(_by_autograd_grad),
+        words=("Linear.weight is not the same on all ranks",),
+        quick=True,
+    ),
+    Fault(
+        "the loop applies gradients of torch.func.grad itself",
+        LAST,
+        _without_averaging(_by_functions),
         words=("Linear.weight is not the same on all ranks",),
     ),
     Fault(

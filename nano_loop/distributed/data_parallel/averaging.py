@@ -46,7 +46,7 @@ from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.objects.optimizers import closure_of, with_closure
-from nano_loop.patching.torch_private import graph_task, in_backward
+from nano_loop.patching.torch_private import graph_task, in_backward, in_functorch
 
 
 class Averaging:
@@ -91,6 +91,7 @@ class Averaging:
         self._paused: list[nn.Module] = []
         self._task = -1  # the backward whose end is waited for
         self._noted = False  # whether anything arrived in it
+        self._has_trained = False  # whether a model was called with gradients on
         self._duplicate_work = DuplicateWork(ranks)
         self._averagings = 0
         self._steps = 0
@@ -131,16 +132,20 @@ class Averaging:
             if torch.compiler.is_compiling() or in_backward() or self._forked:
                 return call(*args, **kwargs)
             # A rank may evaluate alone, so an evaluation must not be collective.
-            if torch.is_grad_enabled():
+            trains = torch.is_grad_enabled()
+            is_plain = trains and not in_functorch()  # its tensors have no memory
+            self._has_trained |= trains
+            if trains:
                 part_ways(self._ranks)
                 self._welcome()
+            if is_plain:
                 self._duplicate_work.before_call(args[_INPUTS:], kwargs)
             self._overwritten.begin(self._parameters.in_order)
             try:
                 result = call(*args, **kwargs)
             finally:
                 self._overwritten.end()
-            if torch.is_grad_enabled():
+            if is_plain:
                 self._duplicate_work.after_call(result)
             self._parameters.refresh()  # what the model has added to itself in the call gets its hooks in time
             return result
@@ -174,6 +179,11 @@ class Averaging:
         self._averagings += 1
         for function in self._ranks.context.after_averaging:
             function(self._averagings)
+
+    def compare_rest(self) -> None:
+        """Compare, at the end of the run, the parameters whose gradients were never averaged; see `Comparison`."""
+        if self._has_trained:
+            self._comparison.of_rest(self._parameters, self._averaged)
 
     def close(self) -> None:
         """Take all hooks away."""
@@ -245,22 +255,28 @@ class Averaging:
             self._parameters.are_equal()
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Average for an optimizer that the loop has made itself; warn if its parameters were not set up."""
-        if self._forked:
+        """Average gradients that the loop has written by hand, and for an optimizer that the loop has made itself."""
+        is_added = id(optimizer) in self._at_step
+        if self._forked or not (is_added or self._is_shared(optimizer)):
             return None
-        if id(optimizer) in self._at_step:
-            if closure_of(args, kwargs) is None and not self._all_paused():
-                self._average_replaced(optimizer)
-            return None
+        if closure_of(args, kwargs) is None and not self._all_paused():
+            self._average_replaced(optimizer)
+        return None if is_added else self._before_step(optimizer, args, kwargs)
+
+    def _is_shared(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps parameters that were set up; warn if it steps others."""
         self._parameters.refresh()
-        held = [
-            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
-        ]
+        held = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        }
         averaged = set(map(id, self._parameters.in_order))
-        if not averaged.issuperset(map(id, held)) and threading.get_ident() == self._thread:
+        if not averaged.issuperset(held) and threading.get_ident() == self._thread:
             got = f"{type(optimizer).__name__} steps parameters that were not set up"
             warn_once_a_run(self._ranks, error_message(got, _OWN, _SET_UP), _OWN)
-        return None if averaged.isdisjoint(map(id, held)) else self._before_step(optimizer, args, kwargs)
+        return not averaged.isdisjoint(held)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Make the closure return the mean over the ranks; without one, average what no backward has averaged."""
@@ -293,7 +309,8 @@ class Averaging:
         """Average the gradients that the loop has put in the place of means, unless all ranks have the same."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held - self._waiting]
-        replaced = self._averaged.replaced(in_order) if self._at_step[id(optimizer)] != self._averagings else []
+        is_by_hand = self._at_step.get(id(optimizer)) == self._averagings  # all of them: see `_settle`
+        replaced = [] if is_by_hand else self._averaged.replaced(in_order)
         if not replaced:
             return
         own_checksums = checksums.checksums([parameter.grad for parameter in replaced])

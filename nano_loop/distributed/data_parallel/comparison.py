@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from nano_loop.distributed.comm.mismatch import AVERAGING
-from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.distributed.comm.ranks import RankLeftError, Ranks
 from nano_loop.distributed.data_parallel import checksums
 from nano_loop.distributed.data_parallel.buffers import Sync, make_buffers_equal, message_of_unequal_buffer
+from nano_loop.distributed.data_parallel.gradients import AveragedGradients
 from nano_loop.distributed.data_parallel.parameters import Parameters
+from nano_loop.errors import RankLateError
 from nano_loop.patching.user_code import warn
 
 _BUFFER = "a buffer"
@@ -61,6 +64,24 @@ class Comparison:
             message = message_of_unequal_buffer(self._ranks, parameters.models)
             if message is not None:
                 warn_once_a_run(self._ranks, message, _BUFFER)
+
+    def of_rest(self, parameters: Parameters, averaged: AveragedGradients) -> None:
+        """Compare the parameters whose gradients were never averaged, as where `torch.autograd.grad` makes them.
+
+        Collective. Nothing is compared where a rank has left the run, or leaves it later than within the timeout: it is
+        busy with what only one rank does.
+
+        Raises
+        ------
+        NanoWorkerError
+            If a parameter differs.
+        """
+        rest = [pair for pair in parameters.named if pair[1].requires_grad and pair[1] not in averaged]
+        if not rest or not self._is_enabled:
+            return
+        own_checksums = checksums.checksums([parameter for _, parameter in rest])
+        with suppress(RankLeftError, RankLateError):
+            checksums.refuse_unequal(self._ranks.channel.gather(own_checksums, AVERAGING), rest)
 
 
 def warn_once_a_run(ranks: Ranks, message: str, kind: str) -> None:

@@ -106,6 +106,10 @@ class AveragedGradients:
             if parameter.grad is not None:
                 self._means[id(parameter)] = TensorWeakRef(parameter.grad)
 
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradients of a parameter were ever averaged."""
+        return id(parameter) in self._means
+
     def replaced(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters to which the loop has given another gradient since, as a sum of clipped ones."""
         return [parameter for parameter in parameters if parameter.grad is not None and not self._is_noted(parameter)]

@@ -23,6 +23,7 @@ from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.worker_warnings import sent
 from nano_loop.distributed.payload.payload import load
 from nano_loop.integrations.fabric.rank_zero import note_rank
+from nano_loop.trusted_files import opened_folder, path_of
 
 Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 
@@ -52,13 +53,15 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: P
         sent(reporter.report)
     where = ""
     try:
-        keep_sockets_in(folder)
-        redirect_files(folder, reporter.rank, made)
-        if (payload / WORKER_INIT).exists():
-            where = " in worker_init"
-            load(payload / WORKER_INIT)()
-            where = ""
-        assignment: Assignment = load(payload / PAYLOAD)
+        with opened_folder(payload) as opened:
+            keep_sockets_in(folder)
+            redirect_files(folder, reporter.rank, made)
+            sent_by_rank_0 = path_of(opened, payload)
+            if (sent_by_rank_0 / WORKER_INIT).exists():
+                where = " in worker_init"
+                load(sent_by_rank_0 / WORKER_INIT)()
+                where = ""
+            assignment: Assignment = load(sent_by_rank_0 / PAYLOAD)
         task = assignment.task
         if not task.reads_more:
             guard_files()  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off

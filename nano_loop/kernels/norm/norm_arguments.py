@@ -12,9 +12,8 @@ from torch import Tensor
 
 #: Minimum number of neighbours in memory: of channels in NHWC, of pixels in NCHW, of elements of a row.
 _FEW = 16
-#: Minimum number of pixels of an image in NCHW for a forward: with fewer, torch's kernel was faster.
-_FEW_PIXELS = 128
-_DTYPES = (torch.float32, torch.bfloat16)
+#: Minimum number of pixels of an image in NCHW for a forward, by dtype: with fewer, torch's kernel was faster.
+_FEW_PIXELS = {torch.bfloat16: 128, torch.float32: 48}
 #: The memory formats with channels side by side, by number of dimensions.
 NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -26,12 +25,13 @@ class _Shape(ctypes.Structure):
 
 
 class Layout(NamedTuple):
-    """The sizes and the memory format of a tensor of shape (N, C, *)."""
+    """The sizes, the memory format and the dtype of a tensor of shape (N, C, *)."""
 
     images: int
     channels: int
     pixels: int
     format: torch.memory_format
+    dtype: torch.dtype
 
     @property
     def is_nhwc(self) -> bool:
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     @property
     def has_fast_forward(self) -> bool:
         """Whether statistics and outputs are computed faster than by torch's kernels."""
-        return self.is_nhwc or self.pixels >= _FEW_PIXELS
+        return self.is_nhwc or self.pixels >= _FEW_PIXELS[self.dtype]
 
 
 def layout_of(x: Tensor) -> Layout | None:
@@ -54,7 +54,7 @@ def layout_of(x: Tensor) -> Layout | None:
         form = NHWC[x.dim()]
     else:
         return None
-    layout = Layout(x.size(0), x.size(1), math.prod(x.shape[2:]), form)
+    layout = Layout(x.size(0), x.size(1), math.prod(x.shape[2:]), form, x.dtype)
     return layout if (layout.channels if layout.is_nhwc else layout.pixels) >= _FEW else None
 
 
@@ -77,7 +77,7 @@ def rows_of(x: Tensor, shape: Sequence[int]) -> tuple[int, int, bool]:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return x.dtype in _DTYPES and x.layout is torch.strided
+    return x.dtype in _FEW_PIXELS and x.layout is torch.strided
 
 
 def are_fp32(count: int, *parameters: Tensor | None) -> bool:

@@ -201,6 +201,11 @@ class CallInterceptors:
             interceptor = self._by_model[model] = self._open(model)
         return interceptor
 
+    def rules_of(self, model: nn.Module) -> Mapping[str, Rule]:
+        """Return the rules of the calls into `model`, without intercepting them."""
+        interceptor = self._by_model.get(id(model))
+        return NO_RULES if interceptor is None else interceptor.rules
+
     def close(self) -> None:
         """Remove all layers of this run, and keep those of an enclosing run."""
         self._by_model.clear()

@@ -18,13 +18,15 @@ MANY = 1000
 
 
 class FastCrossEntropy(KernelStep):
-    """Replaces `torch.nn.functional.cross_entropy` for the logits of set-up models, in reduced precision.
+    """Replaces `torch.nn.functional.cross_entropy` for the logits of set-up models.
 
-    Gains most where a language model has many words: torch needs tensors of several times the size of the logits.
-    Logits and targets of other shapes, and class weights, are torch's.
+    It is for reduced precision, and for models whose products round. Gains most where a language model has many words:
+    torch needs tensors of several times the size of the logits. Logits and targets of other shapes, and class weights,
+    are torch's.
     """
 
     name = "fast_cross_entropy"
+    takes_fp32 = True
     replacements = cross_entropy.REPLACEMENTS
     kernel = cross_entropy.KERNEL
     says = "one pass over the logits for the loss, one for the gradient"
@@ -38,4 +40,5 @@ class FastCrossEntropy(KernelStep):
 
     @override
     def contexts(self) -> Iterable[AbstractContextManager[None]]:
-        return [*super().contexts(), upcasts_noted()]
+        noted = [upcasts_noted()] if self.options.reduced_precision else []
+        return [*super().contexts(), *noted]

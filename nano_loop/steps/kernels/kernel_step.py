@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.steps.step import SkipReason, Step
@@ -22,6 +23,8 @@ class KernelStep(Step):
 
     auto_is_for_reduced_precision = True
 
+    #: Whether it computes fp32 tensors, too, of models whose products round to bf16.
+    takes_fp32: ClassVar[bool] = False
     #: What replaces torch's kernels.
     replacements: ClassVar[tuple[Replacement, ...]] = ()
     #: The compiled functions.
@@ -41,6 +44,12 @@ class KernelStep(Step):
     def begin(self) -> None:
         self._is_applied = False
 
+    @property
+    @override
+    def enabled(self) -> bool:
+        is_auto = getattr(self.options, self.name) == "auto"
+        return super().enabled or (is_auto and self.takes_fp32 and self.options.kind.rounds_products)
+
     @classmethod
     def is_for(cls, model: nn.Module) -> bool:
         """Whether a model has modules that call the replaced operators."""
@@ -48,12 +57,15 @@ class KernelStep(Step):
 
     @override
     def is_relevant(self, parts: TrainingObjects) -> bool:
+        if not self.required and self._reason_of_precision(parts) is not None:  # no product rounds, as `precision` says
+            return False
         return super().is_relevant(parts) and (self.absent is not None or self._is_wanted(parts))
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        if self.auto_is_for_reduced_precision and not self.options.reduced_precision:
-            return SkipReason("not_bf16", "it is for bf16")
+        reason_of_precision = self._reason_of_precision(parts)
+        if reason_of_precision is not None:
+            return reason_of_precision
         if self.calls_torchs_kernels and not gives_kernels():
             expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
             return SkipReason("old_torch", expected)
@@ -76,6 +88,13 @@ class KernelStep(Step):
     def contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Return what replaces the kernels, to be entered once a run."""
         return [replacement.in_force() for replacement in self.replacements]
+
+    def _reason_of_precision(self, parts: TrainingObjects) -> SkipReason | None:
+        if self.options.reduced_precision or not self.auto_is_for_reduced_precision:
+            return None
+        if self.takes_fp32 and any(RULE in self.interceptors.rules_of(model) for model in parts.models):
+            return None
+        return SkipReason("not_bf16", "it is for bf16")
 
     def _is_wanted(self, parts: TrainingObjects) -> bool:
         return self.required or any(map(self.is_for, parts.models))

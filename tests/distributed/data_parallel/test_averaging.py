@@ -203,9 +203,12 @@ def test_gan_keeps_the_gradients_of_its_two_models_apart(team):
     assert_pair(team(2), loop)
 
 
-def test_gradients_set_by_hand_are_averaged_by_the_step(team):
+@pytest.mark.parametrize("is_set_up", [True, False])
+def test_gradients_set_by_hand_are_averaged_by_the_step(team, is_set_up):
     def loop(setup):
-        model, optimizer = ready(setup)
+        model = net()
+        optimizer = sgd(model)
+        setup.setup(model, *([optimizer] if is_set_up else []))
         for x, y in batches():
             loss = mse_loss(model(setup.share(x)), setup.share(y))
             for parameter, gradient in zip(

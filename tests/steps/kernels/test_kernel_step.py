@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nano_loop import NanoConfigError, accelerated
+from nano_loop.kernels.rounding import RULE
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels import (
     KERNEL_STEPS,
@@ -93,6 +94,29 @@ def test_in_fp32_it_is_refused_and_not_reported(step, kind):
     assert asked.enabled
     assert asked.required
     assert asked.skip_reason(parts_of(kind)).code == "not_bf16"
+
+
+@pytest.mark.parametrize("kind", IN_BF16)
+def test_fp32_is_taken_of_models_whose_products_round(step, kind):
+    made, asked = (step(kind, precision="bf16-products", **options) for options in ({}, {kind.name: True}))
+    assert made.enabled == kind.takes_fp32
+    parts = parts_of(kind)
+    for each in (made, asked):
+        assert each.is_relevant(parts) == each.required
+        assert each.skip_reason(parts).code == "not_bf16"
+        for model in parts.models:
+            each.interceptors.for_model(model).rules = {RULE: print}
+        assert each.is_relevant(parts) == (each.required or kind.takes_fp32)
+        assert (each.skip_reason(parts) is None) == kind.takes_fp32
+
+
+def test_gelu_by_the_error_function_has_a_gradient_in_fp32_alone(step):
+    of_transformers = type("GELUActivation", (nn.Module,), {})
+    for model in (nn.GELU(), of_transformers()):
+        in_fp32, in_bf16 = (step(FastActivation, precision=precision) for precision in ("bf16-products", "bf16"))
+        in_fp32.interceptors.for_model(model).rules = {RULE: print}
+        assert in_fp32.is_relevant(TrainingObjects([model]))
+        assert not in_bf16.is_relevant(TrainingObjects([model]))
 
 
 def test_refusal_is_an_error_that_says_why_and_what_to_do():

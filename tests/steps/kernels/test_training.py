@@ -4,10 +4,15 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
 from nano_loop import accelerated
+from nano_loop.steps import bf16_products
 from steps.kernels.cases import (
     ACTIVATIONS,
+    BATCH,
+    IN_FP32,
+    LAYER,
     LINEARS,
     LOSSES,
     LSTMS,
@@ -16,10 +21,26 @@ from steps.kernels.cases import (
     loop,
     trained,
     use_for_all_sizes,
+    with_activation,
 )
 
+IN_FP32_ALONE = {"GELU": with_activation(nn.GELU)}
 CASES = ACTIVATIONS | NORMS | LINEARS | LSTMS | LOSSES
 VARIANTS = [(name, options) for name, case in CASES.items() for options in case.variants]
+#: The functions that compute fp32 tensors in a step: none where torch is as fast.
+TAKING_FP32 = [
+    ("batch norm", "NCHW", [*BATCH]),
+    ("batch norm", "NHWC", ["batch_norm"]),
+    ("group norm", "NCHW", []),
+    ("group norm", "NHWC", ["group_norm_backward"]),
+    ("layer norm", "NCHW", [*LAYER]),
+    ("GELU by tanh", "NCHW", ["gelu_forward_float", "gelu_backward_float"]),
+    ("that of transformers", "NCHW", ["gelu_forward_float", "gelu_backward_float"]),
+    ("GELU", "NCHW", ["exact_gelu_backward_float"]),
+    ("tanh", "NCHW", ["tanh_forward_float"]),
+    ("of_cast", "NCHW", IN_FP32),
+    ("flat, held", "NCHW", IN_FP32),
+]
 ONE_OF_EACH = pytest.mark.parametrize(
     "name", ["GELU by tanh", *list(NORMS)[:3], "linear", "one layer", "of_cast", "flat, dropped"]
 )
@@ -42,6 +63,24 @@ def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
         count = len(found["gradients"]) // case.steps
         found, expected = ({"gradients": each["gradients"][:count]} for each in (found, expected))
     assert_near(found, expected, case.bounds)
+
+
+@pytest.mark.parametrize(("name", "layout", "functions"), TAKING_FP32)
+def test_fp32_is_computed_where_products_round_and_torch_is_slower(called, monkeypatch, name, layout, functions):
+    case = (CASES | IN_FP32_ALONE)[name]
+    use_for_all_sizes(monkeypatch, case.kind)
+    monkeypatch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
+    options = {"precision": "bf16-products", "channels_last": layout == "NHWC"}
+    found, report = trained(case, **options)
+    if "precision" not in report.applied:
+        pytest.skip("products do not round here")
+    assert case.kind.name in report.applied
+    assert called == functions * case.steps
+    called.clear()
+    expected, report = trained(case, **options, **{case.kind.name: False})
+    assert not called
+    bound = {"rtol": 1e-4, "atol": 1e-6}
+    assert_near(found, expected, {"losses": bound, "state": bound})
 
 
 @ONE_OF_EACH
