@@ -203,7 +203,7 @@ class CallInterceptors:
 
     def rules_of(self, model: nn.Module) -> Mapping[str, Rule]:
         """Return the rules of the calls into `model`, without intercepting them."""
-        interceptor = self._by_model.get(id(model))
+        interceptor: CallInterceptor | None = self._by_model.get(model)
         return NO_RULES if interceptor is None else interceptor.rules
 
     def close(self) -> None:
