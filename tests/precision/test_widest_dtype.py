@@ -31,6 +31,8 @@ WAYS = {
     "sparse.mm, reduced": lambda h: torch.sparse.mm(CSR, h, "mean"),
     "sparse.addmm": lambda h: torch.sparse.addmm(h, COO, h),
     "sparse mv": lambda h: COO.mv(h[:, 0]),
+    "sparse mv, of low numbers": lambda h: h.to_sparse().mv(torch.ones(2)),
+    "sparse mv, transposed": lambda h: torch.mv(h.t().to_sparse(), torch.ones(4)),
     "mv": lambda h: ADJACENCY.mv(h[:, 0]),
     "dot": lambda h: torch.dot(h[:, 0], torch.ones(4)),
     "lerp": lambda h: torch.lerp(zeros(), h, 0.5),

@@ -77,7 +77,7 @@ def _in_widest_dtype(
     def cast(tensor: Tensor) -> Tensor:
         if id(tensor) in wide:
             return wide[id(tensor)]
-        return tensor.to(target) if tensor.dtype in (*LOW_DTYPES, torch.float32) else tensor
+        return _in_dtype(tensor, target) if tensor.dtype in (*LOW_DTYPES, torch.float32) else tensor
 
     outputs = below(overload, *map_tensors(cast, (args, kwargs)))
     originals = {id(wide[id(tensor)]): tensor for tensor in written}
@@ -88,6 +88,14 @@ def _in_widest_dtype(
                 tensor.resize_(computed.shape)
             tensor.copy_(computed)
     return map_tensors(lambda output: originals.get(id(output), output), outputs)
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.layout is not torch.sparse_coo or not tensor.requires_grad:
+        return tensor.to(dtype)
+    tensor = tensor.coalesce()  # the backward of a sparse tensor's cast refuses the dense gradient of a product
+    values = tensor.values().to(dtype)
+    return torch.sparse_coo_tensor(tensor.indices(), values, tensor.shape, check_invariants=False, is_coalesced=True)
 
 
 def _in_fp32_if_csr(name: str, original: Kernel) -> Callable[..., Any]:
