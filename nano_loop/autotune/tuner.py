@@ -90,7 +90,7 @@ class Tuner:
         self._budget = budget
         self._timer = timer
         self._is_measuring = False
-        self._nested = 0.0  # the seconds that measurements inside of others have taken
+        self._of_inner = 0.0  # the seconds that measurements inside of others have taken
 
     @property
     def turn(self) -> int:
@@ -136,15 +136,15 @@ class Tuner:
             if outermost:  # what is measured inside of another measurement is a part of it
                 self.spent += self._timer() - begun
             else:
-                self._nested += self._time() - of_race
+                self._of_inner += self._time() - of_race
         if choice is not None:
             self.choices.put(key, choice)
             self.new_choices.append(choice)
         return choice
 
     def _time(self) -> float:
-        """Return the time without that of nested measurements, which an algorithm takes in its first call alone."""
-        return self._timer() - self._nested
+        """Return the time less that of measurements inside of others: an algorithm takes it in its first call alone."""
+        return self._timer() - self._of_inner
 
 
 def fastest(race: Race, guess: str, seconds: float, timer: Callable[[], float] = time.perf_counter) -> Choice | None:
