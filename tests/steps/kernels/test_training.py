@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
 from nano_loop import accelerated
 from nano_loop.steps import bf16_products
@@ -20,8 +21,10 @@ from steps.kernels.cases import (
     loop,
     trained,
     use_for_all_sizes,
+    with_activation,
 )
 
+IN_FP32_ALONE = {"GELU": with_activation(nn.GELU)}
 CASES = ACTIVATIONS | NORMS | LINEARS | LSTMS | LOSSES
 VARIANTS = [(name, options) for name, case in CASES.items() for options in case.variants]
 #: The functions that compute fp32 tensors in a step: none where torch is as fast.
@@ -31,6 +34,10 @@ TAKING_FP32 = [
     ("group norm", "NCHW", []),
     ("group norm", "NHWC", ["group_norm_backward"]),
     ("layer norm", "NCHW", [*LAYER]),
+    ("GELU by tanh", "NCHW", ["gelu_forward_float", "gelu_backward_float"]),
+    ("that of transformers", "NCHW", ["gelu_forward_float", "gelu_backward_float"]),
+    ("GELU", "NCHW", ["exact_gelu_backward_float"]),
+    ("tanh", "NCHW", ["tanh_forward_float"]),
     ("of_cast", "NCHW", IN_FP32),
     ("flat, held", "NCHW", IN_FP32),
 ]
@@ -60,7 +67,7 @@ def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
 
 @pytest.mark.parametrize(("name", "layout", "functions"), TAKING_FP32)
 def test_fp32_is_computed_where_products_round_and_torch_is_slower(called, monkeypatch, name, layout, functions):
-    case = CASES[name]
+    case = (CASES | IN_FP32_ALONE)[name]
     use_for_all_sizes(monkeypatch, case.kind)
     monkeypatch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
     options = {"precision": "bf16-products", "channels_last": layout == "NHWC"}
