@@ -16,7 +16,8 @@ from typing_extensions import override
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
-from nano_loop.patching.nested_tensors import Substitution, shares_memory
+from nano_loop.patching.calls.outputs import Outputs
+from nano_loop.patching.nested_tensors import shares_memory
 from nano_loop.patching.objects.optimizers import trained_by
 from nano_loop.patching.ownership import Rule
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
@@ -86,7 +87,7 @@ class Precision(Step):
         for model in parts.models:
             if _uncast_dtype(model):
                 continue
-            interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, _low_state(model)))
+            interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
             self._interceptors_of[model] = interceptor
             if _has_lstm(model) and not can_train_lstms(dtype):
@@ -181,14 +182,14 @@ def _low_state(model: nn.Module) -> list[Tensor]:
     return [tensor for tensor in state if tensor.dtype in LOW_DTYPES]
 
 
-def _under_autocast(dtype: torch.dtype, state: list[Tensor]) -> CallWrapper:
-    def in_fp32(outputs: Any, cast: Callable[[Tensor], Tensor]) -> Any:
-        def outward(tensor: Tensor) -> Tensor:
+def _under_autocast(dtype: torch.dtype, model: nn.Module) -> CallWrapper:
+    state, returned = _low_state(model), Outputs(model)
+
+    def outward(cast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def of_others(tensor: Tensor) -> Tensor:
             return tensor if any(shares_memory(tensor, kept) for kept in state) else cast(tensor)
 
-        if type(outputs) is Tensor and not state:  # as most models have it
-            return cast(outputs)
-        return Substitution(outward if state else cast)(outputs)
+        return of_others if state else cast
 
     def layer(call: Call) -> Call:
         def with_autocast(function: Call, /, *args: Any, **kwargs: Any) -> Any:
@@ -198,10 +199,16 @@ def _under_autocast(dtype: torch.dtype, state: list[Tensor]) -> CallWrapper:
             if torch.compiler.is_compiling():
                 with cpu_autocast(dtype):
                     outputs = call(function, *args, **kwargs)
-                return in_fp32(outputs, to_fp32)
-            with CallUnderAutocast(dtype) as context:
-                outputs = call(function, *args, **kwargs)
-            return in_fp32(outputs, context.activations.in_fp32)
+                return returned.converted(outputs, outward(to_fp32))
+            returned.take_back()
+            try:
+                with CallUnderAutocast(dtype) as context:
+                    outputs = call(function, *args, **kwargs)
+            finally:
+                returned.lend()
+            convert = outward(context.activations.in_fp32)
+            # Most models return a tensor.
+            return convert(outputs) if type(outputs) is Tensor else returned.converted(outputs, convert)
 
         return with_autocast
 
