@@ -18,7 +18,6 @@ from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.steps.step import SkipReason, Step
 
-
 #: After how many steps of optimizers replacements that have not called their functions end.
 LOOKS_UNTIL = 8
 
@@ -26,7 +25,7 @@ LOOKS_UNTIL = 8
 class KernelStep(Step):
     """Swaps kernels of operators inside set-up models. Code that is not set up gets torch's own results.
 
-    A replaced kernel takes some microseconds to find out that a tensor is small, which a small model in fp32 would lose.
+    A replaced kernel takes some microseconds to find out that a tensor is small, which small models in fp32 would lose.
     So its kernels are torch's again where no tensor of the first steps is large.
     """
 
