@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from nano_loop.distributed.comm.limits import start_thread
+
 _PATIENCE = 2.0  # seconds that Python has to hear of a signal by itself
 _ECHO = 0.5  # seconds in which another interrupt is the same Ctrl-C, pressed twice or sent by another process
 _END = b"\0"  # no signal has this number
@@ -124,13 +126,13 @@ class Interrupts:
             return
         thread = threading.Thread(target=self._listen, args=(reading, act), name="nano_loop interrupts", daemon=True)
         stack.callback(os.close, reading)
-        stack.callback(thread.join)
+        stack.callback(_join, thread)
         stack.callback(os.close, writing)
         # Closing alone would not end the thread: a loader's workers have it open.
         stack.callback(os.write, writing, _END)
         stack.callback(self.called.set)
         stack.callback(signal.set_wakeup_fd, -1)
-        thread.start()
+        start_thread(thread)
 
     def _listen(self, reading: int, act: Callable[[], None]) -> None:
         while 0 not in (signals := os.read(reading, 64)):
@@ -139,3 +141,8 @@ class Interrupts:
             if is_new and not self.called.wait(_PATIENCE) and self.in_place:
                 act()
             self.called.clear()
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread.ident is not None:  # else it could not be started
+        thread.join()
