@@ -48,6 +48,8 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self.in_place:
+            if self._user is signal.default_int_handler:  # which would hear the same Ctrl-C again, in what follows
+                time.sleep(max(0.0, _ECHO - self._since_the_last()))
             signal.signal(signal.SIGINT, self._user)
         if self._held and not isinstance(error, KeyboardInterrupt):
             self._user(signal.SIGINT, self._held[0])
@@ -55,16 +57,19 @@ class Interrupts:
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         """Handle one interrupt."""
         self.called.set()
+        # Twice would be too often: an exception just where contexts begin to be left would have them not left at all.
+        if self._user is signal.default_int_handler and self._since_the_last() < _ECHO:
+            return None
         if self._holds:
-            again = bool(self._held) and time.monotonic() - self._held_at > _ECHO
+            again = bool(self._held) and self._since_the_last() > _ECHO
             self._held.append(frame)
             self._held_at = time.monotonic()
             return self._user(number, frame) if again else None
-        # An exception just where contexts begin to be left would have them not left at all.
-        if self._user is signal.default_int_handler and time.monotonic() - self.at < _ECHO:
-            return None
         self.at = time.monotonic()
         return self._user(number, frame)
+
+    def _since_the_last(self) -> float:
+        return time.monotonic() - max(self.at, self._held_at)
 
     @property
     def in_place(self) -> bool:
