@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.config.options import Options
@@ -111,9 +112,9 @@ class Bf16Products(Step):
         self._rounding = Rounding(record_product)
         self._has_rounded = False
         self._kinds: set[_Kind] = set()
-        self._optimizers: set[int] = set()
+        self._optimizers: Any = WeakIdKeyDictionary()
         self._steps = 0
-        self._models: list[nn.Module] = []
+        self._models: dict[str, None] = {}  # the names of their classes
         self._all_round: bool | None = None
 
     @property
@@ -149,10 +150,10 @@ class Bf16Products(Step):
                     self._put_in_force(kind)
             interceptor = self.interceptors.for_model(model)
             interceptor.rules = {**interceptor.rules, RULE: self._rounding}
-            self._models.append(model)
+            self._models[class_name(model)] = None
         for optimizer in parts.optimizers:
-            if id(optimizer) not in self._optimizers:
-                self._optimizers.add(id(optimizer))
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = True
                 self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
         self._steps = 0
         self._rounding.forget()
@@ -163,7 +164,7 @@ class Bf16Products(Step):
         """Return that no product was large enough, or None."""
         if self._has_rounded or self._rounding.fewest or not self._models:
             return None
-        names = ", ".join(dict.fromkeys(map(class_name, self._models)))
+        names = ", ".join(self._models)
         return StepResult(self.name, "skipped", f"fp32 for {names}: no product was large enough", code="too_small")
 
     def _put_in_force(self, kind: _Kind) -> None:

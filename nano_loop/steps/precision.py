@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message
-from nano_loop.patching.calls.calls import DTYPES, Call, CallInterceptor, CallWrapper
+from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
 from nano_loop.patching.calls.outputs import Outputs
 from nano_loop.patching.nested_tensors import shares_memory
@@ -45,7 +46,8 @@ class Precision(Step):
 
     @override
     def begin(self) -> None:
-        self._interceptors_of: dict[int, tuple[nn.Module, CallInterceptor]] = {}  # by the id of a model
+        self._is_applied = False
+        self._interceptors_of: Any = WeakIdKeyDictionary()  # of `CallInterceptor`, by the model
         self._missed: list[str] = []
 
     @property
@@ -71,7 +73,8 @@ class Precision(Step):
         assert dtype is not None
         if not (self.machine.has_fast_fp16 if dtype is torch.float16 else self.machine.has_fast_bf16):
             self._warn(dtype)
-        if not self._interceptors_of:
+        if not self._is_applied:
+            self._is_applied = True
             for context in (
                 in_force({}),
                 activations_noticed(),
@@ -86,7 +89,7 @@ class Precision(Step):
                 continue
             interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
-            self._interceptors_of[id(model)] = model, interceptor
+            self._interceptors_of[model] = interceptor
             if _has_lstm(model) and not can_train_lstms(dtype):
                 interceptor.rules = {**interceptor.rules, **self._rules_of_lstms()}
         for optimizer in parts.optimizers:
@@ -111,7 +114,7 @@ class Precision(Step):
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Warn about a model that this optimizer trains and whose calls were not intercepted."""
-        for model, interceptor in self._interceptors_of.values():
+        for model, interceptor in [*self._interceptors_of.items()]:
             name = type(model).__name__
             if interceptor.was_called or name in self._missed or not _is_trained(model, optimizer):
                 continue

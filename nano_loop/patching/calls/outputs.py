@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,11 +25,11 @@ class Outputs:
     Parameters
     ----------
     model : torch.nn.Module
-        Its calls return the outputs.
+        Its calls return the outputs. It is held weakly.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
         #: The holder, the key, the model's item and the converted one, by the holder's id and the key.
         self._lent: dict[tuple[int, Any], tuple[Any, Any, Any, Any]] = {}
 
@@ -52,7 +53,9 @@ class Outputs:
         outputs = substitution(outputs)
         if any(not isinstance(holder, (list, dict)) for holder, *_ in substitution.items):
             lent = {**self._lent, **{(id(item[0]), item[1]): item for item in substitution.items}}
-            kept = {id(value) for value in walk(_attributes_of(self._model), _contents)}
+            model = self._model()
+            attributes = () if model is None else _attributes_of(model)
+            kept = {id(value) for value in walk(attributes, _contents)}
             self._lent = {key: item for key, item in lent.items() if id(item[0]) in kept}
         return outputs
 
