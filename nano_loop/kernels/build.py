@@ -81,6 +81,8 @@ class CompiledKernel:
         self.functions = functions
         self._is_threaded = is_threaded
         self._needs_avx512_bf16 = needs_avx512_bf16
+        #: How often the functions have been called.
+        self.calls = 0
 
     @functools.cached_property
     def unavailable(self) -> str | None:
@@ -108,6 +110,7 @@ class CompiledKernel:
         tensors = [argument for argument in arguments if argument is None or isinstance(argument, Tensor)]
         check(tensors, self.functions[function])
         threads = (ctypes.c_int(torch.get_num_threads()),) if self._is_threaded else ()
+        self.calls += 1
         return int(getattr(self._library(), function)(*map(_as_c, arguments), *threads))
 
     def bytes_of(self, call: ctypes.Structure, argument: int) -> int:
