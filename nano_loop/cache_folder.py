@@ -24,7 +24,8 @@ def cache_folder() -> Path | None:
     """
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nano_loop"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for place in (folder.parent, folder):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # no home folder, or not writable
         return None
     return Path(os.path.realpath(folder))

@@ -149,7 +149,7 @@ def trusted_parent(parents: Iterable[Path | None]) -> Path:
         except (OSError, NanoError) as refusal:
             error = refusal
             continue
-        if os.access(parent, os.W_OK | os.X_OK):
+        if _is_allowed(parent, os.W_OK | os.X_OK):
             return parent
         error = PermissionError(f"{parent} cannot be written to")
     if isinstance(error, NanoError):
@@ -169,7 +169,7 @@ def make_folder(prefix: str, parents: Iterable[Path | None]) -> Path:
         If another user could replace it, or the umask takes this user's own rights away.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=trusted_parent(parents)))
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+    if not _is_allowed(folder, os.R_OK | os.W_OK | os.X_OK):
         mode = stat.filemode(folder.lstat().st_mode)
         folder.rmdir()
         got = f"a new folder has the mode {mode}, by the umask"
@@ -211,6 +211,10 @@ def _refuse_replaceable(path: str, status: os.stat_result) -> None:
     got = f"what lies in {path} can be replaced by other users (user {status.st_uid}, {stat.filemode(status.st_mode)})"
     expected = f"nano_loop reads only files that nobody but user {os.geteuid()} can replace"
     raise NanoError(error_message(got, expected, f"Set TMPDIR to a folder of yours, or chmod +t {path}"))
+
+
+def _is_allowed(folder: Path, mode: int) -> bool:
+    return os.access(folder, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _administrators() -> set[int]:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from nano_loop.patching.operators.operators import overridden_together
 from nano_loop.patching.ownership import call_state
+from nano_loop.patching.torch_private import has_kernel
 from nano_loop.precision.autocast import widest_dtype
 from nano_loop.precision.autocast.autocast import LOW_DTYPES
 from nano_loop.precision.autocast.default_ops import TORCHS, as_torch_does, overload_of
@@ -75,6 +76,17 @@ EXTRA: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (torch.rand(4, 4),),
     ),
 }
+# Those in place that many models call.
+for name in ("relu_", "hardtanh_", "hardswish_", "gelu_"):
+    EXTRA[name] = (lambda x, name=name: getattr(torch.ops.aten, name)(x), (torch.randn(4, 4),))
+EXTRA["batch_norm"] = (
+    lambda x: torch.nn.functional.batch_norm(x, torch.zeros(4), torch.ones(4), training=True),
+    (torch.randn(8, 4, 4, 4),),
+)
+EXTRA["clamp_min_"] = (lambda x: x.clamp_min_(0.1), (torch.randn(4, 4),))
+EXTRA["clamp_max_"] = (lambda x: x.clamp_max_(0.1), (torch.randn(4, 4),))
+for name, sides in (("upsample_nearest2d", 2), ("upsample_nearest3d", 3)):
+    EXTRA[name] = (lambda x: torch.nn.functional.interpolate(x, scale_factor=2), (torch.randn(1, 2, *[4] * sides),))
 
 
 #: Those that write to an fp32 output.
@@ -195,6 +207,8 @@ class Recorder:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._depth = 0
+        #: Those that no case has called.
+        self.uncalled = set(names)
         self.clear()
 
     def clear(self) -> None:
@@ -208,6 +222,7 @@ class Recorder:
 
     def _recording(self, name: str) -> Callable[..., Any]:
         def record(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            self.uncalled.discard(name)
             if not self._depth:
                 self.outermost.append(name)
             self._depth += 1
@@ -244,8 +259,8 @@ def recordable(known: Sequence[str]) -> list[str]:
     return names
 
 
-def sweep(table: dict[str, set[str]], chosen: Sequence[Case]) -> tuple[dict[str, set[str]], list[str]]:
-    """Return what is not yet in a table, and the failures that no operator was found for."""
+def sweep(table: dict[str, set[str]], chosen: Sequence[Case]) -> tuple[dict[str, set[str]], list[str], list[str]]:
+    """Return what is not yet in a table, the failures without an operator, and the CPU's operators without a case."""
     new: dict[str, set[str]] = {}
     left: list[str] = []
     widest_dtype.TABLE.clear()
@@ -281,7 +296,7 @@ def sweep(table: dict[str, set[str]], chosen: Sequence[Case]) -> tuple[dict[str,
                             new.setdefault(names[0], set()).add(kind)
                             continue
                     left.append(f"{case.name} {rule} {dtype}: {failed} {names}")
-    return new, left
+    return new, left, sorted(name for name in recorder.uncalled if has_kernel(name, "CPU"))
 
 
 def main() -> None:
@@ -294,21 +309,18 @@ def main() -> None:
     tables = json.loads(path.read_text()) if path.exists() else {}
     table: dict[str, set[str]] = {}
     while True:
-        new, left = sweep(table, chosen)
+        new, left, unswept = sweep(table, chosen)
         print(len(new), "more", file=sys.stderr)
         if not new:
             break
         for name, rules in new.items():
             table.setdefault(name, set()).update(rules)
     version = ".".join(torch.__version__.split(".")[:2])
-    tables[version] = {name: sorted(rules) for name, rules in sorted(table.items())}
-    rows = (
-        f'  "{version}": {{\n'
-        + ",\n".join(f'    "{name}": {json.dumps(rules)}' for name, rules in tables[version].items())
-        + "\n  }"
-        for version in sorted(tables, key=lambda version: [*map(int, version.split("."))])
-    )
-    path.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    namespaces = sorted({name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()})
+    widest = {name: sorted(rules) for name, rules in sorted(table.items())}
+    tables[version] = {"namespaces": namespaces, "unswept": unswept, "widest": widest}
+    by_version = {version: tables[version] for version in sorted(tables, key=lambda text: [*map(int, text.split("."))])}
+    path.write_text(json.dumps(by_version, indent=1) + "\n")
     print("\n".join(left))
 
 

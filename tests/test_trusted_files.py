@@ -144,6 +144,16 @@ def test_cache_may_be_a_link_to_another_disk(tmp_path, monkeypatch):
             path.symlink_to("other")
 
 
+def test_cache_that_is_made_under_an_open_umask_is_closed_to_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = os.umask(0)
+    try:
+        path = cache_folder()
+    finally:
+        os.umask(before)
+    assert not refused(path)
+
+
 def test_root_of_a_user_namespace_is_trusted(monkeypatch):
     stats, users = os.stat, trusted_files._administrators()
     monkeypatch.setattr(os, "stat", lambda path: SimpleNamespace(st_uid=OTHER) if path == "/proc/sys" else stats(path))

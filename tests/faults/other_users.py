@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from faults.fault import BEFORE, Fault
-from faults.runs import attribute, environ, train
+from faults.runs import attribute, environ, temporary, train
 from nano_loop import NanoError
 from nano_loop.distributed.launch import shared_folder
 from nano_loop.kernels import build
@@ -31,12 +31,6 @@ def _open_to_all():
         assert not mark.exists(), "code of another user was run"
     finally:
         shutil.rmtree(folder)
-
-
-@contextlib.contextmanager
-def _temporary(folder):
-    with attribute(tempfile, "tempdir", str(folder)), environ(TMPDIR=str(folder)):
-        yield
 
 
 @contextlib.contextmanager
@@ -84,7 +78,7 @@ def _put_payload(folder, mark):
 def _replaced_run():
     with (
         _open_to_all() as (folder, mark),
-        _temporary(folder),
+        temporary(folder),
         attribute(shared_folder, "SHARED_MEMORY", Path("/nowhere")),
     ):
         try:
@@ -104,7 +98,7 @@ def _replaced_library(cache):
     """Replace the folder of a library, as another user, at the last moment before it is loaded."""
 
     def commit():
-        with _open_to_all() as (folder, mark), _temporary(folder):
+        with _open_to_all() as (folder, mark), temporary(folder):
             (folder / "attack.c").write_text(_LIBRARY % mark)
             subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "attack.so", folder / "attack.c"], check=True)
             library = (folder / "attack.so").read_bytes()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nano_loop import NanoConfigError, NanoWarning, disable_casts
+from nano_loop import NanoConfigError, NanoWarning, disable_casts, nano
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import precision
@@ -409,3 +409,29 @@ def test_what_the_caller_puts_into_an_object_that_the_model_keeps_stays_there(st
     model(X)
     assert out.hidden is replaced
     assert model.seen == [(torch.float32, False)]
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "dtypes"),
+    [
+        ("bf16", 32, [torch.bfloat16] * 3),
+        ("bf16", "bf16", [torch.bfloat16] * 3),
+        (32, "bf16", [torch.float32, torch.bfloat16, torch.float32]),
+    ],
+)
+def test_precision_of_a_run_inside_another_one_holds_until_it_ends_if_it_is_not_32(outer, inner, dtypes):
+    model, seen = Net(), []
+
+    def call(model):
+        assert model(X)["logits"].dtype is torch.float32
+        seen.append(model.seen)
+
+    def train(model):
+        call(model)
+        nano(precision=inner, verbose=False)(call)(model)
+        call(model)
+        with disable_casts():
+            call(model)
+
+    nano(precision=outer, verbose=False)(train)(model)
+    assert seen == [*dtypes, torch.float32]
