@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nano_loop.patching.nested_tensors import Substitution, attributes_with_names, holds_item, put_item
+from nano_loop.patching.nested_tensors import Substitution, attributes_with_names, holds_item, map_tensors, put_item
 from nano_loop.patching.walk import items_of, walk
 
 #: What every module has, which holds parameters, buffers, hooks and modules.
@@ -48,7 +48,7 @@ class Outputs:
     def converted(self, outputs: Any, convert: Callable[[Tensor], Tensor]) -> Any:
         """Return what a call has returned, with its tensors converted."""
         if torch.compiler.is_compiling():
-            return Substitution(convert)(outputs)
+            return map_tensors(convert, outputs)
         substitution = Substitution(convert, everywhere=True)
         outputs = substitution(outputs)
         if any(not isinstance(holder, (list, dict)) for holder, *_ in substitution.items):
