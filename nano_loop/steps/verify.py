@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, error_message
+from nano_loop.patching.members import parameters_of
 from nano_loop.precision.verification.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
 from nano_loop.precision.verification.traces import gradients_kept
 from nano_loop.precision.verification.verification import Verification, verified
@@ -39,7 +40,7 @@ class Verify(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models if self.ranks.rank == 0 else ():
-            if id(model) not in self._recorded and any(parameter.requires_grad for parameter in model.parameters()):
+            if id(model) not in self._recorded and any(parameter.requires_grad for parameter in parameters_of(model)):
                 self._recorded[id(model)] = recorded = RecordedCalls(
                     model, self.options.kind.parameters is not None, _warn
                 )
@@ -84,7 +85,7 @@ class Verify(Step):
     def _parameters(self) -> Iterator[Tensor]:
         """Return the parameters of the loop's models and optimizers."""
         for recorded in self._recorded.values():
-            yield from recorded.model.parameters()
+            yield from parameters_of(recorded.model)
         for optimizer in self._optimizers.values():
             yield from chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
