@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
-import stat
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from nano_loop.errors import NanoError
+from nano_loop.trusted_files import opened_folder, read_file, write_file
 
 _MOST_BYTES = 1 << 25  # of a JSON file that is read
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder, which only this user can write to, since what is in it is trusted; None without one."""
+    """Return the cache folder, which is made where there is none; None where it cannot be made.
+
+    What is in it is trusted, so whoever reads or writes a file in it opens it by `nano_loop.trusted_files.open_folder`.
+    """
     try:
-        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = parent / "nano_loop"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nano_loop"
+        for place in (folder.parent, folder):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # no home folder, or not writable
         return None
-    own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
-    private = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return folder if own and private and os.access(folder, os.W_OK) else None
+    return Path(os.path.realpath(folder))
 
 
-@contextmanager
-def written_at_once(path: Path) -> Iterator[Path]:
-    """Give the path of a file to make, which is then moved into place, for processes that read it meanwhile."""
-    with tempfile.TemporaryDirectory(prefix="making-", dir=path.parent) as folder:
-        yield Path(folder) / path.name
-        (Path(folder) / path.name).replace(path)
+def inductor_folder() -> str:
+    """Return the cache folder of torch's compiler by default; an empty string for a user without a name."""
+    try:
+        return os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    except (KeyError, OSError):
+        return ""
 
 
 class JsonFile:
@@ -52,12 +55,13 @@ class JsonFile:
         self._version = version
 
     def read(self) -> dict[str, Any]:
-        """Return the content. A damaged file counts as empty."""
+        """Return the content. A file that is damaged, or that another user could change, counts as empty."""
+        if self._path is None:
+            return {}
         try:
-            if self._path is None or self._path.stat().st_size > _MOST_BYTES:
-                return {}
-            content = json.loads(self._path.read_text())
-        except (OSError, ValueError, RecursionError):
+            with opened_folder(self._path.parent) as folder:
+                content = json.loads(read_file(self._path.name, folder, _MOST_BYTES))
+        except (OSError, NanoError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) and content.get("format") == self._version else {}
 
@@ -65,7 +69,7 @@ class JsonFile:
         """Replace the file. One that cannot be written is left as it is, and so is one for what JSON does not know."""
         if self._path is None:
             return
-        with suppress(OSError, TypeError):
+        with suppress(OSError, NanoError, TypeError):
             text = json.dumps({"format": self._version, **content})
-            with written_at_once(self._path) as path:
-                path.write_text(text)
+            with opened_folder(self._path.parent) as folder:
+                write_file(self._path.name, folder, text.encode())

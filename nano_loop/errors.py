@@ -91,6 +91,12 @@ def error_message(got: str, expected: str, hint: str) -> str:
     return f"{got}: {expected}. {hint}."
 
 
+def shortened(text: str) -> str:
+    """Return a text, without its middle if it is long."""
+    half = _repr.maxstring // 2
+    return text if len(text) <= 2 * half else f"{text[: half - 2]}...{text[1 - half :]}"
+
+
 def shown(name: str, value: Any) -> str:
     """Return ``name=value`` with a shortened ``repr``, or with the class of the value if its ``repr`` raises."""
     try:

@@ -67,7 +67,9 @@ ROOMS = (
     ("optim",),
     ("config",),
     ("cpu",),
-    ("cache_folder", "errors", "version"),
+    ("cache_folder",),
+    ("trusted_files",),
+    ("errors", "version"),
 )
 
 # What does not keep a rule yet, or never will: rule → module → the reason. An entry that is not needed is an error.
@@ -85,6 +87,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("steps.learning_rate", "steps.loss_scale"), "where the next run of an optimizer goes on"),
         **dict.fromkeys(("steps.compile", "steps.rounding"), "a number for each compilation and each optimizer"),
+        "kernels.build": "a number for each library that is loaded",
         "config.protocol": "a command is for the process, and its variable is there once",
         "distributed.data_parallel.duplicate_work": "how often a line was met, over all calls of a function",
         "distributed.files.private_files": "a worker keeps its files private until it ends",

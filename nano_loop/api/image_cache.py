@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from nano_loop.config.options import Options
+from nano_loop.errors import NanoError
 from nano_loop.images.lifetime import store_for
 from nano_loop.images.loaders import CachedImages, datasets_in, refusal
 from nano_loop.integrations.cuda_calls.patching import patch_cuda, unpatch_cuda
@@ -44,7 +45,7 @@ def patch_torch(cuda_to_cpu: bool = False, *, image_cache: Any = None, exact_ima
             return None
         try:
             return CachedImages(store_for(datasets_in(loader.dataset), place), options.exact_images)
-        except OSError:  # there is no folder for the cache
+        except (OSError, NanoError):  # there is no folder for the cache
             return None
 
     with _lock:

@@ -83,12 +83,15 @@ class TunedOperator(NamedTuple):
         return decision if decision.algorithm in algorithms else Decision(guess)
 
 
+_COMPOSED = (Tensor, tuple, list, float)
+
+
 def _kind(value: Any) -> Hashable:
     """Return what calls have in common that are computed alike."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
-    if isinstance(value, tuple | list):
-        return tuple(map(_kind, value))
+    if isinstance(value, (tuple, list)):
+        return tuple([_kind(part) if isinstance(part, _COMPOSED) else part for part in value])
     return value != 0 if isinstance(value, float) else value
 
 

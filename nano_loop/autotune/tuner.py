@@ -90,6 +90,7 @@ class Tuner:
         self._budget = budget
         self._timer = timer
         self._is_measuring = False
+        self._of_inner = 0.0  # the seconds that measurements inside of others have taken
 
     @property
     def turn(self) -> int:
@@ -124,20 +125,26 @@ class Tuner:
         return None if choice is None else choice.algorithm
 
     def _measure(self, key: str, guess: str, race: Race) -> Choice | None:
-        begun, outermost = self._timer(), not self._is_measuring
+        begun, of_race, outermost = self._timer(), self._time(), not self._is_measuring
         self._is_measuring = True
         try:
-            choice = fastest(race, guess, self._budget.left(self.spent), self._timer)
+            choice = fastest(race, guess, self._budget.left(self.spent), self._time)
         except _FAILURES:  # there may be memory for it later
             return None
         finally:
             self._is_measuring = not outermost
             if outermost:  # what is measured inside of another measurement is a part of it
                 self.spent += self._timer() - begun
+            else:
+                self._of_inner += self._time() - of_race
         if choice is not None:
             self.choices.put(key, choice)
             self.new_choices.append(choice)
         return choice
+
+    def _time(self) -> float:
+        """Return the time less that of measurements inside of others: an algorithm takes it in its first call alone."""
+        return self._timer() - self._of_inner
 
 
 def fastest(race: Race, guess: str, seconds: float, timer: Callable[[], float] = time.perf_counter) -> Choice | None:

@@ -25,7 +25,9 @@ def preloaded(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path | str = "/") -> str | None:
-    """Return the path of a library such as ``libjemalloc``, or None.
+    """Return the absolute path of a library such as ``libjemalloc``, or None.
+
+    Relative folders are left out: from another working folder, they would lead to another library.
 
     Parameters
     ----------
@@ -39,7 +41,7 @@ def find_library(stem: str, environ: Mapping[str, str], prefix: str, root: Path 
         The folder of the system's own folders: ``/`` on a live machine.
     """
     pattern = re.compile(re.escape(stem) + r"\.so(\.\d+)*$")
-    for folder in _folders(environ, prefix, Path(root)):
+    for folder in filter(Path.is_absolute, _folders(environ, prefix, Path(root))):
         try:
             names = os.listdir(folder)
         except OSError:

@@ -7,14 +7,19 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from nano_loop.cache_folder import cache_folder, inductor_folder
 from nano_loop.compile.graphs import keeping
+from nano_loop.errors import NanoError
 from nano_loop.patching.torch_private_compiler import mode_options
+from nano_loop.trusted_files import open_folder
 
 #: What Inductor may pass to the C++ compiler on a CPU of x86-64, depending on the CPU.
 _FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx512vnni")
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _PATIENCE = 10.0  # timeout of the compiler, in seconds
 
 
@@ -37,6 +42,26 @@ def with_operators(options: Mapping[str, Any], names: Collection[str]) -> dict[s
         ours["cpp.vec_isa_ok"] = True
     arguments["options"] = {**ours, **modes, **(arguments.get("options") or {})}
     return arguments
+
+
+@contextmanager
+def own_cache() -> Iterator[None]:
+    """Let Inductor keep what it compiles below nano_loop's cache folder, unless the user has named a folder.
+
+    Its default belongs to whoever has made it first: it lies in the folder for temporary files, by the user's name.
+    """
+    before, folder = os.environ.get(_CACHE), cache_folder()
+    with suppress(OSError, NanoError):
+        if folder is not None and before in (None, inductor_folder()):
+            os.close(open_folder(folder))
+            os.environ[_CACHE] = str(folder / "torchinductor")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_CACHE, None)
+        else:
+            os.environ[_CACHE] = before
 
 
 @functools.cache

@@ -105,8 +105,8 @@ class Declarations:
         "Needs a C compiler, at first use, and AVX-512; else by plain products, about twice as fast."
     )
     fast_activation: bool | Literal["auto"] = step(
-        "tanh, and GELU by tanh, by functions in C, in reduced precision: about three times as fast. Needs torch 2.9 "
-        "or later, and a C compiler, at first use."
+        "tanh, and GELU by tanh, by functions in C, in reduced precision: about three times as fast. With "
+        '`"bf16-products"` gradients of any GELU, too. Needs torch 2.9 or later, and a C compiler, at first use.'
     )
     fast_convolution: bool | Literal["auto"] = step(
         "Gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 times as "

@@ -9,6 +9,7 @@ from typing import Any
 from nano_loop.config.exports import EXPORTS
 from nano_loop.config.option_checks import Check, RefusedValueError
 from nano_loop.config.protocol import COMMAND
+from nano_loop.errors import shortened
 
 #: Has the secret of a launch on several hosts, and is no option; see docs/security.md.
 SECRET = "NANO_LOOP_SECRET"
@@ -51,7 +52,8 @@ def read_options(
     ours = (name for name in environ if name.upper().startswith(_PREFIX))
     for name in sorted(name for name in ours if name not in (SECRET, EXPORTS, COMMAND)):
         # A mistyped secret is in no message.
-        text = f"{name}=..." if "SECRET" in name.upper() else f"{name}={environ[name]}"
+        value = "..." if "SECRET" in name.upper() else shortened(environ[name])
+        text = f"{shortened(name)}={value}"
         if name in variables:
             known[variables[name]] = (text, _read(environ[name].strip(), checks[variables[name]]))
         else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from nano_loop.config.op_names import PRESETS, nearest, operators_of, overloads_of, read_names
 from nano_loop.config.precisions import OF_GPUS, PRECISIONS, SHORT_NAMES
-from nano_loop.errors import error_message, shown
+from nano_loop.errors import error_message, shortened, shown
 
 _PRECISIONS = {**SHORT_NAMES, **{name: name for name in PRECISIONS}}
 
@@ -216,7 +216,7 @@ def _named_operators(value: Any, allowed: str, advice: str) -> tuple[str, ...]:
     if not all(isinstance(name, str) and name for name in names):
         raise RefusedValueError(allowed, advice)
     if unknown := next((name for name in names if not operators_of(name)), None):
-        raise RefusedValueError(f"{allowed}. {unknown!r}: torch has no such operator", nearest(unknown))
+        raise RefusedValueError(f"{allowed}. {shortened(unknown)!r}: torch has no such operator", nearest(unknown))
     return tuple(dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names))
 
 
@@ -261,30 +261,41 @@ def _takes_nothing(value: Callable[..., Any]) -> bool:
     return True
 
 
-def contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Return a message for each contradiction between two options. `values` holds the valid options only."""
+def contradictions(values: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """Return a message for each contradiction between two options.
+
+    Parameters
+    ----------
+    values : mapping
+        The valid options only.
+    names : mapping
+        How the user has named each option: an environment variable by its name.
+    """
     problems = []
     shares, count = values.get("cpu_for_each_process"), values.get("num_processes") or 1
     if isinstance(shares, tuple) and "num_processes" in values and len(shares) != count:
-        expected = f"it needs one for each process, and {shown('num_processes', values['num_processes'])}"
-        problems.append(error_message(f"cpu_for_each_process has {len(shares)} lists", expected, "Make the two agree"))
-    return [*problems, *_contradicting_lists(values)]
+        got = f"{names['cpu_for_each_process']} has {len(shares)} lists"
+        expected = f"it needs one for each process, and {shown(names['num_processes'], values['num_processes'])}"
+        problems.append(error_message(got, expected, "Make the two agree"))
+    return [*problems, *_contradicting_lists(values, names)]
 
 
-def _contradicting_lists(values: Mapping[str, Any]) -> Iterator[str]:
+def _contradicting_lists(values: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[str]:
     bf16, fp32 = (_overloads(values.get(name, ())) for name in ("bf16_ops", "fp32_ops"))
     both = {bf16[overload] for overload in bf16.keys() & fp32.keys()}
     if both:
-        named = f"{', '.join(sorted(both))} in both bf16_ops and fp32_ops"
+        named = f"{', '.join(sorted(both))} in both {names['bf16_ops']} and {names['fp32_ops']}"
         yield error_message(named, "an operator runs in one of the two", "Remove it from one of them")
     for name in ("bf16_ops", "fp32_ops"):
         if values.get(name) and values.get("compile"):
             lists = "compiled models compute by torch's lists alone"
-            yield error_message(f"{name} with compile", lists, "Leave one of the two out")
+            yield error_message(f"{names[name]} with {names['compile']}", lists, "Leave one of the two out")
     if values.get("bf16_ops") and values.get("precision") == "16-mixed":
-        yield error_message(
-            "bf16_ops with precision=16", "its autocast is to fp16", 'Leave bf16_ops out, or pass "bf16"'
+        named, advice = (
+            f"{names['bf16_ops']} with {names['precision']}=16",
+            f'Leave {names["bf16_ops"]} out, or pass "bf16"',
         )
+        yield error_message(named, "its autocast is to fp16", advice)
 
 
 def _overloads(names: Iterable[str]) -> dict[str, str]:

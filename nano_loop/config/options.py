@@ -132,7 +132,7 @@ def _checked(values: Mapping[str, Any], as_written: Mapping[str, str], problems:
         except Exception as error:  # reading a user's object may raise any exception
             raised = f"reading its value raised {type(error).__name__}"
             problems.append(error_message(as_written[name], raised, "Pass a plain Python value"))
-    problems += contradictions(good)
+    problems += contradictions(good, {name: text.partition("=")[0] for name, text in as_written.items()})
     if problems:
         raise NanoConfigError("\n".join(problems))
     return good

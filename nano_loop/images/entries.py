@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,9 +31,23 @@ def written(value: Any) -> tuple[Header, bytes | memoryview] | None:
     if type(value) is not Image.Image or value.mode not in _MODES or value.palette is not None:
         return None
     info = repr(value.info) if value.info else ""
-    if len(info) > _LONGEST_INFO or not _is_plain(value.info):
+    if not _is_short(info) or not _is_plain(value.info):
         return None
     return {"kind": "pil", "mode": value.mode, "size": value.size, "info": info}, value.tobytes()
+
+
+def fits(header: Any, size: int) -> bool:
+    """Whether a header is one that `written` has made for an image of so many bytes."""
+    match header:
+        case {"kind": "pil", "mode": mode, "size": [int(width), int(height)], "info": str(info)} if mode in _MODES:
+            return min(width, height) >= 0 and width * height * Image.getmodebands(mode) == size and _is_short(info)
+        case {
+            "kind": "tensor" | "image",
+            "shape": [int(), int(), int()] as shape,
+            "strides": [int(), int(), int()] as strides,
+        }:
+            return min(shape) > 0 and min(strides) >= 0 and _span(shape, strides) == size
+    return False
 
 
 def read(header: Header, pixels: memoryview) -> Any:
@@ -60,11 +75,20 @@ def _written_tensor(value: torch.Tensor) -> tuple[Header, bytes | memoryview] | 
         return None
     plain = value.as_subclass(torch.Tensor)
     # With the same strides, since what kernels compute may depend on them. A crop has gaps, which are kept.
-    span = 1 + sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True))
+    span = _span(plain.shape, plain.stride())
     if not plain.numel() or span > 2 * plain.numel():
         return None
     header = {"kind": kind, "shape": list(plain.shape), "strides": list(plain.stride())}
     return header, plain.as_strided((span,), (1,)).numpy().tobytes()
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return from the first to the last element of a tensor, in elements."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _is_short(info: str) -> bool:
+    return len(info) <= _LONGEST_INFO
 
 
 def typed_image() -> Any:

@@ -27,6 +27,7 @@ from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.errors import NanoError
 from nano_loop.images.store import Store
+from nano_loop.trusted_files import make_folder, open_folder
 
 _PREFIX = "nano_loop-images-"
 #: The part of the memory that a cache may take by default.
@@ -42,11 +43,9 @@ class _Memory:
         self.process = os.getpid()
         self.users: set[int] = set()
         self._stack = ExitStack()
-        parent = _parent(limit)
-        delete_abandoned(parent, _PREFIX)
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        folder = make_folder(f"{_PREFIX}{os.getpid()}-", (_parent(limit), SHARED_MEMORY))
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        folder.chmod(0o700)
+        delete_abandoned(folder.parent, _PREFIX)
         self._stack.enter_context(held(folder))
         self.store = Store(folder, 0, sums=False)
         self.allow(limit)
@@ -76,8 +75,8 @@ def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = 
 
     Raises
     ------
-    OSError
-        If there is no folder for it.
+    OSError, NanoError
+        If there is no folder for it, or another user could change that.
     """
     if isinstance(choice, str):
         return _in_folder(Path(choice))
@@ -85,7 +84,7 @@ def store_for(datasets: Sequence[Any], choice: int | str | None, ranks: Ranks = 
         return _in_memory(datasets, choice)
     own = None
     if ranks.local_rank == 0:
-        with suppress(OSError):  # the others wait for an answer
+        with suppress(OSError, NanoError):  # the others wait for an answer
             own = _in_memory(datasets, choice)
     for path in ranks.gather(str(own.folder) if own else "", what="image_cache"):
         if path and _is_ours(Path(path)):
@@ -102,6 +101,8 @@ def default_limit() -> int:
 
 def _in_folder(folder: Path) -> Store:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = folder.resolve()
+    os.close(open_folder(folder))
     store = Store(folder, None, sums=True)
     store.tidy()
     return store

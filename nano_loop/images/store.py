@@ -19,12 +19,19 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nano_loop.errors import NanoError
+from nano_loop.images.entries import fits
+from nano_loop.trusted_files import open_file
+
 _MAGIC = b"nano_loop image 1"
 _HEAD = struct.Struct(f"<{len(_MAGIC)}sIQI")  # the magic, the bytes of the header and of the pixels, the sum
 _USED = struct.Struct("<QQ")  # bytes and entries
 _UNFINISHED = "unfinished-"
 _ABANDONED = 3600.0  # seconds after which nobody is writing an unfinished entry
 _PAGE = 4096
+_LARGEST = 1 << 30  # bytes of an entry; Pillow opens no image that is larger
+_LONGEST_NOTE = 10_000
+_MOST = 1 << 62  # bytes in a folder
 
 
 class Usage(NamedTuple):
@@ -67,11 +74,13 @@ class Store:
         """Return the header and the pixels of an entry, in memory of the caller's; None if it is missing or damaged."""
         path = self._path(key)
         try:
-            with open(path, "rb", buffering=0) as file:
-                data = bytearray(os.fstat(file.fileno()).st_size)
+            with open(open_file(path), "rb", buffering=0) as file:
+                data = bytearray(min(os.fstat(file.fileno()).st_size, _LARGEST))
                 length = file.readinto(data)
         except OSError:
             return None
+        except NanoError:  # it is no file, or another user's
+            data, length = bytearray(), 0
         entry = _parsed(memoryview(data), key, self.sums) if length == len(data) else None
         if entry is None:
             self.note("damaged entries of the cache were made anew")
@@ -86,7 +95,7 @@ class Store:
         text = json.dumps({**header, "key": key}).encode()
         size = _HEAD.size + len(text) + len(pixels)
         size = -(-size // _PAGE) * _PAGE
-        if not self._count(size, 1):
+        if size > _LARGEST or not self._count(size, 1):
             return
         total = zlib.crc32(pixels, zlib.crc32(text)) if self.sums else 0
         try:
@@ -101,16 +110,17 @@ class Store:
         if text in self._notes:
             return
         self._notes.add(text)
-        with contextlib.suppress(OSError):
-            name = f"note-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-            (self.folder / name).write_text(text, encoding="utf-8")
+        name = f"note-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+        with contextlib.suppress(OSError, NanoError), self._opened(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
+            file.write(text.encode())
 
     def notes(self) -> list[str]:
         """Return the lines that all processes have kept, and forget them."""
         notes = set(self._notes)
         for path in self.folder.glob("note-*"):
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                notes.add(path.read_text(encoding="utf-8"))
+            with contextlib.suppress(OSError, NanoError, UnicodeDecodeError):
+                with self._opened(path.name, os.O_RDWR) as file:
+                    notes.add(file.read(_LONGEST_NOTE).decode())
                 path.unlink()
         self._notes.clear()
         return sorted(notes)
@@ -118,8 +128,9 @@ class Store:
     def usage(self) -> Usage:
         """Return what all processes have written."""
         try:
-            return _unpacked((self.folder / "used").read_bytes())
-        except OSError:
+            with self._opened("used", os.O_RDWR) as file:
+                return _unpacked(file)
+        except (OSError, NanoError):
             return Usage(0, 0)
 
     def tidy(self) -> None:
@@ -146,25 +157,30 @@ class Store:
     def _count(self, size: int, entries: int) -> bool:
         """Count bytes and entries against the limit, and return whether there is room."""
         try:
-            counter = os.open(self.folder / "used", os.O_RDWR | os.O_CREAT, 0o600)
-            with os.fdopen(counter, "r+b", buffering=0) as file:
+            with self._opened("used", os.O_RDWR | os.O_CREAT) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                used = _unpacked(file.read())
+                used = _unpacked(file)
                 if self.limit is not None and used.size + size > self.limit:
                     self._is_closed = True
                     return False
                 left = max(used.size + size, 0), max(used.entries + entries, 0)
                 file.seek(0)
                 file.write(_USED.pack(*left))
-        except OSError as error:
+                file.truncate()  # a damaged one may be longer
+        except (OSError, NanoError) as error:
             self._close(error)
             return False
         return True
 
-    def _close(self, error: OSError) -> None:
+    def _opened(self, name: str, flags: int) -> Any:
+        return open(open_file(os.path.join(self.folder, name), flags=flags), "r+b", buffering=0)
+
+    def _close(self, error: OSError | NanoError) -> None:
         self._is_closed = True
-        name = errno.errorcode.get(error.errno or 0, "")
-        self.note(f"the cache cannot be written any further: {error.strerror or error} {name}".strip())
+        number, words = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
+        self.note(
+            f"the cache cannot be written any further: {words or error} {errno.errorcode.get(number or 0, '')}".strip()
+        )
 
 
 def _appear(unfinished: str, path: str) -> None:
@@ -186,8 +202,11 @@ def _opened(path: str) -> int:
         return os.open(path, flags, 0o600)
 
 
-def _unpacked(data: bytes) -> Usage:
-    return Usage(*_USED.unpack(data)) if len(data) == _USED.size else Usage(0, 0)
+def _unpacked(file: Any) -> Usage:
+    """Read how much is used; a damaged number counts as none."""
+    data = file.read(_USED.size + 1)
+    usage = Usage(*_USED.unpack(data)) if len(data) == _USED.size else Usage(0, 0)
+    return usage if max(usage) < _MOST else Usage(0, 0)
 
 
 def _parsed(data: memoryview, key: str, sums: bool) -> tuple[dict[str, Any], memoryview] | None:
@@ -199,6 +218,6 @@ def _parsed(data: memoryview, key: str, sums: bool) -> tuple[dict[str, Any], mem
         return None
     try:
         header: dict[str, Any] = json.loads(bytes(text))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return (header, pixels) if header.get("key") == key else None
+    return (header, pixels) if fits(header, len(pixels)) and header.get("key") == key else None

@@ -10,20 +10,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nano_loop.cache_folder import cache_folder, written_at_once
+from nano_loop.cache_folder import cache_folder
+from nano_loop.errors import NanoError
 from nano_loop.kernels.memory import Pointer, check, empty
+from nano_loop.trusted_files import open_file, opened_folder, path_of, trusted_parent, write_file
 
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILERS = ("cc", "gcc", "clang")
@@ -33,6 +37,9 @@ _FLAGS = ("-O3", "-fPIC")
 _PARALLEL = ("-fopenmp",)
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 _PATIENCE = 60.0  # timeout of the compiler, in seconds
+_LARGEST = 1 << 26  # bytes of a library
+_DIGEST = hashlib.sha256().digest_size  # bytes of the hash at a library's end, which the loader does not look at
+_numbers = itertools.count()
 
 
 class UnavailableError(Exception):
@@ -74,6 +81,8 @@ class CompiledKernel:
         self.functions = functions
         self._is_threaded = is_threaded
         self._needs_avx512_bf16 = needs_avx512_bf16
+        #: How often the functions have been called.
+        self.calls = 0
 
     @functools.cached_property
     def unavailable(self) -> str | None:
@@ -101,6 +110,7 @@ class CompiledKernel:
         tensors = [argument for argument in arguments if argument is None or isinstance(argument, Tensor)]
         check(tensors, self.functions[function])
         threads = (ctypes.c_int(torch.get_num_threads()),) if self._is_threaded else ()
+        self.calls += 1
         return int(getattr(self._library(), function)(*map(_as_c, arguments), *threads))
 
     def bytes_of(self, call: ctypes.Structure, argument: int) -> int:
@@ -145,18 +155,47 @@ def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
     UnavailableError
         If no compiler is found, the compiler fails, or torch's OpenMP runtime is not that of the compiler.
     """
-    load: Callable[[str], ctypes.CDLL] = ctypes.CDLL if is_threaded else ctypes.PyDLL
     flags = _PARALLEL if is_threaded else ()
-    source, command, folder = _SOURCES / f"{name}.c", _compiler(), cache_folder()
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="nano_loop-") as temporary:
-            # Once loaded, it may be deleted.
-            return _made(command, flags, source, Path(temporary) / f"{name}.so", load)
-    library = folder / f"{name}-{_key([*command, *flags], source)}.so"
+    source, command = _SOURCES / f"{name}.c", _compiler()
+    file = f"{name}-{_key([*command, *flags], source)}.so"
+    kept = cache_folder()
+    if kept is not None:
+        with suppress(OSError, NanoError):  # it is missing or damaged, or another user could change it
+            return _loaded(file, kept, is_threaded)
     try:
-        return load(str(library))
-    except OSError:  # missing or damaged
-        return _made(command, flags, source, library, load)
+        parent = trusted_parent((kept, Path(tempfile.gettempdir())))
+        with tempfile.TemporaryDirectory(prefix="making-", dir=parent) as making:
+            library = _made(command, flags, source, Path(making, file))
+            content = library.read_bytes()
+            content += _digest(content)
+            with suppress(OSError, NanoError):  # the cache folder is full or closed, or programs in it cannot run
+                return _kept(file, kept or library.parent, content, is_threaded)
+            return _kept(file, library.parent, content, is_threaded)
+    except (OSError, NanoError) as error:
+        raise UnavailableError(f"the compiled kernel could not be written or loaded ({error})") from error
+
+
+def _kept(file: str, folder: Path, content: bytes, is_threaded: bool) -> ctypes.CDLL:
+    """Write a library, and load it."""
+    with opened_folder(folder) as descriptor:
+        write_file(file, descriptor, content)
+    return _loaded(file, folder, is_threaded)
+
+
+def _loaded(file: str, folder: Path, is_threaded: bool) -> ctypes.CDLL:
+    """Load a library, once its hash is that of what was written: a part that is missing would end the process."""
+    with opened_folder(folder) as above, open(open_file(file, above), "rb") as opened:
+        content = opened.read(_LARGEST)
+        if content[-_DIGEST:] != _digest(content[:-_DIGEST]):
+            raise OSError(f"{file} is damaged")
+        # The loader takes a library for one that it has loaded by the same path, so each has its own.
+        path = path_of(opened.fileno(), folder / file)
+        name = os.path.join(path.parent, "./" * next(_numbers), path.name)
+        return ctypes.CDLL(name) if is_threaded else ctypes.PyDLL(name)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def _compiler() -> list[str]:
@@ -168,26 +207,21 @@ def _compiler() -> list[str]:
     raise UnavailableError(f"no C compiler was found ({named[0] if named else ', '.join(_COMPILERS)})")
 
 
-def _made(
-    command: list[str], flags: tuple[str, ...], source: Path, library: Path, load: Callable[[str], ctypes.CDLL]
-) -> ctypes.CDLL:
-    """Compile into a temporary folder and move the library into place atomically, for concurrent processes."""
-    try:
-        with written_at_once(library) as made:
-            compiled = made.with_suffix(".o")
-            translate = [*command, *_FLAGS, *flags, "-c", "-o", str(compiled), str(source)]
-            native = _NATIVE.get(platform.machine())
-            if not (native and _compiles([*translate, native])):
-                _compiles(translate, must=True)
-            _compiles([*command, "-shared", "-o", str(made), str(compiled), "-lm"], must=True)
-        return load(str(library))
-    except OSError as error:
-        raise UnavailableError(f"the compiled kernel could not be written or loaded ({error})") from error
+def _made(command: list[str], flags: tuple[str, ...], source: Path, library: Path) -> Path:
+    """Compile a library in a folder of its own, where the compiler has its temporary files, too."""
+    compiled = library.with_suffix(".o")
+    translate = [*command, *_FLAGS, *flags, "-c", "-o", str(compiled), str(source)]
+    native = _NATIVE.get(platform.machine())
+    if not (native and _compiles([*translate, native], library.parent)):
+        _compiles(translate, library.parent, must=True)
+    _compiles([*command, "-shared", "-o", str(library), str(compiled), "-lm"], library.parent, must=True)
+    return library
 
 
-def _compiles(command: list[str], must: bool = False) -> bool:
+def _compiles(command: list[str], folder: Path, must: bool = False) -> bool:
+    environ = {**os.environ, "TMPDIR": str(folder)}
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False, env=environ)
     except subprocess.TimeoutExpired as error:
         raise UnavailableError(f"{command[0]} took longer than {_PATIENCE:g} s") from error
     if run.returncode and must:

@@ -5,6 +5,7 @@ Sums and results are in fp32, so nothing but the product itself knows of bf16.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,8 +15,7 @@ from torch import Tensor
 from nano_loop.kernels.replacement import Choose
 from nano_loop.patching.ownership import rule_for
 
-#: The name of the rule of calls into models whose products round their inputs. It is called with the kind of each
-#: product that does, its number of multiplications, and how many numbers it packs in bf16 without a cast.
+#: The name of the rule of calls into models whose products round their inputs, a `Rounding`.
 RULE = "products in bf16"
 #: The name of the rule that chooses an algorithm, which is no operator's, and the algorithms.
 ALGORITHM = "rounding of products"
@@ -27,6 +27,45 @@ PRODUCT, CONVOLUTION, ATTENTION, LSTM = "product", "convolution", "attention", "
 MIN_MULTIPLICATIONS = {PRODUCT: 1 << 22, CONVOLUTION: 1 << 25, ATTENTION: 1 << 22, LSTM: 1 << 21}
 #: Products of less than this share of these multiplications are fp32 without a measurement, which takes time too.
 _NEVER = 1 / 8
+
+
+class Rounding:
+    """What a run knows of the products of its models: the rule of their calls.
+
+    Parameters
+    ----------
+    record : callable
+        Is told of each product that rounds: its kind, and how many numbers it packs in bf16 without a cast.
+
+    Attributes
+    ----------
+    fewest : dict of str to float
+        The fewest multiplications of a product that has rounded, by its kind, since that was last emptied.
+    """
+
+    def __init__(self, record: Callable[[str, int], None]) -> None:
+        self.fewest: dict[str, float] = {}
+        self._record = record
+        self._least: dict[str, float] | None = None
+
+    def may_round(self, kind: str, multiplications: int) -> bool:
+        """Return whether a product is large enough to be measured, or to round."""
+        if self._least is not None:
+            return multiplications >= self._least[kind]
+        return is_large(kind, multiplications / _NEVER)
+
+    def __call__(self, kind: str, multiplications: int, packed: int) -> None:
+        """Take note of a product that rounds."""
+        self.fewest[kind] = min(self.fewest.get(kind, math.inf), multiplications)
+        self._record(kind, packed)
+
+    def learn(self) -> None:
+        """Let products that have fewer multiplications than all that have rounded be fp32, without asking again."""
+        self._least = {kind: self.fewest.get(kind, math.inf) for kind in MIN_MULTIPLICATIONS}
+
+    def forget(self) -> None:
+        """Ask about all products again that are not too small."""
+        self._least = None
 
 
 class Arguments(NamedTuple):
@@ -49,7 +88,8 @@ class Arguments(NamedTuple):
 
 def may_round(kind: str, multiplications: int) -> bool:
     """Return whether a product may round: it is large enough, and torch computes for a model whose products do."""
-    return is_large(kind, multiplications / _NEVER) and rule_for(RULE) is not None
+    rule: Any = rule_for(RULE)
+    return rule is not None and rule.may_round(kind, multiplications)
 
 
 def is_large(kind: str, multiplications: float) -> bool:

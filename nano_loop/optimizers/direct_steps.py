@@ -49,16 +49,15 @@ def stepped_directly(optimizer: Optimizer) -> Iterator[None]:
     ----------
     optimizer : torch.optim.Optimizer
         It keeps its class and its attributes; two methods of the class are replaced. Groups without ``fused=True`` are
-        stepped by torch.
+        stepped by torch. The context does not hold it, and is to be left when it is freed.
     """
-    kind = type(optimizer)
+    kind, number = type(optimizer), id(optimizer)
+    del optimizer
     with ExitStack() as changes:
         if kind in _GATHER and unhooked_step(kind.step) is not None:
             changes.enter_context(replaced(kind, "step", _step))
             changes.enter_context(replaced(kind, "zero_grad", _zero_grad))
-            changes.enter_context(
-                shared_change(("direct steps", id(optimizer)), lambda: listed(_direct, id(optimizer)))
-            )
+            changes.enter_context(shared_change(("direct steps", number), lambda: listed(_direct, number)))
         yield
 
 

@@ -70,6 +70,7 @@ def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value
             context = make()
             change = _changes[key] = _Change(context, context.__enter__())
         change.users += 1
+    del make  # which may hold an object of the user's
     try:
         yield change.value
     finally:
@@ -83,7 +84,7 @@ def shared_change(key: Hashable, make: Callable[[], AbstractContextManager[Value
 def values_in_force() -> list[Any]:
     """Return the values of all changes."""
     with _lock:
-        return [change.value for change in _changes.values()]
+        return [change.value for change in [*_changes.values()]]  # an object that is freed meanwhile ends changes
 
 
 @contextmanager

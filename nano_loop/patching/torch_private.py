@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Any
@@ -182,16 +182,26 @@ def as_without_autocast_kernel(operator: Any, keys: torch.DispatchKeySet, *args:
 
 
 def has_kernel(operator: str, dispatch_key: str) -> bool:
-    """Whether an ATen operator, such as ``softmax.int``, has a kernel for a dispatch key. torch has no public check."""
+    """Whether an operator, such as ``softmax.int``, has a kernel for a dispatch key. torch has no public check."""
     try:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", dispatch_key))
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(full_name(operator), dispatch_key))
     except RuntimeError:  # this torch has no such operator
         return False
 
 
 def is_operator(name: str) -> bool:
     """Whether this torch has an ATen operator, such as ``softmax.int``. torch has no public check without an error."""
-    return bool(torch._C._dispatch_has_kernel(f"aten::{name}"))
+    return bool(torch._C._dispatch_has_kernel(full_name(name)))
+
+
+def full_name(operator: str) -> str:
+    """Return the name of an operator with its namespace, which is ATen's if it has none."""
+    return operator if "::" in operator else f"aten::{operator}"
+
+
+def operators_of_others(namespaces: Collection[str]) -> list[str]:
+    """Return the names of all operators but those of these namespaces. torch has no public list."""
+    return [name for name in torch._C._dispatch_get_all_op_names() if name.partition("::")[0] not in namespaces]
 
 
 def arguments_of(overload: Any) -> list[Any]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nano_loop.patching.torch_private import full_name
+
 #: What `torch.compile` is in. Every optimizer imports it, which takes as long as to import torch.
 COMPILER_PACKAGE = "torch._dynamo"
 _COMPILER = "torch._dynamo.eval_frame"
@@ -104,7 +106,7 @@ def forget_dispatch(operators: Collection[str], dispatch_key: str) -> None:
     It keeps for each operator what a dispatch key leads to, and torch forgets that only for kernels in Python's own
     tables. What is traced after a run would be sent to a kernel of the run, which is gone.
     """
-    names = {f"aten::{operator}" for operator in operators}
+    names = {*map(full_name, operators)}
     key = getattr(torch._C.DispatchKey, dispatch_key)
     for overload in tuple(torch._ops.get_cached_ops()):  # type: ignore[no-untyped-call]
         if overload.name() in names:

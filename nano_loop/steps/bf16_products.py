@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.config.options import Options
@@ -19,10 +19,9 @@ from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.linear import linear, product, rounded_product
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rnn import lstm, lstm_layer
-from nano_loop.kernels.rounding import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE
+from nano_loop.kernels.rounding import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE, Rounding
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
-from nano_loop.patching.ownership import Rule
 from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
@@ -34,9 +33,8 @@ from nano_loop.steps.step import SkipReason, Step
 #: Minimum number of elements of a weight. The products of smaller ones would only lose the time of the replacement.
 SMALLEST_WEIGHT = 1 << 15
 _MATRIX = 2
-#: Between which steps of optimizers it is seen which products round: after the first measurements of the tuner, which
-#: begin with the third step and reach all ranks with the eighth averaging.
-_LOOKS_FROM, _LOOKS_UNTIL = 16, 24
+#: Between which steps of optimizers it is seen which products round: after most measurements of the tuner.
+_LOOKS_FROM, _LOOKS_UNTIL = 48, 64
 
 
 class _Kind(NamedTuple):
@@ -101,8 +99,9 @@ class Bf16Products(Step):
     """Replaces the kernels of products of fp32 tensors in the calls of set-up models and in their backward.
 
     Matrix products, convolutions, attention and LSTMs round their inputs to bf16, and sum and return fp32. Products
-    that are too small for that to pay are torch's. A replaced kernel takes some microseconds to find that out, so a
-    kind of which no product has rounded for some steps has torch's kernels again.
+    that are too small for that to pay are torch's. A replaced kernel takes some microseconds to find that out, so after
+    some steps products that are smaller than all that round are not looked at any more, and a kind of which none
+    rounds has torch's kernels again.
     """
 
     name = "precision"
@@ -111,12 +110,12 @@ class Bf16Products(Step):
     @override
     def begin(self) -> None:
         self._in_force: dict[Replacement, ExitStack] = {}
-        self._multiplications: Counter[str] = Counter()
+        self._rounding = Rounding(record_product)
+        self._has_rounded = False
         self._kinds: set[_Kind] = set()
-        self._optimizers: set[int] = set()
+        self._optimizers: Any = WeakIdKeyDictionary()
         self._steps = 0
-        self._before_looking: Counter[str] = Counter()
-        self._models: list[nn.Module] = []
+        self._models: dict[str, None] = {}  # the names of their classes
         self._all_round: bool | None = None
 
     @property
@@ -151,27 +150,23 @@ class Bf16Products(Step):
                 if kind.is_for(model) and (kind.kernel is None or kind.kernel.unavailable is None):
                     self._put_in_force(kind)
             interceptor = self.interceptors.for_model(model)
-            rules: Mapping[str, Rule] = {RULE: self._note}
-            interceptor.rules = {**interceptor.rules, **rules}
-            self._models.append(model)
+            interceptor.rules = {**interceptor.rules, RULE: self._rounding}
+            self._models[class_name(model)] = None
         for optimizer in parts.optimizers:
-            if id(optimizer) not in self._optimizers:
-                self._optimizers.add(id(optimizer))
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = True
                 self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
         self._steps = 0
+        self._rounding.forget()
         return self.options.kind.summary
 
     @override
     def final_result(self) -> StepResult | None:
         """Return that no product was large enough, or None."""
-        if self._multiplications or not self._models:
+        if self._has_rounded or self._rounding.fewest or not self._models:
             return None
-        names = ", ".join(dict.fromkeys(map(class_name, self._models)))
+        names = ", ".join(self._models)
         return StepResult(self.name, "skipped", f"fp32 for {names}: no product was large enough", code="too_small")
-
-    def _note(self, kind: str, multiplications: int, packed: int) -> None:
-        self._multiplications[kind] += multiplications
-        record_product(kind, packed)
 
     def _put_in_force(self, kind: _Kind) -> None:
         self._kinds.add(kind)
@@ -181,13 +176,14 @@ class Bf16Products(Step):
                 self._in_force[replacement].enter_context(replacement.in_force())
 
     def _look(self, *_: object) -> None:
-        """Withdraw the kernels of the kinds of which no product has rounded, once the tuner has chosen."""
+        """Stop asking about products that do not round, once the tuner has chosen."""
         self._steps += 1
         if self._steps == _LOOKS_FROM:
-            self._before_looking = self._multiplications.copy()
+            self._has_rounded |= bool(self._rounding.fewest)
+            self._rounding.fewest.clear()
         if self._steps == _LOOKS_UNTIL:
-            recent = self._multiplications - self._before_looking
-            for kind in [kind for kind in self._kinds if not recent[kind.name]]:
+            self._rounding.learn()
+            for kind in [kind for kind in self._kinds if kind.name not in self._rounding.fewest]:
                 self._kinds.remove(kind)
                 for replacement in kind.replacements:
                     self._in_force.pop(replacement).close()

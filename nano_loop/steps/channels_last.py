@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.kernels.convolution.pixel_means import gradients_in_nhwc
@@ -15,6 +16,7 @@ from nano_loop.kernels.dropout.bernoulli import same_draws
 from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, drawn_as_they_lie
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.nested_tensors import Substitution
 from nano_loop.patching.ownership import call_state
@@ -28,8 +30,8 @@ from nano_loop.steps.step import SkipReason, Step
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
-#: The convolutions of set-up models, by id.
-_converting: dict[int, nn.Module] = process_wide("convolutions in NHWC, by id", {})
+#: The ids of the convolutions of set-up models.
+_converting: set[int] = process_wide("convolutions in NHWC, by id", set())
 
 
 class ChannelsLast(Step):
@@ -52,7 +54,7 @@ class ChannelsLast(Step):
     @override
     def begin(self) -> None:
         self._trials: list[LayoutTrial] = []
-        self._optimizers: set[int] = set()
+        self._optimizers: Any = WeakIdKeyDictionary()
         self._chosen: list[tuple[int, bool]] = []  # the places of trials, and whether NHWC was faster
 
     @override
@@ -79,8 +81,8 @@ class ChannelsLast(Step):
             for model in models:
                 self._open_trial(model)
             for optimizer in parts.optimizers:
-                if id(optimizer) not in self._optimizers:
-                    self._optimizers.add(id(optimizer))
+                if optimizer not in self._optimizers:
+                    self._optimizers[optimizer] = True
                     self.undoing.callback(optimizer.register_step_pre_hook(self._time).remove)
             return "the faster layout"
         count = sum(self._turn(model, to_nhwc=True) for model in models)
@@ -94,18 +96,18 @@ class ChannelsLast(Step):
         convolutions = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
         for convolution in convolutions:
             if to_nhwc and id(convolution) not in _converting:
-                self.undoing.callback(_converting.pop, id(convolution), None)
-                _converting[id(convolution)] = convolution
+                undone_with(convolution, self.undoing).callback(_converting.discard, id(convolution))
+                _converting.add(id(convolution))
             elif not to_nhwc:
-                _converting.pop(id(convolution), None)
+                _converting.discard(id(convolution))
         return len(convolutions)
 
     def _open_trial(self, model: nn.Module) -> None:
-        if any(trial.model is model for trial in self._trials):
+        if any(trial.model() is model for trial in self._trials):
             return
         trial = LayoutTrial(model, self.options, self.accelerated)
         if self.ranks.rank == 0 and trial.recorded is not None:
-            self.undoing.callback(trial.recorded.end)
+            undone_with(model, self.undoing).callback(trial.recorded.end)
             self.interceptors.add(model, f"{self.name} trial", trial.recorded.layer)  # outside of the conversion
         self._turn(model, trial.guess)
         if not self._trials and self.ranks.size > 1:
@@ -115,8 +117,9 @@ class ChannelsLast(Step):
 
     def _time(self, *_: object) -> None:
         """Time the layouts of the models whose outputs have had gradients."""
+        models = [model for trial in self._trials if (model := trial.model()) is not None]
         for place, trial in enumerate(self._trials):
-            in_nhwc = trial.run(itertools.chain(*(parameters_of(trial.model) for trial in self._trials)))
+            in_nhwc = trial.run(itertools.chain(*(parameters_of(model) for model in models)))
             if in_nhwc is not None:
                 self._chosen.append((place, in_nhwc))
         if self.ranks.size == 1:
@@ -131,7 +134,9 @@ class ChannelsLast(Step):
 
     def _follow(self, chosen: Iterable[tuple[int, bool]]) -> None:
         for place, in_nhwc in chosen:
-            self._turn(self._trials[place].model, in_nhwc)
+            model = self._trials[place].model()
+            if model is not None:
+                self._turn(model, in_nhwc)
 
     @override
     def final_result(self) -> StepResult | None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.compile.blocks import described, repeated_blocks
+from nano_loop.patching.lifetime import weakly
 from nano_loop.patching.torch_private_compiler import call_compiled, forget_compiled, is_compiled, plain_call
 from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
 from nano_loop.steps.step import SkipReason, Step
@@ -37,7 +39,7 @@ class Compile(Step):
 
     @override
     def begin(self) -> None:
-        self._compiled: dict[int, str] = {}  # by the ids of models, what the report says
+        self._compiled: Any = WeakIdKeyDictionary()  # by models, what the report says
         self._arguments: dict[str, Any] | None = None
 
     @override
@@ -49,12 +51,15 @@ class Compile(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         if not self._compiled:
+            from nano_loop.compile.inductor import own_cache  # registers operators, which is for good
+
+            self.undoing.enter_context(own_cache())
             self._hide_what_torch_hides()
         models = self._uncompiled(parts)
         for model in models:
-            if id(model) not in self._compiled:
-                self._compiled[id(model)] = self._compile(model)
-        said = dict.fromkeys(self._compiled[id(model)] for model in models)
+            if model not in self._compiled:
+                self._compiled[model] = self._compile(model)
+        said = dict.fromkeys(self._compiled[model] for model in models)
         return f"torch.compile, at the first call: {', '.join(said)}"
 
     def _hide_what_torch_hides(self) -> None:
@@ -68,7 +73,7 @@ class Compile(Step):
     def _uncompiled(self, parts: TrainingObjects) -> list[nn.Module]:
         """Return the models that the user has not compiled."""
         fitting = [model for model in parts.models if not isinstance(model, torch.jit.ScriptModule)]
-        return [model for model in fitting if id(model) in self._compiled or not is_compiled(model)]
+        return [model for model in fitting if model in self._compiled or not is_compiled(model)]
 
     def _compile(self, model: nn.Module) -> str:
         """Compile a model or its blocks, and return what the report says."""
@@ -77,7 +82,7 @@ class Compile(Step):
             compiled = torch.compile(_caller(class_name(group[0])), **self._torchs_arguments())
             for module in group:
                 if not is_compiled(module):  # by the user
-                    self.undoing.callback(forget_compiled, module)
+                    self.undoing.callback(weakly(forget_compiled, module))
                     call_compiled(module, compiled)
         return described(groups) if groups else f"all of {class_name(model)}"
 

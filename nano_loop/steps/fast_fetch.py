@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
 from typing_extensions import override
 
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.loaders import LoaderChange, changed
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -37,7 +38,7 @@ class FastFetch(Step):
     def apply(self, parts: TrainingObjects) -> str:
         fitting = [loader for loader in parts.loaders if not _refusal(loader)]
         for loader in fitting:
-            self.undoing.enter_context(changed(loader, _FETCHING))
+            undone_with(loader, self.undoing).enter_context(changed(loader, _FETCHING))
         return f"{len(fitting)} of {len(parts.loaders)} loaders"
 
 

@@ -6,11 +6,14 @@ import sys
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from nano_loop.errors import NanoError
 from nano_loop.images.lifetime import store_for
 from nano_loop.images.loaders import CachedImages, datasets_in, has_images, plans_in, refusal
 from nano_loop.images.store import Store
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.loaders import changed
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -31,7 +34,7 @@ class FastImages(Step):
     @override
     def begin(self) -> None:
         self._stores: dict[str, Store] = {}
-        self._changed: dict[int, DataLoader[Any]] = {}
+        self._changed: Any = WeakIdKeyDictionary()  # loaders
 
     @property
     @override
@@ -74,16 +77,18 @@ class FastImages(Step):
 
     def _cache(self, loader: DataLoader[Any]) -> str | None:
         """Change a loader, and return None, or why there is no cache for it."""
-        if id(loader) in self._changed:
+        if loader in self._changed:
             return None
         try:
             place: int | str | None = self.options.image_cache  # type: ignore[assignment]  # a path is a str by now
             store = store_for(datasets_in(loader.dataset), place, self.ranks)
         except OSError as error:
             return f"the folder of the cache cannot be made ({error.strerror})"
-        self._changed[id(loader)] = loader
+        except NanoError as error:
+            return f"the folder of the cache cannot be used ({error})"
+        self._changed[loader] = True
         self._stores[str(store.folder)] = store
-        self.undoing.enter_context(changed(loader, CachedImages(store, self.options.exact_images)))
+        undone_with(loader, self.undoing).enter_context(changed(loader, CachedImages(store, self.options.exact_images)))
         return None
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.optimizers.direct_steps import stepped_directly
+from nano_loop.patching.lifetime import undone_with, weakly
 from nano_loop.patching.objects.optimizers import guard_layout, is_dense, once_gradients_exist
 from nano_loop.patching.torch_private_optimizers import forget_fused_check, fused_check_pending
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -32,7 +34,7 @@ class FusedOptimizer(Step):
 
     @override
     def begin(self) -> None:
-        self._switches: dict[int, _Switch] = {}  # by the optimizer's id; each keeps its optimizer alive
+        self._switches: Any = WeakIdKeyDictionary()  # by the optimizer, which they do not hold
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
@@ -46,54 +48,51 @@ class FusedOptimizer(Step):
                 refused.append(refusal.detail)
                 continue
             fused.append(type(optimizer).__name__)
-            if id(optimizer) not in self._switches:
-                self._switches[id(optimizer)] = _Switch(optimizer, _sparse_parameters(parts.models))
-                self._switch(self._switches[id(optimizer)])
+            if optimizer not in self._switches:
+                self._switches[optimizer] = _Switch(_sparse_parameters(parts.models))
+                self._switch(optimizer, self._switches[optimizer])
         return "; ".join([", ".join(dict.fromkeys(fused)), *dict.fromkeys(refused)])
 
     def _refusals(self, parts: TrainingObjects) -> list[SkipReason | None]:
         sparse = _sparse_parameters(parts.models)
-        return [
-            None if id(optimizer) in self._switches else _refusal(optimizer, sparse) for optimizer in parts.optimizers
-        ]
+        return [None if optimizer in self._switches else _refusal(optimizer, sparse) for optimizer in parts.optimizers]
 
-    def _switch(self, switch: _Switch) -> None:
-        if fused_check_pending(switch.optimizer):
-            self.undoing.callback(forget_fused_check, switch.optimizer)
-        self.undoing.callback(switch.off)
-        guard_layout(switch.optimizer, self.undoing)
-        switch.on()
+    def _switch(self, optimizer: Optimizer, switch: _Switch) -> None:
+        if fused_check_pending(optimizer):
+            self.undoing.callback(weakly(forget_fused_check, optimizer))
+        self.undoing.callback(weakly(switch.off, optimizer))
+        guard_layout(optimizer, self.undoing)
+        switch.on(optimizer)
         for handle in (
-            switch.optimizer.register_step_pre_hook(once_gradients_exist(switch.check)),
-            switch.optimizer.register_load_state_dict_post_hook(switch.after_load),
-            switch.optimizer.register_state_dict_post_hook(switch.users_flags),
+            optimizer.register_step_pre_hook(once_gradients_exist(switch.check)),
+            optimizer.register_load_state_dict_post_hook(switch.after_load),
+            optimizer.register_state_dict_post_hook(switch.users_flags),
         ):
             self.undoing.callback(handle.remove)
-        self.undoing.enter_context(stepped_directly(switch.optimizer))
+        undone_with(optimizer, self.undoing).enter_context(stepped_directly(optimizer))
 
 
 class _Switch:
     """Sets the flags of one optimizer, and restores the user's."""
 
-    def __init__(self, optimizer: Optimizer, sparse: set[int]) -> None:
-        self.optimizer = optimizer
+    def __init__(self, sparse: set[int]) -> None:
         self._sparse = sparse
         self._users: dict[int, dict[str, Any]] = {}  # by a group's index, since load_state_dict creates new groups
 
-    def on(self) -> None:
-        for place, group in enumerate(self.optimizer.param_groups):
+    def on(self, optimizer: Optimizer) -> None:
+        for place, group in enumerate(optimizer.param_groups):
             if not _group_refusal(group, self._sparse):
                 self._users[place] = {flag: group.get(flag) for flag in _FLAGS}
                 group.update(fused=True, foreach=False)
-        _steps_as_float32(self.optimizer)
+        _steps_as_float32(optimizer)
 
-    def off(self) -> None:
+    def off(self, optimizer: Optimizer) -> None:
         for place in list(self._users):
-            self._give_back(place, self.optimizer.param_groups)
+            self._give_back(place, optimizer.param_groups)
 
     def after_load(self, optimizer: Optimizer) -> None:
         self._users.clear()  # the loaded groups have the flags of the saved optimizer
-        self.on()
+        self.on(optimizer)
 
     def users_flags(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         for place, flags in self._users.items():

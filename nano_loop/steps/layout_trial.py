@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -37,6 +38,8 @@ class LayoutTrial:
 
     Attributes
     ----------
+    model : weakref.ref
+        The model, as long as the loop has it.
     guess : bool
         Whether the model begins in NHWC.
     recorded : RecordedCalls or None
@@ -46,7 +49,7 @@ class LayoutTrial:
     def __init__(
         self, model: nn.Module, options: Options, accelerated: Callable[..., AbstractContextManager[Any]]
     ) -> None:
-        self.model = model
+        self.model = weakref.ref(model)
         self.guess = options.reduced_precision
         self._reason = _reason_not_to_time(model, options)
         self._kind, self._accelerated = options.kind, accelerated

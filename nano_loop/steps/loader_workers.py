@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.loaders import LoaderChange, changed
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -37,7 +38,7 @@ class LoaderWorkers(Step):
         count = self.options.loader_workers or 0
         fitting = [loader for loader in parts.loaders if not isinstance(loader.dataset, IterableDataset)]
         for loader in fitting:
-            self.undoing.enter_context(changed(loader, _Workers(count)))
+            undone_with(loader, self.undoing).enter_context(changed(loader, _Workers(count)))
         return f"{count} for {len(fitting)} of {len(parts.loaders)} loaders"
 
 

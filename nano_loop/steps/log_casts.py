@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.precision.diagnostics.cast_log import CastLog, CastRecorder
@@ -30,9 +30,8 @@ class LogCasts(Step):
 
     @override
     def begin(self) -> None:
-        self._names: dict[int, str] = {}
-        self._models: list[nn.Module] = []  # keeps the ids
-        self._optimizer: Optimizer | None = None
+        self._names: Any = WeakIdKeyDictionary()  # by the module
+        self._is_applied = False
         self._steps = 0
         self._recorder: CastRecorder | None = None
         self._ending = ExitStack()
@@ -43,21 +42,20 @@ class LogCasts(Step):
         if not self.enabled or self.options.compile:
             return  # torch.compile compiles again where there are hooks
         for model in parts.models:
-            self._names |= {id(module): name or type(model).__name__ for name, module in model.named_modules()}
-            self._models.append(model)
+            self._names.update({module: name or type(model).__name__ for name, module in model.named_modules()})
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        if self._optimizer is None and self.ranks.rank == 0:
-            self._optimizer = parts.optimizers[0]
+        if not self._is_applied and self.ranks.rank == 0:
+            self._is_applied = True
             self.undoing.callback(self._close)
-            self.undoing.callback(self._optimizer.register_step_pre_hook(self._mark).remove)
-            self.undoing.callback(self._optimizer.register_step_post_hook(self._note).remove)
+            self.undoing.callback(parts.optimizers[0].register_step_pre_hook(self._mark).remove)
+            self.undoing.callback(parts.optimizers[0].register_step_post_hook(self._note).remove)
         return "of the third step"
 
     @override
     def final_result(self) -> StepResult | None:
-        if self._optimizer is None:
+        if not self._is_applied:
             return None
         return self._result or StepResult(self.name, "skipped", "fewer than three steps", code="few_steps")
 
@@ -71,7 +69,7 @@ class LogCasts(Step):
         if self._recorder is not None:
             self._finish(self._recorder)
         elif self._steps == _AFTER_STEPS:
-            self._recorder = CastRecorder(self._names)
+            self._recorder = CastRecorder({id(module): name for module, name in self._names.items()})
 
     def _finish(self, recorder: CastRecorder) -> None:
         self._recorder = None

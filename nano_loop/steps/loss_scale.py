@@ -8,9 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.errors import error_message
+from nano_loop.patching.lifetime import weakly
 from nano_loop.patching.objects.checkpoint_entries import SCALE, flattened_states_complete, pop_entry, with_entries
 from nano_loop.precision.autocast.dtype_errors import note
 from nano_loop.precision.autocast.loss_scale import LossScale
@@ -31,7 +33,7 @@ class LossScaling(Step):
     @override
     def begin(self) -> None:
         self._scale = LossScale()
-        self._optimizers: dict[int, Optimizer] = {}
+        self._optimizers: Any = WeakIdKeyDictionary()
         self._scaling = False
 
     @property
@@ -48,8 +50,8 @@ class LossScaling(Step):
             self.undoing.enter_context(self._scale.scaling())
             self.undoing.enter_context(flattened_states_complete())
         for optimizer in parts.optimizers:
-            if id(optimizer) not in self._optimizers:
-                self._optimizers[id(optimizer)] = optimizer
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = True
                 self._take(optimizer)
         return f"gradients × {self._scale.value:,.0f} inside of backward; a step that overflows is skipped"
 
@@ -75,7 +77,7 @@ class LossScaling(Step):
     def _take(self, optimizer: Optimizer) -> None:
         """Keep the scale in the checkpoints of an optimizer, and continue from the scale that it has."""
         self._continue(_pop(optimizer) or _last.pop(optimizer, None))
-        self.undoing.callback(self._keep, optimizer)
+        self.undoing.callback(weakly(self._keep, optimizer))
         for handle in (
             optimizer.register_state_dict_post_hook(self._into_state_dict),
             optimizer.register_load_state_dict_post_hook(lambda loaded: self._continue(_pop(loaded))),

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.errors import NanoConfigError, NanoWarning, error_message
-from nano_loop.patching.calls.calls import DTYPES, Call, CallInterceptor, CallWrapper
+from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
+from nano_loop.patching.calls.outputs import Outputs
 from nano_loop.patching.members import buffers_of, parameters_of
-from nano_loop.patching.nested_tensors import Substitution, shares_memory
+from nano_loop.patching.nested_tensors import shares_memory
 from nano_loop.patching.objects.optimizers import trained_by
 from nano_loop.patching.ownership import Rule
 from nano_loop.precision.autocast.autocast import LOW_DTYPES, cpu_autocast, to_fp32
@@ -45,7 +47,8 @@ class Precision(Step):
 
     @override
     def begin(self) -> None:
-        self._interceptors_of: dict[int, tuple[nn.Module, CallInterceptor]] = {}  # by the id of a model
+        self._is_applied = False
+        self._interceptors_of: Any = WeakIdKeyDictionary()  # of `CallInterceptor`, by the model
         self._missed: list[str] = []
 
     @property
@@ -71,7 +74,8 @@ class Precision(Step):
         assert dtype is not None
         if not (self.machine.has_fast_fp16 if dtype is torch.float16 else self.machine.has_fast_bf16):
             self._warn(dtype)
-        if not self._interceptors_of:
+        if not self._is_applied:
+            self._is_applied = True
             for context in (
                 in_force({}),
                 activations_noticed(),
@@ -84,9 +88,9 @@ class Precision(Step):
         for model in parts.models:
             if _uncast_dtype(model):
                 continue
-            interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, _low_state(model)))
+            interceptor = self.interceptors.add(model, self.name, _under_autocast(dtype, model))
             interceptor.around_modules(around_recurrent_layer, DTYPES)
-            self._interceptors_of[id(model)] = model, interceptor
+            self._interceptors_of[model] = interceptor
             if _has_lstm(model) and not can_train_lstms(dtype):
                 interceptor.rules = {**interceptor.rules, **self._rules_of_lstms()}
         for optimizer in parts.optimizers:
@@ -111,7 +115,7 @@ class Precision(Step):
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Warn about a model that this optimizer trains and whose calls were not intercepted."""
-        for model, interceptor in self._interceptors_of.values():
+        for model, interceptor in [*self._interceptors_of.items()]:
             name = type(model).__name__
             if interceptor.was_called or name in self._missed or not _is_trained(model, optimizer):
                 continue
@@ -179,14 +183,14 @@ def _low_state(model: nn.Module) -> list[Tensor]:
     return [tensor for tensor in state if tensor.dtype in LOW_DTYPES]
 
 
-def _under_autocast(dtype: torch.dtype, state: list[Tensor]) -> CallWrapper:
-    def in_fp32(outputs: Any, cast: Callable[[Tensor], Tensor]) -> Any:
-        def outward(tensor: Tensor) -> Tensor:
+def _under_autocast(dtype: torch.dtype, model: nn.Module) -> CallWrapper:
+    state, returned = _low_state(model), Outputs(model)
+
+    def outward(cast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def of_others(tensor: Tensor) -> Tensor:
             return tensor if any(shares_memory(tensor, kept) for kept in state) else cast(tensor)
 
-        if type(outputs) is Tensor and not state:  # as most models have it
-            return cast(outputs)
-        return Substitution(outward if state else cast)(outputs)
+        return of_others if state else cast
 
     def layer(call: Call) -> Call:
         def with_autocast(function: Call, /, *args: Any, **kwargs: Any) -> Any:
@@ -196,10 +200,16 @@ def _under_autocast(dtype: torch.dtype, state: list[Tensor]) -> CallWrapper:
             if torch.compiler.is_compiling():
                 with cpu_autocast(dtype):
                     outputs = call(function, *args, **kwargs)
-                return in_fp32(outputs, to_fp32)
-            with CallUnderAutocast(dtype) as context:
-                outputs = call(function, *args, **kwargs)
-            return in_fp32(outputs, context.activations.in_fp32)
+                return returned.converted(outputs, outward(to_fp32))
+            returned.take_back()
+            try:
+                with CallUnderAutocast(dtype) as context:
+                    outputs = call(function, *args, **kwargs)
+            finally:
+                returned.lend()
+            convert = outward(context.activations.in_fp32)
+            # Most models return a tensor.
+            return convert(outputs) if type(outputs) is Tensor else returned.converted(outputs, convert)
 
         return with_autocast
 

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, hook_before_steps, with_closure
 from nano_loop.patching.patch_table import process_wide
@@ -36,8 +38,9 @@ class Rounding(Step):
 
     @override
     def begin(self) -> None:
-        self._wide: dict[int, _Wide] = {}  # by the id of an optimizer
-        self._models: dict[int, nn.Module] = {}  # likewise, of a model
+        self._wide: Any = WeakIdKeyDictionary()  # by the optimizer, which they do not hold
+        self._models: Any = WeakIdKeyDictionary()
+        self._looks = False
 
     @property
     @override
@@ -46,35 +49,36 @@ class Rounding(Step):
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
-        if not self._models and parts.models:
+        if not self._looks and parts.models:
+            self._looks = True
             self.undoing.callback(hook_before_steps(self._look).remove)
         for optimizer in parts.optimizers:
             self._take(optimizer)
         for model in parts.models:
-            self._models[id(model)] = model
+            self._models[model] = True
             self.interceptors.add(model, self.name, self._after_a_step_that_raised)
         names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in parts.optimizers))
         return f"{names or 'any optimizer'} in fp32, then bf16 by stochastic rounding; optimizer state fp32"
 
     def _take(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._wide:
-            wide = self._wide[id(optimizer)] = _Wide(optimizer, self._seed())
-            self.undoing.callback(wide.narrow)
-            for handle in wide.hooks():
+        if optimizer not in self._wide:
+            wide = self._wide[optimizer] = _Wide(self._seed())
+            undone_with(optimizer, self.undoing).callback(wide.narrow)
+            for handle in wide.hooks(optimizer):
                 self.undoing.callback(handle.remove)
             self._surround_modes(optimizer, wide)
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Take an optimizer that was not set up, before it steps, if it holds parameters of a model."""
-        if id(optimizer) not in self._wide:
-            parameters = {id(parameter) for model in self._models.values() for parameter in parameters_of(model)}
+        if optimizer not in self._wide:
+            parameters = {id(parameter) for model in [*self._models] for parameter in parameters_of(model)}
             if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
                 self._take(optimizer)
 
     def _surround_modes(self, optimizer: Optimizer, wide: _Wide) -> None:
         """Let the methods by which schedule-free optimizers exchange weights compute in fp32, too."""
         _wide_of[id(optimizer)] = wide
-        self.undoing.callback(_wide_of.pop, id(optimizer))
+        undone_with(optimizer, self.undoing).callback(_wide_of.pop, id(optimizer))
         for name in _MODES:
             if callable(getattr(type(optimizer), name, None)):
                 self.undoing.enter_context(replaced(type(optimizer), name, _in_fp32))
@@ -83,7 +87,7 @@ class Rounding(Step):
         """Round what such a step has left in fp32, before the model is called again."""
 
         def rounded_first(function: Call, /, *args: Any, **kwargs: Any) -> Any:
-            for wide in self._wide.values():
+            for wide in [*self._wide.values()]:
                 wide.narrow()
             return call(function, *args, **kwargs)
 
@@ -106,7 +110,7 @@ def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
         wide = _wide_of.get(id(self))
         if wide is None:
             return original(self, *args, **kwargs)
-        wide.widen(all_of_them=True)
+        wide.widen(self, all_of_them=True)
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -118,25 +122,23 @@ def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
 class _Wide:
     """The parameters of an optimizer that are fp32 during its step."""
 
-    def __init__(self, optimizer: Optimizer, seed: int) -> None:
-        self._optimizer = optimizer
+    def __init__(self, seed: int) -> None:
         self._rounding = StochasticRounding(seed)
         # With their data and gradients in bf16, and gradients in fp32. Views and other processes may share the data.
         self._parameters: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
 
-    def hooks(self) -> list[Any]:
-        optimizer = self._optimizer
+    def hooks(self, optimizer: Optimizer) -> list[Any]:
         return [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self.narrow()),
             # Loading casts state to the dtype of the parameters.
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.widen(all_of_them=True)),
+            optimizer.register_load_state_dict_pre_hook(lambda loaded, _: self.widen(loaded, all_of_them=True)),
             optimizer.register_load_state_dict_post_hook(lambda *_: self.narrow()),
         ]
 
-    def widen(self, all_of_them: bool = False) -> None:
+    def widen(self, optimizer: Optimizer, all_of_them: bool = False) -> None:
         """Cast the parameters that have gradients, and these, to fp32."""
-        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         narrow = {
             id(parameter): parameter
             for parameter in held
@@ -170,13 +172,13 @@ class _Wide:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = closure_of(args, kwargs)
         if closure is None:
-            self.widen()
+            self.widen(optimizer)
             return None
 
         def narrow_meanwhile() -> Any:
             self.narrow()
             loss = closure()
-            self.widen()
+            self.widen(optimizer)
             return loss
 
         return with_closure(args, kwargs, narrow_meanwhile)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.distributed.launch.active_runs import innermost
@@ -13,6 +14,7 @@ from nano_loop.distributed.sharding.dataset_digest import Known
 from nano_loop.distributed.sharding.implicit_loaders import ImplicitSharding
 from nano_loop.distributed.sharding.metrics import whole_evaluations_not_joined
 from nano_loop.distributed.sharding.sharding import BatchSharding, serving, sharded_by_user
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects.loaders import changed, implicit_loaders_changed
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -32,16 +34,18 @@ class Sharding(RanksStep):
     @override
     def begin(self) -> None:
         self._models: list[nn.Module] = []
-        self._shardings: dict[int, BatchSharding] = {}  # by the loader's id; the loader's change keeps it alive
+        self._shardings: Any = WeakIdKeyDictionary()  # of `BatchSharding`, by the loader
         self._finding = False
         self._known = Known()
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
         """Note the models of a ``setup`` call, with or without loaders. Their mode shows whether the loop trains."""
+        if not self.enabled:
+            return
         known = set(map(id, self._models))
         self._models.extend(model for model in parts.models if id(model) not in known)
-        if parts.trained and self.enabled and not self._finding:
+        if parts.trained and not self._finding:
             self._finding = True
             self.undoing.enter_context(implicit_loaders_changed(self._find))
             self.undoing.enter_context(whole_evaluations_not_joined(self.ranks))
@@ -76,16 +80,16 @@ class Sharding(RanksStep):
         return ImplicitSharding(self.ranks, self._models, self._known)
 
     def _shard(self, loader: DataLoader[Any], shard: bool | None) -> None:
-        if id(loader) not in self._shardings:
-            self._shardings[id(loader)] = BatchSharding(self.ranks, self._models)
-            self.undoing.enter_context(changed(loader, self._shardings[id(loader)]))
+        if loader not in self._shardings:
+            self._shardings[loader] = BatchSharding(self.ranks, self._models)
+            undone_with(loader, self.undoing).enter_context(changed(loader, self._shardings[loader]))
         if shard is not None:
-            self._shardings[id(loader)].choose(shard)
+            self._shardings[loader].choose(shard)
 
     def _kind(self, loader: DataLoader[Any]) -> str:
         if self._is_sharded_by_user(loader):
             return _BY_USER
-        if self._shardings[id(loader)].shard is False:
+        if self._shardings[loader].shard is False:
             return _WHOLE
         return _READ_BY_ALL if isinstance(loader.dataset, IterableDataset) else _BY_BATCH
 

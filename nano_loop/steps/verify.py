@@ -8,16 +8,17 @@ from itertools import chain, count
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, error_message
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.members import parameters_of
 from nano_loop.precision.verification.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
 from nano_loop.precision.verification.traces import gradients_kept
 from nano_loop.precision.verification.verification import Verification, verified
 from nano_loop.runtime.objects.report import StepResult
-from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import Step
 
 
@@ -33,22 +34,22 @@ class Verify(Step):
 
     @override
     def begin(self) -> None:
-        self._recorded: dict[int, RecordedCalls] = {}
-        self._optimizers: dict[int, Optimizer] = {}
+        self._recorded: list[RecordedCalls] = []
+        self._optimizers: Any = WeakIdKeyDictionary()
         self._verifications: dict[str, Verification] = {}
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models if self.ranks.rank == 0 else ():
-            if id(model) not in self._recorded and any(parameter.requires_grad for parameter in parameters_of(model)):
-                self._recorded[id(model)] = recorded = RecordedCalls(
-                    model, self.options.kind.parameters is not None, _warn
-                )
+            known = any(recorded.model() is model for recorded in self._recorded)
+            if not known and any(parameter.requires_grad for parameter in parameters_of(model)):
+                recorded = RecordedCalls(model, self.options.kind.parameters is not None, _warn)
+                self._recorded.append(recorded)
                 self.interceptors.add(model, self.name, recorded.layer)
-                self.undoing.callback(recorded.end)
+                undone_with(model, self.undoing).callback(recorded.end)
         for optimizer in parts.optimizers if self.ranks.rank == 0 else ():
-            if id(optimizer) not in self._optimizers:
-                self._optimizers[id(optimizer)] = optimizer
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = True
                 self.undoing.callback(optimizer.register_step_pre_hook(self._compare).remove)
         return "of the first batch"
 
@@ -58,20 +59,20 @@ class Verify(Step):
             return None
         self._compare()  # a step with a closure has made its gradients after the hook
         if not self._verifications:
-            reasons = dict.fromkeys(recorded.reason or NO_GRADIENT for recorded in self._recorded.values())
+            reasons = dict.fromkeys(recorded.reason or NO_GRADIENT for recorded in self._recorded)
             return StepResult(self.name, "skipped", "; ".join(reasons), code="not_compared")
         summaries = [f"{name}: {verification.summary()}" for name, verification in self._verifications.items()]
         return StepResult(self.name, "measured", "; ".join(summaries), _Findings(self._verifications))
 
     def _compare(self, *_: object) -> None:
-        for recorded in self._recorded.values():
+        for recorded in self._recorded:
             recorded.guarded(self._compare_calls, recorded)
 
     def _compare_calls(self, recorded: RecordedCalls) -> None:
         if not recorded.is_ready:
             recorded.miss()
             return
-        name = class_name(recorded.model)
+        name = recorded.name
         model, calls = recorded.take()
         with gradients_kept(self._parameters()):
             verification = verified(model, loss_of, calls, self.options.kind, self.accelerated)
@@ -84,9 +85,10 @@ class Verify(Step):
 
     def _parameters(self) -> Iterator[Tensor]:
         """Return the parameters of the loop's models and optimizers."""
-        for recorded in self._recorded.values():
-            yield from parameters_of(recorded.model)
-        for optimizer in self._optimizers.values():
+        for recorded in self._recorded:
+            model = recorded.model()
+            yield from () if model is None else parameters_of(model)
+        for optimizer in [*self._optimizers]:
             yield from chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 

@@ -184,6 +184,20 @@ def test_nothing_is_measured_where_there_is_no_time_for_it(shop):
     assert tuner.spent == pytest.approx(shop.clock.now)
 
 
+def test_measurement_inside_of_an_algorithm_is_no_part_of_its_time(shop):
+    """However long it takes the first time."""
+    tuner = Tuner(Choices(None), ALWAYS, shop.clock)
+
+    def other():
+        tuner.choose("inner", "torchs", lambda: shop.race(torchs=[1.0], other=[0.9]))
+        return shop.algorithm("other", 0.01)()
+
+    race = Race({"torchs": shop.algorithm("torchs", 0.04), "other": other}, "torchs", None)
+    assert tuner.choose("outer", "torchs", lambda: race) == "other"
+    assert tuner.choices.get("outer").milliseconds == pytest.approx({"torchs": 40, "other": 10})
+    assert tuner.spent == pytest.approx(shop.clock.now)
+
+
 def test_measurement_inside_of_another_counts_once(shop):
     tuner = Tuner(Choices(None), ALWAYS, shop.clock)
 

@@ -71,3 +71,13 @@ def test_link_without_a_version_is_preferred_and_other_names_are_left(tmp_path, 
 def test_path_that_ld_preload_cannot_hold_is_left(tmp_path, library):
     library("lib/libjemalloc.so", tmp_path / "a prefix")
     assert find_library("libjemalloc", {}, str(tmp_path / "a prefix"), tmp_path / "root") is None
+
+
+@pytest.mark.parametrize("name", ["CONDA_PREFIX", "LD_LIBRARY_PATH"])
+@pytest.mark.parametrize("value", [".", "lib", "deep/lib", "./"])
+def test_libraries_by_relative_paths_are_left_out(tmp_path, monkeypatch, name, value):
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / value, tmp_path / value / "lib"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "libjemalloc.so").touch()
+    assert find_library("libjemalloc", {name: value}, str(tmp_path / "prefix"), tmp_path / "root") is None

@@ -97,6 +97,41 @@ def test_message_stays_short_for_a_huge_value():
     assert len(refusal(TorchNano, precision="x" * 10**6, verbose=list(range(10**6)))) < 1000
 
 
+LONG = {
+    "NANO_LOOP_PRECISION": "x" * 10**5,
+    "NANO_LOOP_NUM_PROCESSES": "9" * 10**5,
+    "NANO_LOOP_BF16_OPS": ",".join(["exp"] * 10**4 + ["x" * 10**5]),
+    "NANO_LOOP_FP32_OPS": "/" + "x" * 10**5,
+    "NANO_LOOP_" + "X" * 10**5: "1",
+}
+
+
+@pytest.mark.parametrize(("variable", "value"), LONG.items(), ids=[name[:20] for name in LONG])
+def test_message_stays_short_for_a_long_variable(variable, value):
+    with pytest.raises(NanoConfigError) as raised:
+        Options.from_call({}, {variable: value})
+    assert len(str(raised.value)) < 2000
+    assert str(raised.value).startswith(variable[:20])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "words"),
+    [
+        ({"fp32_ops": ["mul"]}, {"BF16_OPS": "exp,mul"}, "mul in both NANO_LOOP_BF16_OPS and fp32_ops"),
+        ({"bf16_ops": ["mul"]}, {"FP32_OPS": "exp,mul"}, "mul in both bf16_ops and NANO_LOOP_FP32_OPS"),
+        ({"num_processes": 3}, {"CPU_FOR_EACH_PROCESS": "[[0], [1]]"}, "NANO_LOOP_CPU_FOR_EACH_PROCESS has 2 lists"),
+        ({"cpu_for_each_process": [[0]]}, {"NUM_PROCESSES": "3"}, "and NANO_LOOP_NUM_PROCESSES=3. Make the two agree"),
+        ({"compile": True}, {"BF16_OPS": "exp"}, "NANO_LOOP_BF16_OPS with compile"),
+        ({"bf16_ops": ["exp"]}, {"COMPILE": "on"}, "bf16_ops with NANO_LOOP_COMPILE"),
+        ({"bf16_ops": ["exp"]}, {"PRECISION": "16"}, "bf16_ops with NANO_LOOP_PRECISION=16"),
+    ],
+)
+def test_contradiction_names_the_variable_that_it_is_from(arguments, environ, words):
+    with pytest.raises(NanoConfigError) as raised:
+        Options.from_call(arguments, {f"NANO_LOOP_{name}": value for name, value in environ.items()})
+    assert words in str(raised.value)
+
+
 def test_decorator_tells_bad_options_where_they_stand():
     with pytest.raises(NanoConfigError, match=r"precision='fp8'"):
         nano(precision="fp8")  # no function yet

@@ -13,7 +13,7 @@ import psutil
 from torch import nn
 
 from faults.fault import BEFORE, EPOCH, STARTING, Fault
-from faults.runs import at, collective, line_from, on_each, python, raising, script, train
+from faults.runs import Arriving, at, collective, line_from, on_each, python, raising, script, train, with_argument
 from nano_loop import NanoError, nano
 from nano_loop.distributed.launch_local import kept_server as servers
 
@@ -269,6 +269,14 @@ def _in_a_run(number, then=lambda rank: None):
     return on_each(do)
 
 
+def _while_a_worker_starts(number):
+    def do():
+        os.kill(os.getppid(), number)
+        time.sleep(20)
+
+    return with_argument(Arriving(do))
+
+
 def _dies_a_little_later(rank):
     if rank == 1:
         time.sleep(0.5)
@@ -393,14 +401,25 @@ FAULTS = [
         None,
         begins=True,
     ),
-    Fault(
-        "the process that workers are forked from is killed in a run",
-        EPOCH,
-        _in_a_run(signal.SIGKILL, lambda rank: time.sleep(20) if rank else collective()),
-        words=("rank 1",),
-        rank=1,
-        begins=True,
-        quick=True,
+    *(
+        Fault(
+            f"the process that workers are forked from gets SIG{name} {when}",
+            phase,
+            commit(getattr(signal, f"SIG{name}")),
+            words=("rank 1 ended with the process that it was forked from", "was killed or has failed", "see dmesg"),
+            rank=1,
+            begins=True,
+            quick=name == "KILL",
+        )
+        for name in ("KILL", "TERM")
+        for when, phase, commit in (
+            (
+                "in a run",
+                EPOCH,
+                lambda number: _in_a_run(number, lambda rank: time.sleep(20) if rank else collective()),
+            ),
+            ("while a worker starts", STARTING, _while_a_worker_starts),
+        )
     ),
     Fault(
         "the process that workers are forked from is stopped in a run",

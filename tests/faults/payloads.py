@@ -34,19 +34,42 @@ class Endless:
         return Endless, (Endless(),)
 
 
-def _vanished_module():
-    """Send an instance of a class whose module other processes do not find."""
-    folder = Path(os.environ["TMPDIR"])
-    file = folder / "module_that_vanishes.py"
-    file.write_text("class Thing:\n    pass\n")
-    sys.path.insert(0, str(folder))
-    try:
-        module = importlib.import_module("module_that_vanishes")
-        file.unlink()
-        with_argument(module.Thing())()
-    finally:
-        sys.path.remove(str(folder))
-        sys.modules.pop("module_that_vanishes", None)
+_SOURCE = """
+class Thing:
+    def __getstate__(self):
+        return {{"size": 1}}
+
+    def __setstate__(self, state):
+        {0}
+"""
+
+
+def _after_import(change):
+    """Return what sends an instance of a class whose module has changed on disk since its import."""
+
+    def commit():
+        folder = Path(os.environ["TMPDIR"])
+        file = folder / "module_that_changes.py"
+        file.write_text(_SOURCE.format("vars(self).update(state)"))
+        sys.path.insert(0, str(folder))
+        try:
+            module = importlib.import_module("module_that_changes")
+            change(file, module)
+            with_argument(module.Thing())()
+        finally:
+            sys.path.remove(str(folder))
+            sys.modules.pop("module_that_changes", None)
+
+    return commit
+
+
+def _edited(file, module):
+    file.write_text(_SOURCE.format("raise ValueError(state)"))
+
+
+def _edited_with_a_lock(file, module):
+    module.lock = threading.Lock()
+    _edited(file, module)
 
 
 FAULTS = [
@@ -105,9 +128,25 @@ FAULTS = [
     Fault(
         "a module of an argument has vanished",
         STARTING,
-        _vanished_module,
-        words=("rank 1 raised ModuleNotFoundError: No module named 'module_that_vanishes'",),
+        _after_import(lambda file, module: file.unlink()),
+        words=("rank 1 raised ModuleNotFoundError: No module named 'module_that_changes'",),
         rank=1,
+        begins=True,
+    ),
+    Fault(
+        "a module of an argument was edited since its import",
+        STARTING,
+        _after_import(_edited),
+        None,
+        begins=True,
+        result="training goes on: workers have the module as the program has imported it",
+    ),
+    Fault(
+        "a module of an argument was edited since its import, and cannot be sent",
+        STARTING,
+        _after_import(_edited_with_a_lock),
+        words=("module_that_changes: edited on disk", "_thread.lock", "Start the program anew"),
+        rank=0,
         begins=True,
     ),
 ]

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from faults.fault import BEFORE, EPOCH, STARTING, Fault
-from faults.runs import OPTIONS, at, attribute, train
+from faults.runs import OPTIONS, at, attribute, python, temporary, train
 from nano_loop import NanoError, nano
 from nano_loop.distributed.comm import limits
 from nano_loop.distributed.launch import shared_folder
 from nano_loop.distributed.launch_local import kept_server as servers
 
 _PR_CAPBSET_DROP, _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 24, 21, 24  # from linux/prctl.h and capability.h
+_CAPS_OF_FILES = (1, 2)  # with which root opens what it has no rights to
 _DATA = 1 << 20  # numbers of four bytes
 
 
@@ -33,13 +34,14 @@ def _limit(name, value):
 
 
 @contextlib.contextmanager
-def _small_folder(options):
-    """Give a place for shared memory that has little room."""
+def _small_folder(options, shared_memory=None):
+    """Give a place that has little room, for shared memory unless there is some elsewhere."""
     folder = Path(os.environ["TMPDIR"]) / "small"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
     try:
-        with attribute(shared_folder, "SHARED_MEMORY", folder), attribute(limits, "SHARED_MEMORY", folder):
+        place = shared_memory or folder
+        with attribute(shared_folder, "SHARED_MEMORY", place), attribute(limits, "SHARED_MEMORY", place):
             yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True)
@@ -100,14 +102,66 @@ def _delete_folder():
     shutil.rmtree(folder)
 
 
-def _few_processes():
-    """Have the kernel refuse a fork, which it does not where root asks: so as another user, with root's files."""
+def _as_another_user(*capabilities):
+    """Let the kernel refuse what it does not refuse where root asks: as another user from now on, with root's files."""
     library = ctypes.CDLL(None)
-    for capability in (_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE):
+    for capability in capabilities:
         library.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
-    os.setresuid(65534, 0, 0)
+    os.setresuid(100_000 + os.getpid(), 0, 0)
+
+
+def _few_processes():
+    _as_another_user(_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE)
     with _limit("RLIMIT_NPROC", 1):
         train()
+
+
+def _named(act, words):
+    """Call what may go on, or raise an error that has these words."""
+    try:
+        act()
+    except NanoError as error:
+        seen = str(error)
+    else:
+        return
+    assert words in seen, seen
+    assert "pickled" not in seen, seen
+
+
+def _few_inodes(shared_memory):
+    """Train with a few inodes, which are too few at another place for each number."""
+
+    def commit():
+        for inodes in range(1, 13, 2):
+            with _small_folder(f"nr_inodes={inodes},mode=1777", shared_memory) as folder, temporary(folder):
+                _named(_sent, "inodes")
+
+    return commit
+
+
+def _few_more_processes():
+    """Train with a few processes and threads more than there are: too few, at another place for each number."""
+    _as_another_user(_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE)
+    for more in range(1, 7):
+        with _limit("RLIMIT_NPROC", len(os.listdir("/proc/self/task")) + more):
+            _named(train, "ulimit -u")
+
+
+def _closed_umask():
+    def without_rights_of_root():
+        for capability in _CAPS_OF_FILES:
+            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+    program = """
+    os.umask(0o777)
+    try:
+        nano(**small.OPTIONS)(lambda model: 1)(torch.nn.Linear(1, 1))
+    except NanoError as error:
+        print(error)
+    """
+    said = python(program, preexec_fn=without_rights_of_root)
+    assert "has the mode d---------, by the umask" in said, said
+    assert "Set umask 022" in said, said
 
 
 FAULTS = [
@@ -127,6 +181,18 @@ FAULTS = [
         NanoError,
         ("all 4 inodes of the file system", "are in use", "Delete files there"),
         as_root=True,
+    ),
+    *(
+        Fault(
+            f"the folder for temporary files has one to eleven inodes, and {what}",
+            STARTING,
+            _few_inodes(place),
+            None,
+            as_root=True,
+            seconds=60,
+            result="an error names the inodes, or training goes on",
+        )
+        for what, place in (("/dev/shm has room", Path("/dev/shm")), ("there is no /dev/shm", Path("/nowhere")))
     ),
     Fault(
         "files may not be as large as the arguments (ulimit -f)",
@@ -173,5 +239,24 @@ FAULTS = [
         apart=True,
         as_root=True,
         begins=True,
+    ),
+    Fault(
+        "this user may have one to six more processes and threads (ulimit -u)",
+        STARTING,
+        _few_more_processes,
+        None,
+        apart=True,
+        as_root=True,
+        seconds=60,
+        result="an error names the limit, or training goes on",
+    ),
+    Fault(
+        "the umask takes the user's own rights away (umask 0777)",
+        BEFORE,
+        _closed_umask,
+        None,
+        as_root=True,
+        begins=True,
+        result="an error names the umask",
     ),
 ]

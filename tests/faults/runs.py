@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -117,6 +118,13 @@ def environ(**values):
             _put(name, value)
 
 
+@contextlib.contextmanager
+def temporary(folder):
+    """Set the folder for temporary files for the body."""
+    with attribute(tempfile, "tempdir", str(folder)), environ(TMPDIR=str(folder)):
+        yield
+
+
 def _put(name, value):
     os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 
@@ -126,7 +134,7 @@ import contextlib, ctypes, os, signal, sys, threading, time
 import torch
 from distributed import small
 from faults.runs import *
-from nano_loop import NanoWorkerError, nano
+from nano_loop import NanoError, NanoWorkerError, nano
 """
 _numbers = itertools.count()
 

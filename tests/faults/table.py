@@ -2,11 +2,13 @@
 
 from faults import (
     callers,
+    damaged_files,
     diverging,
     exceptions_in_a_worker,
     exceptions_in_rank_0,
     exits,
     loaders,
+    other_users,
     payloads,
     resources,
     settings_of_the_caller,
@@ -22,6 +24,8 @@ FAULTS = [
     *payloads.FAULTS,
     *streams.FAULTS,
     *resources.FAULTS,
+    *other_users.FAULTS,
+    *damaged_files.FAULTS,
     *settings_of_the_caller.FAULTS,
     *callers.FAULTS,
 ]

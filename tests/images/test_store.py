@@ -1,6 +1,7 @@
 """What can go wrong with a cache ends in a plain read or a rebuilt entry, never in another picture."""
 
 import gc
+import hashlib
 import multiprocessing
 import os
 import resource
@@ -17,6 +18,7 @@ import torch
 from PIL import Image
 
 from nano_loop.distributed.launch import abandoned
+from nano_loop.errors import NanoError
 from nano_loop.images import entries, lifetime
 from nano_loop.images.store import Store
 
@@ -90,6 +92,9 @@ def test_folder_without_rights_is_noted():
         lambda path: path.write_bytes(path.read_bytes()[:-9] + b"1" + path.read_bytes()[-8:]),
         lambda path: path.write_bytes(bytes(path.stat().st_size)),
         lambda path: path.write_bytes(path.read_bytes().replace(b"tensor", b"kensor")),
+        lambda path: os.truncate(path, 1 << 40),
+        lambda path: path.unlink() or os.mkfifo(path),
+        lambda path: path.rename(path.with_name("other")) and path.symlink_to("other"),
     ],
 )
 def test_damaged_entry_is_made_anew(tmp_path, damage):
@@ -100,6 +105,68 @@ def test_damaged_entry_is_made_anew(tmp_path, damage):
     assert "damaged" in store.notes()[0]
     store.put(KEYS[2], *entry(2))
     assert_right(store, len(KEYS))
+
+
+FOREIGN = [
+    {"kind": "pil", "mode": "RGB", "size": [90_000, 90_000], "info": ""},
+    {"kind": "pil", "mode": "L", "size": [-40, -50], "info": ""},
+    {"kind": "pil", "mode": "RGB", "size": [2000], "info": ""},
+    {"kind": "pil", "mode": "L", "size": [40, 50]},
+    {"kind": "tensor", "shape": [1, 1, 9 << 30], "strides": [1, 1, 1]},
+    {"kind": "tensor", "shape": [1, 2, 2000], "strides": [1, -1, 1]},
+    {"kind": "tensor", "shape": [2000], "strides": [1]},
+    {"kind": "image"},
+    {},
+]
+
+
+@pytest.mark.parametrize("header", FOREIGN)
+def test_entry_whose_header_is_of_another_image_is_made_anew(tmp_path, header):
+    store = Store(tmp_path, None, sums=True)
+    store.put(KEYS[0], header, bytes(2000))
+    assert store.get(KEYS[0]) is None
+    assert not (tmp_path / KEYS[0][:2] / KEYS[0][2:]).exists()
+    store.put(KEYS[0], *entry(0))
+    assert_right(store, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"1", b"\xff" * 16, b"\xff" * 17, bytes(15), bytes(1 << 20)])
+def test_damaged_count_of_a_cache_begins_anew(tmp_path, content):
+    (tmp_path / "used").write_bytes(content)
+    store = Store(tmp_path, None, sums=True)
+    assert store.usage() == (0, 0)
+    fill(store)
+    assert_right(store, len(KEYS))
+    assert store.usage() in [(4096 * len(KEYS), len(KEYS)), (4096, 1)]
+
+
+@pytest.mark.parametrize("name", ["used", "note-" + hashlib.blake2b(b"a note", digest_size=8).hexdigest()])
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda path: path.symlink_to("secret"), lambda path: path.mkdir()])
+def test_what_is_no_file_is_neither_written_to_nor_read_nor_waited_for(tmp_path, name, plant):
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"a secret, with many characters")
+    plant(tmp_path / name)
+    store = Store(tmp_path, None, sums=True)
+    fill(store)
+    store.note("a note")
+    store.usage()
+    assert not any("secret," in note for note in store.notes())
+    assert secret.read_bytes() == b"a secret, with many characters"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+def test_folder_of_another_user_is_not_used(tmp_path):
+    folder, data = tmp_path / "cache", Data()
+    folder.mkdir()
+    assert lifetime.store_for([data], str(folder)).folder == folder
+    (tmp_path / "link").symlink_to(folder)
+    assert lifetime.store_for([data], str(tmp_path / "link")).folder == folder
+    for owner, mode in ((65534, 0o755), (0, 0o777)):
+        os.chown(folder, owner, owner)
+        folder.chmod(mode)
+        with pytest.raises(NanoError, match="belongs to user"):
+            lifetime.store_for([data], str(folder))
+        assert [*folder.iterdir()] == []
 
 
 def test_entry_in_the_place_of_another_is_not_taken_for_it(tmp_path):

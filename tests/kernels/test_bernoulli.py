@@ -1,6 +1,8 @@
 """Masks, and all that is drawn after them, are those of torch's own generator."""
 
 import functools
+import hashlib
+import os
 import threading
 from pathlib import Path
 
@@ -173,13 +175,29 @@ def test_library_is_compiled_once_into_a_private_folder(cache):
     assert library.stat().st_mtime_ns == compiled_at
 
 
+DAMAGES = {
+    "other bytes": lambda library, content: library.write_bytes(b"damaged"),
+    "cut off": lambda library, content: library.write_bytes(content[:4096]),
+    "cut off in the middle of its last page": lambda library, content: library.write_bytes(content[:-40]),
+    "without its last blocks": lambda library, content: library.write_bytes(content[:8192].ljust(len(content), b"\0")),
+    "empty": lambda library, content: library.touch(),
+    "a pipe": lambda library, content: os.mkfifo(library),
+    "a link": lambda library, content: library.symlink_to("/dev/full"),
+    "endless": lambda library, content: library.touch() or os.truncate(library, 1 << 40),
+}
+
+
 @same_draws
-def test_damaged_library_is_compiled_again(cache):
-    cache.mkdir(mode=0o700)
-    library = cache / f"bernoulli-{compiled._key(compiled._compiler(), SOURCE)}.so"
-    library.write_bytes(b"damaged")
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_library_is_compiled_again(cache, damage):
     assert made()
-    assert library.stat().st_size > 1000
+    (library,) = cache.iterdir()
+    content = library.read_bytes()
+    library.unlink()
+    damage(library, content)
+    assert made()
+    assert [*cache.iterdir()] == [library]
+    assert library.read_bytes()[-32:] == hashlib.sha256(library.read_bytes()[:-32]).digest()
 
 
 @same_draws

@@ -20,8 +20,8 @@ SOURCES = sorted(Path(compiled.__file__).parent.glob("csrc/*.c"))
 def test_each_file_compiles_for_this_processor_without_an_implicit_declaration(source, tmp_path):
     command = [*compiled._compiler(), *compiled._FLAGS, *compiled._PARALLEL, "-Werror=implicit-function-declaration"]
     native = compiled._NATIVE[platform.machine()]
-    assert compiled._compiles([*command, native, "-c", "-o", str(tmp_path / "native.o"), str(source)])
-    assert compiled._compiles([*command, "-c", "-o", str(tmp_path / "generic.o"), str(source)])
+    assert compiled._compiles([*command, native, "-c", "-o", str(tmp_path / "native.o"), str(source)], tmp_path)
+    assert compiled._compiles([*command, "-c", "-o", str(tmp_path / "generic.o"), str(source)], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ ATEN = torch.ops.aten
 EPS, MOMENTUM = 1e-5, 0.1
 #: Rounding of a result to fp32, of which torch's may have none by luck.
 ROUNDING = 2**-25
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 KINDS = ("batch_norm", "group_norm", "layer_norm")
 OURS = {name: (getattr(norms, name), getattr(norms, f"{name}_backward")) for name in KINDS}
 THEIRS = {name: (getattr(ATEN, f"native_{name}"), getattr(ATEN, f"native_{name}_backward")) for name in KINDS}
@@ -150,8 +151,9 @@ def test_large_means_and_first_elements_that_are_far_away_cost_no_digits(kind, n
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nhwc", [False, True])
-def test_results_do_not_depend_on_the_number_of_threads(for_each_number, kind, nhwc):
-    case = case_of(kind, (3, 48, 33, 40), nhwc=nhwc and kind != "layer_norm", groups=4)
+@DTYPES
+def test_results_do_not_depend_on_the_number_of_threads(for_each_number, kind, nhwc, dtype):
+    case = case_of(kind, (3, 48, 33, 40), dtype, nhwc and kind != "layer_norm", groups=4)
     first, *others = for_each_number(lambda: case.by(OURS), 1, 2, 3)
     for other in others:
         assert all(map(torch.equal, first, other))
@@ -171,8 +173,9 @@ def test_without_instructions_for_bf16_results_are_the_same(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none(kind, value):
-    case = case_of(kind, (2, 32, 16, 32), nhwc=kind == "group_norm", groups=4)
+@DTYPES
+def test_what_is_no_number_stays_none(kind, value, dtype):
+    case = case_of(kind, (2, 32, 16, 32), dtype, nhwc=kind == "group_norm", groups=4)
     case.x[1, 3, 5, 7] = value
     for mine, other in zip(case.by(OURS), case.by(THEIRS), strict=True):
         assert torch.equal(mine.isfinite(), other.isfinite())
@@ -189,8 +192,9 @@ def test_equal_elements_have_no_variance(kind, value):
     assert all(each.isfinite().all() for each in (out, *others))
 
 
-def test_gradient_in_another_layout_is_laid_out_as_the_input():
-    case = case_of("batch_norm", (3, 32, 12, 12), nhwc=True)
+@DTYPES
+def test_gradient_in_another_layout_is_laid_out_as_the_input(dtype):
+    case = case_of("batch_norm", (3, 32, 12, 12), dtype, nhwc=True)
     found = case.by(OURS)
     case.gradient = case.gradient.contiguous()
     assert all(map(torch.equal, found, case.by(OURS)))
@@ -200,8 +204,9 @@ def test_gradient_in_another_layout_is_laid_out_as_the_input():
     assert all(map(torch.equal, found, case.by(OURS)))
 
 
-def test_only_gradients_that_are_asked_for_are_computed():
-    case = case_of("layer_norm", (4, 64))
+@DTYPES
+def test_only_gradients_that_are_asked_for_are_computed(dtype):
+    case = case_of("layer_norm", (4, 64), dtype)
     _, means, inverses = norms.layer_norm(case.x, (64,), case.weight, case.bias, EPS)
     given = case.gradient, case.x, (64,), means, inverses, case.weight, case.bias
     whole = norms.layer_norm_backward(*given, [True] * 3)

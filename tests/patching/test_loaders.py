@@ -7,8 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.objects import loaders
 from nano_loop.patching.objects.loaders import LoaderChange, changed
 
@@ -153,16 +154,17 @@ def test_samplers_and_generators_are_the_loaders_own_objects():
         assert [list(loader)] == expected
 
 
-def test_a_loader_lives_as_long_as_its_change():
-    loader = DataLoader(TensorDataset(torch.zeros(1)))
+def test_a_change_goes_with_its_loader_and_with_the_workers_that_it_has_kept():
+    loader = DataLoader(Numbers(), collate_fn=list, num_workers=1, persistent_workers=True)
     gone = weakref.ref(loader)
-    stack = ExitStack()
-    stack.enter_context(changed(loader, Around()))
-    del loader
-    assert gone() is not None
-    stack.close()
-    del stack
-    assert gone() is None
+    with ExitStack() as undoing:
+        for change in (Around(), Order([1], [2])):
+            undone_with(loader, undoing).enter_context(changed(loader, change))
+        assert [*loader] == [("around", [1]), ("around", [2])]
+        del loader
+        assert gone() is None
+        assert not loaders._stand_ins
+        assert not workers()
 
 
 def workers():

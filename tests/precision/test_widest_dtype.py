@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import distributions, nn
+from torch import Tensor, distributions, nn
 
 from nano_loop import NanoError, disable_casts
 from nano_loop.patching.operators.operators import gives_kernels
@@ -31,6 +31,8 @@ WAYS = {
     "sparse.mm, reduced": lambda h: torch.sparse.mm(CSR, h, "mean"),
     "sparse.addmm": lambda h: torch.sparse.addmm(h, COO, h),
     "sparse mv": lambda h: COO.mv(h[:, 0]),
+    "sparse mv, of low numbers": lambda h: h.to_sparse().mv(torch.ones(2)),
+    "sparse mv, transposed": lambda h: torch.mv(h.t().to_sparse(), torch.ones(4)),
     "mv": lambda h: ADJACENCY.mv(h[:, 0]),
     "dot": lambda h: torch.dot(h[:, 0], torch.ones(4)),
     "lerp": lambda h: torch.lerp(zeros(), h, 0.5),
@@ -194,6 +196,85 @@ def test_custom_function_of_others_raises_as_torch_does(net):
     with pytest.raises(RuntimeError, match="same dtype") as caught:
         Product.apply(h, weight).sum().backward()
     assert not getattr(caught.value, "__notes__", ())
+
+
+CALLED = []  # the dtypes of an operator's calls
+
+
+@torch.library.custom_op("nano_loop_tests::weighted", mutates_args=())
+def weighted(x: Tensor, weight: Tensor) -> Tensor:
+    CALLED.append((x.dtype, weight.dtype))
+    if x.dtype is not weight.dtype:
+        raise RuntimeError("expected scalar type Float but found BFloat16")
+    return x * weight
+
+
+weighted.register_autograd(
+    lambda ctx, gradient: (gradient * ctx.saved_tensors[1], gradient * ctx.saved_tensors[0]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@torch.library.custom_op("nano_loop_tests::add_into", mutates_args=("total",))
+def add_into(total: Tensor, x: Tensor, begin: bool) -> None:
+    CALLED.append((total.dtype, x.dtype))
+    if begin:
+        total.zero_()
+    if total.dtype is not x.dtype:
+        raise RuntimeError("expected total and x to have the same dtype")
+    total += x
+
+
+@pytest.fixture(autouse=True)
+def not_called():
+    CALLED.clear()
+
+
+LOW, WIDE = torch.bfloat16, torch.float32
+
+
+def test_operator_of_another_library_that_refuses_the_dtypes_computes_in_the_widest_one(net):
+    weight = torch.rand(4, 2, requires_grad=True)
+    model = net(lambda h: weighted(h, weight))
+    found = trained(model, model(X)), weight.grad.clone()
+    weight.grad = None
+    model(X)
+    assert CALLED == [(LOW, WIDE), (WIDE, WIDE), (WIDE, WIDE)], "it is not asked again"
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.layer(X)
+    expected = trained(model, hidden.float() * weight), weight.grad
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_operator_in_place_that_refuses_the_dtypes_writes_in_the_dtype_of_its_tensor(net):
+    totals = [torch.ones(4, 2), torch.ones(4, 2).bfloat16()]
+    model = net(
+        lambda h: [add_into(totals[0], h.detach(), False), add_into(totals[1], h.detach().float(), False), h][-1]
+    )
+    hidden = model(X).detach()
+    assert [total.dtype for total in totals] == [WIDE, LOW]
+    torch.testing.assert_close(totals[0], hidden + 1)
+    torch.testing.assert_close(totals[1], (hidden + 1).bfloat16())
+
+
+def test_operator_that_has_written_before_it_refuses_the_dtypes_is_not_called_again(net):
+    total = torch.ones(4, 2)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        net(lambda h: add_into(total, h.detach(), True))(X)
+    assert CALLED == [(WIDE, LOW)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_operator_of_torch_that_the_sweep_does_not_reach_computes_in_the_widest_dtype(net):
+    model = net(lambda h: torch.quantize_per_tensor(h, 0.01, 0, torch.qint32).dequantize() + h)
+    out = model(X)
+    torch.testing.assert_close(out, out.bfloat16().float(), rtol=0.01, atol=0.02)
+
+
+def test_operator_of_another_library_refuses_the_dtypes_of_others(net):
+    net(lambda h: h)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="expected scalar type"):
+        weighted(torch.rand(4, 2).bfloat16(), torch.rand(4, 2))
 
 
 def explanation(error):

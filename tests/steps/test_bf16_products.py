@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nano_loop
 from nano_loop import TorchNano, nano
-from nano_loop.kernels.linear import product
+from nano_loop.kernels import rounding
+from nano_loop.kernels.linear import product, rounded_product
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.patching.patch_table import users
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -92,13 +93,13 @@ def every_product(monkeypatch):
 @pytest.fixture
 def rounded(monkeypatch):
     """The products that have rounded their inputs, by their kind."""
-    counts, note = Counter(), module.Bf16Products._note
+    counts, note = Counter(), rounding.Rounding.__call__
 
     def counting(self, kind, *numbers):
         counts[kind] += 1
         note(self, kind, *numbers)
 
-    monkeypatch.setattr(module.Bf16Products, "_note", counting)
+    monkeypatch.setattr(rounding.Rounding, "__call__", counting)
     return counts
 
 
@@ -386,6 +387,27 @@ def counted(loop, rows, **options):
 def test_kernels_of_which_no_product_rounds_are_torch_s_again(rows, stays):
     used = counted(lambda out: out.square().mean().backward(), rows)
     assert used == [1] * (module._LOOKS_UNTIL - 1) + [stays] * 3
+
+
+@here
+def test_products_smaller_than_all_that_round_are_asked_about_no_more(monkeypatch):
+    model, small = nn.Linear(256, 256), torch.get_num_threads() * 16
+    asked, rounds = [], rounded_product.rounds
+    monkeypatch.setattr(
+        rounded_product, "rounds", lambda *args, **kwargs: asked.append(args[1]) or rounds(*args, **kwargs)
+    )
+
+    def train(model, optimizer):
+        for _ in range(module._LOOKS_UNTIL + 1):
+            asked.clear()
+            (model(torch.randn(4096, 256)).mean() + model(torch.randn(small, 256)).mean()).backward()
+            optimizer.step()
+            yield [*asked]
+
+    run = nano(precision="auto", tune_operators=False, verbose=False)(lambda *parts: [*train(*parts)])
+    of_steps = run(model, torch.optim.SGD(model.parameters(), 1e-3))
+    assert {*of_steps[module._LOOKS_UNTIL - 1]} == {4096 * 256**2, small * 256**2}
+    assert {*of_steps[-1]} == {4096 * 256**2}
 
 
 @here

@@ -1,6 +1,7 @@
 """Models and their blocks are compiled in place, and are plain again when the run ends."""
 
 import copy
+import os
 import pickle
 import warnings
 
@@ -10,6 +11,7 @@ from compile.conftest import nothing_compiled  # noqa: F401
 from torch import nn
 
 from nano_loop import nano
+from nano_loop.cache_folder import inductor_folder
 from nano_loop.patching.torch_private_compiler import compiled_call
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.compile import Compile
@@ -222,3 +224,31 @@ def test_warning_that_torch_hides_is_ignored_during_the_run_alone(step):
     assert len(warnings.filters) == len(before) + 1
     made.undo()
     assert [*warnings.filters] == before
+
+
+@pytest.mark.parametrize("named", [None, "default", "named"])
+def test_inductor_keeps_files_below_the_cache_folder_unless_the_user_has_named_another(
+    step, monkeypatch, tmp_path, named
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = {None: None, "default": inductor_folder(), "named": str(tmp_path / "named")}[named]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(before))
+    if before is None:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    made = step(Compile, compile={"backend": "eager"})
+    made.apply(TrainingObjects([Net()]))
+    during = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert during == (before if named == "named" else str(tmp_path / "nano_loop/torchinductor"))
+    made.undo()
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+
+def test_cache_folder_that_another_user_can_change_is_not_inductors(step, monkeypatch, tmp_path):
+    (tmp_path / "nano_loop").mkdir()
+    (tmp_path / "nano_loop").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    made = step(Compile, compile={"backend": "eager"})
+    made.apply(TrainingObjects([Net()]))
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, inductor_folder())
+    made.undo()

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nano_loop import NanoConfigError, NanoWarning, disable_casts
+from nano_loop import NanoConfigError, NanoWarning, disable_casts, nano
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import precision
+from nano_loop.steps.parameter_dtype import ParameterDtype
 from nano_loop.steps.precision import Precision
 
 SLOW = ("avx2",)
@@ -307,3 +308,130 @@ def test_model_without_parameters_is_said_to_have_none(step):
     )
     model(X)
     assert model.layers[0].seen is torch.bfloat16, "the report is right: autocast reaches them"
+
+
+class Prediction:
+    """What a model returns, as its program writes it."""
+
+    def __init__(self, hidden):
+        self.hidden, self.note = hidden, "kept"
+        self.others = [hidden.exp()]
+        self.itself = self
+
+
+class Slotted:
+    __slots__ = ("deeper", "hidden")
+
+    def __init__(self, hidden):
+        self.hidden, self.deeper = hidden, SimpleNamespace(more=(hidden,))
+
+
+def lazily(hidden):
+    received = yield hidden
+    try:
+        yield hidden * (received or 1)
+    except ValueError:
+        yield hidden * 3
+    return hidden
+
+
+OBJECTS = {
+    "attributes": (Prediction, lambda out: [out.hidden, out.itself.hidden, *out.others]),
+    "slots": (Slotted, lambda out: [out.hidden, *out.deeper.more]),
+    "in a dict": (lambda h: {"out": Prediction(h)}, lambda out: [out["out"].hidden]),
+    "generator": (lazily, list),
+    "map": (lambda h: map(torch.abs, [h, h]), list),
+    "iterator of objects": (lambda h: iter([Prediction(h)]), lambda out: [next(out).hidden]),
+}
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "bf16-true"}], ids=str)
+@pytest.mark.parametrize("name", OBJECTS)
+def test_outputs_are_fp32_whatever_holds_them(step, name, options):
+    make, tensors = OBJECTS[name]
+    model = Net()
+    model.forward = lambda x: make(model.inner(x))
+    kind = ParameterDtype if options["precision"] == "bf16-true" else Precision
+    step(kind, **options).apply(TrainingObjects([model]))
+    found = tensors(model(X))
+    assert found
+    assert {tensor.dtype for tensor in found} == {torch.float32}
+    sum(tensor.sum() for tensor in found).backward()
+    assert model.inner.weight.grad.any()
+
+
+def test_generator_of_a_model_gets_what_is_sent_and_thrown_into_it(step):
+    model = Net()
+    model.forward = lambda x: lazily(model.inner(x))
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    values = model(X)
+    first = next(values)
+    assert torch.equal(values.send(2), first * 2)
+    assert torch.allclose(values.throw(ValueError()), first * 3, rtol=0.01)
+    with pytest.raises(StopIteration) as stopped:
+        next(values)
+    assert torch.equal(stopped.value.value, first)
+
+
+class Keeping(nn.Module):
+    """Keeps what it returns, and notes in which dtype it has it in the next call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.state, self.seen = nn.Linear(3, 3), None, []
+
+    def forward(self, x):
+        if self.state is not None:
+            self.seen.append((self.state.hidden.dtype, self.alias is self.state.hidden))
+        else:
+            self.state = Prediction(self.inner(x))
+            self.alias = self.state.hidden
+        return self.state
+
+
+def test_object_that_the_model_keeps_is_its_own_during_its_calls_and_fp32_outside(step):
+    model = Keeping()
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    out = model(X)
+    hidden = out.hidden
+    for _ in range(2):
+        assert model(X) is out is model.state
+        assert out.hidden is hidden
+        assert hidden.dtype is out.others[0].dtype is torch.float32
+    assert model.seen == [(torch.bfloat16, True)] * 2
+
+
+def test_what_the_caller_puts_into_an_object_that_the_model_keeps_stays_there(step):
+    model = Keeping()
+    step(Precision, precision="bf16").apply(TrainingObjects([model]))
+    out = model(X)
+    out.hidden = replaced = torch.zeros(4, 3)
+    model(X)
+    assert out.hidden is replaced
+    assert model.seen == [(torch.float32, False)]
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "dtypes"),
+    [
+        ("bf16", 32, [torch.bfloat16] * 3),
+        ("bf16", "bf16", [torch.bfloat16] * 3),
+        (32, "bf16", [torch.float32, torch.bfloat16, torch.float32]),
+    ],
+)
+def test_precision_of_a_run_inside_another_one_holds_until_it_ends_if_it_is_not_32(outer, inner, dtypes):
+    model, seen = Net(), []
+
+    def call(model):
+        assert model(X)["logits"].dtype is torch.float32
+        seen.append(model.seen)
+
+    def train(model):
+        call(model)
+        nano(precision=inner, verbose=False)(call)(model)
+        call(model)
+        with disable_casts():
+            call(model)
+
+    nano(precision=outer, verbose=False)(train)(model)
+    assert seen == [*dtypes, torch.float32]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 from nano_loop.errors import NanoError, error_message
 
 SHARED_MEMORY = Path("/dev/shm")
+# What makes a file system that has refused a file one without inodes: what was made before may have been deleted since.
+_FEW_INODES, _ROOM = 16, 1 << 20
 _NO_COPY = "a numpy.memmap, or a tensor after share_memory_(), is sent without a copy"
 
 
@@ -51,16 +54,26 @@ def limit_in_words(error: OSError, folder: Path) -> tuple[str, str] | None:
 def _no_room(folder: Path) -> tuple[str, str]:
     parent = folder if folder.exists() else folder.parent
     system = os.statvfs(parent)
-    if system.f_files and not system.f_ffree:
-        limit = f"all {system.f_files:,} inodes of the file system of {parent} are in use"
-        return limit, "Delete files there, or enlarge it (mount -o remount,nr_inodes=...)"
     total, free = (blocks * system.f_frsize for blocks in (system.f_blocks, system.f_bavail))
+    if system.f_files and (not system.f_ffree or (system.f_ffree < _FEW_INODES and free > _ROOM)):
+        used = f"{system.f_files - system.f_ffree:,} of" if system.f_ffree else "all"
+        limit = f"{used} {system.f_files:,} inodes"
+        advice = "Delete files there, or enlarge it (mount -o remount,nr_inodes=...)"
+        return f"{limit} of the file system of {parent} are in use", advice
     limit = f"the file system of {parent} has {total:,} bytes, of which {free:,} are free"
     if SHARED_MEMORY in parent.parents or parent == SHARED_MEMORY:
         advice = "Enlarge it (docker run --shm-size=..., mount -o remount,size=... /dev/shm)"
     else:
         advice = "Set TMPDIR to a folder that has room"
     return limit, f"{advice}; {_NO_COPY}"
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; raise an OSError where the system refuses one, which Python calls a RuntimeError."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import tempfile
 from collections.abc import Iterator
+
+from nano_loop.cache_folder import inductor_folder
 
 # Of compilers, of downloads and of fonts.
 _VARIABLES = (
@@ -28,8 +29,4 @@ def cache_folders() -> list[str]:
 
 def _named() -> Iterator[str]:
     yield from (os.environ[name] for name in _VARIABLES if os.environ.get(name))
-    yield from _AT_HOME
-    try:
-        yield os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    except (KeyError, OSError):  # a user without a name
-        return
+    yield from filter(None, (*_AT_HOME, inductor_folder()))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nano_loop.distributed.files.originals import real
+from nano_loop.trusted_files import make_folder
 
 _LINK = "files"  # in the folder of the run, to this one
 
@@ -18,12 +19,14 @@ _LINK = "files"  # in the folder of the run, to this one
 def workers_files(run: Path) -> Iterator[None]:
     """Make a folder on disk for what workers write, which may be large, and delete it on leaving.
 
+    It lies in the folder of the run where others could replace it in that for temporary files.
+
     Parameters
     ----------
     run : Path
         The private folder of the run, in which the workers find it.
     """
-    place = tempfile.mkdtemp(prefix=f"nano_loop-{os.getpid()}-")
+    place = make_folder(f"nano_loop-{os.getpid()}-", (Path(tempfile.gettempdir()), run))
     try:
         (run / _LINK).symlink_to(os.path.realpath(place))
         yield

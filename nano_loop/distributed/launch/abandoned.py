@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,8 @@ def held(folder: Path) -> Iterator[bool]:
             _locks.add(descriptor)
             stack.callback(_close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = os.path.samestat(os.fstat(descriptor), folder.lstat()) and _belongs_to_this_user(folder)
+            status = os.fstat(descriptor)
+            is_held = os.path.samestat(status, folder.lstat()) and status.st_uid == os.geteuid()
         except OSError:  # it is gone or locked, or its file system has no locks
             is_held = False
         yield is_held
@@ -70,11 +70,6 @@ def _close(*descriptors: int) -> None:
         if descriptor in _locks:
             _locks.remove(descriptor)
             os.close(descriptor)
-
-
-def _belongs_to_this_user(folder: Path) -> bool:
-    status = folder.lstat()
-    return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
 
 
 # A process that a rank has forked, such as a loader's worker, may live longer than the rank.

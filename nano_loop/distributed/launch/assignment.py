@@ -14,11 +14,13 @@ from nano_loop.config.options import Options
 from nano_loop.data.random_states import process_states, set_process_states
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.task import Task
+from nano_loop.distributed.payload.edited_modules import send_edited_modules
 from nano_loop.distributed.payload.payload import dump
 from nano_loop.errors import NanoError, NanoWorkerError
 from nano_loop.integrations.cuda_calls.patching import is_cuda_patched, patch_cuda
 
-PAYLOAD, WORKER_INIT = "payload", "worker_init"  # folders of what is pickled for the workers
+# Folders of what is pickled for the workers.
+PAYLOAD, WORKER_INIT, EDITED = "payload", "worker_init", "edited"
 
 
 @dataclass
@@ -123,6 +125,7 @@ def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worke
         If something cannot be pickled.
     """
     try:
+        send_edited_modules(folder / EDITED)
         if worker_init is not None:
             (folder / WORKER_INIT).mkdir()
             dump(worker_init, folder / WORKER_INIT, {"worker_init": worker_init})

@@ -10,11 +10,13 @@ import sys
 import threading
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import cloudpickle
 
+from nano_loop.distributed.comm.limits import limit_in_words, start_thread
 from nano_loop.distributed.comm.ranks import RankLeftError
 from nano_loop.errors import NanoWorkerError, RankLateError, error_message
 
@@ -24,6 +26,8 @@ _LONGEST_WORDS = 10_000  # characters of an exception's message
 _LONGEST_TRACEBACK = 100_000
 # What the system sends to a process for what that has done itself.
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGSTKFLT")
+_NO_THREAD = "can't start new thread"  # as Python says it
+_MORE_PROCESSES = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
 _UNPICKLING = 3.0  # seconds that a user's exception may take to come back
 
 
@@ -128,7 +132,19 @@ def raised(rank: int, error: BaseException, traceback: str, where: str = "") -> 
     words = _words_of(error)
     text = f"{type(error).__name__}: {words}" if words else type(error).__name__
     what = "raised " + text.rstrip(".").partition("\n")[0] + where
-    return Failure(rank, kind_of(error), what, "Fix the error in its traceback", traceback=_shortened(traceback))
+    advice = _limit(error) or "Fix the error in its traceback"
+    return Failure(rank, kind_of(error), what, advice, traceback=_shortened(traceback))
+
+
+def _limit(error: BaseException) -> str | None:
+    """Return what to do about a limit of the system that an error is for; None for another error."""
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        return _MORE_PROCESSES
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        with contextlib.suppress(OSError):  # the folder may be gone
+            words = limit_in_words(error, Path(error.filename).parent)
+            return f"{words[1]}: {words[0]}" if words else None
+    return None
 
 
 def pickled(error: BaseException) -> bytes:
@@ -172,7 +188,10 @@ def _unpickled(content: bytes) -> BaseException | None:
             errors.append(None)
 
     thread = threading.Thread(target=unpickle, daemon=True, name="nano_loop exception")
-    thread.start()
+    try:
+        start_thread(thread)
+    except OSError:  # there may be no more threads
+        return None
     thread.join(_UNPICKLING)
     if thread.is_alive() and thread.ident is not None:  # it need not go on: nobody waits for it any more
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))

@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from nano_loop.distributed.comm.limits import start_thread
+
 _PATIENCE = 2.0  # seconds that Python has to hear of a signal by itself
 _ECHO = 0.5  # seconds in which another interrupt is the same Ctrl-C, pressed twice or sent by another process
 _END = b"\0"  # no signal has this number
@@ -46,6 +48,8 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self.in_place:
+            if self._user is signal.default_int_handler:  # which would hear the same Ctrl-C again, in what follows
+                time.sleep(max(0.0, _ECHO - self._since_the_last()))
             signal.signal(signal.SIGINT, self._user)
         if self._held and not isinstance(error, KeyboardInterrupt):
             self._user(signal.SIGINT, self._held[0])
@@ -53,16 +57,19 @@ class Interrupts:
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         """Handle one interrupt."""
         self.called.set()
+        # Twice would be too often: an exception just where contexts begin to be left would have them not left at all.
+        if self._user is signal.default_int_handler and self._since_the_last() < _ECHO:
+            return None
         if self._holds:
-            again = bool(self._held) and time.monotonic() - self._held_at > _ECHO
+            again = bool(self._held) and self._since_the_last() > _ECHO
             self._held.append(frame)
             self._held_at = time.monotonic()
             return self._user(number, frame) if again else None
-        # An exception just where contexts begin to be left would have them not left at all.
-        if self._user is signal.default_int_handler and time.monotonic() - self.at < _ECHO:
-            return None
         self.at = time.monotonic()
         return self._user(number, frame)
+
+    def _since_the_last(self) -> float:
+        return time.monotonic() - max(self.at, self._held_at)
 
     @property
     def in_place(self) -> bool:
@@ -124,13 +131,13 @@ class Interrupts:
             return
         thread = threading.Thread(target=self._listen, args=(reading, act), name="nano_loop interrupts", daemon=True)
         stack.callback(os.close, reading)
-        stack.callback(thread.join)
+        stack.callback(_join, thread)
         stack.callback(os.close, writing)
         # Closing alone would not end the thread: a loader's workers have it open.
         stack.callback(os.write, writing, _END)
         stack.callback(self.called.set)
         stack.callback(signal.set_wakeup_fd, -1)
-        thread.start()
+        start_thread(thread)
 
     def _listen(self, reading: int, act: Callable[[], None]) -> None:
         while 0 not in (signals := os.read(reading, 64)):
@@ -139,3 +146,8 @@ class Interrupts:
             if is_new and not self.called.wait(_PATIENCE) and self.in_place:
                 act()
             self.called.clear()
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread.ident is not None:  # else it could not be started
+        thread.join()

@@ -7,7 +7,6 @@ answer to a request. Nothing in a message is executed or unpickled before it is 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -24,6 +23,8 @@ from nano_loop.distributed.launch.worker_warnings import Awaiting
 
 #: Requests about a worker: its end, and its stack.
 KILL, DUMP = b"k", b"d"
+#: The exit code of a worker that has returned from the loop, and cannot say so.
+CUT_OFF = 113
 _READ = 1 << 16  # bytes at a time
 _EXCEPTION = 1.0  # seconds that a failure waits for the exception itself
 
@@ -91,11 +92,16 @@ class Reporter:
         self.rank = rank
         self._write = write
         self._writing = threading.Lock()  # threads of the loop may warn
+        #: Whether a report could not be sent: rank 0 is gone, or the loop has closed what it did not open.
+        self.is_cut_off = False
 
     def report(self, kind: str, content: bytes = b"", **header: Any) -> None:
         """Send a report, if rank 0 is still there."""
-        with self._writing, contextlib.suppress(OSError):  # or the loop has closed what it did not open
-            self._write(framed({"kind": kind, **header}, content))
+        with self._writing:
+            try:
+                self._write(framed({"kind": kind, **header}, content))
+            except OSError:
+                self.is_cut_off = True
 
     def report_failure(self, error: BaseException, where: str) -> None:
         """Report the exception that has ended the task, in its handler; see `failure.raised`."""

@@ -16,13 +16,15 @@ from nano_loop.data.workers import advice_of_plain_run
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.private_files import explaining, guard_files, redirect_files
 from nano_loop.distributed.launch.active_runs import active_run, whole_process
-from nano_loop.distributed.launch.assignment import PAYLOAD, WORKER_INIT, Assignment
+from nano_loop.distributed.launch.assignment import EDITED, PAYLOAD, WORKER_INIT, Assignment
 from nano_loop.distributed.launch.failure import flush_output
 from nano_loop.distributed.launch.reports import Reporter
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.launch.worker_warnings import sent
+from nano_loop.distributed.payload.edited_modules import take_edited_modules
 from nano_loop.distributed.payload.payload import load
 from nano_loop.integrations.fabric.rank_zero import note_rank
+from nano_loop.trusted_files import opened_folder, path_of
 
 Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 
@@ -52,13 +54,16 @@ def work(reporter: Reporter, folder: Path, join: Join, *, payload: Path, made: P
         sent(reporter.report)
     where = ""
     try:
-        keep_sockets_in(folder)
-        redirect_files(folder, reporter.rank, made)
-        if (payload / WORKER_INIT).exists():
-            where = " in worker_init"
-            load(payload / WORKER_INIT)()
-            where = ""
-        assignment: Assignment = load(payload / PAYLOAD)
+        with opened_folder(payload) as opened:
+            keep_sockets_in(folder)
+            redirect_files(folder, reporter.rank, made)
+            sent_by_rank_0 = path_of(opened, payload)
+            take_edited_modules(sent_by_rank_0 / EDITED)
+            if (sent_by_rank_0 / WORKER_INIT).exists():
+                where = " in worker_init"
+                load(sent_by_rank_0 / WORKER_INIT)()
+                where = ""
+            assignment: Assignment = load(sent_by_rank_0 / PAYLOAD)
         task = assignment.task
         if not task.reads_more:
             guard_files()  # what is in the payload may be mapped from rank 0's descriptors, which it shuts off

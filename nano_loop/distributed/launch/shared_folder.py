@@ -14,8 +14,8 @@ from pathlib import Path
 from nano_loop.distributed.comm.limits import SHARED_MEMORY
 from nano_loop.distributed.files.folder import workers_files
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
-from nano_loop.distributed.shared_memory.shared_file import refuse_foreign
 from nano_loop.errors import NanoError, error_message
+from nano_loop.trusted_files import make_folder, open_folder, trusted_parent
 
 _PREFIX = "nano_loop-"
 
@@ -26,12 +26,11 @@ def private_folder() -> Iterator[Path]:
 
     What processes have left there that were killed is deleted too: before, on leaving, and when this process ends.
     """
-    parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    parent = trusted_parent((SHARED_MEMORY, Path(tempfile.gettempdir())))
     _delete_abandoned_at_exit(parent)
     delete_abandoned(parent, _PREFIX)
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+    folder = make_folder(f"{_PREFIX}{os.getpid()}-", [parent])
     try:
-        folder.chmod(0o700)  # the umask may have taken more away
         with held(folder):
             yield folder
     finally:
@@ -64,14 +63,13 @@ def _delete_abandoned_at_exit(parent: Path) -> None:
 
 
 def refuse_foreign_folder(folder: Path) -> None:
-    """Raise a NanoError unless `folder` is a private folder of this user: no link, and closed to other users."""
+    """Raise a NanoError unless `folder` is a private folder of this user, which nobody else can replace."""
     try:
-        status = folder.lstat()
+        os.close(open_folder(folder, private=True))
     except OSError as error:
         got = f"the folder of the run, {folder}, cannot be found ({error.strerror})"
         hint = "Start all ranks of a host in one container, or with one shared-memory file system"
         raise NanoError(error_message(got, "ranks of one host meet there", hint)) from error
-    refuse_foreign(str(folder), status, "folder")
 
 
 def shared_memory_device() -> int:

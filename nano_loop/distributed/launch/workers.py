@@ -7,9 +7,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
 
+from nano_loop.distributed.comm.limits import SHARED_MEMORY, limits_in_words, start_thread
 from nano_loop.distributed.launch.failure import Failure, Kind, first
 from nano_loop.distributed.launch.reports import Worker
 
@@ -24,6 +26,11 @@ class Workers:
     ----------
     workers : sequence of Worker
         Those that have been started; `end` closes them.
+
+    Raises
+    ------
+    NanoError
+        If there can be no such thread; the workers are closed.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
@@ -36,7 +43,11 @@ class Workers:
         self.interrupted = False  # whether the user has
         self._thread: int | None = threading.get_ident()  # of rank 0, in the loop
         self._watch = threading.Thread(target=self._watch_workers, name="nano_loop watch", daemon=True)
-        self._watch.start()
+        with limits_in_words("the processes of a run could not be watched", SHARED_MEMORY), ExitStack() as stack:
+            for worker in workers:
+                stack.callback(worker.close)
+            start_thread(self._watch)
+            stack.pop_all()
 
     @property
     def finished(self) -> list[int]:

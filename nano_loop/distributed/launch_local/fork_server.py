@@ -34,7 +34,7 @@ from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.private_files import prepare
 from nano_loop.distributed.launch.assignment import Assignment
 from nano_loop.distributed.launch.group import local_group
-from nano_loop.distributed.launch.reports import DUMP, Frames, Reporter, framed
+from nano_loop.distributed.launch.reports import CUT_OFF, DUMP, Frames, Reporter, framed
 from nano_loop.distributed.launch.running import work
 from nano_loop.distributed.launch_local import stack_dump
 
@@ -204,7 +204,8 @@ class ForkServer:
             stack_dump.dump_on_signal(start["folder"], start["rank"])
             folder, reporter = Path(start["folder"]), Reporter(start["rank"], partial(_write, streams[0]))
             work(reporter, folder, _joined, payload=folder, made=folder, verbose=start["verbose"])
-            os._exit(0)  # threads of the user's may be running; there is nothing to clean up that rank 0 does not
+            # Threads of the user's may be running; there is nothing to clean up that rank 0 does not.
+            os._exit(CUT_OFF if reporter.is_cut_off else 0)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -14,7 +14,7 @@ from typing import Any
 from nano_loop.distributed.comm.limits import limit_in_words
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.failure import Failure, Kind, died
-from nano_loop.distributed.launch.reports import DUMP, KILL, Frames, Worker, read_available
+from nano_loop.distributed.launch.reports import CUT_OFF, DUMP, KILL, Frames, Worker, read_available
 from nano_loop.distributed.launch_local import stack_dump
 from nano_loop.distributed.launch_local.output import Output, pipe
 from nano_loop.distributed.launch_local.server import HELLO, NO_SIGNAL, Server
@@ -22,6 +22,7 @@ from nano_loop.distributed.launch_local.start import start_of
 from nano_loop.errors import NanoWorkerError, error_message
 
 _TAKES = "each worker process takes three pipes and a socket"
+_ENDED_BY_OTHERS = "End no Python by its name (pkill); where memory runs out, the kernel ends processes: see dmesg"
 _ENDING = 10.0  # seconds that a killed process may take to end
 _STOPPED = ("T", "t")  # states of a process, as in /proc
 
@@ -157,7 +158,15 @@ class WorkerProcess(Worker):
         if refusal is not None:
             advice = "Allow more processes (ulimit -u, or the container's limit), or lower num_processes"
             return Failure(self.rank, Kind.CAUSE, f"could not be started ({refusal})", advice)
-        return died(self.rank, self._replies.get("exited", self._server.exitcode), words)
+        exitcode = self._replies.get("exited", self._server.exitcode)
+        if exitcode == CUT_OFF:
+            return self.silence()
+        if exitcode is None and self._server.pid is not None:
+            what = (
+                f"ended with the process that it was forked from ({self._server.pid}), which was killed or has failed"
+            )
+            return Failure(self.rank, Kind.CAUSE, what, _ENDED_BY_OTHERS, traceback=words or None)
+        return died(self.rank, exitcode, words)
 
     def read_reports(self) -> None:
         """See `Worker.read_reports`; what it writes to its standard streams is shown."""

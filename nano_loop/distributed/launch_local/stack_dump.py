@@ -16,8 +16,12 @@ _LONGEST = 20_000  # characters
 
 def dump_on_signal(folder: str, rank: int) -> None:
     """Let this process write the stacks of its threads to a file in the run's folder whenever the signal comes."""
-    file = _path(folder, rank).open("w")  # stays open as long as the process lives
-    faulthandler.register(_SIGNAL, file, all_threads=True)
+    try:
+        file = _path(folder, rank).open("w")  # stays open as long as the process lives
+    except OSError:  # the folder has no room, which what comes next says better
+        signal.signal(_SIGNAL, signal.SIG_IGN)
+    else:
+        faulthandler.register(_SIGNAL, file, all_threads=True)
 
 
 def request(process: int) -> str:

@@ -86,6 +86,7 @@ class RankWorker:
         """Write a file of the payload for the ranks of this node, uint8, and return the folder."""
         folder = self._folder / "sent"
         path = folder / name
+        folder.mkdir(mode=0o700, exist_ok=True)  # closed to others whatever the umask, as what is in it is trusted
         path.parent.mkdir(exist_ok=True, parents=True)
         with path.open("wb", buffering=0) as file:
             rest = memoryview(content)

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from pickle import PickleBuffer
 from types import TracebackType
@@ -38,7 +39,7 @@ class SharedFiles:
     Raises
     ------
     NanoError
-        By `write` and `take`, if the folder has no room or cannot be written.
+        Also by `write` and `take`, if the folder has no room or cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +49,7 @@ class SharedFiles:
         #: Bytes of large buffers that were written; the rest of them is mapped where it is.
         self.copied = 0
         self._numbers = itertools.count()
-        self._payload = (folder / "payload").open("wb", buffering=0)
+        self._payload = self._opened(folder / "payload", 0)
 
     def __enter__(self) -> SharedFiles:
         return self
@@ -75,12 +76,14 @@ class SharedFiles:
         return False
 
     def _write_all(self, path: Path, view: memoryview) -> None:
-        try:
-            file = path.open("wb", buffering=0)
-        except OSError as error:
-            raise NanoError(self._no_room(view.nbytes, error)) from error
-        with file:
+        with self._opened(path, view.nbytes) as file:
             self._write(file, view)
+
+    def _opened(self, path: Path, size: int) -> FileIO:
+        try:
+            return path.open("wb", buffering=0)
+        except OSError as error:
+            raise NanoError(self._no_room(size, error)) from error
 
     def _write(self, file: Any, view: memoryview) -> int:
         rest = view

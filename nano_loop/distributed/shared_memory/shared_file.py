@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.errors import NanoError, error_message
+from nano_loop.trusted_files import open_file
 
-#: What a path has to be.
-Kind = Literal["folder", "regular file"]
-
-_IS = {"folder": stat.S_ISDIR, "regular file": stat.S_ISREG}
 _PRIVATE = 0o600
-_OTHERS = 0o077
 _SHORT = 120  # bytes of a link that lies in its inode
 _ZEROS = memoryview(bytes(1 << 16))  # that are written at a time
 _SAFELY = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -73,13 +67,7 @@ def open_private(path: str) -> int:
     NanoError
         If it is no regular file, belongs to another user, or can be opened by other users.
     """
-    descriptor = os.open(path, _SAFELY)
-    try:
-        refuse_foreign(path, os.fstat(descriptor), "regular file")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return open_file(path, flags=os.O_RDWR, private=True)
 
 
 def map_whole(path: str, size: int) -> mmap.mmap:
@@ -175,12 +163,3 @@ def _no_room(path: Path, size: int, reason: object) -> str:
     got = f"{size / 2**20:.0f} MiB of shared memory in {path.parent} could not be allocated ({reason})"
     hint = "Free some of it; give a container more, for example docker run --shm-size=1g"
     return error_message(got, "the ranks of one host exchange their values there", hint)
-
-
-def refuse_foreign(path: str, status: os.stat_result, kind: Kind) -> None:
-    """Raise a NanoError unless the `status` of `path` is of this kind and this user's alone."""
-    if _IS[kind](status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & _OTHERS:
-        return
-    got = f"{path} belongs to user {status.st_uid} and has the mode {stat.filemode(status.st_mode)}"
-    expected = f"ranks of one host meet in a {kind} that only user {os.geteuid()} can open"
-    raise NanoError(error_message(got, expected, "Start all ranks as the same user"))

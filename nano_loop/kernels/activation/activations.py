@@ -1,4 +1,7 @@
-"""tanh, and GELU by tanh with its gradient, for large bf16 tensors, by C functions (``activations.c``)."""
+"""tanh, and the two GELUs with their gradients, for large tensors in bf16 or fp32, by C functions (``activations.c``).
+
+GELU by the error function is torch's, but for its gradient in fp32: in bf16, torch's is as fast.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,21 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
-from nano_loop.kernels.memory import BF16, DENSE
+from nano_loop.kernels.memory import BF16, DENSE, FP32
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.patching.ownership import belongs_to_set_up_model
 
-_DENSE = BF16._replace(layout=DENSE)
+#: What the names of functions for these dtypes end in.
+KINDS = {torch.bfloat16: "bf16", torch.float32: "float"}
+_BF16, _FP32 = BF16._replace(layout=DENSE), FP32._replace(layout=DENSE)
 KERNEL = CompiledKernel(
     "activations",
-    {"tanh_forward": (_DENSE,) * 2, "gelu_forward": (_DENSE,) * 2, "gelu_backward": (_DENSE,) * 3},
+    {
+        f"{name}_{kind}": (pointer,) * count
+        for kind, pointer in (("bf16", _BF16), ("float", _FP32))
+        for name, count in (("tanh_forward", 2), ("gelu_forward", 2), ("gelu_backward", 3), ("exact_gelu_backward", 3))
+        if (name, kind) != ("exact_gelu_backward", "bf16")
+    },
 )
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain.
 MIN_ELEMENTS = 1 << 15
@@ -33,7 +43,9 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor | None:
 
 def gelu_backward(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor | None:
     """Compute ``aten::gelu_backward``, likewise."""
-    return _computed("gelu_backward", gradient, x) if approximate == _BY_TANH and _supports(x) else None
+    name = "gelu_backward" if approximate == _BY_TANH else "exact_gelu_backward"
+    is_faster = approximate == _BY_TANH or x.dtype is torch.float32
+    return _computed(name, gradient, x) if is_faster and _supports(x) else None
 
 
 #: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
@@ -41,11 +53,11 @@ REPLACEMENTS = tuple(Replacement(compute.__name__, unless_none(compute)) for com
 
 
 def _supports(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and x.numel() >= MIN_ELEMENTS and belongs_to_set_up_model()
+    return x.dtype in KINDS and x.numel() >= MIN_ELEMENTS and belongs_to_set_up_model()
 
 
 def _computed(name: str, *tensors: Tensor) -> Tensor:
     """Call a C function that computes an element from those at its place."""
-    out = torch.empty_like(tensors[0])
-    KERNEL(name, *tensors, out, out.numel())
+    out = torch.empty_like(tensors[-1])
+    KERNEL(f"{name}_{KINDS[out.dtype]}", *tensors, out, out.numel())
     return out

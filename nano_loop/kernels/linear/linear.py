@@ -15,6 +15,7 @@ from torch import Tensor
 from nano_loop.kernels.linear import product, rounded_product
 from nano_loop.kernels.memory import attempt
 from nano_loop.kernels.replacement import Choose, Replacement
+from nano_loop.kernels.rounding import PRODUCT, may_round
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
 #: Minimum number of multiplications. Below it, the Python overhead exceeds the gain.
@@ -41,6 +42,8 @@ def mm(original: _Kernel | None) -> _Kernel:
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
+        if _is_small(a, b):
+            return original(keys, a, b, **kwargs)
         return _computed(Arguments(a, b), partial(original, keys), kwargs)
 
     return dispatched
@@ -51,6 +54,8 @@ def addmm(original: _Kernel | None) -> _Kernel:
     assert original is not None
 
     def dispatched(keys: torch.DispatchKeySet, bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
+        if _is_small(a, b):
+            return original(keys, bias, a, b, **kwargs)
         return _computed(Arguments(a, b, bias), partial(original, keys), kwargs)
 
     return dispatched
@@ -75,6 +80,11 @@ def supports(call: Arguments) -> bool:
     if a.size(1) != b.size(0) or (bias is not None and bias.shape != b.shape[1:]):
         return False
     return product.supports(a, b, bias)
+
+
+def _is_small(a: Tensor, b: Tensor) -> bool:
+    """Whether a product is in fp32 and too small to round, which is asked first, since it costs the least."""
+    return a.dtype is torch.float32 and not may_round(PRODUCT, a.numel() * (b.size(-1) if b.dim() else 0))
 
 
 def _computed(call: Arguments, kernel: _Kernel, kwargs: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.patching.attributes import defined_in, library, replaced
 from nano_loop.patching.calls.entry import through_interceptor
@@ -63,7 +65,7 @@ class CallInterceptor:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self._modules: dict[int, nn.Module] = {}  # kept alive, so that their ids are not reused
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}  # by their ids, until they are freed
         self._called: set[int] = set()
         self._by_name: dict[str, CallWrapper] = {}
         #: Calls a function inside all layers.
@@ -98,8 +100,9 @@ class CallInterceptor:
         with _lock:
             self._arounds[name] = around
             self.inner.clear()
-            for module in self._modules.values():
-                self._note_inner(module)
+            for reference in [*self._modules.values()]:
+                if (module := reference()) is not None:
+                    self._note_inner(module)
 
     def _note_inner(self, module: nn.Module) -> None:
         wrapped = [around(module) for around in self._arounds.values()]
@@ -112,22 +115,29 @@ class CallInterceptor:
         with _lock:
             for module in modules:
                 if id(module) not in self._modules:
-                    self._modules[id(module)] = module
+                    self._modules[id(module)] = weakref.ref(module, functools.partial(self._forget, id(module)))
                     self._note_inner(module)
                     _interceptors[id(module)] = (*_interceptors.get(id(module), ()), self)
 
     def uncover(self) -> None:
         """Stop routing calls to this interceptor."""
         with _lock:
-            for key in self._modules:
-                others = tuple(interceptor for interceptor in _interceptors[key] if interceptor is not self)
+            for key in [*self._modules]:
+                others = tuple(interceptor for interceptor in _interceptors.get(key, ()) if interceptor is not self)
                 if others:
                     _interceptors[key] = others
                 else:
-                    del _interceptors[key]
+                    _interceptors.pop(key, None)
             self._modules.clear()
             self.inner.clear()
             _traced.discard(id(self))
+
+    def _forget(self, key: int, _: object) -> None:
+        """Forget a module that is being freed, whose id may then be another's."""
+        _interceptors.pop(key, None)
+        self._modules.pop(key, None)
+        self.inner.pop(key, None)
+        self._called.discard(key)
 
     @property
     def was_called(self) -> bool:
@@ -167,10 +177,12 @@ class CallInterceptor:
 
 
 class CallInterceptors:
-    """The interceptors of one run."""
+    """The interceptors of one run, which keep no module alive. Each lasts as long as one of its modules."""
 
     def __init__(self) -> None:
-        self._by_model: dict[int, CallInterceptor] = {}
+        self._by_model: Any = WeakIdKeyDictionary()
+        self._in_use: weakref.WeakSet[CallInterceptor] = weakref.WeakSet()
+        self._ways_in: set[tuple[type, str]] = set()
         self._undoing = ExitStack()
 
     def add(self, model: nn.Module, name: str, layer: CallWrapper) -> CallInterceptor:
@@ -184,30 +196,36 @@ class CallInterceptors:
 
     def for_model(self, model: nn.Module) -> CallInterceptor:
         """Intercept the calls into `model`, also without layers, so that their operators belong to a set-up model."""
-        if id(model) not in self._by_model:
-            self._by_model[id(model)] = self._open(model)
-        return self._by_model[id(model)]
+        interceptor: CallInterceptor | None = self._by_model.get(model)
+        if interceptor is None:
+            interceptor = self._by_model[model] = self._open(model)
+        return interceptor
 
     def rules_of(self, model: nn.Module) -> Mapping[str, Rule]:
         """Return the rules of the calls into `model`, without intercepting them."""
-        interceptor = self._by_model.get(id(model))
+        interceptor: CallInterceptor | None = self._by_model.get(model)
         return NO_RULES if interceptor is None else interceptor.rules
 
     def close(self) -> None:
         """Remove all layers of this run, and keep those of an enclosing run."""
         self._by_model.clear()
+        self._ways_in.clear()
+        for interceptor in [*self._in_use]:
+            interceptor.uncover()
         self._undoing.close()
         if not _interceptors:
             forget_graphs()
 
     def _open(self, model: nn.Module) -> CallInterceptor:
         modules = _called_by_loops(model)
-        for owner, name in _ways_in(modules):
+        if not self._ways_in:
+            self._undoing.enter_context(shared_change(_cover_newcomer, _newcomers_covered))
+            self._undoing.enter_context(plain_models_exported())
+        for owner, name in _ways_in(modules) - self._ways_in:
+            self._ways_in.add((owner, name))
             self._undoing.enter_context(replaced(owner, name, through_interceptor))
-        self._undoing.enter_context(shared_change(_cover_newcomer, _newcomers_covered))
-        self._undoing.enter_context(plain_models_exported())
         interceptor = CallInterceptor()
-        self._undoing.callback(interceptor.uncover)
+        self._in_use.add(interceptor)
         interceptor.cover(modules)
         return interceptor
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -94,22 +95,34 @@ class LoaderChange:
 
 @contextmanager
 def changed(loader: Loader, change: LoaderChange) -> Iterator[None]:
-    """Apply a change to the iteration of a loader. The loader itself is kept alive and is not changed.
+    """Apply a change to the iteration of a loader, which itself is not changed.
 
-    Worker processes that the copy keeps between epochs (``persistent_workers``) are stopped when the loader's last
-    change ends. Worker processes that the loader started earlier are not affected.
+    The context does not hold the loader, and is to be left when it is freed. Worker processes that the copy keeps
+    between epochs (``persistent_workers``) are stopped when the loader's last change ends. Those that the loader
+    started earlier are not affected.
     """
+    key, reference = id(loader), weakref.ref(loader)
     with _loaders_intercepted():
-        _, stand_in = _stand_ins.get(id(loader)) or (loader, _StandIn(loader))
-        _stand_ins[id(loader)] = loader, stand_in
-        stand_in.add(change)
+        if key not in _stand_ins:
+            _stand_ins[key] = _StandIn(loader)
+        del loader
+        _stand_ins[key].add(change)
         try:
             yield
         finally:
-            stand_in.remove(change)
-            if not stand_in.changes:
-                del _stand_ins[id(loader)]
-                stop_kept_workers(stand_in.copy)
+            _end_change(key, reference, change)
+
+
+def _end_change(key: int, loader: weakref.ref[Loader], change: LoaderChange) -> None:
+    if loader() is None:
+        # An iteration outlives a loader that only the loop's header names, so its workers are not stopped.
+        _stand_ins.pop(key, None)
+        return
+    stand_in = _stand_ins[key]
+    stand_in.remove(change)
+    if not stand_in.changes:
+        del _stand_ins[key]
+        stop_kept_workers(stand_in.copy)
 
 
 @contextmanager
@@ -217,7 +230,6 @@ class _Finding:
         """Return the copy of a loader, which is found now if it was not."""
         stand_in: _StandIn | None = self._stand_ins.get(loader)
         if stand_in is None and (change := self._find(loader)) is not None:
-            # The iteration outlives a loader that only the loop's header names, so its workers are not stopped.
             stand_in = self._stand_ins[loader] = _StandIn(loader)
             stand_in.add(change)
         return stand_in
@@ -228,8 +240,7 @@ class _Finding:
         self._stand_ins.clear()
 
 
-# By the id of a loader, which is kept alive so that the id is its.
-_stand_ins: dict[int, tuple[Loader, _StandIn]] = process_wide("stand-ins of loaders, by loader", {})
+_stand_ins: dict[int, _StandIn] = process_wide("stand-ins of loaders, by loader", {})
 _findings: list[_Finding] = process_wide("changes of implicit loaders", [])
 
 
@@ -247,7 +258,7 @@ def _finding() -> _Finding | None:
 
 def _stand_in(loader: Loader) -> _StandIn | None:
     if id(loader) in _stand_ins:
-        stand_in = _stand_ins[id(loader)][1]
+        stand_in = _stand_ins[id(loader)]
         return stand_in if stand_in.process == os.getpid() else None
     finding = _finding()
     return None if finding is None else finding.stand_in(loader)

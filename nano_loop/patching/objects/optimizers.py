@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from nano_loop.patching.lifetime import undone_with
 from nano_loop.patching.patch_table import shared_change
 
 # --- closures ---
@@ -105,6 +106,8 @@ def hook_after_steps(function: Callable[[Optimizer, Any, Any], None]) -> Removab
 def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
     """Keep the strides of gradients and state equal to those of the parameters, until `undoing` is closed.
 
+    The optimizer is held weakly.
+
     State is converted immediately, after each ``load_state_dict``, and before a step if the layout of a parameter has
     changed. Gradients are converted before each fused step. ``state_dict()`` returns state in torch's default layout,
     so that a checkpoint is also safe in a plain run.
@@ -116,7 +119,8 @@ def guard_layout(optimizer: Optimizer, undoing: ExitStack) -> None:
     undoing : contextlib.ExitStack
         Removes the hooks when it is closed.
     """
-    undoing.enter_context(shared_change(("guarded layout", id(optimizer)), lambda: _guarded(optimizer)))
+    stack = undone_with(optimizer, undoing)
+    stack.enter_context(shared_change(("guarded layout", id(optimizer)), lambda: _guarded(optimizer)))
 
 
 @contextmanager
@@ -128,6 +132,7 @@ def _guarded(optimizer: Optimizer) -> Iterator[None]:
         optimizer.register_load_state_dict_post_hook(relay_state),
         optimizer.register_state_dict_post_hook(portable_state),
     ):
+        del optimizer  # its hooks have it
         yield
 
 

@@ -15,7 +15,7 @@ import torch
 
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.patch_table import shared_change
-from nano_loop.patching.torch_private import destroy_library, has_kernel
+from nano_loop.patching.torch_private import destroy_library, full_name, has_kernel
 from nano_loop.patching.torch_private_compiler import forget_dispatch, never_compiled
 
 #: torch's own kernel. It takes the dispatch key set, followed by the arguments of the operator.
@@ -33,7 +33,7 @@ def kernel(operator: str, dispatch_key: str) -> Kernel:
     if site is not None and site.functions:  # the dispatcher has ours
         assert site.original is not None
         return site.original
-    torchs_kernel: Kernel = torch.library.get_kernel(f"aten::{operator}", dispatch_key).call_boxed
+    torchs_kernel: Kernel = torch.library.get_kernel(full_name(operator), dispatch_key).call_boxed
     return torchs_kernel
 
 
@@ -149,7 +149,11 @@ def plainly(function: Callable[..., Any]) -> Callable[[Kernel | None], Callable[
 @contextmanager
 def registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
     """Replace kernels by functions, for one user: two of one kernel, as two runs may be, need `overridden`."""
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    names = {operator: full_name(operator) for operator in functions}
+    libraries = {
+        namespace: torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        for namespace in {name.partition("::")[0] for name in names.values()}
+    }
     with_sites = functions if dispatch_key == AUTOCAST else {}
     sites = {
         name: function for name, function in with_sites.items() if function is not torch.library.fallthrough_kernel
@@ -163,10 +167,12 @@ def registered(functions: Mapping[str, Callable[..., Any]], dispatch_key: str) -
                 keys = function is not torch.library.fallthrough_kernel
                 called = _sites[operator] if operator in sites else function
                 never_compiled(called)  # Dynamo would, where it breaks its graph, as at an LSTM
-                library.impl(operator, called, dispatch_key, with_keyset=keys, allow_override=True)  # type: ignore[no-untyped-call]
+                library = libraries[names[operator].partition("::")[0]]
+                library.impl(names[operator], called, dispatch_key, with_keyset=keys, allow_override=True)  # type: ignore[no-untyped-call]
         yield
     finally:
-        destroy_library(library)
+        for library in libraries.values():
+            destroy_library(library)
         forget_dispatch(functions.keys(), dispatch_key)
         for operator, function in sites.items():
             _sites[operator].remove(function)

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
 
 
 class Conversion:
-    """The tensors that were converted to one dtype, with what they were before.
+    """The tensors that were converted to one dtype, with what they were before. They are held weakly.
 
     Parameters
     ----------
@@ -26,35 +27,35 @@ class Conversion:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._models: list[nn.Module] = []
-        self._optimizers: list[Optimizer] = []
-        self._before: dict[int, tuple[Tensor, torch.dtype]] = {}
+        self._models: Any = WeakIdKeyDictionary()
+        self._optimizers: Any = WeakIdKeyDictionary()
+        self._before: Any = WeakIdKeyDictionary()  # of dtypes, by the tensor
 
     def convert(self, model: nn.Module) -> None:
         """Convert the floating-point parameters of a model, their gradients, and its buffers, in place."""
-        self._models.append(model)
-        new = [tensor for tensor in _floating(model) if id(tensor) not in self._before]
+        self._models[model] = True
+        new = [tensor for tensor in _floating(model) if tensor not in self._before]
         for tensor in new:
-            self._before[id(tensor)] = tensor, tensor.dtype
+            self._before[tensor] = tensor.dtype
         cast(new, self.dtype)
 
     def convert_state(self, optimizer: Optimizer) -> None:
         """Convert the fp32 state of an optimizer, but for single numbers, such as counters of steps."""
         if optimizer not in self._optimizers:
-            self._optimizers.append(optimizer)
+            self._optimizers[optimizer] = True
             _cast_state(optimizer, torch.float32, self.dtype)
 
     def restore(self) -> None:
         """Convert all that has this dtype back: what the loop has added to the models, to fp32."""
-        present = itertools.chain.from_iterable(map(_floating, self._models))
+        present = itertools.chain.from_iterable(map(_floating, [*self._models]))
         by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
-        for tensor in [*(tensor for tensor, _ in self._before.values()), *present]:
+        for tensor in [*self._before, *present]:
             if tensor.dtype is self.dtype:
-                dtype = self._before.get(id(tensor), (tensor, torch.float32))[1]
+                dtype = self._before.get(tensor, torch.float32)
                 by_dtype.setdefault(dtype, {})[id(tensor)] = tensor
         for dtype, tensors in by_dtype.items():
             cast([*tensors.values()], dtype)
-        for optimizer in self._optimizers:
+        for optimizer in [*self._optimizers]:
             _cast_state(optimizer, self.dtype, torch.float32)
         for collection in (self._models, self._optimizers, self._before):
             collection.clear()

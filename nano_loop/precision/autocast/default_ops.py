@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from nano_loop.patching.nested_tensors import map_tensors
-from nano_loop.patching.torch_private import arguments_of, as_without_autocast_kernel, below_autocast, has_kernel
+from nano_loop.patching.torch_private import (
+    arguments_of,
+    as_without_autocast_kernel,
+    below_autocast,
+    full_name,
+    has_kernel,
+)
 from nano_loop.patching.walk import find
 
 # As torch 2.8 to 2.13 registers them in aten/src/ATen/autocast_mode.cpp; tests/precision/test_default_ops.py compares.
@@ -144,9 +150,10 @@ _NUMBERS = frozenset((int, float, bool, complex))
 
 
 def overload_of(name: str) -> Any:
-    """Return the overload of an ATen operator, such as ``softmax.int``."""
+    """Return the overload of an operator, such as ``softmax.int`` of ATen, or ``library::operator``."""
+    namespace, _, name = full_name(name).partition("::")
     packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def written_places(overload: Any) -> list[int | str]:

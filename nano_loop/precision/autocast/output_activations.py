@@ -83,7 +83,8 @@ class Activations:
             keep_source(cast, output)
             return cast
         with torch.set_grad_enabled(output.requires_grad):
-            whole = noted.operator(self.in_fp32(noted.input), *noted.others)
+            others = [torch.float32 if other in LOW_DTYPES else other for other in noted.others]  # a dtype to return
+            whole = noted.operator(self.in_fp32(noted.input), *others)
             return _same_view(output, noted.result, whole)
 
     def _call_that_computed(self, tensor: Tensor) -> _Noted | None:

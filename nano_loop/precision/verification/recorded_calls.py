@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -35,7 +36,7 @@ class RecordedCalls:
     Parameters
     ----------
     model : torch.nn.Module
-        The model. It is not changed.
+        The model. It is not changed, and not kept alive.
     is_converted : bool
         Whether its parameters have another dtype for the run. Those of the copy are fp32.
     on_failure : callable, optional
@@ -46,7 +47,9 @@ class RecordedCalls:
         self, model: nn.Module, is_converted: bool, on_failure: Callable[[str], object] = lambda reason: None
     ) -> None:
         self._on_failure = on_failure
-        self.model = model
+        self.model = weakref.ref(model)
+        #: The name of its class.
+        self.name = class_name(model)
         #: Why the model is not compared, or an empty string.
         self.reason = ""
         self._is_converted = is_converted
@@ -81,7 +84,7 @@ class RecordedCalls:
         try:
             return function(*args)
         except Exception as error:  # copies run the model's own code, which may not run in fp64, or not be copied
-            self.reason = f"a copy of {class_name(self.model)} raised {type(error).__name__}: {error}"
+            self.reason = f"a copy of {self.name} raised {type(error).__name__}: {error}"
             self.end()
             self._on_failure(self.reason)
             return None
@@ -114,14 +117,16 @@ class RecordedCalls:
         self._calls.clear()
 
     def _begin(self, function: Call, module: nn.Module, args: Any, kwargs: Any) -> _NotedCall | None:
-        path = next((name for name, submodule in self.model.named_modules() if submodule is module), None)
-        if path is None:  # a module that has been replaced in the model
+        model = self.model()
+        named = () if model is None else model.named_modules()
+        path = next((name for name, submodule in named if submodule is module), None)
+        if model is None or path is None:  # a module that has been replaced in the model
             return None
         unknown = next(_not_copied((args, kwargs)), None)
         if unknown is not None:
             raise TypeError(f"a call takes a {type(unknown).__name__}, and only tensors, lists and dicts are copied")
         if self._copy is None:
-            self._copy = copied(self.model)
+            self._copy = copied(model)
             if self._is_converted:
                 converted(self._copy, torch.float32)
         method = "__call__" if is_forward(function) else function.__name__

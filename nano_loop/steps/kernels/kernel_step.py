@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import ClassVar
 
 import torch
@@ -15,12 +15,20 @@ from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.called_functions import functions_called
+from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.steps.step import SkipReason, Step
 
+#: After how many steps of optimizers replacements that have not called their functions end.
+LOOKS_UNTIL = 8
+
 
 class KernelStep(Step):
-    """Swaps kernels of operators inside set-up models. Code that is not set up gets torch's own results."""
+    """Swaps kernels of operators inside set-up models. Code that is not set up gets torch's own results.
+
+    A replaced kernel takes some microseconds to find out that a tensor is small, which small models in fp32 would lose.
+    So its kernels are torch's again where no tensor of the first steps is large.
+    """
 
     auto_is_for_reduced_precision = True
 
@@ -47,8 +55,10 @@ class KernelStep(Step):
 
     @override
     def begin(self) -> None:
-        self._is_applied = False
         self._has_calls = False  # whether a model that was set up calls the replaced operators
+        self._in_force: ExitStack | None = None
+        self._optimizers: set[int] = set()
+        self._steps = self._calls = 0
 
     @property
     @override
@@ -95,16 +105,38 @@ class KernelStep(Step):
     def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models:
             self.interceptors.for_model(model)
-        if not self._is_applied:
-            self._is_applied = True
+        if self._in_force is None:
+            self._in_force = self.undoing.enter_context(ExitStack())
             for context in self.contexts():
-                self.undoing.enter_context(context)
+                self._in_force.enter_context(context)
+        self._steps, self._calls = 0, self.kernel.calls
+        if self.takes_fp32 and not self.options.reduced_precision:
+            self._watch(parts)
         reason = self.kernel.unavailable
         return self.says if reason is None else f"{self.says_without_kernel}{reason}"
 
     def contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Return what replaces the kernels, to be entered once a run."""
         return [replacement.in_force() for replacement in self.replacements]
+
+    @override
+    def final_result(self) -> StepResult | None:
+        """Return that no tensor was large enough, or None."""
+        if self._in_force is not None or self._steps < LOOKS_UNTIL:
+            return None
+        return StepResult(self.name, "skipped", "torch's kernels: no tensor was large enough", code="too_small")
+
+    def _watch(self, parts: TrainingObjects) -> None:
+        for optimizer in parts.optimizers:
+            if id(optimizer) not in self._optimizers:
+                self._optimizers.add(id(optimizer))
+                self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
+
+    def _look(self, *_: object) -> None:
+        self._steps += 1
+        if self._steps == LOOKS_UNTIL and self.kernel.calls == self._calls and self._in_force is not None:
+            self._in_force.close()
+            self._in_force = None
 
     def _reason_of_precision(self, parts: TrainingObjects) -> SkipReason | None:
         if self.options.reduced_precision or not self.auto_is_for_reduced_precision:

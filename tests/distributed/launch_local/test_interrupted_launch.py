@@ -13,6 +13,7 @@ import nano_loop
 from distributed import small
 from distributed.conftest import belongings, runs_that_have_the_process
 from nano_loop import NanoError, nano
+from nano_loop.distributed.launch import interrupts
 from nano_loop.distributed.launch.active_runs import innermost
 
 pytestmark = [
@@ -123,7 +124,8 @@ def named(line):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(STEP) if each)])
-def test_ctrl_c_at_any_line_of_a_launch_leaves_nothing(first):
+def test_ctrl_c_at_any_line_of_a_launch_leaves_nothing(first, monkeypatch):
+    monkeypatch.setattr(interrupts, "_ECHO", 0.01)  # seconds that an interrupted run waits for
     assert threading.current_thread() is threading.main_thread()
     lines = lines_of_a_launch()
     assert len(lines) > 200

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -54,6 +55,34 @@ def test_ctrl_c_pressed_twice_is_one_interrupt():
     heard = []
     nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1), heard)
     assert heard == ["still here"]
+
+
+def _press_twice():
+    """Send an interrupt now, and another one 0.2 s later, when the run has ended."""
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("caught", ["in the loop", "by the caller", "by the caller, in the cleanup"])
+def test_second_ctrl_c_of_one_does_not_reach_what_follows_the_run(monkeypatch, caught):
+    delete = shutil.rmtree
+
+    def train(model):
+        if small.rank() == 0 and "cleanup" not in caught:
+            with contextlib.suppress(KeyboardInterrupt) if "loop" in caught else contextlib.nullcontext():
+                _press_twice()
+
+    def delete_late(folder, *args, **kwargs):
+        if "cleanup" in caught and Path(folder).name.startswith("nano_loop-") and Path(folder).suffix != ".gone":
+            monkeypatch.undo()
+            _press_twice()
+        delete(folder, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", delete_late)
+    with contextlib.nullcontext() if "loop" in caught else pytest.raises(KeyboardInterrupt):
+        nano(**small.OPTIONS)(train)(torch.nn.Linear(1, 1))
+    for _ in range(50):
+        time.sleep(0.01)  # where a user saves what there is
 
 
 def test_run_ends_while_processes_of_a_loader_are_alive():

@@ -36,9 +36,9 @@ from torch.utils.data import DataLoader, TensorDataset
 pl = imported("lightning.pytorch")
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, NanoWorkerError  # noqa: E402
+from nano_loop.kernels import rounding  # noqa: E402
 from nano_loop.kernels.linear import product  # noqa: E402
 from nano_loop.patching.operators.operators import gives_kernels  # noqa: E402
-from nano_loop.steps import bf16_products  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), *ADVICE]
 Regression, Saving = module_class(pl), saving_class(pl)
@@ -334,13 +334,13 @@ def test_products_round_by_our_trainer_and_as_a_plugin_of_lightnings_and_fabrics
     if product.KERNEL.unavailable or not gives_kernels():
         pytest.skip("products do not round here")
     rounding_every_product(monkeypatch)
-    counts, note = Counter(), bf16_products.Bf16Products._note
+    counts, note = Counter(), rounding.Rounding.__call__
 
     def noting(self, *args):
         counts[name] += 1
         note(self, *args)
 
-    monkeypatch.setattr(bf16_products.Bf16Products, "_note", noting)
+    monkeypatch.setattr(rounding.Rounding, "__call__", noting)
     lightning, own = importlib.import_module(package), ours(package)
     kind = module_class(lightning)
 

@@ -152,10 +152,10 @@ def with_activation(kind, *functions):
 
 
 ACTIVATIONS = {
-    "GELU by tanh": with_activation(lambda: nn.GELU("tanh"), "gelu_forward", "gelu_backward"),
-    "that of transformers": with_activation(NewGELUActivation, "gelu_forward", "gelu_backward"),
-    "another class": with_activation(OtherGELU, "tanh_forward"),
-    "tanh": with_activation(nn.Tanh, "tanh_forward"),
+    "GELU by tanh": with_activation(lambda: nn.GELU("tanh"), "gelu_forward_bf16", "gelu_backward_bf16"),
+    "that of transformers": with_activation(NewGELUActivation, "gelu_forward_bf16", "gelu_backward_bf16"),
+    "another class": with_activation(OtherGELU, "tanh_forward_bf16"),
+    "tanh": with_activation(nn.Tanh, "tanh_forward_bf16"),
 }
 
 

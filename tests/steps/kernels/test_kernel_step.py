@@ -110,6 +110,15 @@ def test_fp32_is_taken_of_models_whose_products_round(step, kind):
         assert (each.skip_reason(parts) is None) == kind.takes_fp32
 
 
+def test_gelu_by_the_error_function_has_a_gradient_in_fp32_alone(step):
+    of_transformers = type("GELUActivation", (nn.Module,), {})
+    for model in (nn.GELU(), of_transformers()):
+        in_fp32, in_bf16 = (step(FastActivation, precision=precision) for precision in ("bf16-products", "bf16"))
+        in_fp32.interceptors.for_model(model).rules = {RULE: print}
+        assert in_fp32.is_relevant(TrainingObjects([model]))
+        assert not in_bf16.is_relevant(TrainingObjects([model]))
+
+
 def test_refusal_is_an_error_that_says_why_and_what_to_do():
     with (
         pytest.raises(NanoConfigError, match=r'fast_norm=True: it is for bf16\. Leave it out, which means "auto"'),

@@ -4,14 +4,16 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
-from nano_loop import accelerated
+from nano_loop import TorchNano, accelerated
+from nano_loop.patching.patch_table import users
 from nano_loop.steps import bf16_products
+from nano_loop.steps.kernels.kernel_step import LOOKS_UNTIL
 from steps.kernels.cases import (
     ACTIVATIONS,
     BATCH,
     IN_FP32,
-    LAYER,
     LINEARS,
     LOSSES,
     LSTMS,
@@ -20,8 +22,10 @@ from steps.kernels.cases import (
     loop,
     trained,
     use_for_all_sizes,
+    with_activation,
 )
 
+IN_FP32_ALONE = {"GELU": with_activation(nn.GELU)}
 CASES = ACTIVATIONS | NORMS | LINEARS | LSTMS | LOSSES
 VARIANTS = [(name, options) for name, case in CASES.items() for options in case.variants]
 #: The functions that compute fp32 tensors in a step: none where torch is as fast.
@@ -30,7 +34,11 @@ TAKING_FP32 = [
     ("batch norm", "NHWC", ["batch_norm"]),
     ("group norm", "NCHW", []),
     ("group norm", "NHWC", ["group_norm_backward"]),
-    ("layer norm", "NCHW", [*LAYER]),
+    ("layer norm", "NCHW", ["layer_norm"]),
+    ("GELU by tanh", "NCHW", ["gelu_forward_float", "gelu_backward_float"]),
+    ("that of transformers", "NCHW", ["gelu_forward_float", "gelu_backward_float"]),
+    ("GELU", "NCHW", ["exact_gelu_backward_float"]),
+    ("tanh", "NCHW", ["tanh_forward_float"]),
     ("of_cast", "NCHW", IN_FP32),
     ("flat, held", "NCHW", IN_FP32),
 ]
@@ -60,7 +68,7 @@ def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
 
 @pytest.mark.parametrize(("name", "layout", "functions"), TAKING_FP32)
 def test_fp32_is_computed_where_products_round_and_torch_is_slower(called, monkeypatch, name, layout, functions):
-    case = CASES[name]
+    case = (CASES | IN_FP32_ALONE)[name]
     use_for_all_sizes(monkeypatch, case.kind)
     monkeypatch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
     options = {"precision": "bf16-products", "channels_last": layout == "NHWC"}
@@ -74,6 +82,29 @@ def test_fp32_is_computed_where_products_round_and_torch_is_slower(called, monke
     assert not called
     bound = {"rtol": 1e-4, "atol": 1e-6}
     assert_near(found, expected, {"losses": bound, "state": bound})
+
+
+@pytest.mark.parametrize(("rows", "status"), [(8, "skipped"), (2048, "applied")])
+def test_kernels_in_fp32_are_torchs_again_where_no_tensor_is_large(rows, status):
+    in_force = []
+
+    class Loop(TorchNano):
+        def train(self):
+            for _ in range(2):  # they come back with another model
+                model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256))
+                model, optimizer = self.setup(model, torch.optim.SGD(model.parameters(), 1e-3))
+                if "precision" not in self.report.applied:
+                    pytest.skip("products do not round here")
+                for _ in range(LOOKS_UNTIL + 1):
+                    in_force.append(users(("native_layer_norm", "CPU")))
+                    self.backward(model(torch.randn(rows, 256)).square().sum())
+                    optimizer.step()
+
+    loop = Loop(precision="bf16-products", verbose=False, tune_operators=False)
+    loop.train()
+    assert in_force == ([1] * LOOKS_UNTIL + [int(status == "applied")]) * 2
+    assert loop.report["fast_norm"].status == status
+    assert loop.report["fast_norm"].code == (None if status == "applied" else "too_small")
 
 
 @ONE_OF_EACH

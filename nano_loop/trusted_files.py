@@ -1,0 +1,249 @@
+"""Files and folders that no other user can change or replace.
+
+A path that is checked and then opened again may lead elsewhere by then. So a folder is opened once, from the root down,
+each part of its path below the descriptor of the part before, and checked by its descriptor; its files are opened below
+that one, and checked by theirs. Where no part of a path can be replaced by another user, the path stays what it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from nano_loop.errors import NanoError, error_message
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PART = (
+    getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+)  # it may be closed to reading
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe that nobody writes to would be waited for
+_OTHERS = 0o077
+_KINDS = {"folder": stat.S_ISDIR, "regular file": stat.S_ISREG}
+_DESCRIPTORS = "/proc/self/fd"
+
+
+def open_folder(path: str | Path, *, private: bool = False) -> int:
+    """Return the descriptor of a folder of this user, which nobody else can write to or replace.
+
+    Parameters
+    ----------
+    path : str or pathlib.Path
+        Links in it are followed but for the last part.
+    private : bool
+        Whether nobody else may read it, either.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened.
+    NanoError
+        If another user can change or replace it, or it is no folder.
+    """
+    parent, name = os.path.split(os.path.abspath(path))
+    above = _open_part(parent)
+    try:
+        descriptor = os.open(name or ".", _FOLDER, dir_fd=above)
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # a link, a file or a pipe
+        raise NanoError(_foreign(str(path), os.lstat(path), "folder", private)) from error
+    finally:
+        os.close(above)
+    return _checked(descriptor, str(path), "folder", private)
+
+
+@contextmanager
+def opened_folder(path: str | Path, *, private: bool = False) -> Iterator[int]:
+    """Give the descriptor of a folder; see `open_folder`."""
+    descriptor = open_folder(path, private=private)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_file(name: str, folder: int | None = None, flags: int = os.O_RDONLY, *, private: bool = False) -> int:
+    """Return the descriptor of a regular file of this user, which nobody else can write to.
+
+    Parameters
+    ----------
+    name : str
+        Its name, or a path.
+    folder : int or None
+        The descriptor of its folder.
+    flags : int
+        Of ``os.open``.
+    private : bool
+        Whether nobody else may read it, either.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened.
+    NanoError
+        If it is something else, such as a link or a pipe, or another user can change it.
+    """
+    try:
+        descriptor = os.open(name, flags | _FILE, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        raise NanoError(_foreign(name, status, "regular file", private)) from error
+    return _checked(descriptor, name, "regular file", private)
+
+
+def read_file(name: str, folder: int, most: int) -> bytes:
+    """Return the content of a file; see `open_file`. One of more than `most` bytes is an OSError."""
+    with open(open_file(name, folder), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(f"{name} has more than {most} bytes")
+    return content
+
+
+def write_file(name: str, folder: int, content: bytes) -> None:
+    """Replace a file as a whole, for processes that read it meanwhile, and for those after a crash of the system."""
+    unfinished = f"{name}.{os.getpid()}-{os.urandom(4).hex()}"
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=folder)
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)  # the umask may have taken more away
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished, dir_fd=folder)
+        raise
+
+
+def path_of(descriptor: int, path: str | Path) -> Path:
+    """Return a path that leads to what a descriptor of this process is open for, until it is closed.
+
+    `path` itself, where this system has no such paths.
+    """
+    return Path(_DESCRIPTORS, str(descriptor)) if os.path.isdir(_DESCRIPTORS) else Path(path)
+
+
+def trusted_parent(parents: Iterable[Path | None]) -> Path:
+    """Return the first of some folders in which this user can write, and nobody else can replace what this user writes.
+
+    Others may have files of their own there, where the folder has the sticky bit, as ``/tmp`` has.
+
+    Raises
+    ------
+    NanoError
+        If there is none. The last is named.
+    """
+    error: Exception | None = None
+    for parent in filter(None, parents):
+        try:
+            os.close(_open_part(parent))
+        except (OSError, NanoError) as refusal:
+            error = refusal
+            continue
+        if _is_allowed(parent, os.W_OK | os.X_OK):
+            return parent
+        error = PermissionError(f"{parent} cannot be written to")
+    if isinstance(error, NanoError):
+        raise error
+    expected = "files of this process need a folder that it can write to"
+    raise NanoError(error_message(str(error), expected, "Set TMPDIR to a folder of yours"))
+
+
+def make_folder(prefix: str, parents: Iterable[Path | None]) -> Path:
+    """Make a folder for this user alone in the first of some others; see `trusted_parent`.
+
+    Raises
+    ------
+    OSError
+        If it cannot be made.
+    NanoError
+        If another user could replace it, or the umask takes this user's own rights away.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=trusted_parent(parents)))
+    if not _is_allowed(folder, os.R_OK | os.W_OK | os.X_OK):
+        mode = stat.filemode(folder.lstat().st_mode)
+        folder.rmdir()
+        got = f"a new folder has the mode {mode}, by the umask"
+        raise NanoError(error_message(got, "files that this user makes have to be open to this user", "Set umask 022"))
+    folder.chmod(0o700)  # the umask may have taken more away
+    return folder
+
+
+def _checked(descriptor: int, path: str, kind: str, private: bool) -> int:
+    """Return a descriptor if what it is open for is of this kind, this user's, and closed to others."""
+    status = os.fstat(descriptor)
+    is_open = status.st_mode & _OTHERS if private else _is_writable_by_others(status)
+    if _KINDS[kind](status.st_mode) and status.st_uid == os.geteuid() and not is_open:
+        return descriptor
+    os.close(descriptor)
+    raise NanoError(_foreign(path, status, kind, private))
+
+
+def _open_part(path: str | Path) -> int:
+    """Return a descriptor of a folder that nobody else can replace, nor what this user has in it."""
+    place, descriptor = "/", os.open("/", _PART)
+    try:
+        _refuse_replaceable(place, os.fstat(descriptor))
+        for part in Path(os.path.realpath(path)).parts[1:]:
+            above, descriptor = descriptor, os.open(part, _PART, dir_fd=descriptor)
+            os.close(above)
+            place = os.path.join(place, part)
+            _refuse_replaceable(place, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse_replaceable(path: str, status: os.stat_result) -> None:
+    is_sticky = bool(status.st_mode & stat.S_ISVTX)
+    if status.st_uid in _administrators() and (is_sticky or not _is_writable_by_others(status)):
+        return
+    got = f"what lies in {path} can be replaced by other users (user {status.st_uid}, {stat.filemode(status.st_mode)})"
+    expected = f"nano_loop reads only files that nobody but user {os.geteuid()} can replace"
+    raise NanoError(error_message(got, expected, f"Set TMPDIR to a folder of yours, or chmod +t {path}"))
+
+
+def _is_allowed(folder: Path, mode: int) -> bool:
+    return os.access(folder, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _administrators() -> set[int]:
+    """Return this user and root, who can replace everything; root may have another number in a user namespace."""
+    users = {os.geteuid(), 0}
+    with suppress(OSError):
+        users.add(os.stat("/proc/sys").st_uid)
+    return users
+
+
+def _is_writable_by_others(status: os.stat_result) -> bool:
+    if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
+        return True
+    return bool(status.st_mode & stat.S_IWOTH)
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether a group is the private one of this user, which many systems make for each: it has the user's name."""
+    import grp  # here, as below: few folders need it, and it may ask a server
+    import pwd
+
+    try:
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return user.pw_gid == group and entry.gr_name == user.pw_name and {*entry.gr_mem} <= {user.pw_name}
+
+
+def _foreign(path: str, status: os.stat_result, kind: str, private: bool) -> str:
+    got = f"{path} belongs to user {status.st_uid} and has the mode {stat.filemode(status.st_mode)}"
+    expected = f"it has to be a {kind} that only user {os.geteuid()} can {'open' if private else 'write to'}"
+    return error_message(got, expected, "Start all processes as the same user, and close it to others (chmod go-rwx)")

@@ -1,0 +1,94 @@
+"""Faults: files that earlier processes have left, or that options name, are damaged, or are no files."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from faults.fault import BEFORE, Fault
+from faults.runs import environ, train
+from nano_loop import NanoConfigError, nano
+from nano_loop.images import lifetime
+from nano_loop.kernels import build
+
+_HEADER = {"kind": "pil", "mode": "RGB", "size": [90_000, 90_000], "info": ""}
+_KEY = "00" + "0" * 38
+
+
+@contextlib.contextmanager
+def _folder():
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def _library(damage):
+    """Train, where the cache has a kernel that is damaged."""
+
+    def commit():
+        with _folder() as folder, environ(XDG_CACHE_HOME=str(folder)):
+            build.compiled.cache_clear()
+            build.compiled("bernoulli", False)
+            (library,) = (folder / "nano_loop").glob("bernoulli-*")
+            content = library.read_bytes()
+            library.unlink()
+            damage(library, content)
+            build.compiled.cache_clear()
+            train()
+            build.compiled("bernoulli", False)
+            assert library.read_bytes() == content
+            build.compiled.cache_clear()
+
+    return commit
+
+
+def _entry(damage):
+    """Read and write a folder for images that is damaged."""
+
+    def commit():
+        with _folder() as folder:
+            store = lifetime.store_for([], str(folder))
+            store.put(_KEY, _HEADER, bytes(300))
+            damage(folder)
+            assert store.get(_KEY) is None
+            store.put(_KEY, {**_HEADER, "size": [10, 10]}, bytes(300))
+            assert store.get(_KEY) is not None
+
+    return commit
+
+
+def _names(path):
+    return lambda: nano(num_processes=2, precision="bf16", bf16_ops=path)(lambda model: None)
+
+
+FAULTS = [
+    *(
+        Fault(f"a compiled kernel in the cache {what}", BEFORE, _library(damage), None, result="it is compiled anew")
+        for what, damage in (
+            ("is cut off", lambda library, content: library.write_bytes(content[:4096])),
+            (
+                "has lost its last blocks",
+                lambda library, content: library.write_bytes(content[:8192].ljust(len(content))),
+            ),
+            ("is a pipe", lambda library, content: os.mkfifo(library)),
+            ("is a link to what does not end", lambda library, content: library.symlink_to("/dev/full")),
+        )
+    ),
+    *(
+        Fault(f"in a folder for images {what}", BEFORE, _entry(damage), None, result="the image is read anew")
+        for what, damage in (
+            ("an entry claims more pixels than it has bytes", lambda folder: None),
+            ("an entry takes more than the memory", lambda folder: os.truncate(folder / _KEY[:2] / _KEY[2:], 1 << 40)),
+            ("the count of bytes is damaged", lambda folder: (folder / "used").write_bytes(b"\xff" * 16)),
+        )
+    ),
+    *(
+        Fault(
+            f"a list of operators is in {path}",
+            BEFORE,
+            _names(path),
+            NanoConfigError,
+            ("bf16_ops", "the file cannot be read", "it has more than 1,048,576 bytes"),
+        )
+        for path in ("/dev/full", "/dev/urandom")
+    ),
+]

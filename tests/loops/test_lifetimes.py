@@ -1,0 +1,106 @@
+"""What the loop drops in a run is freed at once: models, optimizers, loaders, and what patches know of them."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from nano_loop import accelerated
+from nano_loop.patching.patch_table import left_by_runs
+
+BY_OBJECT = {
+    "interceptors of calls, by module",
+    "optimizers that step directly",
+    "stand-ins of loaders, by loader",
+    "convolutions in NHWC, by id",
+    "wide weights, by optimizer",
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.ReLU())
+        self.head = nn.LSTM(8, 2)
+
+    def forward(self, x):
+        return self.head(self.layers(x))[0]
+
+
+def trained(run, optimizer_class=torch.optim.Adam, **loading):
+    """Train a new model in a run, and return weak references to all that it was trained with."""
+    model = Net()
+    optimizer = optimizer_class(model.parameters(), 1e-3)
+    dataset = TensorDataset(torch.rand(24, 1, 4, 4), torch.rand(24, 2))
+    loader = DataLoader(dataset, 8, **loading)
+    run.setup(model, optimizer, loader)
+    for x, y in loader:
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    objects = model, model.head, model.head.weight_ih_l0, optimizer, optimizer.state[model.head.weight_ih_l0]["step"]
+    return [weakref.ref(value) for value in (*objects, loader, dataset)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"precision": "bf16", "channels_last": True},
+        {"precision": "bf16-true"},
+        pytest.param({"precision": "auto", "fast_fetch": True}, marks=pytest.mark.slow),
+        pytest.param({"precision": 64}, marks=pytest.mark.slow),
+        pytest.param({"precision": 16}, marks=pytest.mark.slow),
+        {"verify": True, "channels_last": "auto"},
+        {"log_casts": True, "step_time": True, "fp32_ops": ["softmax"], "precision": "bf16"},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::nano_loop.NanoWarning")
+def test_nothing_that_was_set_up_is_kept(options):
+    with accelerated(verbose=False, **options) as run:
+        for _ in range(3):
+            assert [reference() for reference in trained(run)] == [None] * 7
+            assert not BY_OBJECT & left_by_runs().keys()
+
+
+def test_a_loader_that_only_the_header_names_is_read_to_its_end():
+    """Its workers go on, also those that the copy would keep for the next epoch."""
+    model, dataset = nn.Linear(1, 1), TensorDataset(torch.arange(6.0)[:, None])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    totals = []
+    with accelerated(verbose=False, loader_workers=1) as run:
+        for (x,) in run.setup(model, optimizer, DataLoader(dataset, 2))[2]:
+            totals.append(x.sum().item())
+    assert totals == [1, 5, 9]
+
+
+def test_a_part_that_outlives_its_model_stays_accelerated():
+    encoder, x = nn.Linear(64, 64), torch.rand(8, 64)
+    plain = encoder(x)
+    with accelerated(verbose=False, precision="bf16") as run:
+        run.setup(nn.ModuleList([encoder, nn.Linear(64, 64)]))
+        inside = encoder(x)
+    assert not torch.equal(inside, plain)
+    assert torch.equal(encoder(x), plain)
+
+
+def test_a_later_object_at_the_same_address_is_not_taken_for_a_set_up_one():
+    x, addresses = torch.rand(8, 64), set()
+
+    def set_up_and_dropped(run):
+        model = nn.Linear(64, 64)
+        addresses.add(id(model))
+        run.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+        model(x)
+
+    with accelerated(verbose=False, precision="bf16") as run:
+        for _ in range(50):
+            set_up_and_dropped(run)
+        later = [nn.Linear(64, 64) for _ in range(50)]
+        inside = [model(x) for model in later]
+    assert addresses & set(map(id, later))
+    assert all(torch.equal(output, model(x)) for output, model in zip(inside, later, strict=True))

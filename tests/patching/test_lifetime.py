@@ -1,0 +1,46 @@
+"""What is undone with one of the user's objects, and holds none of them."""
+
+import weakref
+from contextlib import ExitStack
+
+import pytest
+from torch import nn
+
+from nano_loop.patching.lifetime import undone_with, weakly
+
+
+def test_the_undo_comes_when_the_object_is_freed_and_not_again():
+    undone = []
+    with ExitStack() as undoing:
+        owner = nn.Linear(1, 1)
+        undone_with(owner, undoing).callback(undone.append, "freed")
+        del owner
+        assert undone == ["freed"]
+    assert undone == ["freed"]
+
+
+def test_the_undo_comes_with_the_run_while_the_object_lives():
+    undone, owner = [], nn.Linear(1, 1)
+    with ExitStack() as undoing:
+        undone_with(owner, undoing).callback(undone.append, "run")
+        undoing.callback(undone.append, "later change")
+    del owner
+    assert undone == ["later change", "run"]
+
+
+def test_an_undo_that_raises_does_so_in_the_run():
+    owner = nn.Linear(1, 1)
+    with pytest.raises(ZeroDivisionError), ExitStack() as undoing:
+        undone_with(owner, undoing).callback(lambda: 1 / 0)
+
+
+def test_a_weak_undo_is_left_out_where_the_object_is_gone():
+    seen, owner = [], nn.Linear(1, 1)
+    gone, there = weakly(seen.append, nn.Linear(1, 1)), weakly(seen.append, owner)
+    gone()
+    there()
+    assert seen == [owner]
+    seen.clear()
+    reference = weakref.ref(owner)
+    del owner
+    assert reference() is None
