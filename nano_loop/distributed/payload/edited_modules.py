@@ -11,6 +11,7 @@ import importlib
 import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.machinery import SourceFileLoader
@@ -26,7 +27,8 @@ from nano_loop.distributed.payload.payload import dump, load
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.attributes import defined_in
 
-_LITERALS = (bool, int, float, complex, str, bytes, tuple, list, dict, set, type(None))
+# Lists and dicts may have been filled since the import.
+_LITERALS = (bool, int, float, complex, str, bytes, tuple, type(None))
 
 
 def send_edited_modules(folder: Path) -> None:
@@ -84,7 +86,8 @@ def _is_edited(name: str, module: object) -> bool:
     functions = [function.__code__ for function in map(_function, values) if function is not None]
     if any(code.co_filename == spec.origin and _identity(code) not in known for code in functions):
         return True
-    return any(not _is_equal(vars(module).get(key, ...), value) for key, value in _constants(source))
+    names = vars(module)
+    return any(key in names and not _is_equal(names[key], value) for key, value in _constants(source))
 
 
 def _code_in(code: CodeType) -> Iterator[CodeType]:
@@ -124,21 +127,22 @@ def _function(value: Any) -> Any:
 
 
 def _constants(source: str) -> Iterator[tuple[str, Any]]:
-    """Yield the names that a source gives literals to at its outermost level, once each, with the literals."""
-    assigned: dict[str, list[ast.expr]] = {}
-    for node in ast.parse(source).body:
+    """Yield the names that a source gives a literal to at its outermost level, and nothing else anywhere."""
+    tree = ast.parse(source)
+    stored = Counter(
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    )
+    stored.update(node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias))
+    for node in tree.body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name):
-                assigned.setdefault(target.id, []).append(node.value)
-    for name, values in assigned.items():
         try:
-            literal = ast.literal_eval(values[0])
+            literal = ast.literal_eval(node.value)
         except (ValueError, TypeError, SyntaxError):
             continue
-        if len(values) == 1 and type(literal) in _LITERALS:
-            yield name, literal
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name) and stored[target.id] == 1 and type(literal) in _LITERALS:
+                yield target.id, literal
 
 
 def _is_equal(value: Any, literal: Any) -> bool:

@@ -19,7 +19,8 @@ BEFORE = {
     "edited_package/__init__.py": "",
     "edited_package/layers.py": "class Layer:\n    @staticmethod\n    def scaled(x):\n        return x * 5\n",
     "importer.py": "from edited_package.layers import Layer\n\nclass Deep(Layer):\n    pass\n",
-    "decorated.py": "import functools\n\n@functools.cache\ndef factor():\n    return 7\n",
+    "decorated.py": "import functools\n\nseen, count = [], 0\nlast = None\n\n@functools.cache\ndef note():\n"
+    "    global last\n    last = len(seen)\n    seen.append(last)\n",
 }
 AFTER = {
     "edited_function.py": "# a line more\ndef scaled(x):\n    return x + 2\n",
@@ -41,7 +42,9 @@ def modules(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write(tmp_path, BEFORE)
     importlib.invalidate_caches()
-    yield {name: importlib.import_module(name) for name in NAMES}
+    imported = {name: importlib.import_module(name) for name in NAMES}
+    imported["decorated"].note()  # variables that a module itself writes are no edit
+    yield imported
     for name in NAMES:
         sys.modules.pop(name)
 
