@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import is_loss
 from nano_loop.patching.walk import CONTAINERS, attributes_of, find, items_of, walk
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -49,7 +50,7 @@ def parts_in(values: Mapping[str, Any], owner: Any = None) -> TrainingObjects | 
     objects = [*find(_KINDS, values), *_held_by(owner)]
     objects = list({id(item): item for item in objects}.values())
     modules = [item for item in objects if isinstance(item, nn.Module)]
-    models = [module for module in modules if any(True for _ in module.parameters())]
+    models = [module for module in modules if any(True for _ in parameters_of(module))]
     models = models or [module for module in modules if not is_loss(module)]
     if not models:
         return None

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,18 +25,14 @@ from nano_loop.integrations.fabric.strategy import RanksFabric
 from nano_loop.runtime.objects.checks import check_kinds, check_loop
 from nano_loop.runtime.objects.report import LastPrinted, SetupReport
 from nano_loop.runtime.objects.training_objects import TrainingObjects
+from nano_loop.runtime.option_attributes import OptionAttributes
 from nano_loop.runtime.run import Run, RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.search.requested import measure, requested
 
 
-def _option(name: str, doc: str) -> Any:
-    """Return a property with an option, for readers alone."""
-    return property(lambda self: getattr(self._nano_settings.options, name), doc=doc)
-
-
 @documented
-class TorchNano(RanksFabric):
+class TorchNano(OptionAttributes, RanksFabric):
     """Base class for an accelerated training loop.
 
     Subclass it, move the training loop into ``train``, and call ``self.setup`` on the model, the optimizer and the
@@ -138,16 +134,6 @@ class TorchNano(RanksFabric):
         """The number of processes."""
         return self._nano_settings.options.num_processes or self.world_size
 
-    use_ipex: bool = _option("use_ipex", "Whether IPEX's kernels are used.")
-    channels_last: bool | Literal["auto"] = _option("channels_last", "Whether images are NHWC.")
-    auto_lr: bool = _option("auto_lr", "Whether the learning rate ramps to that of several processes.")
-
-    @property
-    def cpu_for_each_process(self) -> list[list[int]] | int | None:
-        """The CPU ids of each process, how many CPUs each has, or None for even shares."""
-        shares = self._nano_settings.options.cpu_for_each_process
-        return shares if shares is None or isinstance(shares, int) else [list(cpus) for cpus in shares]
-
     @property
     def device(self) -> torch.device:
         """The CPU. A subclass may assign it, as trainers of scripts do."""
@@ -159,11 +145,6 @@ class TorchNano(RanksFabric):
         if kind != "cpu" and not (kind == "cuda" and is_cuda_patched()):
             got = f"self.device = {device!r}"
             raise NanoError(error_message(got, "it trains on the CPU", 'Assign "cpu", or call nano_loop.patch_cuda()'))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which models compute matrix products."""
-        return self._nano_settings.options.kind.compute
 
     def setup(  # type: ignore[override]
         self, model: nn.Module, optimizer: Any, *dataloaders: DataLoader[Any], move_to_device: bool = True
@@ -350,6 +331,7 @@ class _Training(RunTask):
         self._loop, self._args, self._kwargs = loop, args, kwargs
         self._train: Callable[..., Any] | None = train
         self.written = f"{type(loop).__name__}(", ")"
+        self.set_up = "Call self.setup(model, optimizer) in train"
 
     @override
     def do(self, run: Run) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 
 from torch import nn
 
+from nano_loop.patching.members import named_buffers_of, named_parameters_of, parameters_of
 from nano_loop.runtime.objects.training_objects import class_name
 
 #: How many blocks there have to be for each that is compiled. With fewer, compiling the whole model takes as long.
@@ -51,13 +52,13 @@ def _repeats(modules: list[nn.Module]) -> bool:
 
 def _is_block(module: nn.Module) -> bool:
     """Whether there is something to fuse in a module: at least two others."""
-    return len(list(module.modules())) > 2 and any(True for _ in module.parameters())
+    return len(list(module.modules())) > 2 and any(True for _ in parameters_of(module))
 
 
 def _structure(module: nn.Module) -> Hashable:
     """Return what two modules have in common for which torch compiles the same code."""
     modules = tuple((name, type(submodule)) for name, submodule in module.named_modules())
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    tensors = [*named_parameters_of(module, remove_duplicate=False), *named_buffers_of(module, remove_duplicate=False)]
     shapes = tuple(
         (name, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for name, tensor in tensors
     )

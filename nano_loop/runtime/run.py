@@ -31,6 +31,7 @@ from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupRe
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.report_start import empty_report
 from nano_loop.runtime.settings import Settings
+from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import STEPS, Step, StepContext
 
 
@@ -51,6 +52,8 @@ class RunTask(Task):
     steps: tuple[type[Step], ...] = STEPS
     #: How the user writes the options, around them.
     written: tuple[str, str] = ("@nano(", ")")
+    #: How the user sets objects up.
+    set_up: str = "Pass the models and optimizers as arguments"
 
     def __init__(
         self, settings: Settings, names: Mapping[str, Any], loop: Loop, parts: TrainingObjects | None = None
@@ -116,6 +119,7 @@ class Run:
         self._interceptors = CallInterceptors()
         self._kinds = STEPS if task is None else task.steps
         self._steps: list[Step] = []
+        self._stepped: SteppedOptimizers | None = None
         self._ending = ExitStack()
 
     @property
@@ -143,6 +147,8 @@ class Run:
         ending.push(self._close_report)
         if slot.ranks.size > 1:
             ending.enter_context(forked_children_ending())
+        hint = _SET_UP if self._task is None else self._task.set_up
+        self._stepped = SteppedOptimizers(slot.ranks, hint, self._unmet, ending)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -209,6 +215,8 @@ class Run:
             If an explicitly requested step does not apply.
         """
         slot = self._place
+        assert self._stepped is not None
+        self._stepped.add(parts)
         for step in self._steps:
             step.observe(parts)
         results = [self._apply(step, parts) for step in self._steps if self._is_relevant(step, parts)]
@@ -241,11 +249,25 @@ class Run:
     def _close_report(self, kind: type[BaseException] | None, *_: object) -> None:
         """Add the final results of the steps to the report, unless the run raised."""
         if kind is None and self.report is not None:
-            self._print(self.report.add([result for step in self._steps if (result := step.final_result())]))
+            assert self._stepped is not None
+            results = [step.final_result() for step in self._steps]
+            results += [self._stepped.final_result()] if self._options.fused_optimizer else []
+            self._print(self.report.add([result for result in results if result is not None]))
 
     def _print(self, lines: Sequence[SetupReport | StepResult]) -> None:
         if lines and self._options.verbose and self.ranks.rank == 0:
             self._printer.print(lines)
+
+    def _unmet(self) -> list[tuple[str, str]]:
+        """Return the steps that were asked for by True and apply to nothing that was set up, with the reasons."""
+        results = [] if self.report is None else self.report.results
+        in_use = {result.name for result in results if result.status != "skipped"}
+        reasons = {result.name: result.detail for result in results}
+        return [
+            (step.name, step.unused_because or reasons.get(step.name, "nothing that it is for was set up"))
+            for step in self._steps
+            if getattr(self._options, step.name, None) is True and (step.name not in in_use or step.unused_because)
+        ]
 
     def _is_relevant(self, step: Step, parts: TrainingObjects) -> bool:
         if not step.enabled or (step.once and self.report is not None):
@@ -261,6 +283,9 @@ class Run:
                 error_message(f"{step.name}=True", reason.detail, f'Leave it out, which means "auto": {step.name}')
             )
         return StepResult(step.name, "skipped", reason.detail, code=reason.code)
+
+
+_SET_UP = "Call run.setup(model, optimizer) before the first step"
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from nano_loop.patching.members import named_buffers_of, named_parameters_of
 from nano_loop.runtime.run import RunTask
 from nano_loop.runtime.settings import Settings
 from nano_loop.version import __version__
@@ -86,6 +87,6 @@ def _items(value: Any) -> list[Any]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[Any, ...]]:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in [*named_parameters_of(model), *named_buffers_of(model)]:
         if not isinstance(tensor, nn.UninitializedParameter):
             yield name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad

@@ -20,6 +20,7 @@ from nano_loop.kernels.linear import linear, product, rounded_product
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rnn import lstm, lstm_layer
 from nano_loop.kernels.rounding import ATTENTION, CONVOLUTION, LSTM, PRODUCT, RULE, Rounding
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.precision.diagnostics.cast_log import record_product
 from nano_loop.runtime.objects.report import StepResult
@@ -63,7 +64,7 @@ def _has_large_weights(model: nn.Module) -> bool:
         parameter.dim() >= _MATRIX and parameter.numel() >= SMALLEST_WEIGHT
         for module in model.modules()
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        for parameter in module.parameters(recurse=False)
+        for parameter in parameters_of(module, recurse=False)
     )
 
 
@@ -189,4 +190,4 @@ class Bf16Products(Step):
 
 
 def _has_fp32(model: nn.Module) -> bool:
-    return any(parameter.dtype is torch.float32 for parameter in model.parameters())
+    return any(parameter.dtype is torch.float32 for parameter in parameters_of(model))

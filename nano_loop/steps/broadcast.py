@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
 from nano_loop.distributed.data_parallel.initial_sync import make_equal, named_buffers, named_parameters
+from nano_loop.patching.members import buffers_of
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import RanksStep
 
@@ -28,7 +29,9 @@ class Broadcast(RanksStep):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         modules = [module for model in parts.models for module in model.modules()]
-        known = [buffer for module in modules if id(module) in self._done for buffer in module.buffers(recurse=False)]
+        known = [
+            buffer for module in modules if id(module) in self._done for buffer in buffers_of(module, recurse=False)
+        ]
         changed = set(map(id, known))  # by calls since, as caches whose sizes are the rank's
         named = [*named_parameters(parts.models, parts.optimizers), *named_buffers(parts.models)]
         new = [(name, tensor) for name, tensor in named if id(tensor) not in self._done.keys() | changed]

@@ -17,6 +17,7 @@ from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, drawn_as_they
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.nested_tensors import Substitution
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
@@ -61,7 +62,7 @@ class ChannelsLast(Step):
         models = _unscripted(parts)
         if parts.models and not models:
             return SkipReason("scripted", "the model is scripted, so its convolutions and views cannot be changed")
-        if any(parameter.dim() in _FORMATS for model in models for parameter in model.parameters()):
+        if any(parameter.dim() in _FORMATS for model in models for parameter in parameters_of(model)):
             return None
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters")
 
@@ -90,7 +91,7 @@ class ChannelsLast(Step):
 
     def _turn(self, model: nn.Module, to_nhwc: bool) -> int:
         """Let a model compute in NHWC from now on, or in NCHW, and return how many convolutions it has."""
-        wrapper = _converting_inputs(_dimensions(model.parameters())) if to_nhwc else _as_they_are
+        wrapper = _converting_inputs(_dimensions(parameters_of(model))) if to_nhwc else _as_they_are
         self.interceptors.add(model, self.name, wrapper)
         convolutions = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
         for convolution in convolutions:
@@ -118,7 +119,7 @@ class ChannelsLast(Step):
         """Time the layouts of the models whose outputs have had gradients."""
         models = [model for trial in self._trials if (model := trial.model()) is not None]
         for place, trial in enumerate(self._trials):
-            in_nhwc = trial.run(itertools.chain(*(model.parameters() for model in models)))
+            in_nhwc = trial.run(itertools.chain(*(parameters_of(model) for model in models)))
             if in_nhwc is not None:
                 self._chosen.append((place, in_nhwc))
         if self.ranks.size == 1:

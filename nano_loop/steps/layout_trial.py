@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nano_loop.config.options import Options
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_of
 from nano_loop.precision.verification.traces import RandomStates, gradients_kept, run_backward
@@ -114,4 +115,4 @@ def _reason_not_to_time(model: nn.Module, options: Options) -> str:
         return "torch.use_deterministic_algorithms is on"
     if not all(map(calls_only_forward, model.modules())):
         return "the model has hooks, which a copy would call"
-    return "" if any(parameter.requires_grad for parameter in model.parameters()) else "no parameter is trained"
+    return "" if any(parameter.requires_grad for parameter in parameters_of(model)) else "no parameter is trained"

@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from nano_loop.distributed.comm.ranks import Ranks
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.checkpoint_entries import RAMP, flattened_states_complete, pop_entry, with_entries
 from nano_loop.patching.objects.optimizers import Closure, closure_of, with_closure
 from nano_loop.runtime.objects.report import StepResult
@@ -47,7 +48,7 @@ class LearningRate(RanksStep):
     @override
     def observe(self, parts: TrainingObjects) -> None:
         models = [model for model in parts.models if isinstance(model, DistributedDataParallel)]
-        self._ddp |= {id(parameter): parameter for model in models for parameter in model.parameters()}
+        self._ddp |= {id(parameter): parameter for model in models for parameter in parameters_of(model)}
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.calls.outputs import Outputs
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.nested_tensors import Substitution
 from nano_loop.precision.autocast.conversion import Conversion
 from nano_loop.precision.autocast.dtype_errors import explain
@@ -51,7 +52,7 @@ class ParameterDtype(Step):
         if dtype is torch.float64:  # under bf16 the optimizer computes in fp32: see `Rounding`
             for optimizer in parts.optimizers:
                 self._conversion.convert_state(optimizer)
-        empty = [class_name(model) for model in parts.models if next(model.parameters(), None) is None]
+        empty = [class_name(model) for model in parts.models if next(parameters_of(model), None) is None]
         return "; ".join([self.options.kind.summary, *(f"{name} has no parameters" for name in empty)])
 
 
@@ -59,7 +60,7 @@ _MADE = "Make it with the dtype of another tensor, as by x.new_zeros(...)"
 
 
 def _is_frozen(model: nn.Module) -> bool:
-    return next(model.parameters(), None) is None
+    return next(parameters_of(model), None) is None
 
 
 def _casting_inputs(dtype: torch.dtype) -> Call:

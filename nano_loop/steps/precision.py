@@ -17,6 +17,7 @@ from nano_loop.errors import NanoConfigError, NanoWarning, error_message
 from nano_loop.patching.calls.calls import DTYPES, Call, CallWrapper
 from nano_loop.patching.calls.custom_functions import backwards_under_autocast
 from nano_loop.patching.calls.outputs import Outputs
+from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import shares_memory
 from nano_loop.patching.objects.optimizers import trained_by
 from nano_loop.patching.ownership import Rule
@@ -141,14 +142,14 @@ _COMPILE_LATER = "Compile it inside the run, or call torch.compiler.reset() befo
 
 
 def _is_meta(model: nn.Module) -> bool:
-    parameters = list(model.parameters())
+    parameters = list(parameters_of(model))
     return bool(parameters) and all(parameter.is_meta for parameter in parameters)
 
 
 def _uncast_dtype(model: nn.Module) -> torch.dtype | None:
     """Return the dtype of the weights of a model if autocast casts none of them, or None."""
     dtypes = [
-        parameter.dtype for parameter in model.parameters() if parameter.is_floating_point() or parameter.is_complex()
+        parameter.dtype for parameter in parameters_of(model) if parameter.is_floating_point() or parameter.is_complex()
     ]
     cast = any(dtype is not torch.float64 and dtype.is_floating_point for dtype in dtypes)
     return None if cast or not dtypes else dtypes[0]
@@ -166,19 +167,19 @@ def _remark(model: nn.Module, autocast: torch.dtype) -> str | None:
     dtype = _uncast_dtype(model)
     if dtype:
         return f"not {class_name(model)}, whose parameters are {dtype}"
-    if next(model.parameters(), None) is None:
+    if next(parameters_of(model), None) is None:
         return f"{class_name(model)} has no parameters, so layers in a plain list belong in an nn.ModuleList"
     return None
 
 
 def _is_trained(model: nn.Module, optimizer: Optimizer) -> bool:
     held = set(map(id, trained_by(optimizer)))
-    return any(id(parameter) in held for parameter in model.parameters())
+    return any(id(parameter) in held for parameter in parameters_of(model))
 
 
 def _low_state(model: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers that are bf16 or fp16 before the run, as in the plain loop."""
-    state = itertools.chain(model.parameters(), model.buffers())
+    state = itertools.chain(parameters_of(model), buffers_of(model))
     return [tensor for tensor in state if tensor.dtype in LOW_DTYPES]
 
 

@@ -16,6 +16,7 @@ from typing_extensions import override
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, hook_before_steps, with_closure
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.torch_private import below_torch_functions
@@ -70,7 +71,7 @@ class Rounding(Step):
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Take an optimizer that was not set up, before it steps, if it holds parameters of a model."""
         if optimizer not in self._wide:
-            parameters = {id(parameter) for model in [*self._models] for parameter in model.parameters()}
+            parameters = {id(parameter) for model in [*self._models] for parameter in parameters_of(model)}
             if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
                 self._take(optimizer)
 

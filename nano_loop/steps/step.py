@@ -123,6 +123,11 @@ class Step(ABC):
         """Whether the user requested the step explicitly, so that skipping it is an error."""
         return getattr(self.options, self.name, None) is True
 
+    @property
+    def unused_because(self) -> str | None:
+        """Why the step, which has been applied, changes no call of what was set up so far; None if it may."""
+        return None
+
     def is_relevant(self, parts: TrainingObjects) -> bool:
         """Return whether the step is in the report for `parts`."""
         return self.needs is None or bool(getattr(parts, self.needs))

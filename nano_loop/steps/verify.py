@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.lifetime import undone_with
+from nano_loop.patching.members import parameters_of
 from nano_loop.precision.verification.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
 from nano_loop.precision.verification.traces import gradients_kept
 from nano_loop.precision.verification.verification import Verification, verified
@@ -41,7 +42,7 @@ class Verify(Step):
     def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models if self.ranks.rank == 0 else ():
             known = any(recorded.model() is model for recorded in self._recorded)
-            if not known and any(parameter.requires_grad for parameter in model.parameters()):
+            if not known and any(parameter.requires_grad for parameter in parameters_of(model)):
                 recorded = RecordedCalls(model, self.options.kind.parameters is not None, _warn)
                 self._recorded.append(recorded)
                 self.interceptors.add(model, self.name, recorded.layer)
@@ -86,7 +87,7 @@ class Verify(Step):
         """Return the parameters of the loop's models and optimizers."""
         for recorded in self._recorded:
             model = recorded.model()
-            yield from () if model is None else model.parameters()
+            yield from () if model is None else parameters_of(model)
         for optimizer in [*self._optimizers]:
             yield from chain.from_iterable(group["params"] for group in optimizer.param_groups)
 

@@ -89,7 +89,7 @@ def test_error_of_the_loop_is_the_very_same_and_all_is_undone_and_the_next_run_t
             raise error
         return last
 
-    train = entry(loop, precision="bf16", channels_last=True, verbose=False)
+    train = entry(loop, precision="bf16", channels_last="auto", verbose=False)
     with pytest.raises(type(error)) as caught:
         train(*job)
     assert caught.value is error

@@ -191,6 +191,7 @@ def pair(*builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=F
             for build in builds
             for config in configs
             if config not in without
+            if not config.channels_last or takes_images(build)
             if not trains_lstms or config.autocast is None or can_train_lstms(config.autocast)
             if not config.dtype or getattr(build, "name", "") != WRAPPED_TWICE
         ]
@@ -205,6 +206,13 @@ def pair(*builds, configs=ALL, without=(), trains_lstms=False, repeats_weights=F
         return test
 
     return decorate
+
+
+@functools.cache
+def takes_images(build):
+    """Whether a model of the loop is one that channels_last=True applies to."""
+    models = [value for value in build().values() if isinstance(value, nn.Module)]
+    return any(parameter.dim() in (4, 5) for model in models for parameter in model.parameters())
 
 
 def case_id(build, config):

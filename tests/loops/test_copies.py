@@ -157,7 +157,7 @@ def net_of_the_user(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"precision": "bf16", "channels_last": True}], ids=str
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"precision": "bf16", "channels_last": "auto"}], ids=str
 )
 def test_what_is_saved_inside_the_loop_loads_without_nano_loop(tmp_path, net_of_the_user, options):
     @nano(verbose=False, **options)

@@ -40,8 +40,7 @@ def accuracy(model, loader, by_hand):
     return hits
 
 
-@pair(with_validation(), with_validation("convolutional", ConvNet, images), configs=CONVOLUTIONS)
-def test_evaluation_each_epoch(model, optimizer, loader, validation, by_hand=untouched):
+def evaluated_each_epoch(model, optimizer, loader, validation, by_hand=untouched):
     found = []
     for _ in range(2):
         found.append(fit(model, optimizer, loader, by_hand, epochs=1))
@@ -50,6 +49,12 @@ def test_evaluation_each_epoch(model, optimizer, loader, validation, by_hand=unt
         with torch.inference_mode():
             found.append(accuracy(model, validation, by_hand))
     return found
+
+
+test_evaluation_each_epoch = pair(with_validation())(evaluated_each_epoch)
+test_evaluation_of_images_each_epoch = pair(with_validation("convolutional", ConvNet, images), configs=CONVOLUTIONS)(
+    evaluated_each_epoch
+)
 
 
 @pair(job(optimizer=ADAM))

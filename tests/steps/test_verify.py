@@ -59,7 +59,7 @@ OTHERS = (16, 64, "bf16-true")
 def test_a_sound_run_is_not_accused_and_computes_the_same(precision, kind):
     trained, states = [], []
     for verify in (False, True):
-        train = nano(precision=precision, channels_last=True, verify=verify, verbose=False)(fit)
+        train = nano(precision=precision, channels_last=kind is Convolutional, verify=verify, verbose=False)(fit)
         model, *others = parts(kind)
         losses = train(model, *others)
         if precision != "bf16-true":  # which rounds at random

@@ -45,6 +45,7 @@ from nano_loop.distributed.shared_memory.shared_memory import SharedMemoryTransp
 from nano_loop.errors import error_message
 from nano_loop.patching.calls.backward import at_end_of_backward, nested_backwards_noticed
 from nano_loop.patching.calls.calls import Call
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, with_closure
 from nano_loop.patching.torch_private import graph_task, in_backward, in_functorch
 
@@ -163,7 +164,7 @@ class Averaging:
         self._warn_of_whole_batches()
         self._overwritten.note()
         self._parameters.refresh()
-        held = {id(parameter) for model in self._paused for parameter in model.parameters()}
+        held = {id(parameter) for model in self._paused for parameter in parameters_of(model)}
         fingerprints = self._agree("average", self._waiting - held)
         arrived = [fingerprint.arrived for fingerprint in fingerprints]
         dense, sparse = by_kind(self._parameters.in_order, arrived)

@@ -12,6 +12,7 @@ from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.data_parallel.checksums import are_equal, sum_and_norm
 from nano_loop.distributed.data_parallel.initial_sync import Named, named_buffers
 from nano_loop.errors import error_message
+from nano_loop.patching.members import buffers_of
 
 #: How buffers are made equal after each averaging; None: they are compared.
 Sync = Literal["average", "rank0"] | None
@@ -47,7 +48,7 @@ def message_of_unequal_buffer(ranks: Ranks, models: Sequence[nn.Module]) -> str 
         for model in models
         for module in model.modules()
         if isinstance(module, _NORMS)
-        for buffer in module.buffers(recurse=False)
+        for buffer in buffers_of(module, recurse=False)
     }
     compared = [(name, buffer) for name, buffer in _persistent(models) if id(buffer) not in of_norms]
     gathered = ranks.gather([(name, *sum_and_norm(buffer)) for name, buffer in compared])
@@ -61,7 +62,7 @@ def message_of_unequal_buffer(ranks: Ranks, models: Sequence[nn.Module]) -> str 
 
 def _persistent(models: Sequence[nn.Module]) -> Iterator[Named]:
     """Yield the strided buffers that a checkpoint holds: others are caches, which may have other shapes by rank."""
-    saved = {id(tensor) for model in models for tensor in model.state_dict(keep_vars=True).values()}
+    saved = {id(tensor) for model in models for tensor in nn.Module.state_dict(model, keep_vars=True).values()}
     for name, buffer in named_buffers(models):
         if id(buffer) in saved and buffer.layout is torch.strided and not buffer.is_quantized:
             yield name, buffer

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.errors import NanoError, error_message
+from nano_loop.patching.members import named_buffers_of, named_parameters_of
 
 #: A tensor, and its name for a message.
 Named = tuple[str, torch.Tensor]
@@ -23,13 +24,13 @@ def named_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
 
     The order follows from how the models and optimizers are built, so it is the same on every rank.
     """
-    of_models = ((_name(model, name), parameter) for model in models for name, parameter in model.named_parameters())
+    of_models = ((_name(model, name), parameter) for model in models for name, parameter in named_parameters_of(model))
     yield from _each_once(itertools.chain(of_models, _of_optimizers(optimizers)))
 
 
 def named_buffers(models: Sequence[nn.Module]) -> Iterator[Named]:
     """Yield the buffers of models, each once."""
-    yield from _each_once((_name(model, name), buffer) for model in models for name, buffer in model.named_buffers())
+    yield from _each_once((_name(model, name), buffer) for model in models for name, buffer in named_buffers_of(model))
 
 
 def _name(model: nn.Module, name: str) -> str:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from nano_loop.distributed.data_parallel.initial_sync import Named, named_buffers, named_parameters
+from nano_loop.patching.members import buffers_of
 from nano_loop.patching.torch_private import forget_empty_hooks
 
 
@@ -111,7 +112,7 @@ class Parameters:
             if id(named_parameter[1]) not in self._equal
         ]
         added = [module for model in self.models for module in model.modules() if id(module) not in self._equal]
-        ids_of_added = {id(buffer) for module in added for buffer in module.buffers(recurse=False)}
+        ids_of_added = {id(buffer) for module in added for buffer in buffers_of(module, recurse=False)}
         return parameters + [
             named_buffer for named_buffer in named_buffers(self.models) if id(named_buffer[1]) in ids_of_added
         ]

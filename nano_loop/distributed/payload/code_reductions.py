@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from nano_loop.distributed.payload.buffers import Reduction, reduced
+from nano_loop.patching.members import named_buffers_of, named_parameters_of
 from nano_loop.patching.torch_private_compiler import compile_call, compile_context, compiled_call, uncompiled
 
 # --- modules ---
@@ -45,7 +46,7 @@ def _reduce_scripted(module: torch.jit.ScriptModule) -> Reduction:
     """Pickle a scripted module as `torch.jit.save` does, and its tensors beside that, for optimizers hold them too."""
     content = io.BytesIO()
     torch.jit.save(module, content)
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = {**dict(named_parameters_of(module)), **dict(named_buffers_of(module))}
     return _scripted, (content.getvalue(),), tensors, None, None, _set_tensors
 
 

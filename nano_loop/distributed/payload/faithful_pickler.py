@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from nano_loop.distributed.payload.buffers import reduce_storage
 from nano_loop.distributed.payload.code_reductions import in_main
 from nano_loop.distributed.payload.reductions import REDUCTIONS
+from nano_loop.patching.members import buffers_of
 
 _PROTOCOL = 5
 
@@ -55,7 +56,7 @@ def _about_to_change(kind: type, value: Any) -> Iterator[torch.Tensor]:
     if issubclass(kind, torch.Tensor) and (issubclass(kind, nn.Parameter) or value.requires_grad):
         tensors = [value, value.grad if value.is_leaf else None]
     elif issubclass(kind, nn.Module):
-        tensors = list(value.buffers(recurse=False))
+        tensors = list(buffers_of(value, recurse=False))
     elif issubclass(kind, Optimizer):
         tensors = [part for state in value.state.values() if isinstance(state, dict) for part in state.values()]
     for tensor in tensors:

@@ -21,6 +21,7 @@ from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.integrations.ipex.repairs import repair
 from nano_loop.integrations.quiet_import import leaving_no_trace
 from nano_loop.kernels.dropout.bernoulli import by_torch
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.operators import overridden, plainly
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -196,7 +197,7 @@ def _kind_of_run(config: Options, parts: TrainingObjects) -> str:
     options = {
         name: value for name, value in config.as_dict().items() if name not in ("use_ipex", "verbose", "step_time")
     }
-    shapes = [tuple(parameter.shape) for model in parts.models for parameter in model.parameters()]
+    shapes = [tuple(parameter.shape) for model in parts.models for parameter in parameters_of(model)]
     batches = [
         (loader.batch_size, len(loader.dataset)) for loader in parts.loaders if isinstance(loader.dataset, Sized)
     ]

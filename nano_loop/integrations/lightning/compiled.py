@@ -70,9 +70,11 @@ class CompiledMixin:
         return {"optimizer": self._optimizer, "lr_scheduler": scheduler}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the state of this module, or that of the model alone."""
-        if state_dict and not any(name.startswith(_MODEL) for name in state_dict):
-            state_dict = {_MODEL + name: value for name, value in state_dict.items()}
+        """Load the state of this module, or that of the model alone, which may have a child ``model``, too."""
+        prefixed = {_MODEL + name: value for name, value in state_dict.items()}
+        own = self.state_dict().keys()  # type: ignore[attr-defined]
+        if len(own & prefixed.keys()) > len(own & state_dict.keys()):
+            state_dict = prefixed
         return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def _evaluate(self, stage: str, metrics: nn.ModuleList, batch: Any) -> None:

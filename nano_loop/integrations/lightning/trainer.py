@@ -18,6 +18,7 @@ from nano_loop.errors import NanoConfigError, NanoWarning, error_message, shown
 from nano_loop.integrations.lightning.compiled import refuse_compiled_twice
 from nano_loop.integrations.lightning.precision import PRODUCTS
 from nano_loop.runtime.objects.report import SetupReport
+from nano_loop.runtime.option_attributes import OptionAttributes
 from nano_loop.runtime.settings import Settings
 
 _OPTIONS = {field.name for field in fields(Options) if field.init} - {"num_processes", "precision"}
@@ -30,7 +31,7 @@ _REFUSED = {
 }
 
 
-class NanoTrainerMixin:
+class NanoTrainerMixin(OptionAttributes):
     """Lightning's Trainer with the strategy ``"nano"``, and the arguments of BigDL-Nano's.
 
     Parameters
@@ -50,6 +51,8 @@ class NanoTrainerMixin:
     ----------
     report : SetupReport or None
         The steps that the last run applied and skipped. None before the first.
+    num_processes, use_ipex, channels_last, auto_lr, cpu_for_each_process, dtype
+        See `TorchNano`.
 
     Raises
     ------
@@ -100,6 +103,16 @@ class NanoTrainerMixin:
         """The steps that the last run applied and skipped. None before the first."""
         report: SetupReport | None = self.strategy.report  # type: ignore[attr-defined]
         return report
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes on this host."""
+        return int(self.strategy.num_processes)  # type: ignore[attr-defined]
+
+    @property
+    def _nano_settings(self) -> Settings:  # type: ignore[override]
+        settings: Settings = self.strategy.settings()  # type: ignore[attr-defined]
+        return settings
 
     @classmethod
     def compile(

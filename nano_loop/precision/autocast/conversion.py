@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
 
 
@@ -109,5 +110,5 @@ def _address(tensor: Tensor) -> int:
 
 
 def _floating(model: nn.Module) -> list[Tensor]:
-    tensors = itertools.chain(model.parameters(), model.buffers())
+    tensors = itertools.chain(parameters_of(model), buffers_of(model))
     return [tensor for tensor in tensors if tensor.is_floating_point()]

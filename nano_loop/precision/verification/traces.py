@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from nano_loop.config.precisions import PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.calls.calls import Call, CallInterceptors
+from nano_loop.patching.members import forget_gradients, named_parameters_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.patching.walk import find
 from nano_loop.precision.autocast.autocast import cpu_autocast, disable_casts
@@ -57,7 +58,7 @@ def traced(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Trace:
         loss = call(model)
     finally:
         handle.remove()
-    held = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    held = {name: parameter.grad for name, parameter in named_parameters_of(model) if parameter.grad is not None}
     gradients = {name: gradient.detach().to_dense().double() for name, gradient in reversed(held.items())}
     return Trace(outputs, gradients, {"loss": loss.detach().double()})
 
@@ -77,7 +78,7 @@ def copied(model: nn.Module) -> nn.Module:
         raise NanoConfigError(
             error_message(got, "verify computes on copies", "Make it work with copy.deepcopy")
         ) from error
-    duplicate.zero_grad()
+    forget_gradients(duplicate)
     for module in duplicate.modules():
         is_dropout = "dropout" in type(module).__name__.lower()
         for name, value in [*vars(module).items()]:
@@ -160,13 +161,13 @@ def run_backward(loss: Tensor, model: nn.Module, kind: PrecisionKind, scaled_by_
     for attempt in range(_TRIES if kind.scaled else 1):
         scale = 2.0 ** (_TRIES - 1 - attempt) if scaled_by_hand and kind.scaled else 1.0
         (loss * scale).backward(retain_graph=kind.scaled)  # type: ignore[no-untyped-call]
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters_of(model) if parameter.grad is not None]
         for gradient in gradients if scale != 1 else ():
             gradient /= scale
         if not kind.scaled or all(bool(gradient.isfinite().all()) for gradient in gradients):
             return
         if attempt < _TRIES - 1:
-            model.zero_grad()
+            forget_gradients(model)
 
 
 class RandomStates:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.precision.verification.comparison import Compared, compare
 from nano_loop.precision.verification.traces import (
@@ -145,7 +146,7 @@ def verified(
         return traced(made, call)
 
     # An optimizer may step, and a test may verify, without gradients or under autocast.
-    kept = gradients_kept(model.parameters())
+    kept = gradients_kept(parameters_of(model))
     with states.kept(), kept, torch.enable_grad(), torch.autocast("cpu", enabled=False):
         single = trace(copied(model), step)
         if not single.gradients:

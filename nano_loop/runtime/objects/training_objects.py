@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizer_wrappers import innermost
 from nano_loop.runtime.objects.checks import check_kinds
 
@@ -76,4 +77,4 @@ class TrainingObjects:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter of every model, without duplicates."""
-        yield from {id(parameter): parameter for model in self.models for parameter in model.parameters()}.values()
+        yield from {id(parameter): parameter for model in self.models for parameter in parameters_of(model)}.values()

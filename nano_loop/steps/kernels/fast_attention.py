@@ -23,12 +23,15 @@ class FastAttention(KernelStep):
     says_without_kernel = "by plain bf16 products: "
     absent = SkipReason("no_attention", "no attention was found in the model")
     calls_torchs_kernels = False
+    functions = frozenset(("scaled_dot_product_attention", "multi_head_attention_forward"))
+    finds_all = True
 
-    @staticmethod
+    @classmethod
     @override
-    def is_for(model: nn.Module) -> bool:
+    def is_for(cls, model: nn.Module) -> bool:
         """Whether a module of the model is named after attention, or calls torch's attention function."""
-        return any("attention" in name.lower() or "attn" in name.lower() for name in _names(model))
+        is_named = any("attention" in name.lower() or "attn" in name.lower() for name in _names(model))
+        return is_named or super().is_for(model)
 
 
 def _names(model: nn.Module) -> Iterator[str]:

@@ -22,3 +22,7 @@ class FastConvolution(KernelStep):
         *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
         *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     )
+    functions = frozenset(
+        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution")
+    )
+    finds_all = True

@@ -9,6 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from nano_loop.kernels.loss import cross_entropy
+from nano_loop.patching.members import parameters_of
 from nano_loop.patching.operators.upcasts import upcasts_noted
 from nano_loop.steps.kernels.kernel_step import KernelStep
 from nano_loop.steps.step import SkipReason
@@ -36,7 +37,7 @@ class FastCrossEntropy(KernelStep):
     @staticmethod
     @override
     def is_for(model: nn.Module) -> bool:
-        return any(parameter.dim() >= 2 and parameter.size(0) >= MANY for parameter in model.parameters())
+        return any(parameter.dim() >= 2 and parameter.size(0) >= MANY for parameter in parameters_of(model))
 
     @override
     def contexts(self) -> Iterable[AbstractContextManager[None]]:

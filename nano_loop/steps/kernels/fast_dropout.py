@@ -30,11 +30,15 @@ class FastDropout(KernelStep):
     absent = SkipReason("no_dropout", "the model has no dropout")
     calls_torchs_kernels = False
     auto_is_for_reduced_precision = False
+    functions = frozenset(
+        ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "bernoulli")
+    )
+    finds_all = True
 
-    @staticmethod
+    @classmethod
     @override
-    def is_for(model: nn.Module) -> bool:
-        return any(map(_drops, model.modules()))
+    def is_for(cls, model: nn.Module) -> bool:
+        return any(map(_drops, model.modules())) or super().is_for(model)
 
     @override
     def apply(self, parts: TrainingObjects) -> str:

@@ -6,6 +6,7 @@ from torch import nn
 from typing_extensions import override
 
 from nano_loop.kernels.linear import linear, product
+from nano_loop.patching.members import parameters_of
 from nano_loop.steps.kernels.kernel_step import KernelStep
 
 #: Minimum number of elements of a weight. A model of smaller ones only loses the time that a replaced operator takes.
@@ -29,5 +30,5 @@ class FastLinear(KernelStep):
             parameter.dim() == _MATRIX and parameter.numel() >= _LARGE
             for module in model.modules()
             if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            for parameter in module.parameters(recurse=False)
+            for parameter in parameters_of(module, recurse=False)
         )

@@ -17,6 +17,7 @@ class FastLstm(KernelStep):
     replacements = lstm.REPLACEMENTS
     kernel = lstm_layer.KERNEL
     says = "recurrences in C, by bf16 instructions"
+    finds_all = True
 
     @staticmethod
     @override

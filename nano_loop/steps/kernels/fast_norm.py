@@ -29,3 +29,5 @@ class FastNorm(KernelStep):
         *(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d),
         *(nn.GroupNorm, nn.LayerNorm),
     )
+    functions = frozenset(("batch_norm", "instance_norm", "group_norm", "layer_norm"))
+    finds_all = True

@@ -14,6 +14,7 @@ from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.operators.operators import gives_kernels
+from nano_loop.runtime.objects.called_functions import functions_called
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.steps.step import SkipReason, Step
@@ -45,11 +46,16 @@ class KernelStep(Step):
     absent: ClassVar[SkipReason | None] = None
     #: The modules that call the replaced operators, where `is_for` does not find them otherwise.
     modules: ClassVar[tuple[type[nn.Module], ...]] = ()
+    #: The functions of torch that call them, where models do not by modules.
+    functions: ClassVar[frozenset[str]] = frozenset()
+    #: Whether `is_for` finds every model that calls them, so that a run without one cannot apply the step.
+    finds_all: ClassVar[bool] = False
     #: Whether the replacements call torch's own kernels, which torch returns from 2.9 on.
     calls_torchs_kernels: ClassVar[bool] = True
 
     @override
     def begin(self) -> None:
+        self._has_calls = False  # whether a model that was set up calls the replaced operators
         self._in_force: ExitStack | None = None
         self._optimizers: set[int] = set()
         self._steps = self._calls = 0
@@ -62,8 +68,19 @@ class KernelStep(Step):
 
     @classmethod
     def is_for(cls, model: nn.Module) -> bool:
-        """Whether a model has modules that call the replaced operators."""
-        return has_modules(model, cls.modules)
+        """Whether a model has modules that call the replaced operators, or calls functions that do."""
+        return has_modules(model, cls.modules) or not cls.functions.isdisjoint(functions_called(model))
+
+    @override
+    def observe(self, parts: TrainingObjects) -> None:
+        self._has_calls |= self.required and any(self.is_for(model) or _is_scripted(model) for model in parts.models)
+
+    @property
+    @override
+    def unused_because(self) -> str | None:
+        if not self.required or not self.finds_all or self._has_calls:
+            return None
+        return "no model has such modules" if self.absent is None else self.absent.detail
 
     @override
     def is_relevant(self, parts: TrainingObjects) -> bool:
@@ -130,3 +147,7 @@ class KernelStep(Step):
 
     def _is_wanted(self, parts: TrainingObjects) -> bool:
         return self.required or any(map(self.is_for, parts.models))
+
+
+def _is_scripted(model: nn.Module) -> bool:
+    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())

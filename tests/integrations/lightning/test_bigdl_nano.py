@@ -95,3 +95,46 @@ def test_compiled_model_is_fitted_validated_tested_and_predicts_with_metrics(opt
     assert (predicted == torch.arange(64) % CLASSES).float().mean().item() == pytest.approx(
         tested["test/MulticlassAccuracy_0"], abs=1e-6
     )
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model, self.head = nn.Linear(4, 2), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.head(self.model(x))
+
+
+class WrappedTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Wrapped()
+
+    def forward(self, x):
+        return self.model(x)
+
+
+@pytest.mark.parametrize("kind", [Wrapped, WrappedTwice, lambda: nn.Linear(4, 1)])
+def test_compiled_model_loads_its_own_state_and_that_of_the_model(kind):
+    other = kind()
+    for saved in (other.state_dict(), Trainer.compile(other).state_dict()):
+        model = kind()
+        assert not any(Trainer.compile(model).load_state_dict(saved))
+        assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+
+
+def test_options_are_read_only_attributes():
+    trainer = Trainer(2, channels_last=True, auto_lr=False, cpu_for_each_process=1, precision="bf16", **QUIET)
+    values = {
+        "num_processes": 2,
+        "use_ipex": False,
+        "channels_last": True,
+        "auto_lr": False,
+        "cpu_for_each_process": 1,
+        "dtype": torch.bfloat16,
+    }
+    for name, value in values.items():
+        assert getattr(trainer, name) == value
+        with pytest.raises(AttributeError):
+            setattr(trainer, name, value)

@@ -1,0 +1,37 @@
+"""The parameters and buffers of a module, whatever its class has made of the methods that return them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+
+def named_parameters_of(
+    module: nn.Module, *, recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the names and parameters of a module, also where its class overrides `named_parameters`."""
+    return nn.Module.named_parameters(module, recurse=recurse, remove_duplicate=remove_duplicate)
+
+
+def parameters_of(module: nn.Module, *, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module, also where its class overrides `parameters`, as to return groups of them."""
+    return (parameter for _, parameter in named_parameters_of(module, recurse=recurse))
+
+
+def named_buffers_of(
+    module: nn.Module, *, recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and buffers of a module, also where its class overrides `named_buffers`."""
+    return nn.Module.named_buffers(module, recurse=recurse, remove_duplicate=remove_duplicate)
+
+
+def buffers_of(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor]:
+    """Yield the buffers of a module, also where its class overrides `buffers`."""
+    return (buffer for _, buffer in named_buffers_of(module, recurse=recurse))
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Set the gradients of a module's parameters to None."""
+    for parameter in parameters_of(module):
+        parameter.grad = None

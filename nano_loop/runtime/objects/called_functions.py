@@ -1,0 +1,63 @@
+"""The functions that the code of a model names: `torch.nn.functional.dropout` in a `forward`, or in what that calls."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from nano_loop.patching.walk import walk
+
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_MOST = 1000  # functions of a class and those that they call
+
+
+def functions_called(model: nn.Module) -> frozenset[str]:
+    """Return the names of the functions of libraries that the classes of a model's modules call.
+
+    They are found in the methods of the classes, but for torch's own, and in functions of the same package that these
+    name as globals.
+    """
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    return frozenset().union(*map(_called_by, kinds))
+
+
+@functools.lru_cache(maxsize=1000)
+def _called_by(kind: type) -> frozenset[str]:
+    own = [base for base in kind.__mro__ if _package(base) != "torch"]
+    methods = [value for base in own for value in vars(base).values() if inspect.isfunction(value)]
+    packages = {_package(base) for base in own}
+
+    def contents(value: Any) -> Iterator[Any]:
+        if isinstance(value, FunctionType) and _package(value) in packages:
+            yield from _globals_of(value, value.__code__)
+
+    reached = walk(map(inspect.unwrap, methods), contents, most=_MOST)
+    others = (value for value in reached if callable(value) and _package(value) not in packages)
+    return frozenset(str(getattr(value, "__name__", "")) for value in others)
+
+
+def _globals_of(function: FunctionType, code: CodeType) -> Iterator[Any]:
+    """Yield the globals that code names, and what it names in modules among them, such as ``nn.functional.dropout``."""
+    value: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            value = function.__globals__.get(instruction.argval)
+        elif instruction.opname in _ATTRIBUTES and isinstance(value, ModuleType):
+            value = getattr(value, instruction.argval, None)
+        else:
+            value = None
+        if value is not None and not isinstance(value, ModuleType):
+            yield value
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(function, constant)
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).partition(".")[0]

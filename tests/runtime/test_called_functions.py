@@ -1,0 +1,47 @@
+"""Functions of torch are found in the code of a model, and in the functions of its package that this calls."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.functional import dropout as dropped
+
+from nano_loop import accelerated
+from nano_loop.runtime.objects.called_functions import functions_called
+
+
+def attended(x):
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.inner(self.dropout(x))
+
+
+class Calls(Base):
+    def inner(self, x):
+        return [F.layer_norm(attended(y), y.shape) for y in x]
+
+
+class Drops(Base):
+    def inner(self, x):
+        return dropped(x, training=self.training)
+
+
+def test_functions_in_methods_comprehensions_and_called_functions_are_found():
+    called = functions_called(nn.Sequential(Calls()))
+    assert {"scaled_dot_product_attention", "layer_norm"} <= called
+    assert not {"dropout", "attended", "inner"} & called
+    assert "dropout" in functions_called(Drops())
+    assert not functions_called(nn.TransformerEncoderLayer(4, 1))
+
+
+def test_model_that_drops_by_a_function_has_dropout():
+    with accelerated(Drops(), verbose=False) as run:
+        assert "fast_dropout" in run.report.applied
+    with accelerated(Calls(), verbose=False) as run:
+        assert run.report["fast_dropout"].code == "no_dropout"

@@ -1,0 +1,115 @@
+"""What is not set up is not silent: a warning by the line of the step, an error, or a line of the report."""
+
+import pytest
+import torch
+from distributed.small import OPTIONS
+from torch import nn
+
+from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, accelerated, nano
+
+X = torch.ones(4, 3)
+
+
+def fit(model, optimizer):
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(X).sum().backward()
+        optimizer.step()
+
+
+def parts(kind=torch.optim.Adam):
+    model = nn.Linear(3, 3)
+    return model, kind(model.parameters(), 0.1)
+
+
+class Fits(TorchNano):
+    def train(self, *set_up):
+        if set_up:
+            self.setup(*set_up)
+        fit(*parts())
+
+
+def inside_of_a_context(**options):
+    with accelerated(verbose=False, **options):
+        fit(*parts())
+
+
+ALONE = {"TorchNano": lambda **options: Fits(verbose=False, **options).train(), "accelerated": inside_of_a_context}
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "fused_optimizer": True}], ids=str)
+@pytest.mark.parametrize("entry", ALONE)
+def test_run_without_setup_warns_by_the_line_of_the_first_step(entry, options):
+    with pytest.warns(NanoWarning, match="nothing was set up") as caught:
+        ALONE[entry](**options)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert ("fused_optimizer=True" in str(caught[0].message)) == bool(options)
+
+
+def test_several_ranks_without_setup_are_an_error():
+    with pytest.raises(NanoError, match="nothing was set up"):
+        Fits(**OPTIONS).train()
+
+
+def test_run_inside_of_one_that_sets_nothing_up_is_not_its_concern():
+    with accelerated(verbose=False):
+        nano(verbose=False)(fit)(*parts())
+
+
+def code_of(run):
+    results = [result for result in run.report.results if result.name == "fused_optimizer"]
+    return [(result.status, result.code) for result in results]
+
+
+def test_optimizers_that_do_not_train_what_was_set_up_are_in_the_report():
+    applied, others = ("applied", None), ("skipped", "not_set_up")
+    with accelerated(parts()[0], verbose=False) as run:
+        fit(*parts())
+    assert code_of(run) == [others]
+    model, optimizer = parts()
+    with accelerated(model, optimizer, verbose=False) as run:
+        fit(model, optimizer)
+    assert code_of(run) == [applied]
+    with accelerated(model, parts()[1], verbose=False) as run:
+        fit(model, optimizer)
+    assert code_of(run) == [applied, others]
+    model, optimizer = parts()
+    with accelerated(parts()[0], optimizer, verbose=False) as run:
+        fit(model, optimizer)
+    assert code_of(run) == [applied, others], "its model was not set up"
+
+
+class Gru(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(3, 3)
+
+    def forward(self, x):
+        return self.gru(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (Gru, {"channels_last": True}),
+        (Gru, {"fast_fetch": True}),
+        (Gru, {"fast_dropout": True}),
+        *((Gru, {"precision": "bf16", name: True}) for name in ("fast_attention", "fast_norm", "fast_lstm")),
+    ],
+    ids=str,
+)
+def test_option_that_applies_to_nothing_is_an_error_at_the_first_step(model, options):
+    made = model()
+    before = [parameter.clone() for parameter in made.parameters()]
+    (name,) = options.keys() - {"precision"}
+    with pytest.raises(NanoConfigError, match=f"{name}=True"):
+        nano(verbose=False, **options)(fit)(made, torch.optim.Adam(made.parameters()))
+    assert all(map(torch.equal, made.parameters(), before))
+
+
+def test_option_applies_where_one_of_the_models_has_what_it_is_for():
+    with accelerated(*parts(), channels_last=True, verbose=False) as run:
+        images = nn.Conv2d(3, 1, 1)
+        run.setup(images, torch.optim.SGD(images.parameters(), 0.1))
+        fit(*parts())
+    assert "channels_last" in run.report.applied
