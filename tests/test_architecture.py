@@ -67,8 +67,7 @@ ROOMS = (
     ("optim",),
     ("config",),
     ("cpu",),
-    ("cache_folder",),
-    ("trusted_files",),
+    ("storage",),
     ("errors", "version"),
 )
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nano_loop.cache_folder import JsonFile, cache_folder
 from nano_loop.cpu import Machine
+from nano_loop.storage.cache_folder import JsonFile, cache_folder
 from nano_loop.version import __version__
 
 #: Of the file, and of the algorithms: a choice among fewer algorithms is not used.

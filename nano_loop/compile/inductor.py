@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from nano_loop.cache_folder import cache_folder, inductor_folder
 from nano_loop.compile.graphs import keeping
 from nano_loop.errors import NanoError
 from nano_loop.patching.torch_private_compiler import mode_options
-from nano_loop.trusted_files import open_folder
+from nano_loop.storage.cache_folder import cache_folder, inductor_folder
+from nano_loop.storage.trusted_files import open_folder
 
 #: What Inductor may pass to the C++ compiler on a CPU of x86-64, depending on the CPU.
 _FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx512vnni")

@@ -27,7 +27,7 @@ from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.distributed.launch.shared_folder import refuse_foreign_folder
 from nano_loop.errors import NanoError
 from nano_loop.images.store import Store
-from nano_loop.trusted_files import make_folder, open_folder
+from nano_loop.storage.trusted_files import make_folder, open_folder
 
 _PREFIX = "nano_loop-images-"
 #: The part of the memory that a cache may take by default.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from nano_loop.errors import NanoError
 from nano_loop.images.entries import fits
-from nano_loop.trusted_files import open_file
+from nano_loop.storage.trusted_files import open_file
 
 _MAGIC = b"nano_loop image 1"
 _HEAD = struct.Struct(f"<{len(_MAGIC)}sIQI")  # the magic, the bytes of the header and of the pixels, the sum

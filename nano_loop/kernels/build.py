@@ -1,8 +1,8 @@
 """Kernels in C: the files in ``csrc``, compiled at first use with the machine's compiler, and cached.
 
 Neither installing nor importing nano_loop needs a compiler: a kernel that cannot be compiled is not used. Compiled
-libraries are stored in the user's cache folder (see `nano_loop.cache_folder`). The file name contains a hash of the
-source, the headers, the compiler and the processor.
+libraries are stored in the user's cache folder (see `nano_loop.storage.cache_folder`). The file name contains a hash
+of the source, the headers, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nano_loop.cache_folder import cache_folder
 from nano_loop.errors import NanoError
 from nano_loop.kernels.memory import Pointer, check, empty
-from nano_loop.trusted_files import open_file, opened_folder, path_of, trusted_parent, write_file
+from nano_loop.storage.cache_folder import cache_folder
+from nano_loop.storage.trusted_files import open_file, opened_folder, path_of, trusted_parent, write_file
 
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILERS = ("cc", "gcc", "clang")

@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_loop.cache_folder import JsonFile, cache_folder
 from nano_loop.config.declarations import MEASURING
 from nano_loop.config.options import Options
 from nano_loop.distributed.payload.payload import dump
@@ -21,6 +20,7 @@ from nano_loop.search.key import key_of
 from nano_loop.search.result import Row, Tuning, as_text, differing
 from nano_loop.search.trial import Trial
 from nano_loop.search.trial_processes import TrialFailedError, TrialProcesses, trial_server
+from nano_loop.storage.cache_folder import JsonFile, cache_folder
 
 #: Seconds of a search, by default.
 SECONDS = 90.0

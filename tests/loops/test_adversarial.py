@@ -70,7 +70,7 @@ def smooth(name="", model=None, loader=vectors):
 
 
 def smooth_net():
-    return nn.Sequential(nn.Linear(6, 16), nn.Softplus(), nn.Linear(16, 1))
+    return nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 1))
 
 
 @pair(smooth())
@@ -89,7 +89,7 @@ def test_gradient_penalty(model, optimizer, loader, by_hand=untouched):
 
 
 def smooth_convolutions():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softplus(), nn.Conv2d(8, 1, 6))
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 1, 6))
 
 
 @pair(smooth(model=smooth_convolutions, loader=images), configs=CONVOLUTIONS, without=ROUNDED)

@@ -11,10 +11,10 @@ from compile.conftest import nothing_compiled  # noqa: F401
 from torch import nn
 
 from nano_loop import nano
-from nano_loop.cache_folder import inductor_folder
 from nano_loop.patching.torch_private_compiler import compiled_call
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.compile import Compile
+from nano_loop.storage.cache_folder import inductor_folder
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
-from nano_loop.cache_folder import inductor_folder
+from nano_loop.storage.cache_folder import inductor_folder
 
 # Of compilers, of downloads and of fonts.
 _VARIABLES = (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nano_loop.distributed.files.originals import real
-from nano_loop.trusted_files import make_folder
+from nano_loop.storage.trusted_files import make_folder
 
 _LINK = "files"  # in the folder of the run, to this one
 

@@ -24,7 +24,7 @@ from nano_loop.distributed.launch.worker_warnings import sent
 from nano_loop.distributed.payload.edited_modules import take_edited_modules
 from nano_loop.distributed.payload.payload import load
 from nano_loop.integrations.fabric.rank_zero import note_rank
-from nano_loop.trusted_files import opened_folder, path_of
+from nano_loop.storage.trusted_files import opened_folder, path_of
 
 Join = Callable[[Assignment, int], AbstractContextManager[RankSlot]]
 

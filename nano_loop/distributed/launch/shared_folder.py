@@ -15,7 +15,7 @@ from nano_loop.distributed.comm.limits import SHARED_MEMORY
 from nano_loop.distributed.files.folder import workers_files
 from nano_loop.distributed.launch.abandoned import delete_abandoned, held
 from nano_loop.errors import NanoError, error_message
-from nano_loop.trusted_files import make_folder, open_folder, trusted_parent
+from nano_loop.storage.trusted_files import make_folder, open_folder, trusted_parent
 
 _PREFIX = "nano_loop-"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.errors import NanoError, error_message
-from nano_loop.trusted_files import open_file
+from nano_loop.storage.trusted_files import open_file
 
 _PRIVATE = 0o600
 _SHORT = 120  # bytes of a link that lies in its inode

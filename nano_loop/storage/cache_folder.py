@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_loop.errors import NanoError
-from nano_loop.trusted_files import opened_folder, read_file, write_file
+from nano_loop.storage.trusted_files import opened_folder, read_file, write_file
 
 _MOST_BYTES = 1 << 25  # of a JSON file that is read
 
@@ -20,7 +20,8 @@ _MOST_BYTES = 1 << 25  # of a JSON file that is read
 def cache_folder() -> Path | None:
     """Return the cache folder, which is made where there is none; None where it cannot be made.
 
-    What is in it is trusted, so whoever reads or writes a file in it opens it by `nano_loop.trusted_files.open_folder`.
+    What is in it is trusted, so whoever reads or writes a file in it opens it by
+    `nano_loop.storage.trusted_files.open_folder`.
     """
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nano_loop"

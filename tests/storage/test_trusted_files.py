@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nano_loop import trusted_files
-from nano_loop.cache_folder import JsonFile, cache_folder
 from nano_loop.errors import NanoError
-from nano_loop.trusted_files import make_folder, open_file, opened_folder, read_file, trusted_parent, write_file
+from nano_loop.storage import trusted_files
+from nano_loop.storage.cache_folder import JsonFile, cache_folder
+from nano_loop.storage.trusted_files import make_folder, open_file, opened_folder, read_file, trusted_parent, write_file
 
 OTHER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what is another user's")
