@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from nano_loop.distributed.comm.ranks import Ranks
 from nano_loop.distributed.launch.active_runs import innermost
@@ -53,7 +54,7 @@ class SteppedOptimizers:
         self._stepped: set[int] = set()
         self._idle: dict[int, str] = {}  # that have stepped without gradients, with the line of the report
         self._remarks: dict[str, None] = {}
-        undoing.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        undoing.callback(self._close, register_optimizer_step_pre_hook(self._before_step))
 
     def add(self, parts: TrainingObjects) -> None:
         """Note what one `setup` has set up."""
@@ -66,6 +67,10 @@ class SteppedOptimizers:
         idle = [line for key, line in self._idle.items() if key not in self._stepped]
         detail = "; ".join(dict.fromkeys([*self._remarks, *idle]))
         return StepResult("fused_optimizer", "skipped", detail, code="not_set_up") if detail else None
+
+    def _close(self, hook: RemovableHandle) -> None:
+        hook.remove()
+        del self._unmet  # the run's, which holds this object: a cycle would keep its models until a collection
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._stepped or not self._is_of_run():

@@ -25,6 +25,7 @@ _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe that nobody write
 _OTHERS = 0o077
 _KINDS = {"folder": stat.S_ISDIR, "regular file": stat.S_ISREG}
 _DESCRIPTORS = "/proc/self/fd"
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # what is no fault of a folder
 
 
 def open_folder(path: str | Path, *, private: bool = False) -> int:
@@ -141,12 +142,16 @@ def trusted_parent(parents: Iterable[Path | None]) -> Path:
     ------
     NanoError
         If there is none. The last is named.
+    OSError
+        If this process can open no folder.
     """
     error: Exception | None = None
     for parent in filter(None, parents):
         try:
             os.close(_open_part(parent))
         except (OSError, NanoError) as refusal:
+            if getattr(refusal, "errno", None) in _OF_THE_PROCESS:
+                raise
             error = refusal
             continue
         if _is_allowed(parent, os.W_OK | os.X_OK):

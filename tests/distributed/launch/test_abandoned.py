@@ -50,7 +50,7 @@ folder.mkdir()
 Path(f"{written}.gone").mkdir()
 (folder / "files").symlink_to(written)
 with held(folder):
-    if os.fork() != 0:
+    if os.fork() == 0:  # which has given up the lock by then
         print("held", flush=True)
     time.sleep(60)
 """
