@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from nano_loop.patching.patch_table import shared_change, values_in_force
-from nano_loop.patching.torch_private_compiler import never_compiled
+from nano_loop.patching.torch_private_compiler import TRACES_BINDING, never_compiled
 
 _ABSENT = object()
 
@@ -56,7 +56,11 @@ class _ReplacedMethod:
         self.replacement = replacement
 
     def __get__(self, instance: object, kind: type | None = None) -> Any:
-        return self.original if instance is None else self.replacement.__get__(instance, kind)
+        if instance is None:
+            return self.original
+        if TRACES_BINDING:
+            return self.replacement.__get__(instance, kind)
+        return MethodType(self.replacement, instance)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return itemgetter(0), ((self.original,),)  # another process may be without nano_loop

@@ -78,7 +78,7 @@ def test_flattened_state_of_a_plain_loop_loads_in_a_run(objects):
     assert next(iter(optimizers[0].state.values()))["step"] == 1
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 def test_checkpoint_of_files_keeps_the_entries(objects, tmp_path):
     def write(model, optimizers):
         checkpoint.save({"optimizers": saved(model, optimizers)}, checkpoint_id=tmp_path, no_dist=True)
