@@ -14,7 +14,7 @@ from torch import nn
 
 from nano_loop.patching.torch_private import full_name
 
-#: Whether `torch.compile` traces ``function.__get__``, and not a `types.MethodType` that traced code makes. 2.8 does the
+#: Whether `torch.compile` traces ``function.__get__``, and no `types.MethodType` that traced code makes. 2.8 does the
 #: opposite.
 TRACES_BINDING = hasattr(torch.library, "get_kernel")  # new in 2.9
 #: What `torch.compile` is in. Every optimizer imports it, which takes as long as to import torch.
