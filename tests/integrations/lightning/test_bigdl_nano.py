@@ -4,7 +4,6 @@ import pytest
 import torch
 from distributed.conftest import nothing_left  # noqa: F401 - a fixture
 from integrations.lightning.lightning_modules import ADVICE, QUIET, imported
-from loops.pairs import has_ipex
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,7 +12,6 @@ pl = imported("pytorch_lightning")
 from nano_loop.pytorch_lightning import Trainer  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left"), *ADVICE]
-needs_ipex = pytest.mark.skipif(not has_ipex(), reason="IPEX is in the environment of `make test-ipex` alone")
 CLASSES = 4
 
 
@@ -52,18 +50,6 @@ class LitNetwork(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-@pytest.mark.parametrize("more", [{}, pytest.param({"use_ipex": True}, marks=needs_ipex)])
-def test_the_guide_s_example_of_bf16_works_word_for_word(tmp_path, monkeypatch, more):
-    monkeypatch.chdir(tmp_path)  # Lightning's logger and checkpoints are on
-    model = LitNetwork()
-    trainer = Trainer(max_epochs=5, precision="bf16", **more)
-    trainer.fit(model, train_dataloaders=images())
-    (found,) = trainer.validate(model, dataloaders=images())
-    assert found["val_acc"] > 0.9
-    assert not more or "ipex" in trainer.report.applied  # without, another test of the process may have imported it
-    assert trainer.checkpoint_callback.best_model_path
 
 
 @pytest.mark.parametrize("processes", [1, 2])
