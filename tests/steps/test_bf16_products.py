@@ -260,7 +260,7 @@ def test_small_products_and_models_are_fp32(rounded):
     assert report["precision"].code == "too_small"
     assert all(torch.equal(one, two) for one, two in zip(small, exact, strict=True))
     assert not rounded
-    _, report = accelerated(model, torch.randn(64 * threads, 64))
+    _, report = accelerated(model, torch.randn(128 * threads, 64))
     assert report["precision"].status == "applied"
     assert rounded == {"product": 3}
 
@@ -391,7 +391,7 @@ def test_kernels_of_which_no_product_rounds_are_torch_s_again(rows, stays):
 
 @here
 def test_products_smaller_than_all_that_round_are_asked_about_no_more(monkeypatch):
-    model, small = nn.Linear(256, 256), torch.get_num_threads() * 16
+    model, small = nn.Linear(256, 256), torch.get_num_threads() * 112
     asked, rounds = [], rounded_product.rounds
     monkeypatch.setattr(
         rounded_product, "rounds", lambda *args, **kwargs: asked.append(args[1]) or rounds(*args, **kwargs)
