@@ -24,8 +24,8 @@ def test_two_processes_compute_as_rank_0_has_measured(measuring):
         mine = [sorted(each._tuner.choices.all()) for each in _steps() if each._tuner is not None]
         return nano_loop.all_gather(torch.tensor([len(each) for each in mine])).tolist(), mine
 
-    model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 1)), torch.rand(256, 256)
-    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 64)
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 1)), torch.rand(2048, 256)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     counts, (keys,) = nano(**small.OPTIONS | {"precision": "auto"})(train)(model, optimizer, loader)
     assert counts[0] == counts[1] == [len(keys)]
