@@ -32,6 +32,8 @@ _ROUNDED = 2.0**-5
 #: it gains less than when it is repeated.
 _ROUNDING_PAYS = 1.2
 _MATRIX = 2
+#: What `_kind` looks into.
+_COMPOSED = (Tensor, tuple, list, float)
 #: Plain products, the first guess for attention where there are no blocks, have up to 1.5 times the error of torch's.
 _AS_EXACT = 1.6
 
@@ -81,9 +83,6 @@ class TunedOperator(NamedTuple):
         decision = measure_or_guess(guess, lambda: tuner.choose(self.key(call), guess, lambda: race))
         # A choice of another version may be none here.
         return decision if decision.algorithm in algorithms else Decision(guess)
-
-
-_COMPOSED = (Tensor, tuple, list, float)
 
 
 def _kind(value: Any) -> Hashable:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nano_loop.patching.torch_private import version
+from nano_loop.patching.walk import named_attributes_of
 
 _NAMESPACES = (SimpleNamespace, Namespace)
 _LEAVES = (str, bytes, int, float, type(None))
@@ -181,12 +182,7 @@ def _generated(function: Callable[[torch.Tensor], torch.Tensor], values: Generat
 
 def attributes_with_names(value: Any) -> list[tuple[str, Any]]:
     """Return the attributes of an object that holds data: nothing for what is called, as modules and functions are."""
-    if callable(value) or isinstance(value, ModuleType):
-        return []
-    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for group in slots for name in ((group,) if isinstance(group, str) else group)]
-    assigned = [(name, getattr(value, name)) for name in names if not name.startswith("__") and hasattr(value, name)]
-    return [*getattr(value, "__dict__", {}).items(), *assigned]
+    return [] if callable(value) or isinstance(value, ModuleType) else [*named_attributes_of(value)]
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

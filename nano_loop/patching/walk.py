@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from types import CodeType
 from typing import Any
 
 CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -58,10 +59,27 @@ def items_of(value: Any) -> Iterable[Any]:
 
 def attributes_of(value: Any) -> Iterator[Any]:
     """Yield the attributes of an object without calling its code, as properties are."""
+    return (attribute for _, attribute in named_attributes_of(value))
+
+
+def named_attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of the attributes of an object, without calling its code."""
     with suppress(TypeError):  # it has slots alone
-        yield from vars(value).values()
+        yield from [*vars(value).items()]
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if name in ("__dict__", "__weakref__"):
+                continue
+            is_private = name.startswith("__") and not name.endswith("__")
+            attribute = f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
             with suppress(AttributeError):  # not assigned
-                yield object.__getattribute__(value, name)
+                yield attribute, object.__getattribute__(value, attribute)
+
+
+def code_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield code, and the code of the functions and classes that are defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from code_in(constant)

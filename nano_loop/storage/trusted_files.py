@@ -18,9 +18,7 @@ from pathlib import Path
 from nano_loop.errors import NanoError, error_message
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_PART = (
-    getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-)  # it may be closed to reading
+_PART = _FOLDER | getattr(os, "O_PATH", 0)  # it may be closed to reading
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe that nobody writes to would be waited for
 _OTHERS = 0o077
 _KINDS = {"folder": stat.S_ISDIR, "regular file": stat.S_ISREG}

@@ -34,7 +34,10 @@ def test_walk_takes_the_nearest_objects_first_and_ends_at_its_bounds(bounds, exp
 
 def test_attributes_are_read_without_running_code_of_the_object():
     class Base:
-        __slots__ = ("slot", "unset")
+        __slots__ = ("__private", "slot", "unset")
+
+        def __init__(self):
+            self.__private = 3
 
     class Holder(Base):
         __slots__ = ("__dict__",)
@@ -45,4 +48,4 @@ def test_attributes_are_read_without_running_code_of_the_object():
 
     holder = Holder()
     holder.slot, holder.attribute = 1, 2
-    assert sorted(value for value in attributes_of(holder) if isinstance(value, int)) == [1, 2]
+    assert sorted(value for value in attributes_of(holder) if isinstance(value, int)) == [1, 2, 3]

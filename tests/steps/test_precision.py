@@ -320,10 +320,14 @@ class Prediction:
 
 
 class Slotted:
-    __slots__ = ("deeper", "hidden")
+    __slots__ = ("__private", "deeper", "hidden")
 
     def __init__(self, hidden):
         self.hidden, self.deeper = hidden, SimpleNamespace(more=(hidden,))
+        self.__private = hidden.exp()
+
+    def tensors(self):
+        return [self.hidden, *self.deeper.more, self.__private]
 
 
 def lazily(hidden):
@@ -337,7 +341,7 @@ def lazily(hidden):
 
 OBJECTS = {
     "attributes": (Prediction, lambda out: [out.hidden, out.itself.hidden, *out.others]),
-    "slots": (Slotted, lambda out: [out.hidden, *out.deeper.more]),
+    "slots": (Slotted, Slotted.tensors),
     "in a dict": (lambda h: {"out": Prediction(h)}, lambda out: [out["out"].hidden]),
     "generator": (lazily, list),
     "map": (lambda h: map(torch.abs, [h, h]), list),

@@ -26,6 +26,7 @@ from nano_loop.cpu.parent_process import process_start
 from nano_loop.distributed.payload.payload import dump, load
 from nano_loop.errors import NanoError, error_message
 from nano_loop.patching.attributes import defined_in
+from nano_loop.patching.walk import code_in
 
 # Lists and dicts may have been filled since the import.
 _LITERALS = (bool, int, float, complex, str, bytes, tuple, type(None))
@@ -79,7 +80,7 @@ def _is_edited(name: str, module: object) -> bool:
         return False
     try:
         source = decode_source(Path(spec.origin).read_bytes())
-        known = {*map(_identity, _code_in(compile(source, spec.origin, "exec", dont_inherit=True)))}
+        known = {*map(_identity, code_in(compile(source, spec.origin, "exec", dont_inherit=True)))}
     except (OSError, SyntaxError, ValueError):  # it is being edited
         return True
     values = [*_values_in(module)]
@@ -88,13 +89,6 @@ def _is_edited(name: str, module: object) -> bool:
         return True
     names = vars(module)
     return any(key in names and not _is_equal(names[key], value) for key, value in _constants(source))
-
-
-def _code_in(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _code_in(constant)
 
 
 def _identity(code: CodeType) -> tuple[Any, ...]:

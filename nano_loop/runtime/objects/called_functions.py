@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from nano_loop.patching.walk import walk
+from nano_loop.patching.walk import code_in, walk
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _MOST = 1000  # functions of a class and those that they call
@@ -35,7 +35,8 @@ def _called_by(kind: type) -> frozenset[str]:
 
     def contents(value: Any) -> Iterator[Any]:
         if isinstance(value, FunctionType) and _package(value) in packages:
-            yield from _globals_of(value, value.__code__)
+            for code in code_in(value.__code__):
+                yield from _globals_of(value, code)
 
     reached = walk(map(inspect.unwrap, methods), contents, most=_MOST)
     others = (value for value in reached if callable(value) and _package(value) not in packages)
@@ -54,9 +55,6 @@ def _globals_of(function: FunctionType, code: CodeType) -> Iterator[Any]:
             value = None
         if value is not None and not isinstance(value, ModuleType):
             yield value
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _globals_of(function, constant)
 
 
 def _package(value: Any) -> str:
