@@ -82,6 +82,11 @@ def nano(work: Workload, count: int) -> list[float]:
     return nano_with(work, count, **_reduced(), channels_last=work.images)
 
 
+def nano_products(work: Workload, count: int) -> list[float]:
+    """nano_loop as in `nano`, with ``precision="bf16-products"``: what ``"auto"`` takes on a CPU with bf16."""
+    return nano_with(work, count, precision="bf16-products", channels_last=work.images)
+
+
 def nano_compile(work: Workload, count: int) -> list[float]:
     """nano_loop as in `nano`, with ``compile=True``."""
     return nano_with(work, count, **_reduced(), channels_last=work.images, compile=True)
@@ -132,7 +137,7 @@ SYSTEMS: dict[str, Callable[[Workload, int], list[float]]] = {
     each.__name__: each
     for each in (
         *(plain, autocast, by_hand, expert, expert_jemalloc, expert_compile),
-        *(fabric, accelerate, compile, ipex, nano, nano_compile, nano_fp32, nano_ipex),
+        *(fabric, accelerate, compile, ipex, nano, nano_products, nano_compile, nano_fp32, nano_ipex),
     )
 } | trainers.SYSTEMS
 #: What is measured where nobody says what: the user's own loop.
@@ -152,7 +157,7 @@ LEVERS: dict[str, dict[str, bool]] = {
     },
 }
 #: nano_loop's own; all others are its peers.
-OURS = ("nano", "nano_compile", "nano_fp32", "nano_ipex", *trainers.OURS)
+OURS = ("nano", "nano_products", "nano_compile", "nano_fp32", "nano_ipex", *trainers.OURS)
 #: IPEX works with torch 2.8.0 alone.
 _WITH_IPEX = ("ipex", "nano_ipex")
 #: What --quick leaves out where it is not asked for by name, and why.
