@@ -28,7 +28,7 @@
 #endif
 #define VECTORS 4 /* of a tile, at most */
 #define TILE (VECTORS * WIDTH)
-#define CHUNK 24 /* products that are summed one after another, at most: sums of sums have smaller errors */
+#define CHUNK 20 /* products that are summed one after another, at most: sums of sums have smaller errors */
 #define MULTIPLICATIONS (1 << 19) /* for which one more thread is started */
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));

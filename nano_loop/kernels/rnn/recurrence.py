@@ -1,12 +1,13 @@
 """One direction of a layer of an RNN, a GRU or an LSTM, with the recurrence by a C function (``recurrence.c``).
 
-The products of all inputs, and those of all gradients, are one each over all steps. All is in fp32, on any CPU. In reduced
-precision, products round what they multiply to bf16 where the CPU has the bf16 instructions of AVX-512.
+The products of all inputs, and those of all gradients, are one each over all steps. All is in fp32, on any CPU. In
+reduced precision, products round what they multiply to bf16 where the CPU has the bf16 instructions of AVX-512.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -157,14 +158,12 @@ class _RecurrentLayer(torch.autograd.Function):
         with below_autocast():
             computed = _backward(ctx.layer, tensors, kept, gradients, ctx.needs_input_grad[1:])
         return None, *(
-            None if gradient is None else gradient.to(tensor.dtype)
+            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(computed, tensors, strict=True)
         )
 
 
-def _forward(
-    layer: Layer, tensors: Arguments, keeps: bool
-) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+def _forward(layer: Layer, tensors: Arguments, keeps: bool) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
     """Return what the backward reads besides the arguments, and the outputs and states in fp32."""
     inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
     call, rows = layer.sizes(inputs, input_weight, state), inputs.size(0)
@@ -243,7 +242,7 @@ def _by_operators(layer: Layer, tensors: Arguments) -> tuple[Tensor, ...]:
     """Return what `recurrence` does, step by step."""
     inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
     offsets = layer.offsets.tolist()
-    steps = [*zip(offsets, offsets[1:], strict=False)]
+    steps = [*itertools.pairwise(offsets)]
     of_inputs, outputs = F.linear(inputs, input_weight, input_bias), {}
     for begin, end in reversed(steps) if layer.is_reversed else steps:
         count = end - begin

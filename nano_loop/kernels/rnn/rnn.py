@@ -1,7 +1,7 @@
 """torch's operators of RNNs, GRUs and LSTMs, layer by layer by `nano_loop.kernels.rnn.recurrence`.
 
-oneDNN computes LSTMs in bf16, and those that may round their products, in place of which `nano_loop.kernels.rnn.lstm` does.
-All others torch composes of several operators a step.
+torch composes them of several operators a step, but for LSTMs of sequences of equal length, which are oneDNN's. Those
+are left to it, or to `nano_loop.kernels.rnn.lstm`, in bf16 and where products may round.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rnn.recurrence import GATES, GRU, LSTM, RELU, TANH, Layer
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
-from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch, is_tracing
+from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch
 
-#: Minimum number of multiplications of an LSTM that oneDNN computes otherwise.
-MIN_MULTIPLICATIONS = 1 << 18
+#: Most units of an LSTM that is not left to oneDNN. The weights of more are not in a core's cache.
+_MOST_UNITS = 256
 _DTYPES = {torch.float32, torch.bfloat16}
 #: Operators of which torch composes a step under autocast, and which a user may want in another dtype.
 _COMPOSED = ("linear", "sigmoid", "sigmoid_", "tanh", "tanh_", "relu")
@@ -71,11 +71,18 @@ class Arguments(NamedTuple):
         layers = []
         for at, states in enumerate(zip(*(state.unbind(0) for state in self.states), strict=True)):
             input_weight, hidden_weight, *others = self.weights[at * count : (at + 1) * count]
-            biases = others[:2] if self.has_biases else (None, None)
-            projection = others[-1] if self.is_projected else None
-            cells = states[1] if self.mode == LSTM else None
+            input_bias, hidden_bias = others[:2] if self.has_biases else (None, None)
             layers.append(
-                recurrence.Arguments(self.inputs, input_weight, hidden_weight, *biases, projection, states[0], cells)
+                recurrence.Arguments(
+                    self.inputs,
+                    input_weight,
+                    hidden_weight,
+                    input_bias,
+                    hidden_bias,
+                    projection=others[-1] if self.is_projected else None,
+                    state=states[0],
+                    cells=states[1] if self.mode == LSTM else None,
+                )
             )
         return layers
 
@@ -85,9 +92,7 @@ def _computed(mode: int, is_packed: bool, inputs: Tensor, *args: Any) -> tuple[T
     if not belongs_to_set_up_model():
         return None
     batch_sizes, (states, weights, *numbers) = (args[0], args[1:]) if is_packed else (None, args)
-    call = Arguments(
-        mode, inputs, batch_sizes, tuple(states) if mode == LSTM else (states,), tuple(weights), *numbers
-    )
+    call = Arguments(mode, inputs, batch_sizes, tuple(states) if mode == LSTM else (states,), tuple(weights), *numbers)
     layer = _layer(call)
     if layer is None:
         return None
@@ -132,7 +137,7 @@ def _by_layers(call: Arguments, layer: Layer) -> tuple[Tensor, ...]:
 def _layer(call: Arguments) -> Layer | None:
     """Return what all layers of a call have in common, or None where torch computes it."""
     tensors = (call.inputs, *call.states, *call.weights)
-    if in_functorch() or in_dispatch_mode() or is_tracing() or not all(map(_is_plain, tensors)):
+    if in_functorch() or in_dispatch_mode() or not all(map(_is_plain, tensors)):
         return None
     is_onednns = call.mode == LSTM and call.batch_sizes is None and not call.is_projected
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -145,7 +150,7 @@ def _layer(call: Arguments) -> Layer | None:
     if in_bf16 and any(rule_for(operator) is not None for operator in _COMPOSED):
         return None
     offsets = _offsets(call)
-    if offsets is None or not _are_shapes_right(call) or (is_onednns and _multiplications(call) < MIN_MULTIPLICATIONS):
+    if offsets is None or not _are_shapes_right(call) or (is_onednns and not is_faster_than_onednn(call)):
         return None
     return Layer(call.mode, offsets, False, in_bf16, _dtypes(call, in_bf16))
 
@@ -154,7 +159,8 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is no subclass, has memory, and no derivative of a forward mode."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_cpu or tensor.layout is not torch.strided:
         return False
-    return tensor.data_ptr() != 0 and forward_ad.unpack_dual(tensor).tangent is None
+    dual: Any = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return tensor.data_ptr() != 0 and dual.tangent is None
 
 
 def _dtypes(call: Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
@@ -198,6 +204,7 @@ def _are_shapes_right(call: Arguments) -> bool:
     return [weight.shape for weight in call.weights] == shapes
 
 
-def _multiplications(call: Arguments) -> int:
-    matrices = sum(weight.numel() for weight in call.weights if weight.dim() == _MATRIX)
-    return call.inputs.numel() // call.inputs.size(-1) * matrices
+def is_faster_than_onednn(call: Arguments) -> bool:
+    """Whether an LSTM in fp32 is faster in C: oneDNN lets its threads wait for all others in each step."""
+    is_training = torch.is_grad_enabled() and any(weight.requires_grad for weight in call.weights)
+    return is_training and torch.get_num_threads() > 1 and call.states[-1].size(-1) <= _MOST_UNITS

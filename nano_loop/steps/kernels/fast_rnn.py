@@ -15,8 +15,8 @@ from nano_loop.steps.kernels.kernel_step import KernelStep
 class FastRnn(KernelStep):
     """Replaces torch's operators of recurrent layers, in the calls of set-up models and in their backward.
 
-    torch composes a GRU, an RNN, and an LSTM of packed sequences or with a projection, of about ten operators a step. LSTMs
-    in bf16 are computed by `FastLstm`.
+    torch composes a GRU, an RNN, and an LSTM of packed sequences or with a projection, of about ten operators a step.
+    Other LSTMs are oneDNN's, or those of `FastLstm`.
     """
 
     name = "fast_rnn"

@@ -138,7 +138,7 @@ def test_loop_in_fp32_is_torchs_to_the_bit(called, monkeypatch, name):
     use_for_all_sizes(monkeypatch, case.kind)
     plain = case.built()
     expected = loop(plain, torch.optim.SGD(plain.parameters(), case.lr), case)
-    found, report = trained(case, precision=32, fused_optimizer=False)
+    found, report = trained(case, precision=32, exact=True)
     assert case.kind.name not in str(report)
     assert not called
     for what, tensors in expected.items():
