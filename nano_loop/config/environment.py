@@ -8,7 +8,7 @@ from typing import Any
 
 from nano_loop.config.exports import EXPORTS
 from nano_loop.config.option_checks import Check, RefusedValueError
-from nano_loop.config.protocol import COMMAND
+from nano_loop.config.protocol import COMMAND, INSTALL
 from nano_loop.errors import shortened
 
 #: Has the secret of a launch on several hosts, and is no option; see docs/security.md.
@@ -50,7 +50,7 @@ def read_options(
     variables = {variable_of(option): option for option in checks}
     known, unknown = {}, {}
     ours = (name for name in environ if name.upper().startswith(_PREFIX))
-    for name in sorted(name for name in ours if name not in (SECRET, EXPORTS, COMMAND)):
+    for name in sorted(name for name in ours if name not in (SECRET, EXPORTS, COMMAND, INSTALL)):
         # A mistyped secret is in no message.
         value = "..." if "SECRET" in name.upper() else shortened(environ[name])
         text = f"{shortened(name)}={value}"

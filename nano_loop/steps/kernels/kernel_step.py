@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.kernels.build import CompiledKernel
@@ -57,7 +58,7 @@ class KernelStep(Step):
     def begin(self) -> None:
         self._has_calls = False  # whether a model that was set up calls the replaced operators
         self._in_force: ExitStack | None = None
-        self._optimizers: set[int] = set()
+        self._optimizers: Any = WeakIdKeyDictionary()
         self._steps = self._calls = 0
 
     @property
@@ -128,8 +129,8 @@ class KernelStep(Step):
 
     def _watch(self, parts: TrainingObjects) -> None:
         for optimizer in parts.optimizers:
-            if id(optimizer) not in self._optimizers:
-                self._optimizers.add(id(optimizer))
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = True
                 self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
 
     def _look(self, *_: object) -> None:
