@@ -97,37 +97,35 @@ class Declarations:
         "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs."
     )
     allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.")
-    fast_dropout: bool | Literal["auto"] = step(
-        "The masks of torch's own generator, drawn about ten times as fast. Needs a C compiler, at first use."
-    )
+    fast_dropout: bool | Literal["auto"] = step("The masks of torch's own generator, drawn about ten times as fast.")
     fast_attention: bool | Literal["auto"] = step(
         "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
-        "Needs a C compiler, at first use, and AVX-512; else by plain products, about twice as fast."
+        "Needs AVX-512; else by plain products, about twice as fast."
     )
     fast_activation: bool | Literal["auto"] = step(
         "tanh, and GELU by tanh, by functions in C, in reduced precision: about three times as fast. With "
-        '`"bf16-products"` gradients of any GELU, too. Needs torch 2.9 or later, and a C compiler, at first use.'
+        '`"bf16-products"` gradients of any GELU, too. Needs torch 2.9 or later.'
     )
     fast_convolution: bool | Literal["auto"] = step(
         "Gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 times as "
-        "fast as oneDNN, for NHWC images. Needs torch 2.9, and a C compiler, at first use, and AVX-512; else by plain "
+        "fast as oneDNN, for NHWC images. Needs torch 2.9 and AVX-512; else by plain "
         "matrix products where oneDNN is slow."
     )
     fast_linear: bool | Literal["auto"] = step(
         "Large products of linear layers and of their gradients in blocks by bf16 instructions, in reduced precision: "
-        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
+        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9 and AVX-512."
     )
     fast_lstm: bool | Literal["auto"] = step(
         "LSTMs by large products, and a function in C for the recurrence, in reduced precision: 1.06 to 2.7 times "
-        "as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
+        "as fast as oneDNN. Needs torch 2.9 and AVX-512."
     )
     fast_cross_entropy: bool | Literal["auto"] = step(
         "Cross-entropy over many classes in two passes over the logits, in reduced precision and with "
-        '`"bf16-products"`: less time, and a third of the memory. Needs a C compiler, at first use.'
+        '`"bf16-products"`: less time, and a third of the memory.'
     )
     fast_norm: bool | Literal["auto"] = step(
         "Batch, group and layer norms at twice the speed of torch's kernels, in reduced precision, and with "
-        '`"bf16-products"` where that is faster in fp32. Needs torch 2.9 or later and, at first use, a C compiler.'
+        '`"bf16-products"` where that is faster in fp32. Needs torch 2.9 or later.'
     )
     tune_operators: bool | Literal["auto"] = step(
         "Timing of the algorithms of products, attention, LSTMs and convolutions, in reduced precision, from the third "

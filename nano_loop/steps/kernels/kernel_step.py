@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.operators.operators import gives_kernels
@@ -99,7 +99,9 @@ class KernelStep(Step):
         if self.absent is not None and not self._is_wanted(parts):
             return self.absent
         reason = self.kernel.unavailable if self.says_without_kernel is None else None
-        return None if reason is None else SkipReason("no_kernel", reason)
+        if reason is None:
+            return None
+        return SkipReason("no_kernel", reason if self.required else for_report(reason))
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
@@ -113,7 +115,7 @@ class KernelStep(Step):
         if self.takes_fp32 and not self.options.reduced_precision:
             self._watch(parts)
         reason = self.kernel.unavailable
-        return self.says if reason is None else f"{self.says_without_kernel}{reason}"
+        return self.says if reason is None else f"{self.says_without_kernel}{for_report(reason)}"
 
     def contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Return what replaces the kernels, to be entered once a run."""
