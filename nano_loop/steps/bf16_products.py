@@ -149,7 +149,7 @@ class Bf16Products(Step):
             for kind in _KINDS:
                 if kind.is_for(model) and (kind.kernel is None or kind.kernel.unavailable is None):
                     self._put_in_force(kind)
-            interceptor = self.interceptors.for_model(model)
+            interceptor = self.interceptors.for_model(model, self.name)
             interceptor.rules = {**interceptor.rules, RULE: self._rounding}
             self._models[class_name(model)] = None
         for optimizer in parts.optimizers:
@@ -187,6 +187,8 @@ class Bf16Products(Step):
                 self._kinds.remove(kind)
                 for replacement in kind.replacements:
                     self._in_force.pop(replacement).close()
+            if not self._kinds:
+                self.interceptors.release(self.name)
 
 
 def _has_fp32(model: nn.Module) -> bool:

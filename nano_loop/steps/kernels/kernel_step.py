@@ -106,7 +106,7 @@ class KernelStep(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models:
-            self.interceptors.for_model(model)
+            self.interceptors.for_model(model, self.name)
         if self._in_force is None:
             self._in_force = self.undoing.enter_context(ExitStack())
             for context in self.contexts():
@@ -139,6 +139,7 @@ class KernelStep(Step):
         if self._steps == LOOKS_UNTIL and self.kernel.calls == self._calls and self._in_force is not None:
             self._in_force.close()
             self._in_force = None
+            self.interceptors.release(self.name)
 
     def _reason_of_precision(self, parts: TrainingObjects) -> SkipReason | None:
         if self.options.reduced_precision or not self.auto_is_for_reduced_precision:
