@@ -10,6 +10,7 @@ import torch
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, format_cpu_list
 from nano_loop.distributed.comm.rank_slot import RankSlot
+from nano_loop.kernels.build import summary
 from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
 from nano_loop.version import __version__
 
@@ -87,6 +88,7 @@ def _title(slot: RankSlot) -> str:
         f"{ranks.size} process{'es' if ranks.size > 1 else ''}{hosts} × {threads} thread{'s' if threads > 1 else ''}",
         f"CPUs {used} of {len(machine.logical_cpus)}{quota}",
         ", ".join([machine.name, *_bf16_instructions(machine)]),
+        summary(),
         *([f"{slot.copied / (1 << 30):.1f} GiB of arguments copied"] if slot.copied >= _MUCH else []),
     ]
     return " · ".join(parts)

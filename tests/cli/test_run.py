@@ -270,7 +270,7 @@ def test_script_without_a_line_is_accelerated_with_its_children(script):
     code, plain, err = ran(path, "argument", by=[sys.executable])
     assert (code, err) == (1, "")
     for options in ([], ["--precision", "bf16"]):
-        code, out, err = ran("--no-fused-optimizer", *options, path, "argument")
+        code, out, err = ran("--exact", *options, path, "argument")
         assert code == 1, err
         assert err.count("Net, trained by SGD") == 3
         results = json.loads(out.replace("'", '"'))

@@ -16,7 +16,7 @@ import nano_loop
 from nano_loop import NanoConfigError, NanoWarning, TorchNano, accelerated, nano
 
 X, Y = torch.randn(12, 3), torch.randn(12, 2)
-EXACT = {"verbose": False, "fused_optimizer": False}
+EXACT = {"verbose": False, "exact": True}
 
 
 @pytest.fixture

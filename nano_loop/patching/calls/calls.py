@@ -142,6 +142,11 @@ class CallInterceptor:
             self.inner.clear()
             _traced.discard(id(self))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is around the calls, and no compiled graph depends on their being intercepted."""
+        return not self._by_name and not self.inner and id(self) not in _traced
+
     def _forget(self, key: int, _: object) -> None:
         """Forget a module that is being freed, whose id may then be another's."""
         _interceptors.pop(key, None)
@@ -173,8 +178,8 @@ class CallInterceptor:
         """Call `original` of a module for the loop, inside the layers of the run that the call belongs to."""
         if is_exporting():
             return original(module, *args, **kwargs)
-        interceptors = _interceptors[id(module)]
-        interceptor = self if len(interceptors) == 1 else _of_this_thread(interceptors)
+        interceptors = _interceptors.get(id(module), ())  # none: released meanwhile by another thread
+        interceptor = self if len(interceptors) < 2 else _of_this_thread(interceptors)
         if torch.compiler.is_compiling():
             if interceptor._is_left_plain(module):
                 return original(module, *args, **kwargs)
@@ -209,6 +214,7 @@ class CallInterceptors:
         self._by_model: Any = WeakIdKeyDictionary()
         self._in_use: weakref.WeakSet[CallInterceptor] = weakref.WeakSet()
         self._ways_in: set[tuple[type, str]] = set()
+        self._users: set[str] = set()
         self._undoing = ExitStack()
 
     def add(self, model: nn.Module, name: str, layer: CallWrapper) -> CallInterceptor:
@@ -220,8 +226,18 @@ class CallInterceptors:
         interceptor.add(name, layer)
         return interceptor
 
-    def for_model(self, model: nn.Module) -> CallInterceptor:
-        """Intercept the calls into `model`, also without layers, so that their operators belong to a set-up model."""
+    def for_model(self, model: nn.Module, user: str | None = None) -> CallInterceptor:
+        """Intercept the calls into `model`, also without layers, so that their operators belong to a set-up model.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            The model.
+        user : str or None
+            Who replaces kernels of these operators, until `release`.
+        """
+        if user is not None:
+            self._users.add(user)
         interceptor: CallInterceptor | None = self._by_model.get(model)
         if interceptor is None:
             interceptor = self._by_model[model] = self._open(model)
@@ -231,6 +247,12 @@ class CallInterceptors:
         """Return the rules of the calls into `model`, without intercepting them."""
         interceptor: CallInterceptor | None = self._by_model.get(model)
         return NO_RULES if interceptor is None else interceptor.rules
+
+    def release(self, user: str) -> None:
+        """Stop intercepting calls that nothing is around, if this was the last user: each costs microseconds."""
+        self._users.discard(user)
+        if not self._users and all(interceptor.is_idle for interceptor in self._in_use):
+            self.close()
 
     def close(self) -> None:
         """Remove all layers of this run, and keep those of an enclosing run."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.operators.operators import gives_kernels
@@ -100,12 +100,14 @@ class KernelStep(Step):
         if self.absent is not None and not self._is_wanted(parts):
             return self.absent
         reason = self.kernel.unavailable if self.says_without_kernel is None else None
-        return None if reason is None else SkipReason("no_kernel", reason)
+        if reason is None:
+            return None
+        return SkipReason("no_kernel", reason if self.required else for_report(reason))
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models:
-            self.interceptors.for_model(model)
+            self.interceptors.for_model(model, self.name)
         if self._in_force is None:
             self._in_force = self.undoing.enter_context(ExitStack())
             for context in self.contexts():
@@ -114,7 +116,7 @@ class KernelStep(Step):
         if self.takes_fp32 and not self.options.reduced_precision:
             self._watch(parts)
         reason = self.kernel.unavailable
-        return self.says if reason is None else f"{self.says_without_kernel}{reason}"
+        return self.says if reason is None else f"{self.says_without_kernel}{for_report(reason)}"
 
     def contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Return what replaces the kernels, to be entered once a run."""
@@ -138,6 +140,7 @@ class KernelStep(Step):
         if self._steps == LOOKS_UNTIL and self.kernel.calls == self._calls and self._in_force is not None:
             self._in_force.close()
             self._in_force = None
+            self.interceptors.release(self.name)
 
     def _reason_of_precision(self, parts: TrainingObjects) -> SkipReason | None:
         if self.options.reduced_precision or not self.auto_is_for_reduced_precision:
