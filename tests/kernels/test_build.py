@@ -15,6 +15,7 @@ from nano_loop.kernels.rnn import lstm_layer
 SOURCES = sorted(Path(compiled.__file__).parent.glob("csrc/*.c"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in compiled._NATIVE, reason="no flag is known for this processor")
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_each_file_compiles_for_this_processor_without_an_implicit_declaration(source, tmp_path):
