@@ -3,6 +3,7 @@
    A row of logits is read twice in the forward, the second time from the cache, and once in the backward. Sums have 16
    lanes, as a vector has, and are added up in double precision, so a result depends neither on the number of threads
    nor on the width of vectors. */
+#include "logarithm.h"
 #include "numbers.h"
 
 #define LANES 16
@@ -59,7 +60,7 @@
         for (int64_t i = 0; i < rows; i++) {                                                                           \
             const TYPE *row = logits + i * width;                                                                      \
             double of_row, maximum = maxima[i] = maximum_##NAME(row, width);                                           \
-            double log_sum = __builtin_log(sums_##NAME(row, width, maxima[i], &of_row));                               \
+            double log_sum = logarithm(sums_##NAME(row, width, maxima[i], &of_row));                                   \
             log_sums[i] = (float)log_sum;                                                                              \
             losses[i] = 0;                                                                                             \
             if (targets[i] == ignored) continue;                                                                       \

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.replacement import Replacement
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.operators.operators import gives_kernels
@@ -57,7 +58,7 @@ class KernelStep(Step):
     def begin(self) -> None:
         self._has_calls = False  # whether a model that was set up calls the replaced operators
         self._in_force: ExitStack | None = None
-        self._optimizers: set[int] = set()
+        self._optimizers: Any = WeakIdKeyDictionary()
         self._steps = self._calls = 0
 
     @property
@@ -99,7 +100,9 @@ class KernelStep(Step):
         if self.absent is not None and not self._is_wanted(parts):
             return self.absent
         reason = self.kernel.unavailable if self.says_without_kernel is None else None
-        return None if reason is None else SkipReason("no_kernel", reason)
+        if reason is None:
+            return None
+        return SkipReason("no_kernel", reason if self.required else for_report(reason))
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
@@ -113,7 +116,7 @@ class KernelStep(Step):
         if self.takes_fp32 and not self.options.reduced_precision:
             self._watch(parts)
         reason = self.kernel.unavailable
-        return self.says if reason is None else f"{self.says_without_kernel}{reason}"
+        return self.says if reason is None else f"{self.says_without_kernel}{for_report(reason)}"
 
     def contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Return what replaces the kernels, to be entered once a run."""
@@ -128,8 +131,8 @@ class KernelStep(Step):
 
     def _watch(self, parts: TrainingObjects) -> None:
         for optimizer in parts.optimizers:
-            if id(optimizer) not in self._optimizers:
-                self._optimizers.add(id(optimizer))
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = True
                 self.undoing.callback(optimizer.register_step_post_hook(self._look).remove)
 
     def _look(self, *_: object) -> None:
