@@ -110,33 +110,33 @@ class Declarations:
     )
     allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.", changes_bits=False)
     fast_dropout: bool | Literal["auto"] = step(
-        "The masks of torch's own generator, drawn about ten times as fast. Needs a C compiler, at first use.",
+        "The masks of torch's own generator, drawn about ten times as fast.",
         changes_bits=False,
     )
     fast_attention: bool | Literal["auto"] = step(
         "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
-        "Needs a C compiler, at first use, and AVX-512; else by plain products, about twice as fast.",
+        "Needs AVX-512; else by plain products, about twice as fast.",
         changes_bits=True,
     )
     fast_activation: bool | Literal["auto"] = step(
         "tanh, and GELU by tanh, by functions in C: about three times as fast. In fp32, where that is faster, "
-        "gradients of any GELU, too. Needs torch 2.9 or later, and a C compiler, at first use.",
+        "gradients of any GELU, too. Needs torch 2.9 or later.",
         changes_bits=True,
     )
     fast_convolution: bool | Literal["auto"] = step(
         "Gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 times as "
-        "fast as oneDNN, for NHWC images. Needs torch 2.9, and a C compiler, at first use, and AVX-512; else by plain "
+        "fast as oneDNN, for NHWC images. Needs torch 2.9 and AVX-512; else by plain "
         "matrix products where oneDNN is slow.",
         changes_bits=True,
     )
     fast_linear: bool | Literal["auto"] = step(
         "Large products of linear layers and of their gradients in blocks by bf16 instructions, in reduced precision: "
-        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512.",
+        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9 and AVX-512.",
         changes_bits=True,
     )
     fast_lstm: bool | Literal["auto"] = step(
         "LSTMs by large products, and a function in C for the recurrence, in reduced precision: 1.06 to 2.7 times "
-        "as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512.",
+        "as fast as oneDNN. Needs torch 2.9 and AVX-512.",
         changes_bits=True,
     )
     fast_rnn: bool | Literal["auto"] = step(
@@ -145,13 +145,12 @@ class Declarations:
         changes_bits=True,
     )
     fast_cross_entropy: bool | Literal["auto"] = step(
-        "Cross-entropy over many classes in two passes over the logits: less time, and a third of the memory. Needs "
-        "a C compiler, at first use.",
+        "Cross-entropy over many classes in two passes over the logits: less time, and a third of the memory.",
         changes_bits=True,
     )
     fast_norm: bool | Literal["auto"] = step(
         "Batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and in fp32 where "
-        "that is faster. Needs torch 2.9 or later and, at first use, a C compiler.",
+        "that is faster. Needs torch 2.9 or later.",
         changes_bits=True,
     )
     tune_operators: bool | Literal["auto"] = step(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nano_loop.config.declarations import CHECKS, DEFAULTS, EXACT, MEASURING, OPTIONS, Declarations
-from nano_loop.config.environment import read_options, variable_of
+from nano_loop.config.environment import kernels_choice, read_options, variable_of
 from nano_loop.config.leftovers import LEFTOVERS
 from nano_loop.config.option_checks import RefusedValueError, contradictions
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
@@ -66,6 +66,10 @@ class Options(Declarations):
         problems += [
             _unknown(name, text, [variable_of(option) for option in OPTIONS]) for name, text in unknown.items()
         ]
+        try:
+            kernels_choice(environ)
+        except NanoConfigError as error:
+            problems.append(str(error))
         values |= {name: value for name, (_, value) in overriding.items()}
         options = cls(**_checked(values, as_written, problems))
         options._remember(as_written=as_written, from_environment=tuple(as_written[name] for name in overriding))

@@ -14,6 +14,7 @@ from option_values import ALLOWED, REFUSED, SPELLINGS, TEXTS, Colour
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, nano
 from nano_loop.config.declarations import CHECKS, EXACT, OPTIONS
+from nano_loop.config.environment import kernels_choice
 from nano_loop.config.options import Options
 
 HUGE = 10**5000  # Python refuses to print it
@@ -461,6 +462,23 @@ def test_secret_of_a_launch_is_no_option_and_a_mistyped_one_is_in_no_message():
     with pytest.raises(NanoConfigError, match=r"NANO_LOOP_SECRETS=.*there is no such option") as caught:
         Options.from_call({}, {"NANO_LOOP_SECRETS": "0123456789abcdef" * 2})
     assert "0123456789abcdef" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["v3", "v4", " BF16 ", "compile", "off", ""])
+def test_choice_of_kernels_is_no_option(text):
+    assert Options.from_call({}, {"NANO_LOOP_KERNELS": text}) == Options()
+    assert kernels_choice({"NANO_LOOP_KERNELS": text}) == (text.strip().lower() or None)
+    assert kernels_choice({}) is None
+
+
+@pytest.mark.parametrize("text", ["avx2", "native", "v3,v4", "True"])
+def test_kernels_that_do_not_exist_are_refused_with_the_other_faults(text):
+    expected = (
+        f"NANO_LOOP_KERNELS={text}: it is one of v3, v4, bf16, compile, off. Correct it, or unset NANO_LOOP_KERNELS"
+    )
+    with pytest.raises(NanoConfigError, match=expected) as caught:
+        Options.from_call({"precision": "fp8"}, {"NANO_LOOP_KERNELS": text})
+    assert len(str(caught.value).splitlines()) == 2
 
 
 def test_options_cannot_be_changed():

@@ -7,20 +7,23 @@ are left to it, or to `nano_loop.kernels.rnn.lstm`, in bf16 and where products m
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from nano_loop.kernels.replacement import Replacement, unless_none
+from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
+from nano_loop.kernels.replacement import Choose, Replacement, unless_none
 from nano_loop.kernels.rnn import recurrence
 from nano_loop.kernels.rnn.recurrence import GATES, GRU, LSTM, RELU, TANH, Layer
 from nano_loop.kernels.rounding import RULE
-from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch
 
+#: The name of the rule of a model whose recurrent layers are computed in C. It chooses an algorithm for LSTMs in fp32.
+ALGORITHM = rule_of(recurrence.KERNEL)
 #: Most units of an LSTM that is not left to oneDNN. The weights of more are not in a core's cache.
 _MOST_UNITS = 256
 _DTYPES = {torch.float32, torch.bfloat16}
@@ -45,6 +48,8 @@ class Arguments(NamedTuple):
         The states before the first step, and the cells of an LSTM.
     weights : tuple of torch.Tensor
         Those of the directions of all layers.
+    is_trained : bool
+        Whether there will be a backward.
     """
 
     mode: int
@@ -58,11 +63,22 @@ class Arguments(NamedTuple):
     train: bool
     bidirectional: bool
     batch_first: bool = False
+    is_trained: bool = False
 
     @property
     def is_projected(self) -> bool:
         """Whether the outputs of an LSTM are a projection of its units."""
         return self.states[0].size(-1) != self.states[-1].size(-1)
+
+    @property
+    def is_onednns(self) -> bool:
+        """Whether torch leaves the layers to oneDNN."""
+        return self.mode == LSTM and self.batch_sizes is None and not self.is_projected
+
+    @property
+    def of_torch(self) -> tuple[Any, ...]:
+        """The arguments of torch's operator of an LSTM of sequences of equal length."""
+        return (self.inputs, [*self.states], [*self.weights], *self[5:-1])
 
     @property
     def layers(self) -> list[recurrence.Arguments]:
@@ -87,15 +103,25 @@ class Arguments(NamedTuple):
         return layers
 
 
-def _computed(mode: int, is_packed: bool, inputs: Tensor, *args: Any) -> tuple[Tensor, ...] | None:
-    """Compute one of torch's operators, or return None where torch has to."""
-    if not belongs_to_set_up_model():
+def _computed(
+    mode: int, is_packed: bool, kernel: Callable[..., Any], inputs: Tensor, *args: Any
+) -> tuple[Tensor, ...] | None:
+    """Compute one of torch's operators, or return None where torch's kernel has to."""
+    rule: Choose | None = rule_for(ALGORITHM)
+    if rule is None:
         return None
     batch_sizes, (states, weights, *numbers) = (args[0], args[1:]) if is_packed else (None, args)
-    call = Arguments(mode, inputs, batch_sizes, tuple(states) if mode == LSTM else (states,), tuple(weights), *numbers)
+    states = tuple(states) if mode == LSTM else (states,)
+    is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights))
+    call = Arguments(mode, inputs, batch_sizes, states, tuple(weights), *numbers)._replace(is_trained=is_trained)
     layer = _layer(call)
     if layer is None:
         return None
+    if call.is_onednns:
+        guess = COMPILED if is_faster_than_onednn(call) else TORCH
+        algorithms = {TORCH: lambda call: kernel(*call.of_torch), COMPILED: lambda call: _by_layers(call, layer)}
+        if rule(call, lambda: algorithms, guess) != COMPILED:
+            return None
     with below_torch_functions():
         return _by_layers(call, layer)
 
@@ -104,7 +130,9 @@ def _computed(mode: int, is_packed: bool, inputs: Tensor, *args: Any) -> tuple[T
 REPLACEMENTS, LSTM_REPLACEMENTS = (
     tuple(
         Replacement(
-            f"{name}.{overload}", unless_none(functools.partial(_computed, mode, overload == "data")), "AutogradCPU"
+            f"{name}.{overload}",
+            unless_none(functools.partial(_computed, mode, overload == "data"), takes_kernel=True),
+            "AutogradCPU",
         )
         for name, mode in names
         for overload in ("input", "data")
@@ -139,18 +167,17 @@ def _layer(call: Arguments) -> Layer | None:
     tensors = (call.inputs, *call.states, *call.weights)
     if in_functorch() or in_dispatch_mode() or not all(map(_is_plain, tensors)):
         return None
-    is_onednns = call.mode == LSTM and call.batch_sizes is None and not call.is_projected
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     dtypes = {tensor.dtype for tensor in tensors}
     if not dtypes <= _DTYPES or autocast not in (None, torch.bfloat16) or (autocast is None and len(dtypes) > 1):
         return None
     in_bf16 = autocast is not None or dtypes == {torch.bfloat16}
-    if is_onednns and (in_bf16 or rule_for(RULE) is not None):
+    if call.is_onednns and (in_bf16 or rule_for(RULE) is not None):
         return None
     if in_bf16 and any(rule_for(operator) is not None for operator in _COMPOSED):
         return None
     offsets = _offsets(call)
-    if offsets is None or not _are_shapes_right(call) or (is_onednns and not is_faster_than_onednn(call)):
+    if offsets is None or not _are_shapes_right(call):
         return None
     return Layer(call.mode, offsets, False, in_bf16, _dtypes(call, in_bf16))
 
@@ -205,6 +232,5 @@ def _are_shapes_right(call: Arguments) -> bool:
 
 
 def is_faster_than_onednn(call: Arguments) -> bool:
-    """Whether an LSTM in fp32 is faster in C: oneDNN lets its threads wait for all others in each step."""
-    is_training = torch.is_grad_enabled() and any(weight.requires_grad for weight in call.weights)
-    return is_training and torch.get_num_threads() > 1 and call.states[-1].size(-1) <= _MOST_UNITS
+    """Whether an LSTM in fp32 that is not measured is faster in C: oneDNN's threads wait for each other in a step."""
+    return call.is_trained and torch.get_num_threads() > 1 and call.states[-1].size(-1) <= _MOST_UNITS

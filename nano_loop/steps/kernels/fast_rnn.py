@@ -20,10 +20,10 @@ class FastRnn(KernelStep):
     """
 
     name = "fast_rnn"
+    takes_fp32 = True
     replacements = rnn.REPLACEMENTS
     kernel = recurrence.KERNEL
     says = "recurrences in C, products over all steps"
-    auto_is_for_reduced_precision = False
     modules = (nn.RNN, nn.GRU, nn.LSTM)
     finds_all = True
 
