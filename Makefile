@@ -57,7 +57,7 @@ ANY_TORCH := $(CLUSTERS) tests/cli tests/cpu $(wildcard tests/distributed/launch
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs-faults docs-options planted-faults bench bench-overhead clean ready ready-ipex
+.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs-faults docs-options planted-faults bench bench-overhead clean ready ready-ipex wheel
 .NOTPARALLEL:
 
 help:
@@ -72,7 +72,8 @@ help:
 	@echo "make docs-faults  write docs/faults.md from the table of faults in tests/faults"
 	@echo "make docs-options  write the table of options in README.md from their declarations"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
-	@echo "make clean   remove .venv, .venv-ipex, .venv-bench, builds and caches"
+	@echo "make wheel   write the sdist and the wheels, without and with kernels in C, to dist"
+	@echo "make clean   remove .venv, .venv-ipex, .venv-bench, .venv-wheel, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
 
 demo: ready
@@ -125,6 +126,20 @@ bench:
 bench-overhead: ready
 	@$(RUN) -m benchmarks.overhead
 
+# The sdist, and the wheel without and with kernels in C. auditwheel tags the last by the C libraries that it runs with.
+WHEEL_VENV := .venv-wheel
+BACKEND = $(WHEEL_VENV)/bin/python -c "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv[1])(sys.argv[2])"
+wheel:
+	$(if $(MISSING),$(error $(MISSING)))
+	@$(LOCK) $(MAKE) -s VENV=$(WHEEL_VENV) REQUIREMENTS=requirements/wheel.txt $(WHEEL_VENV)/pins-$(VERSION)
+	@rm -rf build dist
+	@mkdir dist
+	@$(BACKEND) build_sdist dist >/dev/null
+	@NANO_LOOP_KERNELS=off $(BACKEND) build_wheel dist >/dev/null 2>&1
+	@$(BACKEND) build_wheel build/dist >/dev/null
+	@PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel -q repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl
+	@ls dist
+
 # A checkout that was moved or copied, .venv and all, must not import the package from its old place.
 ready:
 	$(if $(MISSING),$(error $(MISSING)))
@@ -137,11 +152,13 @@ $(PINS): $(REQUIREMENTS)
 	@$(PIP_INSTALL) $(addprefix -r ,$(REQUIREMENTS))
 	@touch $@
 
-$(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py
+KERNELS := nano_loop/kernels
+$(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py $(wildcard $(KERNELS)/compiler.py $(KERNELS)/csrc/*)
 	@$(LOCK_OF_SOURCES) $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@broken=$$($(RUN) -m pip check) || { echo "$$broken" >&2; exit 1; }
+	@ls $(KERNELS)/prebuilt >/dev/null 2>&1 || echo "No gcc was found: kernels in C are compiled at first use, if there is a compiler then"
 	@printf '%s' "$(CURDIR)" > $@
 
 clean:
-	@rm -rf $(VENV) .venv-ipex $(BENCH_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-ipex $(BENCH_VENV) $(WHEEL_VENV) $(KERNELS)/prebuilt build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         local_rank,
         world_size,
     )
-    from nano_loop.api.context_manager import accelerated
+    from nano_loop.api.context_manager import accelerated, install, report, uninstall
     from nano_loop.api.decorator import nano
     from nano_loop.api.image_cache import patch_torch, unpatch_torch
     from nano_loop.api.torch_nano import TorchNano
@@ -53,13 +53,16 @@ __all__ = [
     "default_ops",
     "disable_casts",
     "global_rank",
+    "install",
     "is_global_zero",
     "local_rank",
     "nano",
     "optim",
     "patch_cuda",
     "patch_torch",
+    "report",
     "tune",
+    "uninstall",
     "unpatch_cuda",
     "unpatch_torch",
     "verify",
@@ -73,7 +76,7 @@ _NAMES = {
         *("all_gather", "all_reduce", "barrier", "broadcast"),
         *("global_rank", "is_global_zero", "local_rank", "world_size"),
     ),
-    "api.context_manager": ("accelerated",),
+    "api.context_manager": ("accelerated", "install", "report", "uninstall"),
     "api.decorator": ("nano",),
     "api.image_cache": ("patch_torch", "unpatch_torch"),
     "api.torch_nano": ("TorchNano",),

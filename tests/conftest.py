@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from nano_loop.autotune import budget, choices
 from nano_loop.autotune.budget import SHARE
 from nano_loop.autotune.choices import Choices
+from nano_loop.config.environment import KERNELS
 from nano_loop.steps import tune_operators
 
 LAUNCH_PREFIXES = ("NANO_LOOP_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -37,7 +38,7 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:.*this CPU has no (bf16|fp16) instructions")
     patch = pytest.MonkeyPatch()
     for name in [*os.environ]:
-        if name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES:
+        if name != KERNELS and (name.startswith(LAUNCH_PREFIXES) or name in LAUNCH_NAMES):
             patch.delenv(name)
     config.add_cleanup(patch.undo)
 

@@ -24,6 +24,7 @@ REPLACED = (
     (DataLoader, "__len__"),
     (DataLoader, "dataset"),
     (torch, "group_norm"),
+    (torch.optim.Optimizer, "__init__"),
     (torch.optim.Optimizer, "step"),
     (torch.optim.Optimizer, "state_dict"),
 )

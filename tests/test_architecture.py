@@ -20,7 +20,7 @@ PACKAGE = Path(nano_loop.__file__).parent
 # From top to bottom. A room may import from its own line and from those below it, never from one above. Each folder is
 # a room of its own, at any depth, and so is a module that stands here by its name. A new room is written in here.
 ROOMS = (
-    ("__init__", "__main__"),
+    ("__init__", "__main__", "cli.at_start.sitecustomize"),
     ("lightning", "pytorch_lightning", "vision"),
     ("api", "cli", "cli.findings", "integrations.lightning"),
     ("cli.at_start",),
@@ -86,6 +86,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("steps.learning_rate", "steps.loss_scale"), "where the next run of an optimizer goes on"),
         **dict.fromkeys(("steps.compile", "steps.rounding"), "a number for each compilation and each optimizer"),
+        "api.context_manager": "the report of what was installed is asked for afterwards",
         "kernels.build": "a number for each library that is loaded",
         "config.protocol": "a command is for the process, and its variable is there once",
         "distributed.data_parallel.duplicate_work": "how often a line was met, over all calls of a function",

@@ -3,6 +3,7 @@
 import configparser
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -11,12 +12,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import nano_loop
+from nano_loop.cpu import read_machine
+from nano_loop.kernels import compiler
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -176,7 +180,7 @@ def files_of_the_project():
 
 
 def files_below(folder):
-    made = re.compile(r"\.git|\.venv.*|build|dist|__pycache__|.*_cache|\.hypothesis|.*\.egg-info")
+    made = re.compile(r"\.git|\.venv.*|build|prebuilt|dist|__pycache__|.*_cache|\.hypothesis|.*\.egg-info")
     for path in folder.iterdir():
         if path.is_file():
             yield path
@@ -211,8 +215,7 @@ def test_no_file_holds_a_machine_path_or_a_registry_host():
 # --- the wheel ---
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def built_wheel(tmp_path_factory, **variables):
     """Build from a copy, so that nothing is left in the checkout and nothing stale is taken from there."""
     source = tmp_path_factory.mktemp("source")
     for name in BUILD_INPUTS:
@@ -220,10 +223,15 @@ def wheel(tmp_path_factory):
     for name in ("nano_loop", "scripts", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     target = tmp_path_factory.mktemp("wheels")
-    options = ("-qq", "--no-deps", "--no-build-isolation", "-w", target)
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], check=True, stdin=subprocess.DEVNULL)
+    command = (sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "-w", target, source)
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**os.environ, **variables})
     (built,) = target.glob("*.whl")
-    with zipfile.ZipFile(built) as archive:
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    with zipfile.ZipFile(built_wheel(tmp_path_factory, NANO_LOOP_KERNELS="off")) as archive:
         yield archive
 
 
@@ -244,21 +252,128 @@ def test_kernels_are_compiled_from_what_the_wheel_holds(wheel, tmp_path):
         "print(norms.KERNEL.unavailable, build.compiled('norms').batch_norm is not None, norms.__file__)"
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environ["NANO_LOOP_KERNELS"] = "compile"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True, capture_output=True, text=True
     )
     assert run.stdout.split() == ["None", "True", str(tmp_path / "installed/nano_loop/kernels/norm/norms.py")]
-    assert [path.name.partition("-")[0] for path in (tmp_path / "cache/nano_loop").iterdir()] == ["norms"]
+    names = {path.name.partition("-")[0] for path in (tmp_path / "cache/nano_loop").iterdir()}
+    assert names == {"norms", "openmp"}
 
 
 def test_wheel_says_what_it_is(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = wheel.read(name).decode()
+    assert wheel.filename.endswith("-py3-none-any.whl")
     assert f"Version: {nano_loop.__version__}\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
     assert "Requires-Python: >=3.10\n" in metadata
     assert (ROOT / "README.md").read_text().strip() in metadata
 
+
+WITH_GCC = pytest.mark.skipif(
+    shutil.which("gcc") is None or platform.machine() != "x86_64", reason="kernels are built by gcc for x86-64"
+)
+LEVELS = {level.name: level for level in compiler.LEVELS}
+
+
+@pytest.fixture(scope="module")
+def wheel_with_kernels(tmp_path_factory):
+    return built_wheel(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def fresh_environment(tmp_path_factory, wheel_with_kernels):
+    """The path of a Python that has the wheel, and the other packages by the folder that they are in."""
+    folder = tmp_path_factory.mktemp("fresh")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin/python"
+    command = (sys.executable, "-m", "pip", "--python", python, "install", "-qq", "--no-deps", "--no-index")
+    subprocess.run([*command, wheel_with_kernels], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "parent.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return python
+
+
+@WITH_GCC
+@pytest.mark.slow
+def test_wheel_with_kernels_has_each_file_for_each_level_and_runs_on_older_systems(wheel_with_kernels, tmp_path):
+    assert wheel_with_kernels.name.endswith("-py3-none-linux_x86_64.whl")
+    assert wheel_with_kernels.stat().st_size < 5_000_000
+    with zipfile.ZipFile(wheel_with_kernels) as archive:
+        libraries = [name for name in archive.namelist() if name.endswith(".so")]
+        archive.extractall(tmp_path, libraries)
+    sources = {path.stem for path in compiler.SOURCES.glob("*.c")}
+    kinds = {tuple(Path(name).name.split("-")[:2]) for name in libraries}
+    assert kinds == {(source, level) for source in sources for level in LEVELS}
+    assert len(kinds) == len(libraries)
+    for name in libraries:
+        needed = subprocess.run(["objdump", "-p", tmp_path / name], capture_output=True, text=True, check=True).stdout
+        assert "libgomp" not in needed  # torch's is used
+        versions = [Version(version) for version in re.findall(r"GLIBC_([\d.]+)", needed)]
+        assert all(version <= Version("2.17") for version in versions), name
+        code = subprocess.run(["objdump", "-d", tmp_path / name], capture_output=True, text=True, check=True).stdout
+        if "-v3-" in name:
+            assert not re.search(r"%zmm|%k[0-7]", code), name
+        if "-bf16-" not in name:
+            assert not re.search(r"\tv\w*bf16", code), name
+
+
+@WITH_GCC
+@pytest.mark.slow
+def test_wheel_computes_by_kernels_of_each_level_without_a_compiler(fresh_environment, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environ = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
+    environ |= {"PATH": str(fresh_environment.parent), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    supported = read_machine().instruction_sets
+    names = [name for name, level in LEVELS.items() if level.instruction_sets <= supported]
+    assert names
+    for name in (*names, ""):
+        run = subprocess.run(
+            [fresh_environment, "program.py"],
+            cwd=tmp_path,
+            env={**environ, "NANO_LOOP_KERNELS": name},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        level = name or names[0]
+        assert run.stdout.splitlines() == [f"C kernels {level}", str(level == "bf16")]
+        assert not (tmp_path / "cache").exists()
+
+
+#: It compares kernels with torch's, and prints the level and whether it has bf16 instructions.
+PROGRAM = """\
+import torch
+from torch.testing import assert_close
+
+import nano_loop
+from nano_loop.kernels import build
+from nano_loop.kernels.activation import activations
+from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels.linear import product
+from nano_loop.kernels.loss import cross_entropy
+from nano_loop.kernels.norm import norms
+
+torch.manual_seed(0)
+x, out = torch.randn(64, 1024), torch.empty(64, 1024)
+activations.KERNEL("tanh_forward_float", x, out, x.numel())
+assert_close(out, x.tanh())
+assert_close(norms.layer_norm(x, [1024], None, None, 1e-5)[0], torch.nn.functional.layer_norm(x, [1024]))
+target = torch.arange(64)
+assert_close(cross_entropy.forward(x, target, -100, 0.0)[0].mean(), torch.nn.functional.cross_entropy(x, target))
+assert bernoulli.KERNEL.unavailable is None
+has_bf16 = product.KERNEL.unavailable is None
+if has_bf16:
+    a, b = x.bfloat16(), torch.randn(1024, 64).bfloat16()
+    assert_close(product.product(a, b), a @ b)
+with open("/proc/self/maps") as maps:
+    libraries = {line.split()[-1] for line in maps if "nano_loop" in line and ".so" in line}
+assert libraries and all("/kernels/prebuilt/" in library for library in libraries), libraries
+print(build.summary())
+print(has_bf16)
+"""
 
 # --- make, with a Python that only pretends ---
 
@@ -397,7 +512,7 @@ def test_fit_python_is_taken(checkout, version):
 def test_help_needs_no_python(checkout):
     code, out, _ = checkout.make(PYTHON="no-such-python")
     assert code == 0
-    assert all(f"make {goal}" in out for goal in ("demo", *GOALS, "test-ipex", "clean"))
+    assert all(f"make {goal}" in out for goal in ("demo", *GOALS, "test-ipex", "wheel", "clean"))
 
 
 @pytest.mark.parametrize("goal", GOALS)

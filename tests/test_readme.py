@@ -79,11 +79,17 @@ def test_class_of_the_second_diff_trains():
 
 def with_table_of_options(text):
     """Return the text with a row for each option: existing rows keep their order, and new ones follow."""
-    defaults = {each.name: repr(each.default).replace("'", '"') for each in DECLARED}
-    rows = {each.name: f"| `{each.name}` | `{defaults[each.name]}` | {each.metadata['help']} |\n" for each in DECLARED}
-    (table,) = re.findall(r"^\| option \| default \| .+\n\| --- .+\n((?:\|.+\n)+)", text, re.MULTILINE)
+    rows = {each.name: f"| `{each.name}` | {' | '.join(cells(each))} |\n" for each in DECLARED}
+    (table,) = re.findall(r"^\| option \| default \| exact \| .+\n\| --- .+\n((?:\|.+\n)+)", text, re.MULTILINE)
     order = [name for name in re.findall(r"^\| `(\w+)`", table, re.MULTILINE) if name in rows]
     return text.replace(table, "".join(rows[name] for name in dict.fromkeys([*order, *rows])))
+
+
+def cells(option):
+    """Return the default, whether it keeps all bits (of steps, and of what can change some), and the help."""
+    changes_bits, is_step = option.metadata["changes_bits"], option.default == "auto"
+    exact = "no" if changes_bits else "yes" if is_step else ""
+    return f"`{option.default!r}`".replace("'", '"'), exact, option.metadata["help"]
 
 
 def test_table_is_that_of_the_declarations():

@@ -1,10 +1,11 @@
-"""accelerated: a context manager for loops outside a function, such as those of other libraries' trainers."""
+"""accelerated and install: what a block, or a process, trains is accelerated, also by other libraries' trainers."""
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -14,21 +15,29 @@ from nano_loop.distributed.launch.active_runs import innermost
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch_external.environment import found_launch, local_size
 from nano_loop.errors import NanoConfigError, error_message
-from nano_loop.runtime.objects.report import LastPrinted
+from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.user_code import warn
+from nano_loop.runtime.ambient import Ambient
+from nano_loop.runtime.objects.report import LastPrinted, SetupReport, print_to_stderr
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
 
 _printed = LastPrinted()  # by all calls in this process, of which many have the same place in a loop
+#: Ends the mode that is installed.
+_installed: list[ExitStack] = process_wide("installed modes", [])
+#: The run of `install`, also after `uninstall`.
+_last: list[Run] = []
 
 
 @with_options
 def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader[Any], **options: Any) -> Any:
-    """Accelerate the loop in the body of a ``with`` statement, in this process.
+    """Accelerate the training in the body of a ``with`` statement, in this process.
 
-    The arguments are set up on entry. For objects that the body creates, call
-    ``run.setup(model, optimizer, *dataloaders)``. On exit, all changes are undone. Under torchrun, srun or mpirun, each
-    process runs its loop independently, and communication between the processes is up to the loop. torchrun's processes
-    divide the threads of their host.
+    Without a model, what the body trains is set up as it trains, also inside of other libraries: see `install`. With
+    one, the arguments are set up on entry, and then the optimizers in the body that train them, and its loaders. For
+    other objects that the body creates, call ``run.setup(model, optimizer, *dataloaders)``. On exit, all changes are
+    undone. Under torchrun, srun or mpirun, each process runs its loop independently, and communication between the
+    processes is up to the loop. torchrun's processes divide the threads of their host.
 
     Parameters
     ----------
@@ -52,22 +61,25 @@ def accelerated(model: Any = None, optimizer: Any = (), *dataloaders: DataLoader
     NanoConfigError
         If options or arguments are invalid, or ``num_processes`` is greater than 1.
 
+    Warns
+    -----
+    NanoWarning
+        If the body has trained nothing that could be set up.
+
     Examples
     --------
     >>> import torch, nano_loop
-    >>> model = torch.nn.Linear(4, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> with nano_loop.accelerated(model, optimizer, precision="auto", verbose=False) as run:
+    >>> def fit():
+    ...     model = torch.nn.Linear(4, 1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ...     model(torch.rand(8, 4)).sum().backward()
     ...     optimizer.step()
+    >>> with nano_loop.accelerated(precision="auto", verbose=False) as run:
+    ...     fit()
     >>> "fused_optimizer" in run.report.applied
     True
     """
-    settings = Settings.read(options)
-    if (settings.options.num_processes or 1) > 1:
-        got, expected = settings.options.as_written["num_processes"], "accelerated runs in one process"
-        advice = "Move the loop into a function and decorate it: @nano_loop.nano(num_processes=...)"
-        raise NanoConfigError(error_message(got, expected, advice))
+    settings = _settings_of_one_process(options, "accelerated")
     return running(settings, Alone(settings.options, _processes_here()), model, optimizer, *dataloaders)
 
 
@@ -81,9 +93,107 @@ def running(
         with run:
             if model is not None or optimizer or dataloaders:
                 run.setup(() if model is None else model, optimizer, *dataloaders)
-            yield run
+            mode = Ambient(run, finds_models=model is None)
+            try:
+                mode.open()
+                yield run
+                mode.warn_of_unused_options()
+                _warn_if_unused(run)
+            finally:
+                mode.close()
     finally:
         run.end()
+
+
+def _warn_if_unused(run: Run) -> None:
+    assert run.stepped is not None
+    if run.report is None and not run.stepped.saw_inner_run:
+        got, expected = "accelerated() has set nothing up", "no optimizer of torch has stepped in its body"
+        warn(error_message(got, expected, "Put it around the training, or call run.setup(model, optimizer)"))
+
+
+@with_options
+def install(**options: Any) -> None:
+    """Accelerate whatever this process trains from now on, until `uninstall`.
+
+    Models, optimizers and loaders are set up where the program trains with them, in any thread and also inside of other
+    libraries, for as long as they exist. What they compute outside of a training is what they compute without
+    nano_loop. Explicit runs (`nano`, `TorchNano`, `accelerated`, the Trainer) have their own options. Models that
+    Fabric, `torch.compile` or several processes train are left as they are. A second call replaces the options.
+
+    Parameters
+    ----------
+    {options}
+    **options
+        Any other name is an error.
+
+    Raises
+    ------
+    NanoConfigError
+        If options are invalid, ``num_processes`` is greater than 1, or the precision converts parameters.
+
+    See Also
+    --------
+    report : What was set up.
+
+    Examples
+    --------
+    >>> import torch, nano_loop
+    >>> nano_loop.install(verbose=False)
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model(torch.rand(8, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> nano_loop.uninstall()
+    >>> "fused_optimizer" in nano_loop.report().applied
+    True
+    """
+    settings = _settings_of_one_process(options, "install")
+    if settings.options.kind.parameters is not None:
+        got, expected = settings.options.as_written["precision"], "models keep their parameters in fp32"
+        advice = 'Pass "auto" or "bf16", or put nano_loop.accelerated around the training'
+        raise NanoConfigError(error_message(got, expected, advice))
+    uninstall()
+    launch = found_launch(os.environ)
+    if launch is not None:
+        got = f"{launch.launcher} has started {launch.size} processes"
+        message = error_message(
+            got, "install is for one, and does nothing", "Decorate the training function with @nano"
+        )
+        print_to_stderr([f"nano-loop: {message}"])
+        return
+    with ExitStack() as stack:
+        slot = stack.enter_context(Alone(settings.options).joined(settings.machine, None))
+        run = stack.enter_context(Run(settings, slot=slot, in_all_threads=True))
+        mode = Ambient(run)
+        stack.callback(mode.close)
+        mode.open()
+        stack.callback(mode.warn_of_unused_options)
+        _last[:] = [run]
+        _installed.append(stack.pop_all())
+    atexit.register(uninstall)  # before the interpreter takes modules apart
+
+
+def uninstall() -> None:
+    """End what `install` began, and undo all that was set up. Without it, do nothing."""
+    atexit.unregister(uninstall)
+    if _installed:
+        _installed.pop().close()
+
+
+def report() -> SetupReport | None:
+    """Return what `install` has set up, also after `uninstall`; None if it is nothing."""
+    return _last[0].report if _last else None
+
+
+def _settings_of_one_process(options: Mapping[str, Any], name: str) -> Settings:
+    """Return the settings of a function that has nothing which other processes could call."""
+    settings = Settings.read(options)
+    if (settings.options.num_processes or 1) > 1:
+        got, expected = settings.options.as_written["num_processes"], f"{name} runs in one process"
+        advice = "Move the loop into a function and decorate it: @nano_loop.nano(num_processes=...)"
+        raise NanoConfigError(error_message(got, expected, advice))
+    return settings
 
 
 def _processes_here() -> int:

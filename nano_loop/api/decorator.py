@@ -169,7 +169,8 @@ def _without_model(got: str, function: Callable[..., Any]) -> str:
         "attributes of self, and those in variables around the function"
     )
     advice = (
-        f"Pass the model as an argument. If {_name(function)} builds it, write it as the train method of a TorchNano"
+        f"Pass the model as an argument. If {_name(function)} builds it, or belongs to a library, call it in a block "
+        "`with nano_loop.accelerated():`, or, for several processes, write it as the train method of a TorchNano"
     )
     return error_message(f"{got} was called without a model", expected, advice) + _AS_TORCH_NANO
 

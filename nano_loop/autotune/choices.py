@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nano_loop.config.environment import KERNELS
 from nano_loop.cpu import Machine
 from nano_loop.storage.cache_folder import JsonFile, cache_folder
 from nano_loop.version import __version__
@@ -116,8 +117,11 @@ def _key(machine: Machine) -> str:
     return hashlib.sha256("\0".join([*parts, str(torch.get_num_threads())]).encode()).hexdigest()[:16]
 
 
-#: What makes torch and oneDNN compute by other kernels.
-_CHANGE_KERNELS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE")
+#: What makes torch, oneDNN and nano_loop compute by other kernels.
+_CHANGE_KERNELS = (
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    KERNELS,
+)
 
 
 def _read(file: JsonFile) -> dict[str, Choice]:

@@ -10,11 +10,13 @@ import click
 from nano_loop.cli.findings import Finding, findings_of
 from nano_loop.cli.findings.memory import in_words
 from nano_loop.cli.inspected import Inspected, inspect_system, python_version
+from nano_loop.cli.kernels_inspected import Kernels
 from nano_loop.cli.libraries import openmp_of
 from nano_loop.cli.output import print_json
 from nano_loop.cli.torch_inspected import inspect_torch
 from nano_loop.cpu import format_cpu_list
 from nano_loop.cpu.glibc import allocators_of
+from nano_loop.kernels.compiler import COMPILE
 from nano_loop.version import __version__
 
 #: Names of instruction sets that matter to training, as Linux has them.
@@ -74,6 +76,7 @@ def facts_of(inspected: Inspected) -> dict[str, Any]:
             "shared": memory.shared,
             "huge_pages": memory.huge_pages or None,
         },
+        "kernels": None if inspected.kernels is None else inspected.kernels._asdict(),
         "libraries": {
             "allocators": list(allocators_of(inspected.libraries)),
             "openmp": list(openmp_of(inspected.libraries)),
@@ -87,6 +90,9 @@ def _lines(inspected: Inspected, findings: list[Finding]) -> Iterator[str]:
     yield click.style(f"nano_loop {__version__} · Python {python_version()}", bold=True)
     for name, text in _table(inspected):
         yield f"  {name:<{_WIDTH}}  {text}"
+    if inspected.kernels is not None and inspected.kernels.output:
+        yield "The compiler has printed:"
+        yield from (f"  | {line}" for line in inspected.kernels.output.rstrip().splitlines())
     yield ""
     if not findings:
         yield click.style("Nothing was found that slows training down.", fg="green")
@@ -108,6 +114,8 @@ def _table(inspected: Inspected) -> Iterator[tuple[str, str]]:
     yield "huge pages", inspected.memory.huge_pages or "unknown"
     yield "allocator", " and ".join(allocators_of(inspected.libraries)) or "that of the C library"
     yield "OpenMP", _openmp(inspected)
+    if inspected.kernels is not None:
+        yield "kernels in C", _kernels(inspected.kernels)
     yield "packages", ", ".join(f"{name} {version}" for name, version in inspected.packages.items()) or "none"
     if inspected.torch:
         said = inspected.torch
@@ -153,6 +161,12 @@ def _openmp(inspected: Inspected) -> str:
     if runtimes:
         return " and ".join(runtimes)
     return "none is loaded" if inspected.torch else "none is loaded before torch (--torch shows torch's)"
+
+
+def _kernels(kernels: Kernels) -> str:
+    if kernels.level is None:
+        return f"none: {kernels.reason}"
+    return kernels.origin if kernels.level == COMPILE else f"{kernels.level}, {kernels.origin}"
 
 
 def _counted(count: int, noun: str) -> str:

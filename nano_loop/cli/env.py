@@ -16,6 +16,7 @@ from nano_loop.cpu import read_machine
 _EXAMPLES = """\b
 Examples:
   eval "$(nano-loop env)"
+  eval "$(nano-loop env --install)"
   eval "$(nano-loop env --undo)"
   nano-loop env --shell fish | source
 """
@@ -23,24 +24,27 @@ Examples:
 
 @click.command(epilog=_EXAMPLES)
 @click.option("--undo", "-u", is_flag=True, help="Print the lines that put back what was there before.")
+@click.option("--install", is_flag=True, help="Accelerate what each Python trains that is started in the shell.")
 @click.option("--shell", type=click.Choice([*SHELLS]), help="Whose lines to print.  [default: by $SHELL, else bash]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON. docs/cli.md describes it.")
 @preload_options
 @click.option("--disable-openmp", "-o", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
 @click.option("--disable-allocator", "-c", is_flag=True, hidden=True, expose_value=False, help="BigDL-Nano's.")
-def env(undo: bool, shell: str | None, as_json: bool, preload: tuple[str, ...]) -> None:
+def env(undo: bool, install: bool, shell: str | None, as_json: bool, preload: tuple[str, ...]) -> None:
     """Print lines that set up a shell for training on this machine.
 
     A variable that is set already stays as it is, and a line on standard error says so. LD_PRELOAD is extended.
     """
-    if undo and preload:
-        raise click.UsageError("--undo puts everything back, so it takes no library.", click.get_current_context())
+    if undo and (preload or install):
+        raise click.UsageError(
+            "--undo puts everything back, so it takes no library and no --install.", click.get_current_context()
+        )
     now = dict(os.environ)
     before = before_exports(now)
     kept: list[str] = []
     then = before
     if not undo:
-        made = training_environment(read_machine(), before, preload)
+        made = training_environment(read_machine(), before, preload, installs=install)
         kept, then = made.kept, exported(before, made)
     changes = changes_between(now, then)
     if as_json:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nano_loop.cli.kernels_inspected import Kernels, inspect_kernels
 from nano_loop.cpu import Host, Machine, read_machine
 from nano_loop.cpu.cgroup import read_cpuset, read_memory_limit
 from nano_loop.cpu.glibc import libraries_in
@@ -54,6 +55,8 @@ class Inspected:
     #: What each of these packages requires, as in its metadata.
     requirements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     torch: Mapping[str, Any] = field(default_factory=dict)  # what torch says of itself, if it was asked; else empty
+    #: The kernels in C; None if they are not known, as on a recorded machine.
+    kernels: Kernels | None = None
 
     def has_any(self, *instruction_sets: str) -> bool:
         """Whether the CPU has one of these instruction sets."""
@@ -80,11 +83,12 @@ def inspect_system(
         What a process that has imported torch has said, from `nano_loop.cli.torch_inspected`.
     """
     tree = Tree(root)
+    is_live = Path(root) == Path("/")
     if host is None:
-        host = live_host() if Path(root) == Path("/") else Host()
-    versions = installed()
+        host = live_host() if is_live else Host()
+    versions, machine = installed(), read_machine(root, host=host)
     return Inspected(
-        machine=read_machine(root, host=host),
+        machine=machine,
         affinity=host.affinity,
         cpuset=read_cpuset(tree),
         memory=_read_memory(tree),
@@ -93,6 +97,7 @@ def inspect_system(
         packages=versions,
         requirements={name: tuple(importlib.metadata.requires(name) or ()) for name in versions},
         torch={name: value for name, value in (torch or {}).items() if name != "maps"},
+        kernels=inspect_kernels(environ, machine.instruction_sets) if is_live else None,
     )
 
 

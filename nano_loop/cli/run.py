@@ -1,4 +1,4 @@
-"""`nano-loop run`: runs a script in the environment for training on this machine, with options of nano_loop."""
+"""`nano-loop run`: runs a script in the environment for training on this machine, and accelerates what it trains."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ Examples:
 
 @click.command(context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)
 @preload_options
+@click.option("--only-environment", is_flag=True, help="Accelerate nothing that the script does not ask for.")
 @takes_script("Print what would be run as JSON, and run nothing.")
-def run(script: Script, as_json: bool, preload: tuple[str, ...]) -> None:
-    """Run a script with options of nano_loop, in the environment that `nano-loop env` makes.
+def run(script: Script, as_json: bool, preload: tuple[str, ...], only_environment: bool) -> None:
+    """Run a script in the environment that `nano-loop env` makes, and accelerate what it trains.
 
-    The options override those in the code. Write them before the script; what follows it is passed to the script.
+    The options of nano_loop override those in the code. Write them before the script; what follows it is passed to
+    the script.
     """
     before = before_exports(os.environ)
     environ = {**exported(before, training_environment(read_machine(), before, preload)), **script.variables}
@@ -35,4 +37,4 @@ def run(script: Script, as_json: bool, preload: tuple[str, ...]) -> None:
         return
     sys.stdout.flush()
     # The same process, so that signals, standard streams and the exit code are the script's.
-    os.execve(sys.executable, script.command, with_line_at_end(environ, script.name))
+    os.execve(sys.executable, script.command, with_line_at_end(environ, script.name, installs=not only_environment))

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nano_loop.cli.at_start import search_path
 from nano_loop.cli.libraries import find_library, preloaded
 from nano_loop.config.exports import EXPORTS, Exports, read_exports
+from nano_loop.config.protocol import INSTALL
 from nano_loop.cpu import Machine
 from nano_loop.cpu.glibc import SETTINGS_AS_VARIABLES, USERS_OWN, allocators_of, is_glibc
 from nano_loop.errors import NanoConfigError, error_message
@@ -44,7 +46,12 @@ class TrainingEnvironment:
 
 
 def training_environment(
-    machine: Machine, environ: Mapping[str, str], preload: tuple[str, ...] = (), root: Path | str = "/"
+    machine: Machine,
+    environ: Mapping[str, str],
+    preload: tuple[str, ...] = (),
+    root: Path | str = "/",
+    *,
+    installs: bool = False,
 ) -> TrainingEnvironment:
     """Return the variables for training on a machine. A variable that is set already stays as it is.
 
@@ -56,6 +63,8 @@ def training_environment(
         Names in `PRELOADS`. Their libraries come before those that ``LD_PRELOAD`` has.
     root : str or pathlib.Path
         The folder of the system's libraries.
+    installs : bool
+        Whether each Python accelerates what it trains.
 
     Raises
     ------
@@ -76,6 +85,9 @@ def training_environment(
         made.set("KMP_BLOCKTIME", _BLOCKTIME, environ)
     if not allocators_of([*libraries, *present]) and is_glibc():
         _set_glibc(made, environ)
+    if installs:
+        made.set(INSTALL, "1", environ)
+        made.values["PYTHONPATH"] = search_path(environ)
     return made
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nano_loop.config import option_checks as checks
 
 
-def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = "") -> Any:
+def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = "", changes_bits: bool = False) -> Any:
     """Declare an option, whose name and type are those of the field.
 
     Parameters
@@ -27,18 +27,21 @@ def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = ""
         A description for docstrings and the README.
     by_name_in : str
         A function that takes the option by name only, although others also take it by position.
+    changes_bits : bool
+        Whether it can change a bit of what plain torch computes in fp32. With ``exact=True`` its value is in `EXACT`.
     """
-    return field(default=default, metadata={"check": check, "help": help, "by_name_in": by_name_in})
+    metadata = {"check": check, "help": help, "by_name_in": by_name_in, "changes_bits": changes_bits}
+    return field(default=default, metadata=metadata)
 
 
-def switch(default: bool, help: str) -> Any:
+def switch(default: bool, help: str, *, changes_bits: bool = False) -> Any:
     """Declare an option that is on or off."""
-    return option(default, checks.boolean, help)
+    return option(default, checks.boolean, help, changes_bits=changes_bits)
 
 
-def step(help: str) -> Any:
+def step(help: str, *, changes_bits: bool) -> Any:
     """Declare the option of a step that is applied, unless the user leaves it out, where it applies."""
-    return option("auto", checks.auto_or_boolean, help)
+    return option("auto", checks.auto_or_boolean, help, changes_bits=changes_bits)
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Declarations:
         False,
         'Kernels of Intel Extension for PyTorch. Needs torch 2.8 and `pip install "nano-loop[ipex]"`. From 0.9 to 1.2 '
         "times as fast as without; the report says which, once a process has run both.",
+        changes_bits=True,
     )
     distributed_backend: str = option(
         "subprocess",
@@ -79,6 +83,7 @@ class Declarations:
         '`"bf16-products"` or `"auto"`: fp32, with the inputs of matrix products rounded to bf16 where that is faster. '
         '`"bf16-true"`: parameters and inputs in bf16, half the memory. `64`: both in fp64. '
         "`16`: fp16 autocast, with loss scaling that the loop does not see.",
+        changes_bits=True,
     )
     cpu_for_each_process: Sequence[Sequence[int]] | int | None = option(
         None,
@@ -90,50 +95,65 @@ class Declarations:
         checks.auto_or_boolean,
         'NHWC layout for 4-D and 5-D inputs of models and of convolutions. `"auto"`: the layout that is faster in a '
         "measurement after the first batch.",
+        changes_bits=True,
     )
     auto_lr: bool = switch(True, "Learning rate that ramps from 1× to N× over the first 1,000 steps, with N processes.")
     _: KW_ONLY
-    fused_optimizer: bool | Literal["auto"] = step(
-        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs."
+    exact: bool = switch(
+        False,
+        'What is set up computes to the bit what plain torch computes in fp32, with as many threads. Each `"auto"` '
+        "that changes a bit is off, and any other value that does is an error.",
     )
-    allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.")
+    fused_optimizer: bool | Literal["auto"] = step(
+        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs.",
+        changes_bits=True,
+    )
+    allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.", changes_bits=False)
     fast_dropout: bool | Literal["auto"] = step(
-        "The masks of torch's own generator, drawn about ten times as fast. Needs a C compiler, at first use."
+        "The masks of torch's own generator, drawn about ten times as fast.",
+        changes_bits=False,
     )
     fast_attention: bool | Literal["auto"] = step(
         "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
-        "Needs a C compiler, at first use, and AVX-512; else by plain products, about twice as fast."
+        "Needs AVX-512; else by plain products, about twice as fast.",
+        changes_bits=True,
     )
     fast_activation: bool | Literal["auto"] = step(
-        "tanh, and GELU by tanh, by functions in C, in reduced precision: about three times as fast. With "
-        '`"bf16-products"` gradients of any GELU, too. Needs torch 2.9 or later, and a C compiler, at first use.'
+        "tanh, and GELU by tanh, by functions in C: about three times as fast. In fp32, where that is faster, "
+        "gradients of any GELU, too. Needs torch 2.9 or later.",
+        changes_bits=True,
     )
     fast_convolution: bool | Literal["auto"] = step(
         "Gradients of convolutions' weights in blocks by bf16 instructions, in reduced precision: 1.1 to 2.5 times as "
-        "fast as oneDNN, for NHWC images. Needs torch 2.9, and a C compiler, at first use, and AVX-512; else by plain "
-        "matrix products where oneDNN is slow."
+        "fast as oneDNN, for NHWC images. Needs torch 2.9 and AVX-512; else by plain "
+        "matrix products where oneDNN is slow.",
+        changes_bits=True,
     )
     fast_linear: bool | Literal["auto"] = step(
         "Large products of linear layers and of their gradients in blocks by bf16 instructions, in reduced precision: "
-        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
+        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9 and AVX-512.",
+        changes_bits=True,
     )
     fast_lstm: bool | Literal["auto"] = step(
         "LSTMs by large products, and a function in C for the recurrence, in reduced precision: 1.06 to 2.7 times "
-        "as fast as oneDNN. Needs torch 2.9, and a C compiler, at first use, and AVX-512."
+        "as fast as oneDNN. Needs torch 2.9 and AVX-512.",
+        changes_bits=True,
     )
     fast_cross_entropy: bool | Literal["auto"] = step(
-        "Cross-entropy over many classes in two passes over the logits, in reduced precision and with "
-        '`"bf16-products"`: less time, and a third of the memory. Needs a C compiler, at first use.'
+        "Cross-entropy over many classes in two passes over the logits: less time, and a third of the memory.",
+        changes_bits=True,
     )
     fast_norm: bool | Literal["auto"] = step(
-        "Batch, group and layer norms at twice the speed of torch's kernels, in reduced precision, and with "
-        '`"bf16-products"` where that is faster in fp32. Needs torch 2.9 or later and, at first use, a C compiler.'
+        "Batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and in fp32 where "
+        "that is faster. Needs torch 2.9 or later.",
+        changes_bits=True,
     )
     tune_operators: bool | Literal["auto"] = step(
-        "Timing of the algorithms of products, attention, LSTMs and convolutions, in reduced precision, from the third "
-        "step on. The fastest ones are kept for later runs too."
+        "Timing of the algorithms of products, attention, LSTMs and convolutions, in reduced precision, and in fp32 of "
+        "what `fast_*` replaces, from the third step on. The fastest ones are kept for later runs too.",
+        changes_bits=True,
     )
-    fast_fetch: bool | Literal["auto"] = step("Whole batches out of a `TensorDataset` or a tensor.")
+    fast_fetch: bool | Literal["auto"] = step("Whole batches out of a `TensorDataset` or a tensor.", changes_bits=False)
     num_threads: int | None = option(
         None, checks.num_threads, "Compute threads of each process. `None`: one a physical core."
     )
@@ -143,7 +163,8 @@ class Declarations:
         "Worker processes of each loader that is set up, of which `0` is none. `None`: as many as the loader has.",
     )
     fast_images: bool | Literal["auto"] = step(
-        "Cache of decoded and resized images for loaders with torchvision's transforms, exact to the bit."
+        "Cache of decoded and resized images for loaders with torchvision's transforms, exact to the bit.",
+        changes_bits=False,
     )
     image_cache: int | str | os.PathLike[str] | None = option(  # noqa: RUF009
         None,
@@ -154,6 +175,7 @@ class Declarations:
     exact_images: bool = switch(
         True,
         "Same pixels as without nano_loop. `False`: large JPEG files are decoded at a smaller size.",
+        changes_bits=True,
     )
     compile: bool | Literal["whole"] | dict[str, Any] = option(  # noqa: RUF009
         False,
@@ -161,6 +183,7 @@ class Declarations:
         "`torch.compile` of the blocks that a model repeats, once for each kind, or of all of it where it repeats "
         'none. `"whole"`: of all of it. A dict is passed on to torch. Takes 10 s or more at first, and gains little on '
         "a CPU.",
+        changes_bits=True,
     )
     bf16_ops: Collection[str] | os.PathLike[str] = option(  # noqa: RUF009
         (),
@@ -174,7 +197,10 @@ class Declarations:
         "The same for fp32. `\"safe\"`: what CUDA's autocast runs in fp32 and the CPU's does not, such as softmax.",
     )
     gradient_compression: str | None = option(
-        None, checks.gradient_compression, 'What gradients are rounded to on their way between processes: `"bf16"`.'
+        None,
+        checks.gradient_compression,
+        'What gradients are rounded to on their way between processes: `"bf16"`.',
+        changes_bits=True,
     )
     compare_parameters: bool = switch(
         True,
@@ -220,3 +246,9 @@ DECLARED = fields(Declarations)
 OPTIONS = tuple(declared.name for declared in DECLARED)
 DEFAULTS: dict[str, Any] = {declared.name: declared.default for declared in DECLARED}
 CHECKS: dict[str, checks.Check] = {declared.name: declared.metadata["check"] for declared in DECLARED}
+#: The values, as the checks return them, with which the options that can change a bit change none.
+EXACT: dict[str, Any] = {
+    declared.name: declared.metadata["check"](False if declared.default == "auto" else declared.default)
+    for declared in DECLARED
+    if declared.metadata["changes_bits"]
+}

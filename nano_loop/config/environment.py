@@ -8,12 +8,15 @@ from typing import Any
 
 from nano_loop.config.exports import EXPORTS
 from nano_loop.config.option_checks import Check, RefusedValueError
-from nano_loop.config.protocol import COMMAND
-from nano_loop.errors import shortened
+from nano_loop.config.protocol import COMMAND, INSTALL
+from nano_loop.errors import NanoConfigError, error_message, shortened
 
 #: Has the secret of a launch on several hosts, and is no option; see docs/security.md.
 SECRET = "NANO_LOOP_SECRET"
+#: Chooses the kernels in C, and is no option: libraries are loaded once for all runs of a process.
+KERNELS = "NANO_LOOP_KERNELS"
 
+_KERNELS = ("v3", "v4", "bf16", "compile", "off")
 _PREFIX = "NANO_LOOP_"
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None}
 
@@ -26,6 +29,23 @@ def variable_of(option: str) -> str:
 def option_of(variable: str) -> str:
     """Return the name of the option that an environment variable sets."""
     return variable.removeprefix(_PREFIX).lower()
+
+
+def kernels_choice(environ: Mapping[str, str]) -> str | None:
+    """Return the value of `KERNELS`; None where it is not set.
+
+    Raises
+    ------
+    NanoConfigError
+        If there is no such choice.
+    """
+    text = environ.get(KERNELS, "")
+    choice = text.strip().lower()
+    if choice and choice not in _KERNELS:
+        expected = f"it is one of {', '.join(_KERNELS)}"
+        hint = f"Correct it, or unset {KERNELS} for the best kernels that this CPU has"
+        raise NanoConfigError(error_message(f"{KERNELS}={shortened(text)}", expected, hint))
+    return choice or None
 
 
 def read_options(
@@ -50,7 +70,7 @@ def read_options(
     variables = {variable_of(option): option for option in checks}
     known, unknown = {}, {}
     ours = (name for name in environ if name.upper().startswith(_PREFIX))
-    for name in sorted(name for name in ours if name not in (SECRET, EXPORTS, COMMAND)):
+    for name in sorted(name for name in ours if name not in (SECRET, KERNELS, EXPORTS, COMMAND, INSTALL)):
         # A mistyped secret is in no message.
         value = "..." if "SECRET" in name.upper() else shortened(environ[name])
         text = f"{shortened(name)}={value}"

@@ -8,12 +8,12 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_loop.config.declarations import CHECKS, DEFAULTS, MEASURING, OPTIONS, Declarations
-from nano_loop.config.environment import read_options, variable_of
+from nano_loop.config.declarations import CHECKS, DEFAULTS, EXACT, MEASURING, OPTIONS, Declarations
+from nano_loop.config.environment import kernels_choice, read_options, variable_of
 from nano_loop.config.leftovers import LEFTOVERS
 from nano_loop.config.option_checks import RefusedValueError, contradictions
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
@@ -66,6 +66,10 @@ class Options(Declarations):
         problems += [
             _unknown(name, text, [variable_of(option) for option in OPTIONS]) for name, text in unknown.items()
         ]
+        try:
+            kernels_choice(environ)
+        except NanoConfigError as error:
+            problems.append(str(error))
         values |= {name: value for name, (_, value) in overriding.items()}
         options = cls(**_checked(values, as_written, problems))
         options._remember(as_written=as_written, from_environment=tuple(as_written[name] for name in overriding))
@@ -133,9 +137,20 @@ def _checked(values: Mapping[str, Any], as_written: Mapping[str, str], problems:
             raised = f"reading its value raised {type(error).__name__}"
             problems.append(error_message(as_written[name], raised, "Pass a plain Python value"))
     problems += contradictions(good, {name: text.partition("=")[0] for name, text in as_written.items()})
+    if good.get("exact"):
+        problems += _inexact(good, as_written)
+        good |= EXACT
     if problems:
         raise NanoConfigError("\n".join(problems))
     return good
+
+
+def _inexact(values: Mapping[str, Any], as_written: Mapping[str, str]) -> Iterator[str]:
+    """Yield a message for each valid value that changes bits. An ``"auto"`` is what is exact then."""
+    for name, exact in EXACT.items():
+        if values.get(name, exact) not in (exact, "auto"):
+            got = f"{as_written[name]} with {as_written['exact']}"
+            yield error_message(got, "it changes bits of what torch computes in fp32", "Leave one of the two out")
 
 
 def _unknown(name: str, got: str, known: Sequence[str]) -> str:

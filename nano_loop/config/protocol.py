@@ -15,6 +15,8 @@ from nano_loop.errors import NanoConfigError, error_message
 
 #: The variable. It is no option.
 COMMAND = "NANO_LOOP_COMMAND"
+#: The variable by which the hook at the start of Python installs the ambient mode. It is no option.
+INSTALL = "NANO_LOOP_INSTALL"
 
 
 class Command(NamedTuple):

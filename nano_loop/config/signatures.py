@@ -32,12 +32,13 @@ _PARAMETERS = [
 def with_options(function: _T) -> _T:
     """Add the options to the signature of a function of ``(*args, **others)``, at run time.
 
-    The options are placed between the function's own parameters and ``**others``. After a ``*`` parameter with a name
-    other than ``args``, they are keyword-only. The function reads its arguments with `named`.
+    The options are placed between the function's own parameters and ``**others``. Without a parameter ``*args``, they
+    are keyword-only. The function reads its arguments with `named`.
     """
     signature = inspect.signature(function)  # type: ignore[arg-type]
     *own, others = signature.parameters.values()
-    if own and own[-1].kind is inspect.Parameter.VAR_POSITIONAL and own[-1].name != "args":
+    takes_positions = bool(own) and own[-1].kind is inspect.Parameter.VAR_POSITIONAL and own[-1].name == "args"
+    if not takes_positions:
         options = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in _PARAMETERS]
     else:
         own = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]

@@ -1,8 +1,9 @@
-"""Kernels in C: the files in ``csrc``, compiled at first use with the machine's compiler, and cached.
+"""Kernels in C: the files in ``csrc``, in libraries of the package, or compiled at first use and cached.
 
-Neither installing nor importing nano_loop needs a compiler: a kernel that cannot be compiled is not used. Compiled
-libraries are stored in the user's cache folder (see `nano_loop.storage.cache_folder`). The file name contains a hash
-of the source, the headers, the compiler and the processor.
+A wheel has libraries for several levels of instructions (see `nano_loop.kernels.compiler`), and the best that this CPU
+has is used. Neither installing nor importing nano_loop needs a compiler: what the package does not have is compiled at
+first use, and a kernel that cannot be compiled is not used. Libraries that were compiled then are stored in the user's
+cache folder (see `nano_loop.storage.cache_folder`). ``NANO_LOOP_KERNELS`` chooses otherwise; a process reads it once.
 """
 
 from __future__ import annotations
@@ -12,10 +13,6 @@ import functools
 import hashlib
 import itertools
 import os
-import platform
-import shlex
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,27 +21,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nano_loop.config.environment import kernels_choice
+from nano_loop.cpu import read_machine
 from nano_loop.errors import NanoError
+from nano_loop.kernels.compiler import (
+    LEVELS,
+    NATIVE,
+    OPENMP,
+    Level,
+    UnavailableError,
+    chosen_level,
+    compile_library,
+    library_name,
+    packaged,
+)
 from nano_loop.kernels.memory import Pointer, check, empty
 from nano_loop.storage.cache_folder import cache_folder
 from nano_loop.storage.trusted_files import open_file, opened_folder, path_of, trusted_parent, write_file
 
-_SOURCES = Path(__file__).parent / "csrc"
-_COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-O3", "-fPIC")
-# The directives are compiled with it, and linked without: a second OpenMP runtime would start more threads beside
-# torch's. The functions that the directives call are found in the runtime that torch has loaded for all libraries.
-_PARALLEL = ("-fopenmp",)
-_NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
-_PATIENCE = 60.0  # timeout of the compiler, in seconds
 _LARGEST = 1 << 26  # bytes of a library
 _DIGEST = hashlib.sha256().digest_size  # bytes of the hash at a library's end, which the loader does not look at
+_AMX = frozenset(("amx_bf16", "amx_tile"))
+_NONE = "there are no C kernels"
 _numbers = itertools.count()
-
-
-class UnavailableError(Exception):
-    """A compiled kernel is not available. The message is the reason for the report."""
-
 
 #: Maximum number of bytes that a call takes for what it packs and sums up, in all threads together.
 SCRATCH_BOUND = 256 * 2**20
@@ -91,13 +90,15 @@ class CompiledKernel:
             library = self._library()
         except UnavailableError as error:
             return str(error)
-        supported = not self._needs_avx512_bf16 or library.is_supported()
-        return None if supported else "the CPU has no bf16 instructions of AVX-512"
+        if not self._needs_avx512_bf16 or library.is_supported():
+            return None
+        is_of_cpu = LEVELS[0].instruction_sets.issubset(read_machine().instruction_sets)
+        return f"{'the C kernels here have' if is_of_cpu else 'the CPU has'} no bf16 instructions of AVX-512"
 
     @functools.cached_property
     def is_first_guess(self) -> bool:
         """Whether they are faster than oneDNN on most shapes: most are not on CPUs with AMX, which oneDNN uses."""
-        return self.unavailable is None and bool(self._library().is_first_guess())
+        return self.unavailable is None and not _AMX.issubset(read_machine().instruction_sets)
 
     def __call__(self, function: str, *arguments: Argument) -> int:
         """Call a function, and return its result, if it has one.
@@ -139,6 +140,48 @@ def _as_c(argument: Argument) -> object:
 
 
 @functools.cache
+def level() -> Level:
+    """Return the level of this process.
+
+    Raises
+    ------
+    UnavailableError
+        If it has no kernels by ``NANO_LOOP_KERNELS``.
+    """
+    return chosen_level(kernels_choice(os.environ), read_machine().instruction_sets)
+
+
+@functools.cache
+def why_none() -> str | None:
+    """Return why no kernel can use torch's threads in this process, or None. The title of a report says it."""
+    try:
+        library = compiled(OPENMP, is_threaded=False)
+    except UnavailableError as error:
+        return str(error)
+    threads = torch.get_num_threads()
+    if library.max_threads() == threads:
+        library.set_threads(threads + 1)
+        is_torchs = torch.get_num_threads() == threads + 1
+        library.set_threads(threads)
+        if is_torchs:
+            return None
+    return "they would run on another OpenMP runtime than torch"
+
+
+def summary() -> str:
+    """Return which kernels this process has, for the title of a report."""
+    reason = why_none()
+    if reason is not None:
+        return f"no C kernels: {reason}"
+    return "C kernels compiled here" if level() is NATIVE else f"C kernels {level().name}"
+
+
+def for_report(reason: str) -> str:
+    """Return why a kernel is not available, without what the title of the report says."""
+    return _NONE if reason == why_none() else reason
+
+
+@functools.cache
 def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
     """Return the library compiled from ``<name>.c``.
 
@@ -147,32 +190,43 @@ def compiled(name: str, is_threaded: bool = True) -> ctypes.CDLL:
     name : str
         The name of the file, without its ending.
     is_threaded : bool
-        Whether it is compiled with OpenMP, for torch's threads. Its functions release the GIL then. Those of others
-        take microseconds, and hold it.
+        Whether it uses torch's threads. Its functions release the GIL then. Those of others take microseconds, and
+        hold it.
 
     Raises
     ------
     UnavailableError
-        If no compiler is found, the compiler fails, or torch's OpenMP runtime is not that of the compiler.
+        If no compiler is found, the compiler fails, or torch's OpenMP runtime is not that of the library.
     """
-    flags = _PARALLEL if is_threaded else ()
-    source, command = _SOURCES / f"{name}.c", _compiler()
-    file = f"{name}-{_key([*command, *flags], source)}.so"
+    file = library_name(name, level())
+    reason = why_none() if is_threaded else None
+    if reason is not None:
+        raise UnavailableError(reason)
+    try:
+        if packaged(file).exists():
+            return _opened(str(packaged(file)), is_threaded)
+        return _cached(name, file, is_threaded)
+    except (OSError, NanoError) as error:
+        if "__kmpc_" in str(error):
+            raise UnavailableError("clang's OpenMP is not torch's: install gcc") from error
+        raise UnavailableError(f"the compiled kernel could not be written or loaded ({error})") from error
+
+
+def _cached(name: str, file: str, is_threaded: bool) -> ctypes.CDLL:
+    """Return a library of the cache folder, which is compiled where it is missing."""
     kept = cache_folder()
     if kept is not None:
         with suppress(OSError, NanoError):  # it is missing or damaged, or another user could change it
             return _loaded(file, kept, is_threaded)
-    try:
-        parent = trusted_parent((kept, Path(tempfile.gettempdir())))
-        with tempfile.TemporaryDirectory(prefix="making-", dir=parent) as making:
-            library = _made(command, flags, source, Path(making, file))
-            content = library.read_bytes()
-            content += _digest(content)
-            with suppress(OSError, NanoError):  # the cache folder is full or closed, or programs in it cannot run
-                return _kept(file, kept or library.parent, content, is_threaded)
-            return _kept(file, library.parent, content, is_threaded)
-    except (OSError, NanoError) as error:
-        raise UnavailableError(f"the compiled kernel could not be written or loaded ({error})") from error
+    parent = trusted_parent((kept, Path(tempfile.gettempdir())))
+    with tempfile.TemporaryDirectory(prefix="making-", dir=parent) as making:
+        library = Path(making, file)
+        compile_library(name, level(), library)
+        content = library.read_bytes()
+        content += _digest(content)
+        with suppress(OSError, NanoError):  # the cache folder is full or closed, or programs in it cannot run
+            return _kept(file, kept or library.parent, content, is_threaded)
+        return _kept(file, library.parent, content, is_threaded)
 
 
 def _kept(file: str, folder: Path, content: bytes, is_threaded: bool) -> ctypes.CDLL:
@@ -190,53 +244,12 @@ def _loaded(file: str, folder: Path, is_threaded: bool) -> ctypes.CDLL:
             raise OSError(f"{file} is damaged")
         # The loader takes a library for one that it has loaded by the same path, so each has its own.
         path = path_of(opened.fileno(), folder / file)
-        name = os.path.join(path.parent, "./" * next(_numbers), path.name)
-        return ctypes.CDLL(name) if is_threaded else ctypes.PyDLL(name)
+        return _opened(os.path.join(path.parent, "./" * next(_numbers), path.name), is_threaded)
+
+
+def _opened(path: str, is_threaded: bool) -> ctypes.CDLL:
+    return ctypes.CDLL(path) if is_threaded else ctypes.PyDLL(path)
 
 
 def _digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()
-
-
-def _compiler() -> list[str]:
-    named = shlex.split(os.environ.get("CC", ""))
-    for command in [named] if named else [[name] for name in _COMPILERS]:
-        path = shutil.which(command[0])
-        if path:
-            return [path, *command[1:]]
-    raise UnavailableError(f"no C compiler was found ({named[0] if named else ', '.join(_COMPILERS)})")
-
-
-def _made(command: list[str], flags: tuple[str, ...], source: Path, library: Path) -> Path:
-    """Compile a library in a folder of its own, where the compiler has its temporary files, too."""
-    compiled = library.with_suffix(".o")
-    translate = [*command, *_FLAGS, *flags, "-c", "-o", str(compiled), str(source)]
-    native = _NATIVE.get(platform.machine())
-    if not (native and _compiles([*translate, native], library.parent)):
-        _compiles(translate, library.parent, must=True)
-    _compiles([*command, "-shared", "-o", str(library), str(compiled), "-lm"], library.parent, must=True)
-    return library
-
-
-def _compiles(command: list[str], folder: Path, must: bool = False) -> bool:
-    environ = {**os.environ, "TMPDIR": str(folder)}
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False, env=environ)
-    except subprocess.TimeoutExpired as error:
-        raise UnavailableError(f"{command[0]} took longer than {_PATIENCE:g} s") from error
-    if run.returncode and must:
-        said = (run.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UnavailableError(f"{command[0]} failed: {said}")
-    return not run.returncode
-
-
-def _key(command: list[str], source: Path) -> str:
-    """Return the cache key of a compiled library: a hash of the source, the compiler and the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        processor = platform.processor()
-    headers = [header.read_text() for header in sorted(source.parent.glob("*.h"))]
-    parts = [source.read_text(), *headers, *command, *_FLAGS, platform.machine(), platform.system(), processor]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -24,7 +24,7 @@ FP32, ROUNDED = "fp32", "rounded"
 PRODUCT, CONVOLUTION, ATTENTION, LSTM = "product", "convolution", "attention", "lstm"
 #: Number of multiplications of a thread by the kind of product from which on it rounds. Below it, what surrounds the
 #: product usually exceeds the gain. It is a first guess where algorithms are measured.
-MIN_MULTIPLICATIONS = {PRODUCT: 1 << 23, CONVOLUTION: 1 << 25, ATTENTION: 1 << 22, LSTM: 1 << 21}
+MIN_MULTIPLICATIONS = {PRODUCT: 1 << 23, CONVOLUTION: 1 << 25, ATTENTION: 1 << 23, LSTM: 1 << 21}
 #: Products of less than this share of these multiplications are fp32 without a measurement, which takes time too.
 _NEVER = 3 / 4
 

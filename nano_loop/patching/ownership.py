@@ -43,20 +43,27 @@ class CallState(threading.local):
     interceptors : dict
         Of all threads, the interceptors of a module, by its id. There are several if runs of several threads, or nested
         runs, have set it up.
+    watchers : list
+        Of all threads, what calls into modules that have no interceptors go through: called with the function, the
+        module and the arguments.
+    watched : bool
+        Whether the thread is inside a call that has gone through a watcher.
     """
 
     interceptors: dict[int, tuple[Any, ...]] = process_wide("interceptors of calls, by module", {})
+    watchers: list[Callable[..., Any]] = process_wide("watchers of calls", [])
 
     def __init__(self) -> None:
         self.in_call = False  # on the object: `torch.compile` guards on whether it is there
         self.accelerated = False
         self.modules = NONE  # by the id of a module
         self.rules = NO_RULES  # by the name of an operator
+        self.watched = False
         self.suspended: frozenset[str] = frozenset()  # the operators whose rules do not count now
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a state in which nothing is intercepted, for cloudpickle sends a bound method with its globals."""
-        return SimpleNamespace, (), {"in_call": False, "interceptors": {}}
+        return SimpleNamespace, (), {"in_call": False, "interceptors": {}, "watchers": (), "watched": False}
 
 
 class _Graphs(threading.local):
@@ -151,6 +158,12 @@ def _place_of(number: int) -> int | None:
 def was_made_inside(number: int) -> bool:
     """Whether the autograd node of this number was made inside a call into a set-up model of this thread."""
     return _place_of(number) is not None
+
+
+def rule_of_node(operator: str, number: int) -> Rule | None:
+    """Return the rule for an operator in the call of this thread that has made the node of this number, or None."""
+    place = _place_of(number)
+    return None if place is None else _graphs.rules[place].get(operator)
 
 
 def forget_graphs() -> None:

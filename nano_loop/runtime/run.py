@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Loop, Ranks
+from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.distributed.launch.alone import Alone
 from nano_loop.distributed.launch.forked_children import forked_children_ending
 from nano_loop.distributed.launch.join_run import joined
@@ -27,9 +28,9 @@ from nano_loop.distributed.launch.task import Task
 from nano_loop.errors import NanoConfigError, NanoError, NanoWorkerError, error_message
 from nano_loop.patching.calls.calls import CallInterceptors
 from nano_loop.patching.user_code import leads_to_user
-from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
+from nano_loop.runtime.objects.report import LastPrinted, SetupReport, StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.runtime.report_start import empty_report
+from nano_loop.runtime.run_report import RunReport
 from nano_loop.runtime.settings import Settings
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import STEPS, Step, StepContext
@@ -90,11 +91,12 @@ class Run:
         Joins the ranks. By default, the options and the environment select it.
     printed : LastPrinted, optional
         What the run before has printed of its report. The same is not printed again.
-
-    Attributes
-    ----------
-    report : SetupReport or None
-        The steps that were applied and skipped. None before the first `setup`.
+    outer : Run, optional
+        The run that this one is inside of, in the same process and with the same report.
+    kinds : sequence of type, optional
+        The classes of its steps, in order. By default, those of the task, or all.
+    in_all_threads : bool
+        Whether it is for all threads, where they are in no other run; else for the one that enters it.
     """
 
     def __init__(
@@ -105,22 +107,35 @@ class Run:
         slot: RankSlot | None = None,
         launcher: Launcher | None = None,
         printed: LastPrinted | None = None,
+        outer: Run | None = None,
+        kinds: Sequence[type[Step]] | None = None,
+        in_all_threads: bool = False,
     ) -> None:
         if settings.options.tune:
             expected = "a search repeats a function, and this run has none that it could call"
             advice = "Call nano_loop.tune, or put @nano(tune=True) above the training function"
             raise NanoConfigError(error_message("tune=True", expected, advice))
-        self.report: SetupReport | None = None
-        self._options = settings.options
+        self.options = settings.options
         self._task = task
-        self._printer = ReportPrinter(printed or LastPrinted())
+        own = RunReport(settings.options, printed or LastPrinted())
+        self._results: RunReport = own if outer is None else outer._results
+        self._is_inner = outer is not None
+        self._is_set_up = False  # whether anything is
         self._joined = nullcontext(slot) if slot else joined(settings.options, settings.machine, task, launcher)
         self._slot: RankSlot | None = None
-        self._interceptors = CallInterceptors()
-        self._kinds = STEPS if task is None else task.steps
+        # What trains by itself, and no block says how long, predicts as without nano_loop.
+        self._interceptors = CallInterceptors(self._is_inner and self.options.kind.parameters is None)
+        self._kinds = kinds or (STEPS if task is None else task.steps)
         self._steps: list[Step] = []
-        self._stepped: SteppedOptimizers | None = None
+        self.in_all_threads = in_all_threads
+        #: Looks at steps of optimizers, from the entry on; None in a run inside another one.
+        self.stepped: SteppedOptimizers | None = None
         self._ending = ExitStack()
+
+    @property
+    def report(self) -> SetupReport | None:
+        """The steps that were applied and skipped; None before the first `setup`."""
+        return self._results.report
 
     @property
     def ranks(self) -> Ranks:
@@ -138,8 +153,8 @@ class Run:
     def _enter(self, ending: ExitStack) -> None:
         slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
-        accelerated = partial(accelerated_copy, Settings(self._options, slot.machine))
-        context = StepContext(self._options, slot.machine, self._interceptors, slot.ranks, accelerated)
+        accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
+        context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated)
         self._steps = [step(context) for step in self._kinds]
         ending.callback(self._interceptors.close)
         for step in self._steps:
@@ -147,8 +162,10 @@ class Run:
         ending.push(self._close_report)
         if slot.ranks.size > 1:
             ending.enter_context(forked_children_ending())
-        hint = _SET_UP if self._task is None else self._task.set_up
-        self._stepped = SteppedOptimizers(slot.ranks, hint, self._unmet, ending)
+        if not self._is_inner:
+            self.scope = RunScope(slot.ranks, self.in_all_threads)
+            hint = _SET_UP if self._task is None else self._task.set_up
+            self.stepped = SteppedOptimizers(slot.ranks, self.scope, hint, self.apply, self._unmet, ending)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -170,6 +187,19 @@ class Run:
             raise error.with_traceback(None) from error.__cause__  # dozens of lines that say nothing about the loop
         finally:
             self.end()
+
+    def inner(self, kinds: Sequence[type[Step]] | None = None, **changes: Any) -> Run:
+        """Start a run inside this one, with its report, and return it. It lasts until it is exited.
+
+        Parameters
+        ----------
+        kinds : sequence of type, optional
+            The classes of its steps, in order. By default, all.
+        **changes
+            Other values of some options.
+        """
+        options = self.options.changed(changes) if changes else self.options
+        return Run(Settings(options, self._place.machine), slot=self._place, outer=self, kinds=kinds).__enter__()
 
     def end(self) -> None:
         """Undo what is not undone. Has an effect only where Ctrl-C came on the first line of `__exit__`."""
@@ -206,8 +236,15 @@ class Run:
             return model, optimizer
         return model, optimizer, dataloaders[0] if len(dataloaders) == 1 else list(dataloaders)
 
-    def apply(self, parts: TrainingObjects) -> None:
+    def apply(self, parts: TrainingObjects, first: Sequence[StepResult] = ()) -> None:
         """Apply the steps to the parts of one ``setup`` call, and print the new entries of the report.
+
+        Parameters
+        ----------
+        parts : TrainingObjects
+            What is set up.
+        first : sequence of StepResult
+            Entries of the report before those of the steps.
 
         Raises
         ------
@@ -215,17 +252,17 @@ class Run:
             If an explicitly requested step does not apply.
         """
         slot = self._place
-        assert self._stepped is not None
-        self._stepped.add(parts)
+        if self.stepped is not None:
+            self.stepped.add(parts)
         for step in self._steps:
             step.observe(parts)
         results = [self._apply(step, parts) for step in self._steps if self._is_relevant(step, parts)]
-        if self.report is None:
-            self.report = empty_report(slot, self._options)
-            self.report.add(results)
-            self._print([self.report])
-        else:
-            self._print(self.report.add(results))
+        self._is_set_up = True
+        self._results.add(slot, [*first, *results])
+
+    def note(self, result: StepResult) -> None:
+        """Add an entry to the report."""
+        self._results.add(self._place, [result])
 
     @contextmanager
     def without_averaging(self, model: nn.Module) -> Iterator[None]:
@@ -249,14 +286,10 @@ class Run:
     def _close_report(self, kind: type[BaseException] | None, *_: object) -> None:
         """Add the final results of the steps to the report, unless the run raised."""
         if kind is None and self.report is not None:
-            assert self._stepped is not None
             results = [step.final_result() for step in self._steps]
-            results += [self._stepped.final_result()] if self._options.fused_optimizer else []
-            self._print(self.report.add([result for result in results if result is not None]))
-
-    def _print(self, lines: Sequence[SetupReport | StepResult]) -> None:
-        if lines and self._options.verbose and self.ranks.rank == 0:
-            self._printer.print(lines)
+            if self.stepped is not None and self.options.fused_optimizer:
+                results.append(self.stepped.final_result())
+            self._results.add_final(self._place, [result for result in results if result is not None])
 
     def _unmet(self) -> list[tuple[str, str]]:
         """Return the steps that were asked for by True and apply to nothing that was set up, with the reasons."""
@@ -266,11 +299,11 @@ class Run:
         return [
             (step.name, step.unused_because or reasons.get(step.name, "nothing that it is for was set up"))
             for step in self._steps
-            if getattr(self._options, step.name, None) is True and (step.name not in in_use or step.unused_because)
+            if getattr(self.options, step.name, None) is True and (step.name not in in_use or step.unused_because)
         ]
 
     def _is_relevant(self, step: Step, parts: TrainingObjects) -> bool:
-        if not step.enabled or (step.once and self.report is not None):
+        if not step.enabled or (step.once and self._is_set_up):
             return False
         return step.is_relevant(parts)
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.distributed.comm.ranks import Ranks
-from nano_loop.distributed.launch.active_runs import innermost
+from nano_loop.distributed.launch.active_runs import RunScope
 from nano_loop.errors import NanoConfigError, NanoError, error_message
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.optimizers import closure_of, trained_by
@@ -28,73 +25,114 @@ _SEPARATE = "nothing was set up in this run, so every rank trains by itself, and
 
 
 class SteppedOptimizers:
-    """Looks at the first step of each optimizer in the thread of a run.
+    """Looks at the first step of each optimizer in the scope of a run.
+
+    In one process, an optimizer that was not set up and that trains a model that was is set up then.
 
     Parameters
     ----------
     ranks : Ranks
         The processes of the run.
+    scope : RunScope
+        Where it is the innermost run.
     hint : str
         What sets objects up.
+    apply : callable
+        Sets up objects.
     unmet : callable
         Returns the options that were asked for by True and apply to nothing that was set up, with the reasons. Called
         at the first step of the run.
     undoing : contextlib.ExitStack
         Takes the hook away when it is closed.
+
+    Attributes
+    ----------
+    take : callable or None
+        In the ambient mode, sets up an optimizer that trains nothing that was. It gets the optimizer and whether its
+        step has a closure, and returns False to be called before the next step, too.
+    saw_inner_run : bool
+        Whether optimizers have stepped in a run inside this one.
     """
 
     def __init__(
-        self, ranks: Ranks, hint: str, unmet: Callable[[], Sequence[tuple[str, str]]], undoing: ExitStack
+        self,
+        ranks: Ranks,
+        scope: RunScope,
+        hint: str,
+        apply: Callable[[TrainingObjects], None],
+        unmet: Callable[[], Sequence[tuple[str, str]]],
+        undoing: ExitStack,
     ) -> None:
-        self._ranks, self._hint, self._unmet = ranks, hint, unmet
-        self._place = os.getpid(), threading.get_ident()
+        self.take: Callable[[Optimizer, bool], bool] | None = None
+        self.saw_inner_run = False
+        self._ranks, self._scope, self._hint, self._apply, self._unmet = ranks, scope, hint, apply, unmet
         self._is_set_up = False  # whether anything is
-        self._models: list[weakref.ref[nn.Module]] = []
-        self._set_up: set[int] = set()  # the ids of optimizers, like the next two
-        self._stepped: set[int] = set()
-        self._idle: dict[int, str] = {}  # that have stepped without gradients, with the line of the report
+        self._models: Any = WeakIdKeyDictionary()
+        self._optimizers: Any = WeakIdKeyDictionary()  # those that were set up
+        self._stepped: Any = WeakIdKeyDictionary()
+        self._idle: dict[int, str] = {}  # by the ids of those that have stepped without gradients, the report's line
         self._remarks: dict[str, None] = {}
+        self._is_first = True
         undoing.callback(self._close, register_optimizer_step_pre_hook(self._before_step))
 
     def add(self, parts: TrainingObjects) -> None:
         """Note what one `setup` has set up."""
         self._is_set_up = True
-        self._models += map(weakref.ref, parts.models)
-        self._set_up.update(map(id, parts.optimizers))
+        for model in parts.models:
+            self._models[model] = None
+        for optimizer in parts.optimizers:
+            self._optimizers[optimizer] = None
 
     def final_result(self) -> StepResult | None:
         """Return a line about optimizers that were not set up, or do not train what was set up, or None."""
-        idle = [line for key, line in self._idle.items() if key not in self._stepped]
-        detail = "; ".join(dict.fromkeys([*self._remarks, *idle]))
+        detail = "; ".join(dict.fromkeys([*self._remarks, *self._idle.values()]))
         return StepResult("fused_optimizer", "skipped", detail, code="not_set_up") if detail else None
+
+    def trains_set_up_model(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer was set up, or holds parameters of a model that was, which sets it up, too."""
+        if optimizer in self._optimizers:
+            return True
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if self._parameters().isdisjoint(held):
+            return False
+        self._apply(TrainingObjects(optimizers=[optimizer]))
+        self._optimizers[optimizer] = None  # also a wrapper, of which those inside were set up
+        return True
 
     def _close(self, hook: RemovableHandle) -> None:
         hook.remove()
-        del self._unmet  # the run's, which holds this object: a cycle would keep its models until a collection
+        del self._unmet, self._apply  # of the run, which holds this object: a cycle would keep its models
+        self.take = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._stepped or not self._is_of_run():
+        if optimizer in self._stepped:
+            return
+        if not self._scope.is_here():
+            self.saw_inner_run = True
             return
         name, trained = type(optimizer).__name__, trained_by(optimizer)
         has_closure = closure_of(args, kwargs) is not None
         if not trained and not has_closure:
             self._idle[id(optimizer)] = f"{name} has stepped without gradients"
             return
-        if not self._stepped:
+        self._idle.pop(id(optimizer), None)
+        # Other ranks may not step an optimizer that this one does.
+        if self._ranks.size == 1 and not self.trains_set_up_model(optimizer) and self.take is not None:
+            if self.take(optimizer, has_closure):
+                self._stepped[optimizer] = None
+            return
+        if self._is_first:
             self._check(name)
-        self._stepped.add(id(optimizer))
-        if id(optimizer) not in self._set_up:
+            self._is_first = False
+        self._stepped[optimizer] = None
+        if optimizer not in self._optimizers:
             self._remarks[f"{name} was not set up"] = None
         elif self._models and not has_closure and self._parameters().isdisjoint(map(id, trained)):
             self._remarks[f"{name} trains no model that was set up"] = None
 
     def _parameters(self) -> set[int]:
         """Return the ids of the parameters of the models that were set up."""
-        models = [model for reference in self._models if (model := reference()) is not None]
-        return {id(parameter) for model in models for parameter in parameters_of(model)}
-
-    def _is_of_run(self) -> bool:
-        return self._place == (os.getpid(), threading.get_ident()) and innermost() is self._ranks
+        return {id(parameter) for model in [*self._models] for parameter in parameters_of(model)}
 
     def _check(self, name: str) -> None:
         """Warn or raise at the first step of the run where nothing was set up, or an option applies to nothing."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from nano_loop.config.declarations import DEFAULTS
+from nano_loop.config.declarations import DEFAULTS, EXACT
 from nano_loop.config.options import Options
 from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.runtime.settings import Settings
@@ -19,6 +19,8 @@ Changes = dict[str, Any]
 STEPS_BY_DEFAULT = tuple(name for name, default in DEFAULTS.items() if default == "auto")
 #: With these a model may compute other numbers than in fp32; the others move rounding errors at most.
 OF_NUMBERS = ("precision", "channels_last", "use_ipex", "compile")
+#: These change the order of sums, or which numbers a loader draws.
+_OF_ORDER = ("num_processes", "num_threads", "loader_workers")
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _FEW = 4  # cores: with more, one thread is never the fastest for a step that is worth a trial
 
@@ -41,6 +43,7 @@ def candidates(
         What is trained, as far as it is known.
     """
     options, machine = settings.options, settings.machine
+    fixed = {*fixed, *EXACT, *_OF_ORDER} if options.exact else fixed
     steps, has_convolutions = answer["steps"], answer["convolutions"]
     if parts is not None:
         has_convolutions = any(has_modules(model, _CONVOLUTIONS) for model in parts.models)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Collection, Iterator
 from importlib import metadata
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from nano_loop.config.environment import KERNELS
 from nano_loop.patching.members import named_buffers_of, named_parameters_of
 from nano_loop.runtime.run import RunTask
 from nano_loop.runtime.settings import Settings
@@ -40,7 +42,7 @@ def key_of(task: RunTask, settings: Settings, fixed: Collection[str]) -> str | N
     whole = [_described([parts.models, parts.optimizers, parts.loaders, dict(sorted(task.names.items()))])]
     whole += [sorted(map(str, options.items())), sorted(fixed), machine.name, machine.allowed, machine.quota]
     whole += [sorted(machine.instruction_sets), [*_versions()], torch.get_num_threads()]
-    whole.append(torch.backends.cpu.get_cpu_capability())
+    whole += [torch.backends.cpu.get_cpu_capability(), os.environ.get(KERNELS)]
     return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
 
 

@@ -198,9 +198,11 @@ def as_text(values: Mapping[str, Any]) -> str:
 
 
 def differing(options: Options) -> dict[str, Any]:
-    """Return the options that are not the default, besides those that only measure."""
-    values, plain = options.as_dict(), Options()
-    return {name: values[name] for name in values if name not in MEASURING and values[name] != getattr(plain, name)}
+    """Return the options that are not the default, besides those that only measure, or follow from ``exact``."""
+    values, plain = options.as_dict(), Options(exact=options.exact)
+    exact = {"exact": True} if options.exact else {}
+    names = [name for name in values if name not in MEASURING and values[name] != getattr(plain, name)]
+    return exact | {name: values[name] for name in names}
 
 
 def _literal(name: str, value: Any) -> str:

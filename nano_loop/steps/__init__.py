@@ -56,4 +56,17 @@ STEPS: tuple[type[Step], ...] = (
     StepTime,  # after all others: its result is the last line of the report
 )
 
-__all__ = ["STEPS", "GradientAveraging", "ParameterDtype", "Precision", "Rounding", "Step", "StepContext", "Verify"]
+#: Those that only affect loaders.
+LOADER_STEPS = tuple(step for step in STEPS if step.needs == "loaders")
+
+__all__ = [
+    "LOADER_STEPS",
+    "STEPS",
+    "GradientAveraging",
+    "ParameterDtype",
+    "Precision",
+    "Rounding",
+    "Step",
+    "StepContext",
+    "Verify",
+]

@@ -14,7 +14,7 @@ from typing_extensions import override
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine
 from nano_loop.kernels.attention import blocked_attention, rounded_attention
-from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.build import CompiledKernel, for_report
 from nano_loop.kernels.convolution import convolution, rounded_convolution
 from nano_loop.kernels.linear import linear, product, rounded_product
 from nano_loop.kernels.replacement import Replacement
@@ -91,7 +91,7 @@ def reason_against(options: Options, machine: Machine) -> SkipReason | None:
         expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
         return SkipReason("old_torch", f"fp32, since {expected}")
     if product.KERNEL.unavailable is not None:
-        return SkipReason("no_kernel", f"fp32, since {product.KERNEL.unavailable}")
+        return SkipReason("no_kernel", f"fp32, since {for_report(product.KERNEL.unavailable)}")
     return None
 
 
@@ -149,7 +149,7 @@ class Bf16Products(Step):
             for kind in _KINDS:
                 if kind.is_for(model) and (kind.kernel is None or kind.kernel.unavailable is None):
                     self._put_in_force(kind)
-            interceptor = self.interceptors.for_model(model)
+            interceptor = self.interceptors.for_model(model, self.name)
             interceptor.rules = {**interceptor.rules, RULE: self._rounding}
             self._models[class_name(model)] = None
         for optimizer in parts.optimizers:
@@ -187,6 +187,8 @@ class Bf16Products(Step):
                 self._kinds.remove(kind)
                 for replacement in kind.replacements:
                     self._in_force.pop(replacement).close()
+            if not self._kinds:
+                self.interceptors.release(self.name)
 
 
 def _has_fp32(model: nn.Module) -> bool:

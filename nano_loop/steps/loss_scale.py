@@ -44,7 +44,7 @@ class LossScaling(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models:
-            self.interceptors.for_model(model)
+            self.interceptors.for_model(model, self.name)
         if not self._scaling:
             self._scaling = True
             self.undoing.enter_context(self._scale.scaling())

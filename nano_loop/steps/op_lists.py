@@ -49,7 +49,7 @@ class OperatorLists(Step):
                 got = f"{class_name(model)} is compiled, and there are bf16_ops or fp32_ops"
                 expected = "compiled models compute by torch's lists alone"
                 raise NanoConfigError(error_message(got, expected, "Leave the lists out, or pass the model uncompiled"))
-            interceptor = self.interceptors.for_model(model)
+            interceptor = self.interceptors.for_model(model, self.name)
             interceptor.rules = {**interceptor.rules, **self._lists.rules}
         idle = self._lists.idle
         shown = [_shown(names, dtype) for dtype, names in self.options.listed_operators.items() if names]

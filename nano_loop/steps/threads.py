@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from typing_extensions import override
 
 from nano_loop.config.exports import is_exported
 from nano_loop.cpu.waits import Waits
-from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.patch_table import process_wide, shared_change, users
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.step import SkipReason, Step
@@ -68,14 +70,12 @@ class Threads(Step):
         wanted_by_user, count = self.options.num_threads, torch.get_num_threads()
         wanted = wanted_by_user or self.machine.num_threads
         words = f"{wanted}, " + ("as asked for" if wanted_by_user else "one a physical core")
-        if count == wanted:
+        key = "threads", threading.get_ident(), wanted
+        if count == wanted and not users(key):
             return words
-        self.undoing.callback(torch.set_num_threads, count)
-        setting = threading.get_ident(), wanted
-        self.undoing.callback(_settings.remove, setting)
-        _settings.append(setting)
-        torch.set_num_threads(wanted)
-        return f"{words} (torch had {count})"
+        is_shared = count == wanted or not users(key)
+        self.undoing.enter_context(shared_change(key, lambda: _set(wanted)) if is_shared else _set(wanted))
+        return words if count == wanted else f"{words} (torch had {count})"
 
     @staticmethod
     def _is_of_another_run(count: int) -> bool:
@@ -92,6 +92,20 @@ class Threads(Step):
             return None
         detail = f"threads waited {share:.0%} of their time for CPUs that others used{_advice(torch.get_num_threads())}"
         return StepResult("cpu_waits", "measured", detail)
+
+
+@contextmanager
+def _set(number: int) -> Iterator[None]:
+    """Let this thread compute on a number of threads. Runs that end in any order share it."""
+    before, setting = torch.get_num_threads(), (threading.get_ident(), number)
+    _settings.append(setting)
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        _settings.remove(setting)
+        if threading.get_ident() == setting[0]:  # a garbage collection may end a run in another thread
+            torch.set_num_threads(before)
 
 
 def _advice(threads: int) -> str:

@@ -17,17 +17,27 @@ from nano_loop.storage.trusted_files import opened_folder, read_file, write_file
 _MOST_BYTES = 1 << 25  # of a JSON file that is read
 
 
+def cache_path() -> Path | None:
+    """Return where the cache folder is, or would be; None for a user without a home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nano_loop"
+    except RuntimeError:
+        return None
+
+
 def cache_folder() -> Path | None:
     """Return the cache folder, which is made where there is none; None where it cannot be made.
 
     What is in it is trusted, so whoever reads or writes a file in it opens it by
     `nano_loop.storage.trusted_files.open_folder`.
     """
+    folder = cache_path()
+    if folder is None:
+        return None
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nano_loop"
         for place in (folder.parent, folder):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home folder, or not writable
+    except OSError:  # not writable
         return None
     return Path(os.path.realpath(folder))
 

@@ -87,7 +87,7 @@ class FastOfTwo(Trainer):
 
 
 class FastExact(Trainer):
-    train = nano(verbose=False, fused_optimizer=False)(Trainer.train)
+    train = nano(verbose=False, exact=True)(Trainer.train)
 
 
 def test_trainer_s_method_trains_what_self_holds():
@@ -209,7 +209,7 @@ def test_variables_are_not_looked_up_if_there_is_a_model_among_the_arguments():
 
 def test_closure_trains_as_the_plain_loop():
     results = []
-    for decorate in (lambda function: function, nano(verbose=False, fused_optimizer=False)):
+    for decorate in (lambda function: function, nano(verbose=False, exact=True)):
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         optimizer, loader = torch.optim.Adam(model.parameters()), DataLoader(torch.rand(8, 2), 2, shuffle=True)

@@ -66,7 +66,7 @@ def test_file_that_cannot_be_written_is_left(tmp_path):
     assert choices.get("a") == FASTER
 
 
-def test_each_number_of_threads_has_its_choices(measuring, monkeypatch):
+def test_each_number_of_threads_and_each_kind_of_kernels_have_their_choices(measuring, monkeypatch):
     machine, threads = read_machine(), torch.get_num_threads()
     choices_for(machine).put("a", FASTER)
     choices_for(machine).save()
@@ -77,8 +77,10 @@ def test_each_number_of_threads_has_its_choices(measuring, monkeypatch):
         assert choices_for(machine).get("a") is None
     finally:
         torch.set_num_threads(threads)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert choices_for(machine).get("a") is None
+    for name, value in (("NANO_LOOP_KERNELS", "v3"), ("ONEDNN_MAX_CPU_ISA", "AVX2")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert choices_for(machine).get("a") is None
 
 
 def test_without_a_cache_folder_choices_live_as_long_as_the_process(measuring, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nano_loop.config.exports import EXPORTS
+from nano_loop.config.protocol import INSTALL
 
 # Everything here is compared with plain Python: names that a script sees, and what other libraries look for in it.
 SEEN = '''
@@ -101,6 +102,7 @@ def folder(tmp_path):
 
 ROOT = str(Path(__file__).parents[2])
 RUN_COMMAND = ("-m", "nano_loop", "run")
+FOLDER = f"{ROOT}/nano_loop/cli/at_start"
 # What the command does at its end, without its start: it becomes Python with a note.
 NOTED = f"""
 import os, sys
@@ -125,17 +127,22 @@ def seen(folder, *arguments, **settings):
 
 def as_the_command_makes_it(environ):
     """Return an environment without what `nano-loop run` sets, which docs/cli.md lists."""
-    own = {EXPORTS, "OMP_NUM_THREADS"}
+    own = {EXPORTS, INSTALL, "OMP_NUM_THREADS"}
+    environ = {**environ, "PYTHONPATH": environ["PYTHONPATH"].removeprefix(f"{FOLDER}{os.pathsep}")}
     return {name: value for name, value in environ.items() if name not in own and not name.startswith("MALLOC_")}
 
 
 @pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
 @pytest.mark.parametrize("path", PATHS, ids=["one entry", "an empty entry", "several entries"])
 def test_script_sees_what_it_sees_under_python(folder, path, as_module):
+    accelerates = path == PATHS[0]  # then it sees what waits for torch, and what tells its children
     (folder / "train.py").write_text(SEEN)
     arguments = ["-m", "train", "a b", ""] if as_module else ["train.py", "a b", ""]
+    command = RUN_COMMAND if accelerates else (*RUN_COMMAND, "--only-environment")
     expected, no_line = seen(folder, *arguments, pythonpath=path)
-    found, line = seen(folder, *arguments, command=RUN_COMMAND, pythonpath=path)
+    found, line = seen(folder, *arguments, command=command, pythonpath=path)
+    assert (INSTALL in found["environment"], found["finders"][0] == "_Finder") == (accelerates, accelerates)
+    found["finders"] = [name for name in found["finders"] if name != "_Finder"]
     for each in (expected, found):
         each["environment"] = as_the_command_makes_it(each["environment"])
         name, environ, *others = each["child"]
@@ -170,6 +177,7 @@ def test_customization_that_fails_is_shown_as_by_python(folder):
     assert (noted.stdout, noted.stderr) == (plain.stdout, plain.stderr + LINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [

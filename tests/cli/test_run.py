@@ -21,8 +21,8 @@ from nano_loop.cpu.glibc import is_glibc
 NANO_LOOP = [sys.executable, "-m", "nano_loop", "run"]
 SWITCHES = (checks.boolean, checks.auto_or_boolean)
 LINE = (
-    "nano-loop: {} has begun no run of nano_loop: options act on functions under @nano, TorchNano, accelerated and "
-    "Lightning's Trainer. Decorate its training function.\n"
+    "nano-loop: {} has trained nothing: what an optimizer of torch trains is accelerated, and it has made none. If it "
+    "is not to be accelerated, pass --only-environment.\n"
 )
 SHOW = """
 import json, os, sys
@@ -224,3 +224,79 @@ def test_plain_decorator_runs_in_another_precision_and_number_of_processes(scrip
     assert err.startswith("nano_loop ")
     assert " · 2 processes × " in err
     assert "from the environment: NANO_LOOP_ALLOCATOR=True" in err
+
+
+# --- a script without a line of nano_loop ---
+
+WITHOUT_A_LINE = """
+import multiprocessing, sys, traceback
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.dtypes = set()
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.dtypes.add(str(out.dtype))
+        return out
+
+def fit():
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x in torch.utils.data.DataLoader(torch.rand(16, 8), 4):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    return [net.layer.weight.tolist(), sorted(net.dtypes)]
+
+if __name__ == "__main__":
+    results = []
+    for method in ("fork", "spawn"):  # before this process has threads of OpenMP, which a forked one waits for
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            results.append(pool.apply(fit))
+    print([fit(), *results])
+    raise SystemExit(len(sys.argv) - 1)
+"""
+
+
+@pytest.mark.slow
+def test_script_without_a_line_is_accelerated_with_its_children(script):
+    path = script(WITHOUT_A_LINE)
+    code, plain, err = ran(path, "argument", by=[sys.executable])
+    assert (code, err) == (1, "")
+    for options in ([], ["--precision", "bf16"]):
+        code, out, err = ran("--exact", *options, path, "argument")
+        assert code == 1, err
+        assert err.count("Net, trained by SGD") == 3
+        results = json.loads(out.replace("'", '"'))
+        assert results == [results[0]] * 3
+        assert (results == json.loads(plain.replace("'", '"'))) == (not options)
+        assert results[0][1] == (["torch.bfloat16"] if options else ["torch.float32"])
+    code, out, err = ran("--precision", "bf16", "--only-environment", path)
+    assert (code, out) == (0, plain)
+    code, out, err = ran("--num-processes", "2", "-m", "train", folder=path.parent)
+    assert (code, out) == (0, plain)
+
+
+@pytest.mark.slow
+def test_request_of_several_processes_is_refused_with_what_works(script):
+    path = script("import torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters())")
+    code, out, err = ran("--num-processes", "2", path)
+    assert (code, out) == (0, "")
+    assert err.startswith("nano-loop: NANO_LOOP_NUM_PROCESSES=2: install runs in one process. ")
+
+
+@pytest.mark.slow
+def test_variables_of_env_install_in_each_python(script):
+    path = script(
+        "import torch, sys; torch.optim.SGD(torch.nn.Linear(1, 1).parameters()); print('nano_loop' in sys.modules)"
+    )
+    done = subprocess.run([*NANO_LOOP[:3], "env", "--install", "--json"], capture_output=True, check=True)
+    changes = json.loads(done.stdout)["changes"]
+    assert ran(path, by=[sys.executable], **changes) == (0, "True\n", "")
+    assert ran(path, by=[sys.executable], **{**changes, "NANO_LOOP_INSTALL": "0"}) == (0, "False\n", "")

@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from option_values import ALLOWED, REFUSED, TEXTS, Colour
+from option_values import ALLOWED, REFUSED, SPELLINGS, TEXTS, Colour
 
 from nano_loop import NanoConfigError, NanoError, NanoWarning, TorchNano, nano
-from nano_loop.config.declarations import CHECKS, OPTIONS
+from nano_loop.config.declarations import CHECKS, EXACT, OPTIONS
+from nano_loop.config.environment import kernels_choice
 from nano_loop.config.options import Options
 
 HUGE = 10**5000  # Python refuses to print it
@@ -124,6 +125,8 @@ def test_message_stays_short_for_a_long_variable(variable, value):
         ({"compile": True}, {"BF16_OPS": "exp"}, "NANO_LOOP_BF16_OPS with compile"),
         ({"bf16_ops": ["exp"]}, {"COMPILE": "on"}, "bf16_ops with NANO_LOOP_COMPILE"),
         ({"bf16_ops": ["exp"]}, {"PRECISION": "16"}, "bf16_ops with NANO_LOOP_PRECISION=16"),
+        ({"fast_norm": True}, {"EXACT": "1"}, "fast_norm=True with NANO_LOOP_EXACT=1: it changes bits"),
+        ({"exact": True}, {"PRECISION": "auto"}, "NANO_LOOP_PRECISION=auto with exact=True: it changes bits"),
     ],
 )
 def test_contradiction_names_the_variable_that_it_is_from(arguments, environ, words):
@@ -135,6 +138,26 @@ def test_contradiction_names_the_variable_that_it_is_from(arguments, environ, wo
 def test_decorator_tells_bad_options_where_they_stand():
     with pytest.raises(NanoConfigError, match=r"precision='fp8'"):
         nano(precision="fp8")  # no function yet
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_lets_what_changes_bits_have_one_value_and_takes_auto_for_it(name):
+    for value, normalized in SPELLINGS[CHECKS[name]]:
+        if normalized in ("auto", EXACT[name]):
+            assert getattr(Options(exact=True, **{name: value}), name) == EXACT[name]
+        else:
+            parts = refusal(Options, exact=True, **{name: value}).split(" with exact=True: it changes bits")
+            assert parts[0].startswith(f"{name}=")
+            assert parts[1].endswith(". Leave one of the two out.")
+
+
+def test_exact_keeps_the_other_options_and_is_kept_by_changes():
+    exact, default = Options(exact=True), Options()
+    differing = {name for name in OPTIONS if getattr(exact, name) != getattr(default, name)}
+    assert {"exact", "fused_optimizer", "fast_norm", "tune_operators"} <= differing <= {"exact", *EXACT}
+    assert exact.changed({"num_threads": 1}).fused_optimizer is False
+    with pytest.raises(NanoConfigError, match=r"precision='bf16' with exact=True"):
+        exact.changed({"precision": "bf16"})
 
 
 # --- unknown names ---
@@ -439,6 +462,23 @@ def test_secret_of_a_launch_is_no_option_and_a_mistyped_one_is_in_no_message():
     with pytest.raises(NanoConfigError, match=r"NANO_LOOP_SECRETS=.*there is no such option") as caught:
         Options.from_call({}, {"NANO_LOOP_SECRETS": "0123456789abcdef" * 2})
     assert "0123456789abcdef" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["v3", "v4", " BF16 ", "compile", "off", ""])
+def test_choice_of_kernels_is_no_option(text):
+    assert Options.from_call({}, {"NANO_LOOP_KERNELS": text}) == Options()
+    assert kernels_choice({"NANO_LOOP_KERNELS": text}) == (text.strip().lower() or None)
+    assert kernels_choice({}) is None
+
+
+@pytest.mark.parametrize("text", ["avx2", "native", "v3,v4", "True"])
+def test_kernels_that_do_not_exist_are_refused_with_the_other_faults(text):
+    expected = (
+        f"NANO_LOOP_KERNELS={text}: it is one of v3, v4, bf16, compile, off. Correct it, or unset NANO_LOOP_KERNELS"
+    )
+    with pytest.raises(NanoConfigError, match=expected) as caught:
+        Options.from_call({"precision": "fp8"}, {"NANO_LOOP_KERNELS": text})
+    assert len(str(caught.value).splitlines()) == 2
 
 
 def test_options_cannot_be_changed():

@@ -5,6 +5,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from kernels.conftest import forget_libraries
+
 from faults.fault import BEFORE, Fault
 from faults.runs import environ, train
 from nano_loop import NanoConfigError, nano
@@ -25,18 +27,18 @@ def _library(damage):
     """Train, where the cache has a kernel that is damaged."""
 
     def commit():
-        with _folder() as folder, environ(XDG_CACHE_HOME=str(folder)):
-            build.compiled.cache_clear()
+        with _folder() as folder, environ(XDG_CACHE_HOME=str(folder), NANO_LOOP_KERNELS="compile"):
+            forget_libraries()
             build.compiled("bernoulli", False)
             (library,) = (folder / "nano_loop").glob("bernoulli-*")
             content = library.read_bytes()
             library.unlink()
             damage(library, content)
-            build.compiled.cache_clear()
+            forget_libraries()
             train()
             build.compiled("bernoulli", False)
             assert library.read_bytes() == content
-            build.compiled.cache_clear()
+            forget_libraries()
 
     return commit
 

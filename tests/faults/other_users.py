@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kernels.conftest import forget_libraries
+
 from faults.fault import BEFORE, Fault
 from faults.runs import attribute, environ, temporary, train
 from nano_loop import NanoError
@@ -116,14 +118,15 @@ def _replaced_library(cache):
                 path.write_bytes(library)
                 os.seteuid(0)
 
-            with environ(XDG_CACHE_HOME=str(folder / cache) if cache else "/proc/nowhere"):
-                build.compiled.cache_clear()
+            place = str(folder / cache) if cache else "/proc/nowhere"
+            with environ(XDG_CACHE_HOME=place, NANO_LOOP_KERNELS="compile"):
+                forget_libraries()
                 sys.addaudithook(attack)
                 try:
                     for _ in range(2):
                         with contextlib.suppress(build.UnavailableError):
                             build.compiled("bernoulli", False)
-                        build.compiled.cache_clear()
+                        forget_libraries()
                 finally:
                     attacking = False
 

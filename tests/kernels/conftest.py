@@ -3,8 +3,27 @@
 import pytest
 import torch
 
+from nano_loop.kernels import build
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.dropout import bernoulli
+
+_CACHES = (build.level, build.why_none, build.compiled)
+
+
+def forget_libraries():
+    """Let the next use look for libraries, as in a new process."""
+    for function in _CACHES:
+        function.cache_clear()
+
+
+@pytest.fixture
+def compiled_here(monkeypatch, tmp_path):
+    """Let libraries be compiled into an empty folder, whatever the package has; return the folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("NANO_LOOP_KERNELS", "compile")
+    forget_libraries()
+    yield tmp_path / "cache/nano_loop"
+    forget_libraries()
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.conftest import forget_libraries
 from nano_loop.kernels import build as compiled
-from nano_loop.kernels.build import UnavailableError
 from nano_loop.kernels.dropout import bernoulli
 from nano_loop.kernels.dropout.bernoulli import KERNEL, MIN_ELEMENTS, exact, vectorized_draws
 from nano_loop.patching.operators.operators import overridden
@@ -150,27 +150,18 @@ def test_threads_that_draw_at_once_share_no_number():
 # --- the compiler ---
 
 
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """An empty folder for compiled libraries; what this process has compiled before is not known."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled.compiled.cache_clear()
-    yield tmp_path / "nano_loop"
-    compiled.compiled.cache_clear()
-
-
 def made():
     """What there is after a new look."""
-    compiled.compiled.cache_clear()
+    forget_libraries()
     return compiled.compiled("bernoulli", False).draw_bernoulli
 
 
 @same_draws
-def test_library_is_compiled_once_into_a_private_folder(cache):
+def test_library_is_compiled_once_into_a_private_folder(compiled_here):
     assert made()
-    (library,) = cache.iterdir()
+    (library,) = compiled_here.iterdir()
     compiled_at = library.stat().st_mtime_ns
-    assert cache.stat().st_mode & 0o077 == 0
+    assert compiled_here.stat().st_mode & 0o077 == 0
     assert made()
     assert library.stat().st_mtime_ns == compiled_at
 
@@ -189,37 +180,23 @@ DAMAGES = {
 
 @same_draws
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damaged_library_is_compiled_again(cache, damage):
+def test_damaged_library_is_compiled_again(compiled_here, damage):
     assert made()
-    (library,) = cache.iterdir()
+    (library,) = compiled_here.iterdir()
     content = library.read_bytes()
     library.unlink()
     damage(library, content)
     assert made()
-    assert [*cache.iterdir()] == [library]
+    assert [*compiled_here.iterdir()] == [library]
     assert library.read_bytes()[-32:] == hashlib.sha256(library.read_bytes()[:-32]).digest()
 
 
 @same_draws
-def test_folder_that_others_may_write_to_is_not_loaded_from(cache):
-    cache.mkdir()
-    cache.chmod(0o777)
+def test_folder_that_others_may_write_to_is_not_loaded_from(compiled_here):
+    compiled_here.mkdir(parents=True)
+    compiled_here.chmod(0o777)
     assert made()
-    assert not [*cache.iterdir()]
-
-
-def test_missing_and_failing_compilers_are_named(cache, monkeypatch, tmp_path):
-    failing = tmp_path / "failing-cc"
-    failing.write_text("#!/bin/sh\necho 'no room' >&2\nexit 1\n")
-    failing.chmod(0o755)
-    for command, words in (
-        ("no-such-cc", "no C compiler was found (no-such-cc)"),
-        (failing, f"{failing} failed: no room"),
-    ):
-        monkeypatch.setenv("CC", str(command))
-        with pytest.raises(UnavailableError) as caught:
-            made()
-        assert str(caught.value) == words
+    assert not [*compiled_here.iterdir()]
 
 
 def test_planted_difference_in_the_draws_is_noticed(monkeypatch):

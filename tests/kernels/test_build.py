@@ -1,45 +1,156 @@
-"""Every C file compiles for the processor at hand: a kernel that is compiled for any processor is slow in silence."""
+"""Libraries are those of the level, run on torch's threads, and are compiled only where the package has none."""
 
-import platform
-from pathlib import Path
+import os
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from kernels.conftest import forget_libraries
+from nano_loop import NanoConfigError
 from nano_loop.cpu import read_machine
-from nano_loop.kernels import build as compiled
+from nano_loop.kernels import build, compiler
 from nano_loop.kernels.attention import blocked_attention
+from nano_loop.kernels.build import CompiledKernel, UnavailableError
+from nano_loop.kernels.compiler import LEVELS, NATIVE, library_name
 from nano_loop.kernels.convolution import weight_gradient
 from nano_loop.kernels.linear import product
 from nano_loop.kernels.rnn import lstm_layer
 
-SOURCES = sorted(Path(compiled.__file__).parent.glob("csrc/*.c"))
-
-
-@pytest.mark.skipif(platform.machine() not in compiled._NATIVE, reason="no flag is known for this processor")
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_each_file_compiles_for_this_processor_without_an_implicit_declaration(source, tmp_path):
-    command = [*compiled._compiler(), *compiled._FLAGS, *compiled._PARALLEL, "-Werror=implicit-function-declaration"]
-    native = compiled._NATIVE[platform.machine()]
-    assert compiled._compiles([*command, native, "-c", "-o", str(tmp_path / "native.o"), str(source)], tmp_path)
-    assert compiled._compiles([*command, "-c", "-o", str(tmp_path / "generic.o"), str(source)], tmp_path)
+SUPPORTED = [level for level in LEVELS if level.instruction_sets <= read_machine().instruction_sets]
 
 
 @pytest.mark.parametrize(
     "kernel", [blocked_attention, lstm_layer, product, weight_gradient], ids=lambda kernel: kernel.__name__
 )
 def test_kernels_for_bf16_instructions_are_available_where_the_cpu_has_them(kernel):
-    needed = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
-    if not needed <= set(read_machine().instruction_sets):
-        pytest.skip("the CPU has no bf16 instructions of AVX-512")
+    if LEVELS[0] not in SUPPORTED or build.level().name not in ("bf16", "compile"):
+        pytest.skip("the CPU or the level has no bf16 instructions of AVX-512")
     assert kernel.KERNEL.unavailable is None
 
 
 @pytest.mark.parametrize("needs", [False, True])
 def test_without_a_compiler_a_kernel_says_so_and_is_no_guess(monkeypatch, needs):
     def fails(name, is_threaded):
-        raise compiled.UnavailableError("no C compiler was found")
+        raise UnavailableError("no C compiler was found")
 
-    monkeypatch.setattr(compiled, "compiled", fails)
-    kernel = compiled.CompiledKernel("product", {}, needs_avx512_bf16=needs)
+    monkeypatch.setattr(build, "compiled", fails)
+    kernel = CompiledKernel("product", {}, needs_avx512_bf16=needs)
     assert kernel.unavailable == "no C compiler was found"
     assert not kernel.is_first_guess
+
+
+@pytest.mark.parametrize("amx", [(), ("amx_tile",), ("amx_tile", "amx_bf16")])
+def test_onednn_is_the_first_guess_where_the_cpu_has_amx(monkeypatch, amx):
+    machine = SimpleNamespace(instruction_sets=frozenset(amx))
+    monkeypatch.setattr(build, "read_machine", lambda: machine)
+    monkeypatch.setattr(build, "compiled", lambda name, is_threaded: SimpleNamespace(is_supported=lambda: 1))
+    assert CompiledKernel("product", {}, needs_avx512_bf16=True).is_first_guess == (len(amx) < 2)
+
+
+# --- the level ---
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="the CPU has no AVX2")
+def test_library_of_the_package_is_used_and_others_are_compiled_for_its_level(compiled_here, monkeypatch, tmp_path):
+    level, package = SUPPORTED[-1], tmp_path / "package"
+    package.mkdir()
+    monkeypatch.setattr(compiler, "PREBUILT", package)
+    monkeypatch.setenv("NANO_LOOP_KERNELS", level.name)
+    forget_libraries()
+    assert build.summary() == f"C kernels {level.name}"
+    file = library_name("openmp", level)
+    assert [path.name for path in compiled_here.iterdir()] == [file]
+    (compiled_here / file).rename(package / file)
+    forget_libraries()
+    monkeypatch.setenv("CC", "no-such-cc")
+    assert build.summary() == f"C kernels {level.name}"
+    assert [*compiled_here.iterdir()] == []
+    assert build.for_report(CompiledKernel("norms", {}).unavailable) == "no C compiler was found (no-such-cc)"
+
+
+@pytest.mark.skipif(LEVELS[0] not in SUPPORTED, reason="the CPU has no bf16 instructions of AVX-512")
+def test_level_without_bf16_instructions_has_no_kernels_of_them(compiled_here, monkeypatch):
+    monkeypatch.setenv("NANO_LOOP_KERNELS", "v4")
+    forget_libraries()
+    kernel = CompiledKernel("product", {}, needs_avx512_bf16=True)
+    assert kernel.unavailable == "the C kernels here have no bf16 instructions of AVX-512"
+    assert not kernel.is_first_guess
+
+
+def test_choice_that_does_not_exist_is_refused(compiled_here, monkeypatch):
+    monkeypatch.setenv("NANO_LOOP_KERNELS", "avx2")
+    forget_libraries()
+    with pytest.raises(NanoConfigError, match="NANO_LOOP_KERNELS=avx2: it is one of v3, v4, bf16, compile, off"):
+        build.summary()
+
+
+def test_filled_cache_folder_works_without_a_compiler(compiled_here, monkeypatch):
+    assert CompiledKernel("cross_entropy", {}).unavailable is None
+    assert build.level() is NATIVE
+    libraries = {path.name.partition("-")[0]: path.read_bytes() for path in compiled_here.iterdir()}
+    assert libraries.keys() == {"cross_entropy", "openmp"}
+    assert not any(b"libgomp" in content for content in libraries.values())  # torch's is the only runtime
+    forget_libraries()
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    assert CompiledKernel("cross_entropy", {}).unavailable is None
+    assert build.summary() == "C kernels compiled here"
+    reason = CompiledKernel("norms", {}).unavailable
+    assert reason == build.for_report(reason) == "no C compiler was found (gcc, cc, clang)"
+
+
+def test_reason_that_the_title_gives_is_not_given_again(compiled_here, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-cc")
+    reason = CompiledKernel("norms", {}).unavailable
+    assert build.summary() == f"no C kernels: {reason}"
+    assert build.for_report(reason) == "there are no C kernels"
+
+
+# --- OpenMP ---
+
+
+def test_parallel_regions_have_torch_s_threads(threads):
+    library = build.compiled("openmp", is_threaded=False)
+    for number in (1, 2, 3):
+        threads(number)
+        assert library.max_threads() == torch.get_num_threads() == number
+        assert library.threads_of_region(number) == number
+    assert build.why_none() is None
+
+
+@pytest.mark.parametrize("seen", [1, 5])
+def test_runtime_beside_torch_s_is_not_used(compiled_here, monkeypatch, threads, seen):
+    """Another runtime has another number of threads, or the same by chance."""
+    threads(5)
+    monkeypatch.setattr(
+        build, "compiled", lambda *_, **__: SimpleNamespace(max_threads=lambda: seen, set_threads=print)
+    )
+    assert build.summary() == "no C kernels: they would run on another OpenMP runtime than torch"
+    assert torch.get_num_threads() == 5
+
+
+def test_objects_of_clang_are_explained(compiled_here, monkeypatch):
+    def refuse(*_):
+        raise OSError("openmp.so: undefined symbol: __kmpc_fork_call")
+
+    monkeypatch.setattr(build, "_opened", refuse)
+    assert build.summary() == "no C kernels: clang's OpenMP is not torch's: install gcc"
+
+
+def test_beside_the_runtime_of_scikit_learn_kernels_run_on_torch_s_threads():
+    program = """
+        import sklearn.cluster
+        import torch
+        from nano_loop.kernels import build
+        torch.set_num_threads(2)
+        region = build.compiled("openmp", is_threaded=False).threads_of_region(2)
+        print("scikit_learn.libs/libgomp" in open("/proc/self/maps").read(), region, build.why_none())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert done.stdout.split() == ["True", "2", "None"]

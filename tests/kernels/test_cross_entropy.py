@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_loop.kernels import build as compiled
-from nano_loop.kernels.build import CompiledKernel, UnavailableError
 from nano_loop.kernels.loss.cross_entropy import KERNEL, cross_entropy
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -179,19 +177,3 @@ def test_under_a_transform_it_is_left_to_torch():
 
     torch.func.grad(loss)(logits.detach(), target)
     assert seen == [None]
-
-
-def test_library_needs_no_openmp_beside_torch_s(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled.compiled.cache_clear()
-    try:
-        assert CompiledKernel("cross_entropy", {}).unavailable is None
-        (library,) = (tmp_path / "nano_loop").iterdir()
-        assert b"libgomp" not in library.read_bytes()
-        compiled.compiled.cache_clear()
-        monkeypatch.setenv("CC", "no-such-cc")
-        assert CompiledKernel("cross_entropy", {}).unavailable == "no C compiler was found (no-such-cc)"
-        with pytest.raises(UnavailableError):
-            compiled.compiled("cross_entropy")
-    finally:
-        compiled.compiled.cache_clear()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nano_loop import kernels, nano
-from nano_loop.kernels import build
+from nano_loop.kernels import compiler
 from nano_loop.kernels.build import CompiledKernel
 from nano_loop.kernels.memory import CONTIGUOUS, DENSE, Pointer, UnsupportedTensorError, attempt, check
 from nano_loop.patching.operators.operators import gives_kernels
@@ -33,8 +33,7 @@ TYPES = {torch.bfloat16: "uint16_t", torch.float32: "float", torch.int64: "int64
 def pointers_of(kernel, function):
     """The types of the pointers to elements that a function takes, as the compiler reads its declaration."""
     source = ROOT / "csrc" / f"{kernel.name}.c"
-    native = build._NATIVE[build.platform.machine()]
-    command = [*build._compiler(), *build._PARALLEL, native, "-E", "-P", str(source)]
+    command = [*compiler.compiler_command(), "-fopenmp", *compiler.NATIVE.flags, "-E", "-P", str(source)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (parameters,) = re.findall(rf"\b(?:void|int) {function}\(([^)]*)\)\s*\{{", text)
     names = re.findall(r"(?:const )?(\w+) \*", parameters)
@@ -42,7 +41,7 @@ def pointers_of(kernel, function):
 
 
 def test_every_source_has_a_kernel_whose_functions_are_declared():
-    assert set(KERNELS) == {path.stem for path in (ROOT / "csrc").glob("*.c")}
+    assert {*KERNELS, compiler.OPENMP} == {path.stem for path in (ROOT / "csrc").glob("*.c")}
     assert all(kernel.functions for kernel in KERNELS.values())
 
 

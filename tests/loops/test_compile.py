@@ -86,7 +86,7 @@ def test_a_model_compiled_inside_the_loop(model, optimizer, loader, by_hand=unto
 
 EAGER = {"compile": {"backend": "eager"}}
 COMPILED = [
-    Config("exact", {**EXACT.options, **EAGER}),
+    Config("fp32", {"fused_optimizer": False, **EAGER}),
     Config("bf16", {**BF16.options, **EAGER}, subclass=True, raises=True),
     *(replace(each, options={**each.options, **EAGER}) for each in WITH_IPEX),
 ]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from nano_loop.config.declarations import DEFAULTS, OPTIONS
+from nano_loop.config.declarations import DEFAULTS, EXACT, OPTIONS
 from nano_loop.cpu import read_machine
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.settings import Settings
@@ -54,6 +54,13 @@ def test_what_is_fixed_stays(proposed):
     for name in OPTIONS:
         assert not any(name in changes for changes in proposed(fixed=[name]))
     assert proposed(fixed=OPTIONS) == []
+
+
+def test_exact_results_stay_exact(proposed):
+    answer = {"steps": {"fast_fetch": ["skipped", ""]}, "convolutions": True}
+    varied = {name for changes in proposed(answer=answer, exact=True) for name in changes}
+    assert varied
+    assert not varied & {*EXACT, "num_threads", "num_processes", "loader_workers"}
 
 
 def test_one_process_is_the_same_as_none(proposed):

@@ -10,7 +10,7 @@ import nano_loop
 from nano_loop import NanoConfigError, NanoError, accelerated
 from nano_loop.config.options import Options
 from nano_loop.search import search
-from nano_loop.search.result import Row
+from nano_loop.search.result import Row, differing
 from nano_loop.search.search import Measured
 from search.small import FIXED, STEPS, loss_of, made, state_of
 
@@ -135,3 +135,8 @@ def test_candidate_that_cannot_win_stops_early(seconds, turns):
     assert trial.turns == it._reference.turns == turns
     assert candidate.row.note == ("slower" if seconds == 1.0 else "")
     assert it._own.seconds == [0.2] * (turns - 1)
+
+
+def test_line_to_paste_leaves_out_what_follows_from_exact():
+    assert differing(Options(exact=True, num_threads=1)) == {"exact": True, "num_threads": 1}
+    assert differing(Options(fused_optimizer=False)) == {"fused_optimizer": False}

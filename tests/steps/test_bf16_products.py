@@ -366,8 +366,13 @@ def test_ranks_round_if_all_of_them_can(step, other):
     assert made.skip_reason(parts).code == (expected if reason is None else reason.code)
 
 
+def in_force():
+    """Return how many users the replacements of ``mm`` and of the calls of modules have."""
+    return users(("mm", "CPU")), users((nn.Module, "__call__"))
+
+
 def counted(loop, rows, **options):
-    """Train on batches of some rows; return how many users the replacement of ``mm`` has after each step."""
+    """Train on batches of some rows; return what is `in_force` after each step."""
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     used = []
 
@@ -375,7 +380,7 @@ def counted(loop, rows, **options):
         for _ in range(module._LOOKS_UNTIL + 2):
             loop(model(torch.randn(rows, 256)))
             optimizer.step()
-            used.append(users(("mm", "CPU")))
+            used.append(in_force())
 
     run = nano(precision="auto", tune_operators=False, verbose=False, **options)(train)
     run(model, torch.optim.SGD(model.parameters(), 1e-3))
@@ -384,9 +389,9 @@ def counted(loop, rows, **options):
 
 @here
 @pytest.mark.parametrize(("rows", "stays"), [(8, 0), (4096, 1)])
-def test_kernels_of_which_no_product_rounds_are_torch_s_again(rows, stays):
+def test_kernels_and_calls_are_torch_s_again_where_no_product_rounds(rows, stays):
     used = counted(lambda out: out.square().mean().backward(), rows)
-    assert used == [1] * (module._LOOKS_UNTIL - 1) + [stays] * 3
+    assert used == [(1, 1)] * (module._LOOKS_UNTIL - 1) + [(stays, stays)] * 3
 
 
 @here
@@ -421,7 +426,7 @@ def test_kernels_come_back_with_a_model_that_is_set_up_later():
                 for _ in range(module._LOOKS_UNTIL):
                     self.backward(model(torch.randn(rows, 256)).square().mean())
                     optimizer.step()
-                used.append(users(("mm", "CPU")))
+                used.append(in_force())
             return used
 
-    assert Later(precision="auto", tune_operators=False, verbose=False).train() == [0, 1]
+    assert Later(precision="auto", tune_operators=False, verbose=False).train() == [(0, 0), (1, 1)]

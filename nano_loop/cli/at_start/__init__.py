@@ -1,19 +1,58 @@
-"""The folder that `nano-loop run` puts first in ``PYTHONPATH``, for the start of one Python."""
+"""The folder whose hook each Python runs at its start that has it in ``PYTHONPATH``."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
+from nano_loop.config.protocol import INSTALL
 from nano_loop.errors import error_message
 
+_PATH = "PYTHONPATH"
 
-def with_line_at_end(environ: Mapping[str, str], script: str) -> dict[str, str]:
-    """Return the environment for the Python that this process becomes; it prints a line if nano_loop is not used."""
-    expected = "options act on functions under @nano, TorchNano, accelerated and Lightning's Trainer"
-    message = error_message(f"{script} has begun no run of nano_loop", expected, "Decorate its training function")
-    path = environ.get("PYTHONPATH")
+
+def search_path(environ: Mapping[str, str]) -> str:
+    """Return the value of ``PYTHONPATH`` with the folder before what is there."""
+    others = [path for path in environ.get(_PATH, "").split(os.pathsep) if path != _FOLDER]
+    return os.pathsep.join([_FOLDER, *others] if others != [""] else [_FOLDER])
+
+
+def with_line_at_end(environ: Mapping[str, str], script: str, *, installs: bool = False) -> dict[str, str]:
+    """Return the environment for the Python that this process becomes; it prints a line if nano_loop is not used.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment that the script is to see.
+    script : str
+        Its name.
+    installs : bool
+        Whether what it trains is accelerated, and what the Pythons that it starts train. Then they see the folder, too.
+    """
+    message = error_message(f"{script} {_UNUSED[installs][0]}", *_UNUSED[installs][1:])
+    path = environ.get(_PATH)
     # Lines, which the start of Python reads without a module such as json, that the script may never import.
     note = [" ".join(f"nano-loop: {message}".split()), *([] if path is None else [path])]
-    paths = [os.path.dirname(__file__), *([path] if path else [])]
-    return {**environ, "_NANO_LOOP_AT_START": "\n".join(note), "PYTHONPATH": os.pathsep.join(paths)}
+    others = {name: value for name, value in environ.items() if name != INSTALL}
+    return {
+        **others,
+        **({INSTALL: environ.get(INSTALL, "1")} if installs else {}),
+        "_NANO_LOOP_AT_START": "\n".join(note),
+        _PATH: search_path(environ),
+    }
+
+
+_FOLDER = os.path.dirname(__file__)
+#: What is said of a script that does not use nano_loop, by whether it is accelerated by itself.
+_UNUSED = {
+    False: (
+        "has begun no run of nano_loop",
+        "options act on functions under @nano, TorchNano, accelerated and Lightning's Trainer",
+        "Decorate its training function",
+    ),
+    True: (
+        "has trained nothing",
+        "what an optimizer of torch trains is accelerated, and it has made none",
+        "If it is not to be accelerated, pass --only-environment",
+    ),
+}

@@ -1,37 +1,114 @@
-"""The module that Python imports before the script of `nano-loop run`: it registers a function for the end, no more.
+"""The module that Python imports before a script, where `nano-loop run` or `nano-loop env --install` says so.
 
-It imports nothing of nano_loop, since the script may never do so. Before the script begins, the environment and
-`sys.path` are those that the script has under ``python``, so processes that it starts do not come here.
+It imports nothing of nano_loop until the script makes its first optimizer, which it may never do. Before the script
+begins, `sys.path` is what the script has under ``python``. So is XX are to be accelerated, too.
 """
 
 import atexit
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
-def _begin() -> None:
-    line, *path = os.environ.pop("_NANO_LOOP_AT_START").split("\n", 1)  # see `nano_loop.cli.at_start`
-    if path:
-        os.environ["PYTHONPATH"] = path[0]
-    else:
-        del os.environ["PYTHONPATH"]
-    folder = os.path.dirname(__file__)
-    sys.path.remove(folder)
-    sys.path_importer_cache.pop(folder, None)
-    atexit.register(_end, os.getpid(), line)  # the first to be registered is the last to be called
+#: Which of them a script imports that uses nano_loop by itself.
+_EXPLICIT = ("nano_loop.api.decorator", "nano_loop.api.torch_nano")
 
 
-def _end(process: int, line: str) -> None:
-    """Print the line, unless nano_loop may have been used here or in a child, or the script has failed."""
-    times = os.times()
-    is_alone = os.getpid() == process and times.children_user + times.children_system == 0  # and not forked itself
-    if (
-        is_alone
-        and "nano_loop.runtime.run" not in sys.modules
-        and not hasattr(sys, "last_type")
-        and sys.__stderr__ is not None
-    ):
-        print(line, file=sys.__stderr__)
+class _Start:
+    """What is kept from the start of this process to its end."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.line = self.refusal = ""
+
+    def begin(self) -> None:
+        folder = os.path.dirname(__file__)
+        installs = os.environ.get("NANO_LOOP_INSTALL", "").lower() in ("1", "true", "yes", "on")
+        note = os.environ.pop("_NANO_LOOP_AT_START", None)  # see `nano_loop.cli.at_start`
+        if note is not None:
+            self.line, *path = note.split("\n", 1)
+            if not installs and path:
+                os.environ["PYTHONPATH"] = path[0]
+            elif not installs:
+                del os.environ["PYTHONPATH"]
+        sys.path.remove(folder)
+        sys.path_importer_cache.pop(folder, None)
+        if installs:
+            sys.meta_path.insert(0, _Finder(self))
+        if installs or note is not None:
+            atexit.register(self.end)  # the first to be registered is the last to be called
+
+    def end(self) -> None:
+        """Print a line, unless nano_loop may have been used here or in a child, or the script has failed."""
+        times = os.times()
+        is_alone = os.getpid() == self.process and times.children_user + times.children_system == 0  # and not forked
+        if not is_alone or hasattr(sys, "last_type") or sys.__stderr__ is None:
+            return
+        if self.refusal:
+            line = "" if any(module in sys.modules for module in _EXPLICIT) else self.refusal
+        else:
+            line = "" if "nano_loop.runtime.run" in sys.modules else self.line
+        if line:
+            print(line, file=sys.__stderr__)
+
+    def install(self) -> None:
+        folder = __file__
+        for _ in range(4):  # the one that has the package, which this script may not have in its path
+            folder = os.path.dirname(folder)
+        sys.path.append(folder)
+        try:
+            import nano_loop
+
+            nano_loop.install()
+        except Exception as error:  # the script goes on without it
+            self.refusal = f"nano-loop: {error}"
+        finally:
+            if sys.path[-1:] == [folder]:
+                sys.path.pop()
+
+
+class _Finder:
+    """Notices the import of torch's optimizers."""
+
+    def __init__(self, start: _Start) -> None:
+        self.start = start
+
+    def find_spec(self, name: str, path: "Any", target: "Any" = None) -> "Any":
+        if name != "torch.optim.optimizer":
+            return None
+        sys.meta_path.remove(self)
+        from importlib.util import find_spec
+
+        spec: Any = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: "Any") -> None:
+            execute(module)
+            _install_at_first(module.Optimizer, self.start)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _install_at_first(optimizer: "Any", start: _Start) -> None:
+    """Install nano_loop when the first optimizer is made."""
+    import functools
+    import threading
+
+    original, lock = optimizer.__init__, threading.Lock()
+
+    @functools.wraps(original)
+    def init(self: "Any", *args: "Any", **kwargs: "Any") -> None:
+        with lock:
+            is_first = optimizer.__init__ is init  # else an explicit run has replaced it
+            if is_first:
+                optimizer.__init__ = original
+                start.install()
+        (optimizer.__init__ if is_first else original)(self, *args, **kwargs)
+
+    optimizer.__init__ = init
 
 
 def _real() -> None:
@@ -41,5 +118,5 @@ def _real() -> None:
 
 
 if __name__ == "sitecustomize":
-    _begin()
+    _Start().begin()
     _real()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from nano_loop.cli.findings import cpus, libraries, memory, packages, threads, variables
+from nano_loop.cli.findings import cpus, kernels, libraries, memory, packages, threads, variables
 from nano_loop.cli.findings.finding import Finding
 from nano_loop.cli.inspected import Inspected
 
@@ -15,6 +15,7 @@ FINDINGS: tuple[Callable[[Inspected], Iterator[Finding]], ...] = (
     *threads.FINDINGS,
     *variables.FINDINGS,
     *libraries.FINDINGS,
+    *kernels.FINDINGS,
     *packages.FINDINGS,
     *memory.FINDINGS,
     *cpus.FINDINGS,

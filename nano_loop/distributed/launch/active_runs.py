@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,29 @@ def innermost() -> Ranks | None:
 def of_process() -> Ranks | None:
     """Return the ranks of the run of several processes that this one is in, in any thread; None if it is in none."""
     return _several[-1] if _several else None
+
+
+class RunScope:
+    """Where a run is the innermost: what happens elsewhere is not its concern.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        Those of the run.
+    in_all_threads : bool
+        Whether it is for all threads, and for the processes that they fork, outside of all runs of these; else for this
+        thread.
+    """
+
+    def __init__(self, ranks: Ranks, in_all_threads: bool = False) -> None:
+        self._ranks = ranks
+        self._place = None if in_all_threads else (os.getpid(), threading.get_ident())
+
+    def is_here(self) -> bool:
+        """Return whether this code is in the scope."""
+        if self._place is None:
+            return innermost() is None
+        return self._place == (os.getpid(), threading.get_ident()) and innermost() is self._ranks
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from nano_loop.config.environment import KERNELS
 from nano_loop.distributed.launch_external.environment import NAMES, PREFIXES
 from nano_loop.distributed.launch_local.start import NOT_FOR_WORKERS, working_folder
 
@@ -27,7 +28,7 @@ def for_actors(cpus: int, *, folder_is_shipped: bool) -> dict[str, Any]:
     folder_is_shipped : bool
         Whether they run in a copy of the working folder.
     """
-    users = {name: os.environ[name] for name in _THREADS if name in os.environ}
+    users = _from_environment(*_THREADS)
     return {
         "argv": [*map(str, sys.argv)],
         "path": [os.path.abspath(entry) for entry in sys.path],
@@ -35,8 +36,18 @@ def for_actors(cpus: int, *, folder_is_shipped: bool) -> dict[str, Any]:
         "threads_are_chosen": bool(users),
         # The variables of other launchers, and what binds threads.
         "without": (*PREFIXES, *NAMES, *NOT_FOR_WORKERS),
-        "environ": {_THREADS[0]: str(cpus), "TQDM_DISABLE": "1", "PYTHONBREAKPOINT": "0", **users},
+        "environ": {
+            _THREADS[0]: str(cpus),
+            "TQDM_DISABLE": "1",
+            "PYTHONBREAKPOINT": "0",
+            **users,
+            **_from_environment(KERNELS),
+        },
     }
+
+
+def _from_environment(*names: str) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 @contextmanager

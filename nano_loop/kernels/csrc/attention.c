@@ -24,6 +24,7 @@ typedef struct {
 } Call;
 
 #ifdef HAS_AVX512_BF16
+#include "logarithm.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -94,7 +95,7 @@ static float normalize(const Row *row, float *scores, uint16_t *exponentials, fl
     }
     float sum = _mm512_reduce_add_ps(total), kept = (float)row->call->kept;
     *by_sum = sum == 0 || kept == 0 ? 0.0f : 1.0f / (sum * kept);
-    return sum == 0 ? __builtin_inff() : maximum + (float)__builtin_log(sum);
+    return sum == 0 ? __builtin_inff() : maximum + (float)logarithm(sum);
 }
 
 /* The factor of the exponentials of a row's scores less the largest of them, which is written. */

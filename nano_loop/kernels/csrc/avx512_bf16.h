@@ -8,12 +8,5 @@ int is_supported(void) { return 1; }
 int is_supported(void) { return 0; }
 #endif
 
-/* Whether it is faster than oneDNN on most shapes: oneDNN uses AMX. */
-#ifdef __AMX_BF16__
-int is_first_guess(void) { return 0; }
-#else
-int is_first_guess(void) { return 1; }
-#endif
-
 extern int omp_get_thread_num(void);
 extern int omp_get_num_threads(void);

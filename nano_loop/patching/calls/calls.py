@@ -47,9 +47,10 @@ _TRAINERS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "to
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
 _interceptors: dict[int, tuple[CallInterceptor, ...]] = call_state.interceptors
-_lock = threading.Lock()
+_lock = threading.RLock()  # a model that is freed meanwhile ends its run
 #: The ids of interceptors with a call that `torch.compile` has traced.
 _traced: set[int] = process_wide("traced interceptors", set())
+_MODULE_CALL: tuple[type, str] = nn.Module, "__call__"
 _FORWARD = frozenset({nn.Module.__call__.__name__, "__call__", "forward"})
 
 
@@ -61,9 +62,18 @@ def _note_trace(interceptor: int) -> bool:
 
 
 class CallInterceptor:
-    """The layers of one run around the outermost calls into one model, from the outside in."""
+    """The layers of one run around the outermost calls into one model, from the outside in.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    trainings_only : bool
+        Whether other calls than those of a training compute as without a run: those in evaluation mode, and those that
+        record no gradients.
+    """
+
+    def __init__(self, trainings_only: bool = False) -> None:
+        self._trainings_only = trainings_only
+        self._had_other_calls = False
         self.thread = threading.get_ident()
         self._modules: dict[int, weakref.ref[nn.Module]] = {}  # by their ids, until they are freed
         self._called: set[int] = set()
@@ -132,6 +142,11 @@ class CallInterceptor:
             self.inner.clear()
             _traced.discard(id(self))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is around the calls, and no compiled graph depends on their being intercepted."""
+        return not self._by_name and not self.inner and id(self) not in _traced
+
     def _forget(self, key: int, _: object) -> None:
         """Forget a module that is being freed, whose id may then be another's."""
         _interceptors.pop(key, None)
@@ -142,7 +157,11 @@ class CallInterceptor:
     @property
     def was_called(self) -> bool:
         """Whether any call reached this interceptor, or was traced by `torch.compile`."""
-        return bool(self._called) or id(self) in _traced
+        return bool(self._called) or self._had_other_calls or id(self) in _traced
+
+    def _is_left_plain(self, module: nn.Module) -> bool:
+        """Whether a call of the loop is to compute as without a run."""
+        return self._trainings_only and not (module.training and torch.is_grad_enabled())
 
     def is_outermost_call(self, module: nn.Module) -> bool:
         """Whether this call into `module` comes from the loop.
@@ -159,10 +178,15 @@ class CallInterceptor:
         """Call `original` of a module for the loop, inside the layers of the run that the call belongs to."""
         if is_exporting():
             return original(module, *args, **kwargs)
-        interceptors = _interceptors[id(module)]
-        interceptor = self if len(interceptors) == 1 else _of_this_thread(interceptors)
+        interceptors = _interceptors.get(id(module), ())  # none: released meanwhile by another thread
+        interceptor = self if len(interceptors) < 2 else _of_this_thread(interceptors)
         if torch.compiler.is_compiling():
+            if interceptor._is_left_plain(module):
+                return original(module, *args, **kwargs)
             return interceptor.traced(original, module, *args, **kwargs)
+        if interceptor._is_left_plain(module):
+            interceptor._had_other_calls = True
+            return _inside(_PLAIN, _innermost, original, module, *args, **kwargs)
         layers = interceptor.layers if interceptor.is_outermost_call(module) else _innermost
         return _inside(interceptor, layers, original, module, *args, **kwargs)
 
@@ -177,12 +201,20 @@ class CallInterceptor:
 
 
 class CallInterceptors:
-    """The interceptors of one run, which keep no module alive. Each lasts as long as one of its modules."""
+    """The interceptors of one run, which keep no module alive. Each lasts as long as one of its modules.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    trainings_only : bool
+        See `CallInterceptor`. Then no method of the user's classes is replaced, and modules are called by ``__call__``.
+    """
+
+    def __init__(self, trainings_only: bool = False) -> None:
+        self._trainings_only = trainings_only
         self._by_model: Any = WeakIdKeyDictionary()
         self._in_use: weakref.WeakSet[CallInterceptor] = weakref.WeakSet()
         self._ways_in: set[tuple[type, str]] = set()
+        self._users: set[str] = set()
         self._undoing = ExitStack()
 
     def add(self, model: nn.Module, name: str, layer: CallWrapper) -> CallInterceptor:
@@ -194,8 +226,18 @@ class CallInterceptors:
         interceptor.add(name, layer)
         return interceptor
 
-    def for_model(self, model: nn.Module) -> CallInterceptor:
-        """Intercept the calls into `model`, also without layers, so that their operators belong to a set-up model."""
+    def for_model(self, model: nn.Module, user: str | None = None) -> CallInterceptor:
+        """Intercept the calls into `model`, also without layers, so that their operators belong to a set-up model.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            The model.
+        user : str or None
+            Who replaces kernels of these operators, until `release`.
+        """
+        if user is not None:
+            self._users.add(user)
         interceptor: CallInterceptor | None = self._by_model.get(model)
         if interceptor is None:
             interceptor = self._by_model[model] = self._open(model)
@@ -205,6 +247,12 @@ class CallInterceptors:
         """Return the rules of the calls into `model`, without intercepting them."""
         interceptor: CallInterceptor | None = self._by_model.get(model)
         return NO_RULES if interceptor is None else interceptor.rules
+
+    def release(self, user: str) -> None:
+        """Stop intercepting calls that nothing is around, if this was the last user: each costs microseconds."""
+        self._users.discard(user)
+        if not self._users and all(interceptor.is_idle for interceptor in self._in_use):
+            self.close()
 
     def close(self) -> None:
         """Remove all layers of this run, and keep those of an enclosing run."""
@@ -221,10 +269,11 @@ class CallInterceptors:
         if not self._ways_in:
             self._undoing.enter_context(shared_change(_cover_newcomer, _newcomers_covered))
             self._undoing.enter_context(plain_models_exported())
-        for owner, name in _ways_in(modules) - self._ways_in:
+        ways_in = {_MODULE_CALL} if self._trainings_only else _ways_in(modules)
+        for owner, name in ways_in - self._ways_in:
             self._ways_in.add((owner, name))
             self._undoing.enter_context(replaced(owner, name, through_interceptor))
-        interceptor = CallInterceptor()
+        interceptor = CallInterceptor(self._trainings_only)
         self._in_use.add(interceptor)
         interceptor.cover(modules)
         return interceptor
@@ -270,6 +319,11 @@ def _innermost(function: Call, module: nn.Module, /, *args: Any, **kwargs: Any) 
     return inner(function, module, *args, **kwargs)
 
 
+#: That of calls which compute as without a run.
+_PLAIN = CallInterceptor()
+_PLAIN.is_plain = True
+
+
 def _inside(interceptor: CallInterceptor, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Call `call`, and mark the operators in it and in its backward as belonging to a set-up model."""
     start = next_node_number()
@@ -286,7 +340,7 @@ def _inside(interceptor: CallInterceptor, call: Call, /, *args: Any, **kwargs: A
 
 def _ways_in(modules: list[nn.Module]) -> set[tuple[type, str]]:
     """Return the class attributes through which the loop can call one of `modules`."""
-    methods: set[tuple[type, str]] = {(nn.Module, "__call__")}
+    methods = {_MODULE_CALL}
     for kind in {type(module) for module in modules}:
         hooks = [nn.Module, *(base for base in kind.__mro__ if library(base) in _TRAINERS)]
         for owner in kind.__mro__:

@@ -14,9 +14,12 @@ import torch
 
 from nano_loop.patching.ownership import call_state
 
+_CALL = torch.nn.Module.__call__.__name__
+
 
 def through_interceptor(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the replacement of `original`."""
+    is_module_call = original.__name__ == _CALL
 
     @functools.wraps(original)
     def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -24,8 +27,12 @@ def through_interceptor(original: Callable[..., Any]) -> Callable[..., Any]:
             inner = None if torch.compiler.is_dynamo_compiling() else call_state.modules.get(id(self))
             return original(self, *args, **kwargs) if inner is None else inner(original, self, *args, **kwargs)
         interceptors = call_state.interceptors.get(id(self))
-        if interceptors is None:
+        if interceptors is not None:
+            return interceptors[0].enter(original, self, *args, **kwargs)
+        if not is_module_call or torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
-        return interceptors[0].enter(original, self, *args, **kwargs)
+        if call_state.watched or not call_state.watchers:
+            return original(self, *args, **kwargs)
+        return call_state.watchers[-1](original, self, *args, **kwargs)
 
     return call

@@ -126,8 +126,10 @@ def _end_change(key: int, loader: weakref.ref[Loader], change: LoaderChange) -> 
 
 
 @contextmanager
-def implicit_loaders_changed(find: Callable[[Loader], LoaderChange | None]) -> Iterator[None]:
-    """Change the loaders that this thread uses in the body, and that have no change yet.
+def implicit_loaders_changed(
+    find: Callable[[Loader], LoaderChange | None], *, in_all_threads: bool = False
+) -> Iterator[None]:
+    """Change the loaders that this thread, or any, uses in the body, and that have no change yet.
 
     They are not kept alive. The processes that this one forks are not concerned.
 
@@ -135,9 +137,11 @@ def implicit_loaders_changed(find: Callable[[Loader], LoaderChange | None]) -> I
     ----------
     find : callable
         Takes a loader and returns the change to it, or None. It is called when a loader is iterated or its length is
-        taken, until it has returned a change.
+        taken, until it has returned a change. It may make one by `changed` instead.
+    in_all_threads : bool
+        Whether those that other threads use are changed, too.
     """
-    finding = _Finding(find)
+    finding = _Finding(find, in_all_threads)
     with _loaders_intercepted():
         _findings.append(finding)
         try:
@@ -221,8 +225,9 @@ class _StandIn:
 class _Finding:
     """The loaders that a thread has used, with the changes to them."""
 
-    def __init__(self, find: Callable[[Loader], LoaderChange | None]) -> None:
-        self.owner = _this_thread()
+    def __init__(self, find: Callable[[Loader], LoaderChange | None], in_all_threads: bool) -> None:
+        process, thread = _this_thread()
+        self.owner = process, None if in_all_threads else thread
         self._find = find
         self._stand_ins: Any = WeakIdKeyDictionary()  # of `_StandIn`, by the loader
 
@@ -252,16 +257,18 @@ def _finding() -> _Finding | None:
     """Return the finding of the innermost run of this thread."""
     if not _findings:
         return None
-    owner = _this_thread()
-    return next((finding for finding in reversed(_findings) if finding.owner == owner), None)
+    process, thread = _this_thread()
+    owners = (process, thread), (process, None)
+    return next((finding for finding in reversed(_findings) if finding.owner in owners), None)
 
 
 def _stand_in(loader: Loader) -> _StandIn | None:
-    if id(loader) in _stand_ins:
-        stand_in = _stand_ins[id(loader)]
-        return stand_in if stand_in.process == os.getpid() else None
-    finding = _finding()
-    return None if finding is None else finding.stand_in(loader)
+    if id(loader) not in _stand_ins and (finding := _finding()) is not None:
+        implicit = finding.stand_in(loader)
+        if implicit is not None:
+            return implicit
+    stand_in = _stand_ins.get(id(loader))
+    return stand_in if stand_in is not None and stand_in.process == os.getpid() else None
 
 
 def _through_copy(original: Callable[[Loader], Iterator[Any]]) -> Callable[[Loader], Iterator[Any]]:

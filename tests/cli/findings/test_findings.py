@@ -4,6 +4,7 @@ import pytest
 
 from cli.conftest import CGROUP, MOUNTS
 from nano_loop.cli.findings import FINDINGS
+from nano_loop.cli.kernels_inspected import Kernels
 
 CLEAN = {
     "nothing changed": {},
@@ -17,6 +18,7 @@ CLEAN = {
     "options": {"environ": {"NANO_LOOP_PRECISION": "bf16", "NANO_LOOP_SECRET": "s" * 32}},
     "other tunables of glibc": {"environ": {"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}},
     "many arenas": {"environ": {"MALLOC_ARENA_MAX": "32"}},
+    "kernels of the package": {"kernels": Kernels("v4", "in the package")},
 }
 JEMALLOC = "/usr/lib/libjemalloc.so.2"
 SMALL = {"/proc/self/mountinfo": CGROUP + MOUNTS.format(size=",size=65536k")}
@@ -36,6 +38,10 @@ FAULTS = {
     ),
     "no-torch": ({"packages": {"nano-loop": "0.1.0"}}, True, "", "", ""),
     "ipex-torch": ({"packages": IPEX}, True, "IPEX 2.8.0 and torch 2.13.0+cpu", "", "torch==2.8.*"),
+    "no-kernels": (
+        *({"kernels": Kernels(None, reason="no C compiler was found")}, True),
+        *("no C compiler was found", "longer", "Install gcc"),
+    ),
     "requirement": (TORCH, True, "nano-loop needs torch>=2.8, and 2.7.1+cpu is installed", "", ""),
 }
 

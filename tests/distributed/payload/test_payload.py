@@ -608,6 +608,7 @@ dump((train.__wrapped__, Nano(verbose=False), (model, x), model(x).tolist(), sav
 """
 
 
+@pytest.mark.slow
 def test_functions_and_classes_of_a_script_arrive_by_value_and_pickle_finds_them(team, tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "folder"
     script.write_text(SCRIPT)

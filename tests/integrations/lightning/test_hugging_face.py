@@ -71,9 +71,9 @@ def plain(tmp_path_factory):
     return trained
 
 
-def test_fp32_equals_plain_training_to_the_bit(plain, tmp_path):
+def test_exact_run_equals_plain_training_to_the_bit(plain, tmp_path):
     trained = trainer(tmp_path)
-    with nano_loop.accelerated(trained.model, verbose=False) as run:
+    with nano_loop.accelerated(trained.model, exact=True, verbose=False) as run:
         trained.train()
     for name in ("loss", "eval_loss"):
         assert logged(trained, name) == logged(plain, name)
@@ -103,11 +103,11 @@ def test_an_optimizer_that_the_trainer_has_made_is_set_up_too(plain, tmp_path):
 
 def test_checkpoints_are_exchanged_in_both_directions(plain, tmp_path):
     continued = trainer(tmp_path)
-    with nano_loop.accelerated(continued.model, verbose=False):
+    with nano_loop.accelerated(continued.model, exact=True, verbose=False):
         continued.train(resume_from_checkpoint=plain.args.output_dir + "/checkpoint-6")
     assert_equal(weights(continued), weights(plain))
     ours = trainer(tmp_path / "ours", save_strategy="epoch")
-    with nano_loop.accelerated(ours.model, verbose=False):
+    with nano_loop.accelerated(ours.model, exact=True, verbose=False):
         ours.train()
     back = trainer(tmp_path / "back")
     back.train(resume_from_checkpoint=f"{tmp_path}/ours/checkpoint-6")

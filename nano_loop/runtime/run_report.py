@@ -1,7 +1,8 @@
-"""The report of a run before its first step: the title, the machine and the options."""
+"""The report of a run, from its title on, and what is printed of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +10,55 @@ import torch
 from nano_loop.config.options import Options
 from nano_loop.cpu import Machine, format_cpu_list
 from nano_loop.distributed.comm.rank_slot import RankSlot
-from nano_loop.runtime.objects.report import SetupReport
+from nano_loop.kernels.build import summary
+from nano_loop.runtime.objects.report import LastPrinted, ReportPrinter, SetupReport, StepResult
 from nano_loop.version import __version__
 
 _MUCH = 100 << 20  # bytes that a copy of the arguments takes, from which on the report says so
 
 
-def empty_report(slot: RankSlot, options: Options) -> SetupReport:
+class RunReport:
+    """The report of a run and of those inside it, which rank 0 prints.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the run.
+    printed : LastPrinted
+        What the run before has printed.
+
+    Attributes
+    ----------
+    report : SetupReport or None
+        None as long as nothing was added.
+    """
+
+    def __init__(self, options: Options, printed: LastPrinted) -> None:
+        self.report: SetupReport | None = None
+        self._options = options
+        self._printer = ReportPrinter(printed)
+        self._final: set[tuple[str, str, str | None]] = set()  # names, statuses and codes
+
+    def add(self, slot: RankSlot, results: list[StepResult]) -> None:
+        """Add results, and print those that are new."""
+        new: Sequence[SetupReport | StepResult]
+        if self.report is None:
+            self.report = _empty_report(slot, self._options)
+            self.report.add(results)
+            new = [self.report]
+        else:
+            new = self.report.add(results)
+        if new and self._options.verbose and slot.ranks.rank == 0:
+            self._printer.print(new)
+
+    def add_final(self, slot: RankSlot, results: list[StepResult]) -> None:
+        """Add the final results of a run; of runs inside one, which may be many, the first of each kind."""
+        kinds = [(result.name, result.status, result.code) for result in results]
+        self.add(slot, [result for result, kind in zip(results, kinds, strict=True) if kind not in self._final])
+        self._final.update(kinds)
+
+
+def _empty_report(slot: RankSlot, options: Options) -> SetupReport:
     """Return a report without entries of the run in which this process has `slot`."""
     return SetupReport(
         title=_title(slot),
@@ -45,6 +88,7 @@ def _title(slot: RankSlot) -> str:
         f"{ranks.size} process{'es' if ranks.size > 1 else ''}{hosts} × {threads} thread{'s' if threads > 1 else ''}",
         f"CPUs {used} of {len(machine.logical_cpus)}{quota}",
         ", ".join([machine.name, *_bf16_instructions(machine)]),
+        summary(),
         *([f"{slot.copied / (1 << 30):.1f} GiB of arguments copied"] if slot.copied >= _MUCH else []),
     ]
     return " · ".join(parts)

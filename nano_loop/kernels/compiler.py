@@ -1,0 +1,234 @@
+"""The C compiler, and the levels of instructions that the files in ``csrc`` are compiled for.
+
+It imports neither torch nor other modules of nano_loop: ``setup.py`` loads it by its path, for the libraries in wheels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCES = Path(__file__).parent / "csrc"
+#: The libraries that were compiled when the package was built or installed.
+PREBUILT = Path(__file__).parent / "prebuilt"
+#: The library that tells which OpenMP runtime the others call. A level is in the package if it is.
+OPENMP = "openmp"
+#: The values of ``NANO_LOOP_KERNELS`` that are no level.
+OFF, COMPILE = "off", "compile"
+
+# gcc comes first: the directives of OpenMP call GNU's functions then, which every runtime has.
+_COMPILERS = ("gcc", "cc", "clang")
+_FLAGS = ("-O3", "-fPIC")
+# The directives are compiled with it, and linked without: a second OpenMP runtime would start more threads beside
+# torch's. The functions that the directives call are found in the runtime that torch has loaded for all libraries.
+_PARALLEL = ("-fopenmp",)
+_DIRECTIVE = b"omp parallel"
+_NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
+_SECONDS = 60.0  # of the compiler, for one file in a run
+_SECONDS_OF_INSTALLATION = 600.0
+# What a compiler prints because of an error before.
+_CONSEQUENCES = ("compilation terminated", "ld returned", "warning:", "note:")
+
+
+class UnavailableError(Exception):
+    """A compiled kernel is not available.
+
+    Parameters
+    ----------
+    reason : str
+        Why, in one line, for the report.
+    output : str
+        All that the compiler has printed. Empty if it has not run.
+    """
+
+    def __init__(self, reason: str, output: str = "") -> None:
+        super().__init__(reason)
+        self.output = output
+
+
+class Level(NamedTuple):
+    """Instructions that libraries are compiled for."""
+
+    name: str  # a value of ``NANO_LOOP_KERNELS``
+    flags: tuple[str, ...]
+    #: What the CPU needs, by Linux's names. Who has these has the rest of the level.
+    instruction_sets: frozenset[str]
+
+
+_V3 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+#: From the best to the least.
+LEVELS = (
+    Level("bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    Level("v4", ("-march=x86-64-v4",), _V4),
+    Level("v3", ("-march=x86-64-v3",), _V3),
+)
+#: The instructions of this CPU, whichever it has.
+NATIVE = Level(COMPILE, tuple(filter(None, [_NATIVE.get(platform.machine())])), frozenset())
+
+
+def chosen_level(choice: str | None, instruction_sets: Collection[str]) -> Level:
+    """Return the level of a process.
+
+    Parameters
+    ----------
+    choice : str or None
+        The value of ``NANO_LOOP_KERNELS``. None: the best level that the CPU has, if the package has it, else `NATIVE`.
+    instruction_sets : collection of str
+        Those of the CPU, by Linux's names.
+
+    Raises
+    ------
+    UnavailableError
+        If the choice is `OFF`, or a level that the CPU does not have.
+    """
+    if choice == OFF:
+        raise UnavailableError("NANO_LOOP_KERNELS=off")
+    if choice is None:
+        supported = (level for level in LEVELS if level.instruction_sets.issubset(instruction_sets))
+        return next((level for level in supported if packaged(library_name(OPENMP, level)).exists()), NATIVE)
+    level = next((level for level in LEVELS if level.name == choice), NATIVE)
+    missing = level.instruction_sets.difference(instruction_sets)
+    if missing:
+        raise UnavailableError(f"the CPU has no {', '.join(sorted(missing))}, which NANO_LOOP_KERNELS={choice} needs")
+    return level
+
+
+def library_name(name: str, level: Level) -> str:
+    """Return the file name of the library that is compiled from ``<name>.c`` for a level.
+
+    It contains a hash of the source, the headers and the flags, and for `NATIVE` of the processor.
+    """
+    headers = [header.read_bytes() for header in sorted(SOURCES.glob("*.h"))]
+    processor = [platform.machine(), platform.system(), _processor()] if level is NATIVE else []
+    texts = [
+        (SOURCES / f"{name}.c").read_bytes(),
+        *headers,
+        *map(str.encode, [*_FLAGS, *_PARALLEL, *level.flags, *processor]),
+    ]
+    digest = hashlib.sha256(b"\0".join(texts)).hexdigest()
+    return f"{name}-{level.name}-{digest[:16]}.so"
+
+
+def packaged(file: str) -> Path:
+    """Return where the package has a library, if it has it."""
+    return PREBUILT / file
+
+
+def compiler_command() -> list[str]:
+    """Return the command of the C compiler: that of ``CC``, or else the first that is installed.
+
+    Raises
+    ------
+    UnavailableError
+        If there is none.
+    """
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in [named] if named else [[name] for name in _COMPILERS]:
+        path = shutil.which(command[0])
+        if path:
+            return [path, *command[1:]]
+    raise UnavailableError(f"no C compiler was found ({named[0] if named else ', '.join(_COMPILERS)})")
+
+
+def compile_library(name: str, level: Level, library: Path, seconds: float = _SECONDS) -> None:
+    """Compile ``<name>.c`` into a library, in whose folder the compiler has its temporary files, too.
+
+    Raises
+    ------
+    UnavailableError
+        If there is no compiler, or it fails.
+    """
+    command, source, compiled = compiler_command(), SOURCES / f"{name}.c", library.with_suffix(".o")
+    parallel = _PARALLEL if _DIRECTIVE in source.read_bytes() else ()
+    translate = [*command, *_FLAGS, *parallel, "-c", "-o", str(compiled), str(source)]
+    try:
+        _run([*translate, *level.flags], library.parent, seconds)
+    except UnavailableError:
+        if level is not NATIVE or not level.flags:
+            raise
+        _run(translate, library.parent, seconds)  # an old compiler does not know this CPU
+    _run([*command, "-shared", "-o", str(library), str(compiled), "-lm"], library.parent, seconds)
+
+
+def compile_levels(folder: Path) -> list[Path]:
+    """Compile each file for each level into a folder, several at a time, and return the libraries.
+
+    What is in the folder, or in `PREBUILT`, is not compiled again. Libraries of other sources are removed.
+
+    Raises
+    ------
+    UnavailableError
+        If the compiler is not gcc for x86-64 Linux, or does not know all levels.
+    """
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise UnavailableError("libraries are built for x86-64 Linux alone")
+    files = {
+        library_name(source.stem, level): (source.stem, level)
+        for level in LEVELS
+        for source in sorted(SOURCES.glob("*.c"))
+    }
+    if not all((folder / file).exists() or packaged(file).exists() for file in files):
+        _refuse_clang(compiler_command())
+    folder.mkdir(parents=True, exist_ok=True)
+    for library in folder.iterdir():
+        if library.name not in files:
+            library.unlink()
+
+    def provide(file: str) -> Path:
+        library, unfinished = folder / file, folder / f"{file}.unfinished"
+        if not library.exists():
+            if packaged(file).exists():
+                shutil.copyfile(packaged(file), unfinished)
+            else:
+                with tempfile.TemporaryDirectory() as making:
+                    compile_library(*files[file], Path(making, file), _SECONDS_OF_INSTALLATION)
+                    shutil.copyfile(Path(making, file), unfinished)
+            os.replace(unfinished, library)
+        return library
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(provide, files))
+
+
+def cause_of(output: str) -> str:
+    """Return the line of a compiler's output that names the fault: the last ones may only say that it has given up."""
+    lines = [line.strip() for line in output.splitlines()]
+    lines = [line for line in lines if line and not any(words in line for words in _CONSEQUENCES)]
+    return next((line for line in lines if "error:" in line), lines[0] if lines else "no message")
+
+
+def _run(command: Sequence[str], folder: Path, seconds: float) -> None:
+    environ = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, env=environ
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(f"{command[0]} took longer than {seconds:g} s") from error
+    if run.returncode:
+        raise UnavailableError(f"{command[0]} failed: {cause_of(run.stderr)}", run.stderr)
+
+
+def _refuse_clang(command: Sequence[str]) -> None:
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
+    if "clang" in version.stdout:
+        raise UnavailableError(f"{command[0]} is clang, whose OpenMP is not torch's; gcc is needed")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return platform.processor()

@@ -1,0 +1,307 @@
+"""The ambient mode: models, optimizers and loaders are set up where a program trains with them, without a line of it.
+
+A training shows by an optimizer. Its models are the modules that the program calls, outside of calls of other modules
+and with gradients enabled, and that hold parameters of the optimizer. So it does not matter how a model was made, and
+whether it is older than the mode. A loss that holds the model, and a model in several parts, are set up as they are
+called.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nano_loop.errors import error_message
+from nano_loop.patching.attributes import replaced
+from nano_loop.patching.calls.entry import through_interceptor
+from nano_loop.patching.members import parameters_of
+from nano_loop.patching.objects.loaders import implicit_loaders_changed
+from nano_loop.patching.ownership import call_state
+from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.torch_private_compiler import is_compiled
+from nano_loop.patching.user_code import warn
+from nano_loop.runtime.objects.report import StepResult
+from nano_loop.runtime.objects.training_objects import TrainingObjects, class_name
+from nano_loop.runtime.run import Run
+from nano_loop.steps import LOADER_STEPS
+from nano_loop.steps.step import SkipReason
+
+_modes: list[Ambient] = process_wide("ambient modes", [])
+
+
+class Ambient:
+    """Sets up what a program trains with, in the scope of a run, until `close`.
+
+    Models that are trained together are set up by a run of their own inside that run, which lasts as long as they do.
+
+    Parameters
+    ----------
+    run : Run
+        A run that has been entered. What is set up is in its report.
+    finds_models : bool
+        Whether models are set up that nobody has passed to `Run.setup`. Else loaders alone are.
+    """
+
+    def __init__(self, run: Run, *, finds_models: bool = True) -> None:
+        self._run = run
+        self._finds_models = finds_models
+        self._lock = threading.RLock()
+        self._optimizers: Any = WeakIdKeyDictionary()  # with the ids of their parameters
+        self._known = 0  # how many optimizers were seen
+        self._called: Any = WeakIdKeyDictionary()  # modules, with what was known when they were looked at
+        self._trainings: Any = WeakIdKeyDictionary()  # by the optimizer, and by each module of a model
+        self._postponed: Any = WeakIdKeyDictionary()  # optimizers
+        self._loaders: Any = WeakIdKeyDictionary()
+        self._loader_run: Run | None = None
+        self._ending = ExitStack()
+
+    def open(self) -> None:
+        """Begin to look at what the program does."""
+        self._ending.callback(self._end_runs)
+        if not self._finds_models:
+            self._watch_loaders()
+            return
+        _modes.append(self)
+        self._ending.callback(_modes.remove, self)
+        self._ending.enter_context(replaced(Optimizer, "__init__", _noting))
+        assert self._run.stepped is not None
+        self._run.stepped.take = self._take
+
+    def close(self) -> None:
+        """End the mode, and undo what was set up."""
+        self._ending.close()
+
+    def is_here(self) -> bool:
+        """Whether the mode is for what this thread does now, and no run inside it is."""
+        return self._run.scope.is_here()
+
+    def warn_of_unused_options(self) -> None:
+        """Warn of options that are True and have applied to nothing."""
+        report = self._run.report
+        if report is None or not self._finds_models:
+            return
+        for name in report.skipped:
+            if report.options.get(name) is True and name not in report.applied:
+                warn(error_message(f"{name}=True", report[name].detail, f"Leave {name} out"))
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Look out for what an optimizer trains."""
+        with self._lock:
+            if not self._known:  # until there is one, nothing else is replaced
+                self._ending.enter_context(replaced(nn.Module, "__call__", through_interceptor))
+                call_state.watchers.append(_watched)
+                self._ending.callback(call_state.watchers.remove, _watched)
+                self._watch_loaders()
+            self._known += 1
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._optimizers[optimizer] = frozenset(map(id, parameters))
+
+    def look_at(self, module: nn.Module) -> None:
+        """Set up a module that the program calls, if it is trained."""
+        if self._called.get(module) == self._known:
+            return
+        with self._lock:
+            self._called[module] = self._known
+            self._set_up(module)
+
+    def _take(self, optimizer: Optimizer, has_closure: bool) -> bool:
+        """Set up an optimizer that steps. Return False to be called before its next step, too."""
+        with self._lock:
+            if self._training_of([optimizer]) is not None:
+                return True
+            is_new = optimizer not in self._optimizers  # it is older than the mode, a copy, or loaded
+            if is_new:
+                self.note(optimizer)
+            if (
+                self._run.options.kind.parameters is None
+            ):  # else the set-up adds hooks of all steps, which a step may not
+                for module in sorted(self._called, key=_size, reverse=True):
+                    self.look_at(module)
+            if self._training_of([optimizer]) is not None:
+                return True
+            if optimizer not in self._postponed and (is_new or has_closure):
+                self._postponed[optimizer] = None  # until its model was called
+                return False
+            training = self._trainings[optimizer] = _Training(self._run)
+            training.hold(optimizer)
+            detail = f"{type(optimizer).__name__} trains no module that is called"
+            result = StepResult("model", "skipped", detail, code="no_module")
+            training.apply(TrainingObjects(optimizers=[optimizer]), result)
+            return True
+
+    def _set_up(self, module: nn.Module) -> None:
+        held = set(map(id, parameters_of(module)))
+        assert self._run.stepped is not None
+        optimizers = [
+            optimizer
+            for optimizer, parameters in [*self._optimizers.items()]
+            if not parameters.isdisjoint(held) and not self._run.stepped.trains_set_up_model(optimizer)
+        ]
+        is_model = bool(optimizers) and self._training_of([module]) is None
+        new = [optimizer for optimizer in optimizers if self._training_of([optimizer]) is None]
+        if not is_model and not new:
+            return
+        training = self._training_of([module, *optimizers])
+        if training is None:
+            reason = _reason_to_leave(module)
+            training = _Training(None if reason else self._run)
+            if reason:
+                self._run.note(StepResult("model", "skipped", reason.detail, code=reason.code))
+        for part in [*(module.modules() if is_model else ()), *new]:
+            if self._training_of([part]) is None:
+                self._trainings[part] = training
+        if is_model:
+            training.hold(module)
+            training.models[module] = None
+        names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+        result = StepResult("model", "applied", f"{class_name(module)}, trained by {names}")
+        training.apply(TrainingObjects([module] if is_model else [*training.models], new), result)
+
+    def _training_of(self, parts: Iterable[nn.Module | Optimizer]) -> _Training | None:
+        """Return the training that one of the parts belongs to, unless it has ended."""
+        trainings = (self._trainings.get(part) for part in parts)
+        return next((training for training in trainings if training is not None and not training.has_ended), None)
+
+    def _watch_loaders(self) -> None:
+        in_all_threads = self._run.in_all_threads
+        self._ending.enter_context(implicit_loaders_changed(self._find_loader, in_all_threads=in_all_threads))
+
+    def _find_loader(self, loader: DataLoader[Any]) -> None:
+        """Set up a loader that is used, where something may be trained."""
+        if loader in self._loaders or not self.is_here() or (self._finds_models and not self._optimizers):
+            return
+        with self._lock:
+            self._loaders[loader] = None
+            if self._loader_run is None:
+                # One loader of many may be such that an option does not apply to it.
+                names = [step.name for step in LOADER_STEPS if getattr(self._run.options, step.name, None) is True]
+                self._loader_run = self._run.inner(LOADER_STEPS, **dict.fromkeys(names, "auto"))
+            self._loader_run.apply(TrainingObjects(loaders=[loader]))
+
+    def _end_runs(self) -> None:
+        for training in {*self._trainings.values()}:
+            training.end()
+        if self._loader_run is not None:
+            self._loader_run.__exit__(None, None, None)
+
+
+class _Training:
+    """A run for models that are trained together, which ends when all that it holds, weakly, have been freed.
+
+    Parameters
+    ----------
+    outer : Run or None
+        The run that it is inside of. None: nothing is set up.
+
+    Attributes
+    ----------
+    models : WeakIdKeyDictionary
+        The models, as keys.
+    has_ended : bool
+        Whether its run has.
+    """
+
+    def __init__(self, outer: Run | None) -> None:
+        self._run = None if outer is None else outer.inner()
+        self._owners: list[weakref.finalize[..., Any]] = []
+        self.models: Any = WeakIdKeyDictionary()
+        self.has_ended = False
+
+    def hold(self, owner: nn.Module | Optimizer) -> None:
+        """Last as long as `owner`, at the least."""
+        finalizer = weakref.finalize(owner, self._release)
+        finalizer.atexit = False
+        self._owners.append(finalizer)
+
+    def apply(self, parts: TrainingObjects, result: StepResult) -> None:
+        """Set up parts, with an entry of the report for them."""
+        if self._run is None:
+            return
+        try:
+            self._run.apply(parts, [result])
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Undo what was set up."""
+        self.has_ended = True
+        for finalizer in self._owners:
+            finalizer.detach()
+        if self._run is not None:
+            self._run.__exit__(None, None, None)
+
+    def _release(self) -> None:
+        if not any(finalizer.alive for finalizer in self._owners):
+            self.end()
+
+
+def _mode_here() -> Ambient | None:
+    return next((mode for mode in reversed(_modes) if mode.is_here()), None)
+
+
+def _noting(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        mode = _mode_here()
+        if mode is not None:
+            mode.note(self)
+
+    return init
+
+
+def _watched(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a module that is not set up, or set it up before."""
+    if torch.is_grad_enabled() and (mode := _mode_here()) is not None:
+        mode.look_at(module)
+        interceptors = call_state.interceptors.get(id(module))
+        if interceptors is not None:
+            return interceptors[0].enter(original, module, *args, **kwargs)
+    call_state.watched = True
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        call_state.watched = False
+
+
+def _size(module: nn.Module) -> int:
+    return sum(1 for _ in module.modules())
+
+
+_BY_PROCESSES = SkipReason("distributed", "several processes train it")
+#: Why modules of classes that others have wrapped them in are left alone, by the names of the classes.
+_WRAPPERS = {
+    "DistributedDataParallel": _BY_PROCESSES,
+    "FullyShardedDataParallel": _BY_PROCESSES,
+    "FSDPModule": _BY_PROCESSES,
+    "_FabricModule": SkipReason("fabric", "Fabric has set it up"),
+}
+
+
+def _reason_to_leave(model: nn.Module) -> SkipReason | None:
+    """Return why a model is not set up, or None."""
+    reason = _reason_of_wrapper(model)
+    return reason and reason._replace(detail=f"{class_name(model)} is left alone: {reason.detail}")
+
+
+def _reason_of_wrapper(model: nn.Module) -> SkipReason | None:
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return _BY_PROCESSES
+    for module in model.modules():
+        if is_compiled(module):
+            return SkipReason("compiled", "torch.compile has compiled it")
+        for base in type(module).__mro__:
+            if base.__name__ in _WRAPPERS:
+                return _WRAPPERS[base.__name__]
+    return None

@@ -1,0 +1,423 @@
+"""The ambient mode: what a program trains is set up where it trains, and computes what it does without."""
+
+import copy
+import gc
+import io
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from watched import Net, is_fused
+
+import nano_loop
+from nano_loop import NanoConfigError, NanoWarning, TorchNano, accelerated, nano
+
+X, Y = torch.randn(12, 3), torch.randn(12, 2)
+EXACT = {"verbose": False, "exact": True}
+
+
+@pytest.fixture
+def install():
+    """Give `nano_loop.install` without a printed report; what it has installed ends with the test."""
+    yield lambda **options: nano_loop.install(**{"verbose": False, **options})
+    nano_loop.uninstall()
+
+
+def step(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def fit(model, optimizer, calls=3):
+    for _ in range(calls):
+        step(optimizer, nn.functional.mse_loss(model(X), Y))
+    return model
+
+
+def adam(model, **settings):
+    return torch.optim.Adam(model.parameters(), 0.1, **settings)
+
+
+# --- programs that make everything inside, and return what was trained ---
+
+
+def estimator():
+    net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = adam(net)
+    for _ in range(2):
+        for x, y in DataLoader(TensorDataset(X, Y), 4, shuffle=True):  # another one in each epoch
+            step(optimizer, nn.functional.mse_loss(net(x), y))
+    return [net]
+
+
+def adversaries():
+    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
+    optimizers = adam(first), adam(second)
+    for _ in range(3):
+        step(optimizers[1], second(first(X).detach()).mean())
+        step(optimizers[0], -second(first(X)).mean())
+    return [first, second]
+
+
+def in_parts():
+    encoder, decoder = nn.Linear(3, 4), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], 0.1, momentum=0.9)
+    for _ in range(3):
+        step(optimizer, nn.functional.mse_loss(decoder(encoder(X)), Y))
+    return [encoder, decoder]
+
+
+class Loss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.model(x), y)
+
+
+def in_a_loss():
+    net = nn.Linear(3, 2)
+    optimizer, loss = adam(net), Loss(net)
+    for _ in range(3):
+        step(optimizer, loss(X, Y))
+    return [net]
+
+
+def an_optimizer_for_each_parameter():
+    net = nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD([parameter], 0.1) for parameter in net.parameters()]
+    for _ in range(3):
+        nn.functional.mse_loss(net(X), Y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [net]
+
+
+def without_a_module():
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = torch.optim.Adam([weight], 0.1)
+    for _ in range(3):
+        step(optimizer, (X @ weight).square().mean())
+    return [nn.ParameterList([weight])]
+
+
+def by_closures():
+    net = nn.Linear(3, 2)
+    for kind in (torch.optim.LBFGS, torch.optim.SGD):
+        optimizer = kind(net.parameters(), 0.1)
+
+        def closure(optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(X), Y)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    return [net]
+
+
+def with_raw_parameters_put_in():
+    net = nn.Linear(3, 2)
+    net._parameters["weight"] = nn.Parameter(torch.ones(2, 3))
+    return [fit(net, adam(net))]
+
+
+def loaded():
+    stream = io.BytesIO()
+    net = nn.Linear(3, 2)
+    torch.save((net, adam(net)), stream)
+    stream.seek(0)
+    return [fit(*torch.load(stream, weights_only=False))]
+
+
+def copied():
+    net = nn.Linear(3, 2)
+    return [fit(*copy.deepcopy((net, adam(net))))]
+
+
+def frozen_teacher():
+    teacher, student = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = adam(student)
+    for _ in range(3):
+        step(optimizer, nn.functional.mse_loss(student(X), teacher(X).detach()))
+    return [student, teacher]
+
+
+PROGRAMS = {
+    estimator: ["Sequential, trained by Adam"],
+    adversaries: ["Linear, trained by Adam"],
+    in_parts: ["Linear, trained by SGD"],
+    in_a_loss: ["Loss, trained by Adam"],
+    an_optimizer_for_each_parameter: ["Linear, trained by SGD"],
+    without_a_module: ["Adam trains no module that is called"],
+    by_closures: ["Linear, trained by LBFGS", "Linear, trained by SGD"],
+    with_raw_parameters_put_in: ["Linear, trained by Adam"],
+    loaded: ["Linear, trained by Adam"],
+    copied: ["Linear, trained by Adam"],
+    frozen_teacher: ["Linear, trained by Adam"],
+}
+
+
+def trained(program):
+    torch.manual_seed(0)
+    return [tensor.detach().clone() for model in program() for tensor in model.parameters()]
+
+
+def models_in(report):
+    return [result.detail for result in report.results if result.name == "model"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_program_without_a_line_trains_the_same_weights(program, install):
+    plain = trained(program)
+    install(**EXACT)
+    assert all(map(torch.equal, trained(program), plain))
+    assert models_in(nano_loop.report()) == PROGRAMS[program]
+    assert "allocator" in nano_loop.report().applied
+    nano_loop.uninstall()
+    with accelerated(**EXACT) as run:
+        assert all(map(torch.equal, trained(program), plain))
+    assert models_in(run.report) == PROGRAMS[program]
+
+
+@pytest.mark.parametrize("precision", ["auto", "bf16"])
+def test_first_call_of_a_training_is_covered_and_predictions_are_plain(install, precision):
+    install(precision=precision)
+    net = Net()
+    optimizer = adam(net)
+    step(optimizer, nn.functional.mse_loss(net(X), Y))
+    with torch.no_grad():
+        between = net(X)
+    assert is_fused(optimizer)
+    assert net.seen == [torch.bfloat16 if precision == "bf16" else torch.float32, torch.float32]
+    assert torch.equal(between, nn.functional.linear(X, net.layer.weight, net.layer.bias))
+    net.eval()
+    assert net(X).dtype is torch.float32
+    assert net.seen[-1] is torch.float32
+    fit(net.train(), optimizer, 1)
+    assert net.seen[-1] is (torch.bfloat16 if precision == "bf16" else torch.float32)
+    nano_loop.uninstall()
+    assert not is_fused(optimizer)
+    net(X)
+    assert net.seen[-1] is torch.float32
+
+
+def test_what_is_older_than_the_mode_is_set_up_at_its_first_steps(install):
+    net = Net()
+    optimizer = adam(net)
+    fit(net, optimizer, 1)
+    install(precision="bf16")
+    fit(net, optimizer, 3)
+    assert net.seen == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+    assert is_fused(optimizer)
+
+
+def test_loaders_that_are_made_anew_add_no_lines(install, capsys):
+    install(verbose=True)
+    estimator()
+    first = capsys.readouterr().err
+    assert "fast_fetch" in nano_loop.report().applied
+    assert first.count("Sequential, trained by Adam") == first.count("fast_fetch") == 1
+    for _ in range(3):
+        estimator()
+    assert capsys.readouterr().err == ""
+
+
+def test_set_up_lasts_as_long_as_the_model(install):
+    install()
+    models = []
+    for _ in range(5):
+        net = nn.Linear(3, 2)
+        fit(net, adam(net))
+        models.append(weakref.ref(net))
+    del net
+    gc.collect()
+    assert not any(reference() for reference in models)
+    assert torch.nn.Module.__call__.__name__  # it is still replaced, and no model is set up
+    assert not nano_loop.patching.ownership.call_state.interceptors
+
+
+def test_new_optimizer_of_a_model_is_set_up_with_it(install):
+    install(precision="bf16")
+    net = Net()
+    fit(net, adam(net), 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    fit(net, optimizer, 1)
+    assert is_fused(optimizer)
+    assert set(net.seen) == {torch.bfloat16}
+
+
+def test_process_that_makes_no_optimizer_has_nothing_else_replaced(install):
+    before = nn.Module.__call__, DataLoader.__iter__
+    install()
+    assert [*map(len, DataLoader(TensorDataset(X), 6))] == [1, 1]
+    assert (nn.Module.__call__, DataLoader.__iter__) == before
+    assert nano_loop.report() is None
+
+
+def test_models_of_threads_are_set_up(install):
+    install(precision="bf16")
+    nets = [Net() for _ in range(3)]
+
+    def work(net):
+        fit(net, adam(net), 3)
+
+    threads = [threading.Thread(target=work, args=[net]) for net in nets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [set(net.seen) for net in nets] == [{torch.bfloat16}] * 3
+    del nets, threads
+    gc.collect()
+
+
+# --- explicit use, and what others train ---
+
+
+class Explicit(TorchNano):
+    def train(self, net, optimizer):
+        self.setup(net, optimizer)
+        fit(net, optimizer, 2)
+
+
+def by_decorator(net, optimizer):
+    nano(verbose=False)(fit)(net, optimizer, 2)
+
+
+def by_class(net, optimizer):
+    Explicit(verbose=False).train(net, optimizer)
+
+
+def by_context(net, optimizer):
+    with accelerated(net, optimizer, verbose=False):
+        fit(net, optimizer, 2)
+
+
+@pytest.mark.parametrize("explicit", [by_decorator, by_class, by_context])
+def test_explicit_runs_have_their_own_options(install, explicit):
+    install(precision="bf16")
+    net = Net()
+    explicit(net, adam(net))
+    assert set(net.seen) == {torch.float32}
+    assert nano_loop.report() is None
+
+
+def test_compiled_model_is_left_alone(install):
+    install(precision="bf16")
+    net = Net()
+    compiled = torch.compile(net, backend="eager")
+    fit(compiled, adam(net))
+    assert set(net.seen) == {torch.float32}
+    assert nano_loop.report()["model"].code == "compiled"
+    torch.compiler.reset()
+
+
+class DistributedDataParallel(Loss):
+    """Stands for torch's, which needs a process group."""
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def test_model_that_several_processes_train_is_left_alone(install):
+    install(precision="bf16")
+    net = Net()
+    fit(DistributedDataParallel(net), adam(net))
+    assert set(net.seen) == {torch.float32}
+    assert nano_loop.report()["model"].code == "distributed"
+
+
+def test_under_torchrun_nothing_is_installed(install, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    install()
+    assert "torchrun has started 2 processes" in capsys.readouterr().err
+    net = Net()
+    fit(net, optimizer := adam(net))
+    assert not is_fused(optimizer)
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"num_processes": 2}, "install runs in one process"), ({"precision": "bf16-true"}, "keep their parameters")],
+)
+def test_options_that_need_more_than_a_process_or_a_block_are_errors(options, words):
+    with pytest.raises(NanoConfigError, match=words):
+        nano_loop.install(**options)
+    assert nano_loop.uninstall() is None
+
+
+def test_second_install_replaces_the_options(install):
+    net = Net()
+    optimizer = adam(net)
+    for precision in (32, "bf16"):
+        install(precision=precision)
+        fit(net, optimizer)
+    assert net.seen[:4] == [torch.float32] * 4
+    assert net.seen[-1] is torch.bfloat16
+
+
+def test_option_that_has_applied_to_nothing_is_a_warning_by_the_line_of_the_block():
+    with (
+        pytest.warns(NanoWarning, match="channels_last=True") as caught,
+        accelerated(channels_last=True, verbose=False),
+    ):
+        fit(net := Net(), adam(net))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_option_that_cannot_be_applied_is_an_error_where_it_is_met(install):
+    install(fused_optimizer=True)
+    net = Net()
+    with pytest.raises(NanoConfigError, match="fused_optimizer=True"):
+        fit(net, torch.optim.Rprop(net.parameters()))
+
+
+# --- accelerated, with objects of its body ---
+
+
+def test_block_that_trains_nothing_warns_by_its_line():
+    with pytest.warns(NanoWarning, match="has set nothing up") as caught, accelerated(verbose=False):
+        Net()(X)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_block_with_a_model_sets_up_its_optimizers_and_loaders():
+    net, other = Net(), Net()
+    with accelerated(net, precision="bf16", verbose=False) as run:
+        optimizer = adam(net)
+        for x, y in DataLoader(TensorDataset(X, Y), 4):
+            step(optimizer, nn.functional.mse_loss(net(x), y))
+        assert is_fused(optimizer)
+        fit(other, adam(other), 1)
+    assert {"fused_optimizer", "fast_fetch"} <= {*run.report.applied}
+    assert other.seen == [torch.float32]
+    assert models_in(run.report) == []
+
+
+def test_parameters_may_be_converted_in_a_block():
+    with accelerated(precision="bf16-true", verbose=False):
+        net = fit(net := Net(), adam(net))
+        assert net.layer.weight.dtype is torch.bfloat16
+    assert net.layer.weight.dtype is torch.float32
+    assert set(net.seen) == {torch.bfloat16}
+
+
+def test_optimizer_in_an_attribute_of_a_module_is_set_up_by_the_decorator():
+    net = Net()
+    net.optimizer = adam(net)
+    train = nano(verbose=False)(lambda net: fit(net, net.optimizer))
+    train(net)
+    assert train.report["fused_optimizer"].detail == "Adam"
+    assert not is_fused(net.optimizer)

@@ -1,0 +1,64 @@
+"""The title of a report names the kernels in C, or why there are none: once, and the same on all ranks."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = textwrap.dedent("""
+    import torch
+    from torch import nn
+    import nano_loop
+    from nano_loop.kernels import build
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution, self.norm, self.dropout = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Dropout(0.5)
+            self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1000)
+
+        def forward(self, x):
+            x = self.dropout(self.norm(self.convolution(x))).flatten(2).transpose(1, 2)
+            return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+    @nano_loop.nano(num_processes=2, precision="bf16", tune_operators=False, auto_lr=False)
+    def train(model, optimizer):
+        loss = model(torch.randn(4, 3, 8, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return nano_loop.all_gather(torch.tensor(float(build.why_none() is None))).tolist()
+
+    if __name__ == "__main__":
+        torch.manual_seed(0)
+        model = Net()
+        print(train(model, torch.optim.SGD(model.parameters(), 0.1)), train.report.title.split(" · ")[-1])
+        skipped = [result.name for result in train.report.results if result.code == "no_kernel"]
+        print(*sorted(skipped))
+        try:
+            with nano_loop.accelerated(model, precision="bf16", fast_norm=True, verbose=False):
+                pass
+        except nano_loop.NanoConfigError as error:
+            print(error)
+""")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"NANO_LOOP_KERNELS": "compile", "CC": "no-such-cc"}, "no C compiler was found (no-such-cc)"),
+        ({"NANO_LOOP_KERNELS": "off"}, "NANO_LOOP_KERNELS=off"),
+    ],
+)
+def test_reason_for_no_kernels_stands_once_in_the_report_and_holds_on_all_ranks(tmp_path, variables, reason):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **variables}
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ranks, skipped, refusal = done.stdout.splitlines()
+    assert ranks == f"[0.0, 0.0] no C kernels: {reason}"
+    assert {"fast_dropout", "fast_norm", "fast_cross_entropy"} <= {*skipped.split()}
+    assert done.stderr.count(reason) == 1
+    assert reason in refusal  # it is alone
