@@ -69,6 +69,9 @@ FAULTS = (
         '        return text == "0"',
         "tests/config/test_options.py",
     ),
+    Fault(
+        "config/options.py", 'not in (exact, "auto")', "not in (exact, values[name])", "tests/config/test_options.py"
+    ),
     Fault("config/precisions.py", '"bf16": "bf16-mixed"', '"bf16": "bf16-true"', "tests/config/test_options.py"),
     Fault(
         "cpu/cgroup.py",
@@ -171,6 +174,12 @@ FAULTS = (
         "if (smoothing) losses[i] +=",
         "if (smoothing) losses[i] -=",
         "tests/kernels/test_cross_entropy.py",
+    ),
+    Fault(
+        "kernels/fp32.py",
+        "return rule is not None and rule(",
+        "return rule is None or rule(",
+        "tests/kernels/test_fp32.py",
     ),
     Fault(
         "kernels/memory.py",

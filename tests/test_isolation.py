@@ -217,6 +217,7 @@ def test_runs_of_two_threads_end_in_any_order(first_ends_first, shared):
 # --- what is left behind ---
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's thresholds")
 def test_blocks_of_eight_megabytes_are_kept_after_a_run():
     """With glibc's documented defaults each would be mapped and given back anew: 2,000 page faults a block."""

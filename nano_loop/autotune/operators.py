@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,15 @@ from nano_loop.autotune.decisions import Decision, Decisions, measure_or_guess
 from nano_loop.autotune.hooks import none_for_saved_tensors
 from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, layout, most_elements
 from nano_loop.autotune.tuner import Algorithm, Race, Tuner
-from nano_loop.kernels import rounding
+from nano_loop.kernels import fp32, rounding
+from nano_loop.kernels.activation import activations
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import Plan
 from nano_loop.kernels.linear import linear
+from nano_loop.kernels.loss import cross_entropy
+from nano_loop.kernels.memory import UnsupportedTensorError
+from nano_loop.kernels.norm import norms
 from nano_loop.kernels.replacement import Algorithms, Choose
 from nano_loop.kernels.rnn import lstm, lstm_layer
 from nano_loop.patching.walk import find
@@ -31,6 +35,10 @@ _ROUNDED = 2.0**-5
 #: How many times as fast as in fp32 a product has to be to round. In a step, where inputs and results come from memory,
 #: it gains less than when it is repeated.
 _ROUNDING_PAYS = 1.2
+#: How far results of functions for fp32 may be from those of torch, for both round sums of many numbers.
+_IN_FP32 = 2.0**-12
+#: Seconds that Python takes to ask for the algorithm of a call in fp32, which torch's kernel alone would not take.
+_OVERHEAD = 8e-6
 _MATRIX = 2
 #: What `_kind` looks into.
 _COMPOSED = (Tensor, tuple, list, float)
@@ -285,10 +293,56 @@ def _rounding_race(call: rounding.Arguments, algorithms: Mapping[str, Callable[.
     return Race(race, rounding.FP32, None, bound=_ROUNDED, pays=_ROUNDING_PAYS, torchs_is_beaten=True)
 
 
+# --- operators of fp32 tensors, by torch and by C functions ---
+
+
+def _fp32_key(call: fp32.Arguments) -> str:
+    words = [word for argument in call.arguments for word in _in_words(argument)]
+    return _joined("fp32", call.operator, *words)
+
+
+def _in_words(argument: Any) -> Iterator[object]:
+    """Yield what the time of a call depends on: of a tensor its sizes and its layout, and no factor."""
+    if isinstance(argument, Tensor):
+        yield from (_rough(argument.shape), layout(argument))
+    elif not isinstance(argument, float):
+        yield "-" if argument is None else str(argument).replace(" ", "")
+
+
+def _fp32_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    arguments = [*call.arguments]
+    if call.is_differentiated:  # the loss of a vocabulary's logits, of which some rows are measured
+        rows = max(MOST_ELEMENTS // max(arguments[0][0].numel(), 1), 1)
+        arguments[:2] = [tensor[:rows] for tensor in arguments[:2]]
+    if not 0 < most_elements(tensor for tensor in arguments if isinstance(tensor, Tensor)) <= MOST_ELEMENTS:
+        return None
+
+    def of(name: str) -> Algorithm:
+        def computed(*values: Any) -> Any:
+            results = algorithms[name](*values)
+            if results is None:
+                raise UnsupportedTensorError(f"{call.operator} is left to torch")
+            return results
+
+        def with_gradient() -> Sequence[Tensor]:
+            leaf = _leaf(arguments[0], torch.float32)
+            return _with_gradients(lambda: computed(leaf, *arguments[1:]).sum(), [leaf], torch.ones((), device="cpu"))
+
+        return with_gradient if call.is_differentiated else _on(arguments, {name: computed})[name]
+
+    race = {name: of(name) for name in algorithms}
+    return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD)
+
+
+FP32_OPERATORS = tuple(
+    TunedOperator(fp32.rule_of(kernel), _fp32_key, _fp32_race, has_gradients=True)
+    for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL)
+)
 OPERATORS = (
     TunedOperator(attention.ALGORITHM, _attention_key, _attention_race),
     TunedOperator(convolution.OPERATOR, _convolution_key, _convolution_race, has_gradients=True),
     TunedOperator(linear.ALGORITHM, _product_key, _product_race, has_gradients=True),
     TunedOperator(lstm.ALGORITHM, _lstm_key, _lstm_race),
     TunedOperator(rounding.ALGORITHM, _rounding_key, _rounding_race, has_gradients=True),
+    *FP32_OPERATORS,
 )

@@ -160,6 +160,12 @@ def was_made_inside(number: int) -> bool:
     return _place_of(number) is not None
 
 
+def rule_of_node(operator: str, number: int) -> Rule | None:
+    """Return the rule for an operator in the call of this thread that has made the node of this number, or None."""
+    place = _place_of(number)
+    return None if place is None else _graphs.rules[place].get(operator)
+
+
 def forget_graphs() -> None:
     """Forget the graphs of this thread's calls."""
     _graphs.__init__()  # type: ignore[misc]

@@ -1,26 +1,30 @@
-"""Times algorithms of products, LSTMs, attention and gradients of convolutions within the first steps."""
+"""Times algorithms of operators, such as products, LSTMs and norms, within the first steps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import nn
 from typing_extensions import override
 
 from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, Choices, choices_for
-from nano_loop.autotune.operators import OPERATORS
+from nano_loop.autotune.operators import FP32_OPERATORS, OPERATORS
 from nano_loop.autotune.tuner import Tuner
+from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.ownership import Rule
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
-from nano_loop.steps.bf16_products import has_large_products, reason_against
 from nano_loop.steps.step import SkipReason, Step
 
+_FP32_RULES = frozenset(operator.rule for operator in FP32_OPERATORS)
 #: After how many averagings, and their doubles, the ranks take over what rank 0 has measured.
 _FIRST_SHARING = 4
 
 
 class TuneOperators(Step):
-    """Chooses algorithms of products, LSTMs, attention and convolutions' gradients.
+    """Chooses algorithms of products, LSTMs, attention and convolutions' gradients, and of operators of fp32 tensors.
 
     The bounds of `nano_loop.kernels`, which are right for the CPUs on which they were measured, are first guesses then.
     Rank 0 measures, and all ranks compute as it does.
@@ -32,12 +36,21 @@ class TuneOperators(Step):
     def begin(self) -> None:
         self._tuner: Tuner | None = None
         self._agreed_to: bool | None = None
+        self._has_choices = False  # whether the models of a setup in fp32 have, on all ranks
 
     @property
     @override
     def enabled(self) -> bool:
         choice = self.options.tune_operators
-        return self._reason_of_precision() is None if choice == "auto" else bool(choice)
+        return self._is_for_precision if choice == "auto" else bool(choice)
+
+    @property
+    def _is_in_fp32(self) -> bool:
+        return self.options.kind.compute_name == "float32"
+
+    @property
+    def _is_for_precision(self) -> bool:
+        return self.options.reduced_precision or self._is_in_fp32
 
     @override
     def observe(self, parts: TrainingObjects) -> None:
@@ -47,27 +60,34 @@ class TuneOperators(Step):
             self._agreed_to = all(self.ranks.gather(is_used)) if self.ranks.size > 1 else is_used
 
     @override
+    def is_relevant(self, parts: TrainingObjects) -> bool:
+        """Return whether there is something to choose, which a run in 32 alone does not have to say. Collective."""
+        if not super().is_relevant(parts):
+            return False
+        if self.options.reduced_precision:
+            return True
+        has_choices = any(map(self._chooses, parts.models))
+        self._has_choices = all(self.ranks.gather(has_choices)) if self.ranks.size > 1 else has_choices
+        return self._has_choices or self.required or self.options.kind.rounds_products
+
+    @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
         reason = self._own_reason()
         if reason is not None:
             return reason
         if self._agreed_to is False:
             return SkipReason("other_ranks", "another rank computes in another precision")
-        if self.options.kind.rounds_products and parts.models and not any(map(has_large_products, parts.models)):
+        if self._is_in_fp32 and not self._has_choices:
             return SkipReason("too_small", "no layer is large enough for a choice")
         return None
 
-    def _reason_of_precision(self) -> SkipReason | None:
-        if self.options.kind.rounds_products:
-            return reason_against(self.options, self.machine)
-        if self.options.reduced_precision:
-            return None
-        return SkipReason("not_bf16", "it is for bf16: in fp32 no two algorithms give equal bits")
+    def _chooses(self, model: nn.Module) -> bool:
+        """Whether steps before this one have given a model in fp32 a rule that chooses."""
+        return not self.interceptors.rules_of(model).keys().isdisjoint({RULE, *_FP32_RULES})
 
     def _own_reason(self) -> SkipReason | None:
-        reason = self._reason_of_precision()
-        if reason is not None:
-            return reason
+        if not self._is_for_precision:
+            return SkipReason("not_bf16", "it is for bf16 and fp32")
         if self.options.use_ipex:
             return SkipReason("ipex", "IPEX has its own kernels")
         if self.options.compile:
@@ -85,9 +105,14 @@ class TuneOperators(Step):
             self._tuner = self._open()
         for model in parts.models:
             interceptor = self.interceptors.for_model(model)
-            rules: dict[str, Rule] = {operator.rule: operator.chooser(self._tuner) for operator in OPERATORS}
+            measured = [operator for operator in OPERATORS if self._is_measured(operator.rule, interceptor.rules)]
+            rules: dict[str, Rule] = {operator.rule: operator.chooser(self._tuner) for operator in measured}
             interceptor.rules = {**interceptor.rules, **rules}
         return "measurements from the third step on"  # the same in each run, so that it is printed once
+
+    def _is_measured(self, rule: str, rules: Mapping[str, Rule]) -> bool:
+        """Whether a model has calls that a rule is about. In reduced precision, tensors in fp32 are not measured."""
+        return rule not in _FP32_RULES or (self._is_in_fp32 and rule in rules)
 
     @override
     def final_result(self) -> StepResult | None:

@@ -16,7 +16,7 @@ from nano_loop.autotune import decisions
 from nano_loop.autotune import operators as module
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.tuner import Tuner
-from nano_loop.kernels import rounding
+from nano_loop.kernels import fp32, rounding
 from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import Plan
@@ -24,7 +24,7 @@ from nano_loop.kernels.linear import linear, product
 from nano_loop.kernels.rnn import lstm, lstm_layer
 from nano_loop.patching.operators.operators import gives_kernels
 
-ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING = module.OPERATORS
+ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM = module.OPERATORS
 NHWC = torch.channels_last
 
 
@@ -56,6 +56,16 @@ def lstm_call(steps=20, batch=5, size=6, has_biases=True, is_reversed=False):
 
 def rounding_call(kind=rounding.PRODUCT, rows=40, last=56, numbers=(), bias=None):
     return rounding.Arguments(kind, (normal(rows, 48).float(), normal(48, last).float(), bias), numbers)
+
+
+def loss_call(rows=40, reduction=1, smoothing=0.0):
+    target = torch.arange(rows) % 48
+    return fp32.Arguments("cross_entropy", (normal(rows, 48).float(), target, None, reduction, -100, smoothing), True)
+
+
+def norm_call(rows=40, width=48, is_affine=True):
+    parameters = (normal(width).float(), normal(width).float()) if is_affine else (None, None)
+    return fp32.Arguments("layer_norm", (normal(rows, width).float(), [width], *parameters, 1e-5))
 
 
 def by_convolution_kernel(*arguments):
@@ -116,6 +126,18 @@ CASES = {
             {"bias": torch.ones(56)},
         ],
         6,
+    ),
+    LOSS: (
+        loss_call,
+        dict.fromkeys((fp32.TORCH, fp32.COMPILED), torch.ops.aten.cross_entropy_loss),
+        [{"rows": 33}, {}, {"rows": 65}, {"reduction": 2}, {"smoothing": 0.1}],
+        3,
+    ),
+    NORM: (
+        norm_call,
+        dict.fromkeys((fp32.TORCH, fp32.COMPILED), torch.ops.aten.native_layer_norm),
+        [{"rows": 33}, {}, {"rows": 64}, {"rows": 65}, {"width": 56}, {"is_affine": False}],
+        4,
     ),
 }
 EVERY = pytest.mark.parametrize("operator", CASES, ids=lambda operator: operator.rule)
@@ -203,13 +225,15 @@ def test_one_algorithm_and_tensors_that_are_too_large_are_not_measured(operator,
     assert chosen == (other if operator is PRODUCT else torchs)  # of which some rows are measured
 
 
-def test_of_large_products_some_rows_and_of_long_sequences_some_steps_are_measured(monkeypatch):
+def test_of_large_products_and_losses_some_rows_and_of_long_sequences_some_steps_are_measured(monkeypatch):
     monkeypatch.setattr(module, "MOST_ELEMENTS", 1 << 12)
     monkeypatch.setattr(module, "_MIN_ROWS", 1)
     monkeypatch.setattr(module, "_MULTIPLICATIONS", 1)
-    products, layers = Bench(PRODUCT), Bench(LSTM)
+    products, layers, losses = Bench(PRODUCT), Bench(LSTM), Bench(LOSS)
     products(linear.TORCH, rows=100)
     assert {arguments[0].shape for arguments in products.calls} == {((1 << 12) // 56, 48)}
+    losses(fp32.TORCH, rows=100)
+    assert {arguments[0].shape for arguments in losses.calls} == {((1 << 12) // 48, 48)}
     layers(lstm.TORCH, batch=1)
     assert {len(arguments[0]) for arguments in layers.calls} == {16}  # of 20
 

@@ -107,6 +107,12 @@ def test_reference_is_as_exact_as_itself_and_computed_once_for_that(shop):
     assert shop.computed[:3] == ["torchs", "fp32", "torchs"]
 
 
+def test_algorithm_has_to_be_faster_with_what_its_calls_take_besides(shop):
+    for overhead, expected in ((0.002, "other"), (0.003, "torchs")):
+        race = shop.race(torchs=[0.004], other=[0.001])._replace(overhead=overhead)
+        assert fastest(race, "torchs", 1e6, shop.clock).algorithm == expected
+
+
 def test_algorithm_that_is_hopeless_in_the_first_round_is_timed_no_further(shop):
     assert chosen(shop, torchs=[0.004], slow=[0.008]) == "torchs"
     assert shop.computed.count("slow") == 2

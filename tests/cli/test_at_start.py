@@ -177,6 +177,7 @@ def test_customization_that_fails_is_shown_as_by_python(folder):
     assert (noted.stdout, noted.stderr) == (plain.stdout, plain.stderr + LINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [

@@ -35,6 +35,7 @@ def profile(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_step_is_divided_into_kinds_and_the_trace_is_written(profile, tmp_path):
     done = profile(LOOP, "--json", "--trace=trace.json")
     found = json.loads(done.stdout)

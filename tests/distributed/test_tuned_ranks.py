@@ -15,6 +15,7 @@ from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.steps.tune_operators import TuneOperators
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.skipif(not (gives_kernels() and read_machine().has_fast_bf16), reason="it needs torch 2.9, and bf16")
 def test_two_processes_compute_as_rank_0_has_measured(measuring):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
 from nano_loop.patching.operators.operators import gives_kernels
 
@@ -40,11 +41,17 @@ IN_FP32 = FUNCTIONS | {"exact_gelu_backward": slope_by_error_function}
 CASES = [(torch.bfloat16, name) for name in FUNCTIONS] + [(torch.float32, name) for name in IN_FP32]
 
 
+def belong(monkeypatch, to_set_up_model):
+    """Let calls belong to a set-up model, which takes the functions for fp32, or to none."""
+    monkeypatch.setattr(activations, "belongs_to_set_up_model", lambda: to_set_up_model)
+    monkeypatch.setattr(activations, "rule_for", lambda _: fp32.always if to_set_up_model else None)
+
+
 @pytest.fixture(autouse=True)
 def in_torchs_place(monkeypatch):
     """Put the functions in torch's place, as for the calls of a set-up model."""
     monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(activations, "belongs_to_set_up_model", lambda: True)
+    belong(monkeypatch, True)
     with ExitStack() as stack:
         for replacement in activations.REPLACEMENTS:
             stack.enter_context(replacement.in_force())
@@ -57,7 +64,7 @@ def test_every_number_is_as_exact_as_torchs(called, monkeypatch, dtype, name):
     finite = numbers[numbers.isfinite()]
     ours = IN_FP32[name](finite)
     assert len(called) == 1
-    monkeypatch.setattr(activations, "belongs_to_set_up_model", lambda: False)
+    belong(monkeypatch, False)
     exact, torchs = IN_FP32[name](finite.double()), IN_FP32[name](finite)
     known = exact.isfinite() & torchs.isfinite()
     assert ours[known].isfinite().all()
@@ -75,7 +82,7 @@ def test_what_is_no_number_stays_none(called, monkeypatch, dtype, name):
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0], dtype=dtype)
     found = IN_FP32[name](special)
     assert len(called) == 1
-    monkeypatch.setattr(activations, "belongs_to_set_up_model", lambda: False)
+    belong(monkeypatch, False)
     torchs = IN_FP32[name](special)
     torch.testing.assert_close(found, torchs, equal_nan=True)
     assert found[3:].signbit().equal(torchs[3:].signbit())

@@ -212,6 +212,7 @@ def test_second_derivatives_are_right(is_reversed, has_biases):
     assert all(error(found, exact) < 0.02 * exact.square().mean().sqrt() for found, exact in pairs)
 
 
+@pytest.mark.slow
 def test_fewer_threads_than_asked_for_compute_all_parts():
     """OpenMP gives what a limit leaves. torch's own bf16 products are wrong then, so this is compared by files."""
     code = (

@@ -90,6 +90,7 @@ def trained(function):
     return seen[0], everything_of(model, optimizer, resumed, shuffled)[1:], torch.get_rng_state(), weights
 
 
+@pytest.mark.slow
 def test_training_after_a_search_is_that_without_one(only):
     begun, positions, random_state, weights = trained(train)
     searched = nano_loop.nano(tune=True, verbose=False, **FIXED, **STEPS)(train)
@@ -101,6 +102,7 @@ def test_training_after_a_search_is_that_without_one(only):
     torch.testing.assert_close(found[3], weights)
 
 
+@pytest.mark.slow
 def test_files_of_a_trial_are_its_own_and_compiled_code_may_write_on_its_rank_0(only, tmp_path):
     def fit(model, optimizer, batch, out):
         if nano_loop.is_global_zero():
@@ -139,6 +141,7 @@ class Nano(TorchNano):
         return model.weight.detach().clone(), len(seen)
 
 
+@pytest.mark.slow
 def test_torch_nano_is_searched_and_then_trained(only):
     only({"precision": "bf16-mixed"})
     torch.manual_seed(2)
@@ -154,6 +157,7 @@ def test_torch_nano_is_searched_and_then_trained(only):
     torch.testing.assert_close(weights, expected, **{"rtol": 0.05, "atol": 0.05} if bf16 else {})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:precision='16-mixed'")  # on CPUs that are slow in it
 def test_search_in_fp16_measures_and_keeps_it(only):
     model, optimizer, batch = made()
@@ -179,6 +183,7 @@ class Fails(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:precision='16-mixed'")
 def test_candidates_that_raise_or_need_too_much_memory_are_shown_and_the_rest_goes_on(only):
     names = ["bf16-mixed", "16-mixed", "64-true", "bf16-true"]
@@ -197,6 +202,7 @@ def test_candidates_that_raise_or_need_too_much_memory_are_shown_and_the_rest_go
     assert found.options.get("precision") in (None, "bf16-true")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_search_ends_its_trials_and_leaves_nothing(only, cache, monkeypatch):
     take, living = TrialProcesses.take, []
     monkeypatch.setenv(MARK, str(cache))

@@ -13,8 +13,11 @@ from nano_loop.autotune import choices, tuner
 from nano_loop.autotune.choices import Choice, Choices
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.distributed.comm.ranks import RunContext
+from nano_loop.kernels import fp32
+from nano_loop.kernels.activation import activations
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import OPERATOR
+from nano_loop.kernels.norm import norms
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps import tune_operators as module
@@ -83,6 +86,29 @@ def test_run_computes_as_the_stored_choices_say(measuring, monkeypatch):
         assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in zip(found, plain, strict=True))
 
 
+@measured
+@pytest.mark.parametrize("guess", [fp32.TORCH, fp32.COMPILED])
+def test_run_in_fp32_measures_functions_in_c_and_leaves_statistics_alone(measuring, monkeypatch, guess):
+    monkeypatch.setattr(norms, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(activations, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(fp32, "_guess", lambda: guess)
+
+    def state(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Tanh(), nn.Flatten(2), nn.LayerNorm(64))
+        train = nano(verbose=False, **options)(fit)
+        train(model, torch.optim.SGD(model.parameters(), 0.01), torch.randn(4, 2, 8, 10, 10))
+        return [*model.state_dict().values()], train.report
+
+    found, report = state()
+    assert "tune_operators" in report.applied
+    words = {key.partition(" ")[2].partition(" ")[0] for key in stored(measuring)}
+    assert words == {"batch_norm", "batch_norm_backward", "layer_norm", "tanh_forward_float"}
+    expected, report = state(exact=True)
+    assert "tune_operators" not in str(report)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_nothing_is_left_behind_in_the_model_nor_in_torch(measuring, monkeypatch):
     model, optimizer, batches = parts()
     made = []
@@ -112,14 +138,14 @@ def parts_with(model):
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"precision": 32}, "not_bf16"),
+        ({"precision": 64}, "not_bf16"),
+        ({"precision": 32}, "too_small"),
         ({"compile": True}, "compiled"),
         ({"log_casts": True}, "log_casts"),
         ({"precision": "bf16-products"}, "too_small"),
     ],
 )
-def test_where_nothing_can_be_measured_the_reason_is_said(step, monkeypatch, options, code):
-    monkeypatch.setattr(module, "reason_against", lambda *_: None)
+def test_where_nothing_can_be_measured_the_reason_is_said(step, options, code):
     made = step(TuneOperators, **{"precision": "bf16"} | options)
     assert made.skip_reason(TrainingObjects([nn.Linear(2, 2)])).code == code
 
@@ -179,7 +205,7 @@ def test_ranks_take_over_what_rank_0_knows_and_measures(monkeypatch, step):
         assert not each.ranks.context.after_averaging
 
 
-@pytest.mark.parametrize(("precision", "other", "code"), [("bf16", False, "other_ranks"), (32, True, "not_bf16")])
+@pytest.mark.parametrize(("precision", "other", "code"), [("bf16", False, "other_ranks"), (64, True, "not_bf16")])
 def test_hosts_whose_cpus_differ_share_nothing_and_wait_for_nobody(step, precision, other, code):
     made = step(TuneOperators, precision=precision)
     made.ranks = Others(1, [])
@@ -188,6 +214,16 @@ def test_hosts_whose_cpus_differ_share_nothing_and_wait_for_nobody(step, precisi
     made.observe(parts)
     assert made.skip_reason(parts).code == code
     assert not made.ranks.context.after_averaging
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_ranks_in_fp32_measure_if_all_of_them_have_something_to_choose(step, other):
+    made, parts = step(TuneOperators), TrainingObjects([nn.Linear(2, 2)])
+    made.ranks = Others(1, [])
+    assert not made.is_relevant(parts)
+    made.ranks.other_applies = other
+    made.interceptors.for_model(parts.models[0]).rules = {fp32.rule_of(norms.KERNEL): fp32.by_guess}
+    assert made.is_relevant(parts) == other
 
 
 def test_rules_of_listed_operators_stay(measuring):

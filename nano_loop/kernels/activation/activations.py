@@ -5,13 +5,19 @@ GELU by the error function is torch's, but for its gradient in fp32: in bf16, to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
 from nano_loop.kernels.memory import BF16, DENSE, FP32
 from nano_loop.kernels.replacement import Replacement, unless_none
-from nano_loop.patching.ownership import belongs_to_set_up_model
+from nano_loop.patching.operators.operators import Kernel
+from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
 #: What the names of functions for these dtypes end in.
 KINDS = {torch.bfloat16: "bf16", torch.float32: "float"}
@@ -28,36 +34,44 @@ KERNEL = CompiledKernel(
 #: Minimum number of elements. Below it, the Python overhead exceeds the gain.
 MIN_ELEMENTS = 1 << 15
 
-_BY_TANH = "tanh"
+#: The C functions by operator and approximation. There is none for GELU by the error function.
+_FUNCTIONS = {
+    ("tanh", "none"): "tanh_forward",
+    ("gelu", "tanh"): "gelu_forward",
+    ("gelu_backward", "tanh"): "gelu_backward",
+    ("gelu_backward", "none"): "exact_gelu_backward",
+}
+_RULE = rule_of(KERNEL)
 
 
-def tanh(x: Tensor) -> Tensor | None:
-    """Compute ``aten::tanh``, or return None where torch has to."""
-    return _computed("tanh_forward", x) if _supports(x) else None
+def _replacing(operator: str) -> Callable[[Kernel | None], Callable[..., Any]]:
+    """Return the `make` of a replacement. Calls that do not belong to a set-up model are torch's, to the bit."""
 
+    def ours(kernel: Kernel, *tensors: Tensor, **kwargs: Any) -> Tensor | None:
+        x, function = tensors[-1], _FUNCTIONS.get((operator, kwargs.get("approximate", "none")))
+        if function is None or x.dtype not in KINDS or x.numel() < MIN_ELEMENTS:
+            return None
+        name = f"{function}_{KINDS[x.dtype]}"
+        if name not in KERNEL.functions:
+            return None
+        if x.dtype is torch.float32:
+            is_ours = is_compiled(
+                rule_for(_RULE),
+                Arguments(name, tensors),
+                lambda: {TORCH: partial(kernel, **kwargs), COMPILED: partial(_computed, name)},
+            )
+        else:
+            is_ours = belongs_to_set_up_model()
+        return _computed(name, *tensors) if is_ours else None
 
-def gelu(x: Tensor, *, approximate: str = "none") -> Tensor | None:
-    """Compute ``aten::gelu``, likewise."""
-    return _computed("gelu_forward", x) if approximate == _BY_TANH and _supports(x) else None
-
-
-def gelu_backward(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor | None:
-    """Compute ``aten::gelu_backward``, likewise."""
-    name = "gelu_backward" if approximate == _BY_TANH else "exact_gelu_backward"
-    is_faster = approximate == _BY_TANH or x.dtype is torch.float32
-    return _computed(name, gradient, x) if is_faster and _supports(x) else None
-
-
-#: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
-REPLACEMENTS = tuple(Replacement(compute.__name__, unless_none(compute)) for compute in (tanh, gelu, gelu_backward))
-
-
-def _supports(x: Tensor) -> bool:
-    return x.dtype in KINDS and x.numel() >= MIN_ELEMENTS and belongs_to_set_up_model()
+    return unless_none(ours, takes_kernel=True)
 
 
 def _computed(name: str, *tensors: Tensor) -> Tensor:
     """Call a C function that computes an element from those at its place."""
     out = torch.empty_like(tensors[-1])
-    KERNEL(f"{name}_{KINDS[out.dtype]}", *tensors, out, out.numel())
+    KERNEL(name, *tensors, out, out.numel())
     return out
+
+
+REPLACEMENTS = tuple(Replacement(operator, _replacing(operator)) for operator in ("tanh", "gelu", "gelu_backward"))

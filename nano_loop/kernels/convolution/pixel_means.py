@@ -3,7 +3,7 @@
 torch divides the expanded gradient of such a mean into a tensor in NCHW. Added to another gradient of the same images,
 as in squeeze-and-excitation blocks, it makes their sum NCHW, and all that follows slow: a fifth of EfficientNet's step
 in bf16. In fp32, the backward of a ReLU takes 15 times as long with it. The mean of the images with their channels
-last, a view, has the same bits, and so has its gradient. In a run in fp32, layouts stay torch's.
+last, a view, has the same bits, and so has its gradient.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.operators.operators import Kernel, gives_kernels, overridden
-from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
+from nano_loop.patching.ownership import belongs_to_set_up_model
 from nano_loop.patching.torch_private import in_dispatch_mode
 
 
@@ -45,6 +44,6 @@ def _is_image(x: Tensor) -> bool:
     """Whether a tensor has a gradient, and lies in NHWC and not also in NCHW."""
     if x.dim() != 4 or x.dtype not in (torch.bfloat16, torch.float32) or not x.requires_grad or x.is_contiguous():
         return False
-    if torch.compiler.is_compiling() or in_dispatch_mode() or not x.is_contiguous(memory_format=torch.channels_last):
+    if torch.compiler.is_compiling() or in_dispatch_mode():
         return False
-    return x.dtype is torch.bfloat16 or rule_for(RULE) is not None
+    return x.is_contiguous(memory_format=torch.channels_last)

@@ -49,19 +49,19 @@
         return total;                                                                                                  \
     }                                                                                                                  \
                                                                                                                        \
-    /* For each of `rows` rows of `width` logits: the largest, and the logarithm of the sum of the exponentials of what\
-       each differs from that, and the loss, 0 for the target `ignored`. `smoothing` is the part of the target that all\
-       classes share. Returns 0, and writes nothing, if a target is not a class. */                                    \
+    /* For each of `rows` rows of `width` logits: the largest, the sum of the exponentials of what each differs from   \
+       that, and the loss, 0 for the target `ignored`. `smoothing` is the part of the target that all classes share.   \
+       Returns 0, and writes nothing, if a target is not a class. */                                                   \
     int cross_entropy_##NAME(const TYPE *logits, const int64_t *targets, int64_t rows, int64_t width, int64_t ignored, \
-                             double smoothing, float *maxima, float *log_sums, float *losses, int threads) {           \
+                             double smoothing, float *maxima, float *sums, float *losses, int threads) {               \
         for (int64_t i = 0; i < rows; i++)                                                                             \
             if (targets[i] != ignored && (targets[i] < 0 || targets[i] >= width)) return 0;                            \
         _Pragma("omp parallel for num_threads(threads) schedule(static)")                                              \
         for (int64_t i = 0; i < rows; i++) {                                                                           \
             const TYPE *row = logits + i * width;                                                                      \
             double of_row, maximum = maxima[i] = maximum_##NAME(row, width);                                           \
-            double log_sum = logarithm(sums_##NAME(row, width, maxima[i], &of_row));                                   \
-            log_sums[i] = (float)log_sum;                                                                              \
+            double sum = sums_##NAME(row, width, maxima[i], &of_row), log_sum = logarithm(sum);                        \
+            sums[i] = (float)sum;                                                                                      \
             losses[i] = 0;                                                                                             \
             if (targets[i] == ignored) continue;                                                                       \
             losses[i] = (float)((1 - smoothing) * (log_sum - (FROM(row[targets[i]]) - maximum)));                      \
@@ -73,10 +73,11 @@
 DEFINE(float, float, from_float)
 DEFINE(bf16, uint16_t, from_bf16)
 
-/* The gradient of the losses by the logits: softmax less the target, times the row's factor; 0 for ignored rows. */
+/* The gradient of the losses by the logits: softmax less the target, times the row's factor; 0 for ignored rows. The
+   exponentials are divided by their sum: the logarithm of a sum of many has fewer digits behind the point. */
 #define DEFINE_GRADIENT(NAME, TYPE, FROM, OUTPUT, TO)                                                                  \
     void gradient_##NAME(const TYPE *logits, const int64_t *targets, int64_t rows, int64_t width, int64_t ignored,     \
-                         double smoothing, const float *maxima, const float *log_sums, const float *factors,           \
+                         double smoothing, const float *maxima, const float *sums, const float *factors,               \
                          OUTPUT *gradient, int threads) {                                                              \
         _Pragma("omp parallel for num_threads(threads) schedule(static)")                                              \
         for (int64_t i = 0; i < rows; i++) {                                                                           \
@@ -86,12 +87,11 @@ DEFINE(bf16, uint16_t, from_bf16)
                 memset(out, 0, width * sizeof(OUTPUT));                                                                \
                 continue;                                                                                              \
             }                                                                                                          \
-            float maximum = maxima[i], log_sum = log_sums[i], factor = factors[i], shared = (float)(smoothing / width);\
-            for (int64_t at = 0; at < width; at++)                                                                     \
-                out[at] = TO((exponential(FROM(row[at]) - maximum - log_sum) - shared) * factor);                      \
-            int64_t target = targets[i];                                                                               \
-            float expected = (float)(1 - smoothing) + shared;                                                          \
-            out[target] = TO((exponential(FROM(row[target]) - maximum - log_sum) - expected) * factor);                \
+            double factor = factors[i], shared = factor * smoothing / (double)width, part = factor / sums[i];          \
+            float maximum = maxima[i], scale = (float)part, offset = (float)shared;                                    \
+            for (int64_t at = 0; at < width; at++) out[at] = TO(exponential(FROM(row[at]) - maximum) * scale - offset);\
+            double expected = factor * (1 - smoothing) + shared, target = exponential(FROM(row[targets[i]]) - maximum);\
+            out[targets[i]] = TO((float)(target * part - expected));                                                   \
         }                                                                                                              \
     }
 

@@ -9,16 +9,18 @@ which it writes in the dtype of the logits. Only the logits are kept in between.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
 from nano_loop.kernels.memory import BF16, FP32, INT64, attempt, empty
-from nano_loop.kernels.replacement import Replacement
+from nano_loop.kernels.replacement import Choose, Replacement
 from nano_loop.patching.operators.upcasts import Upcast, upcast_of
-from nano_loop.patching.ownership import belongs_to_set_up_model, was_made_inside
+from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for, rule_of_node
 from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch, is_batched, node_number
 
 _KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -50,15 +52,16 @@ def outside_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Te
         The original kernel. None if torch does not return it.
     """
 
-    def dispatched(keys: torch.DispatchKeySet, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if logits.numel() >= MIN_LOGITS and logits.dtype is torch.float32 and _belongs(logits):
-            loss = attempt(cross_entropy, logits, target, *args, **kwargs)
-            if loss is not None:
-                return loss
-        if original is None:
-            composed: Tensor = _OPERATOR.decompose(logits, target, *args, **kwargs)
-            return composed
-        return original(keys, logits, target, *args, **kwargs)
+    def dispatched(keys: torch.DispatchKeySet, logits: Tensor, target: Tensor, *args: Any) -> Tensor:
+        by_torch: Callable[..., Tensor] = _OPERATOR.decompose if original is None else partial(original, keys)
+        if logits.numel() >= MIN_LOGITS and logits.dtype is torch.float32 and _is_plain(logits, target):
+            call = Arguments("cross_entropy", (logits, target, *args), is_differentiated=True)
+            algorithms = {TORCH: by_torch, COMPILED: cross_entropy}
+            if supports(logits, target) and is_compiled(_rule_for(logits), call, lambda: algorithms):
+                loss = attempt(cross_entropy, logits, target, *args)
+                if loss is not None:
+                    return loss
+        return by_torch(logits, target, *args)
 
     return dispatched
 
@@ -89,6 +92,7 @@ def under_autocast(original: Callable[..., Tensor] | None) -> Callable[..., Tens
 
 
 _OPERATOR = torch.ops.aten.cross_entropy_loss.default
+_RULE = rule_of(KERNEL)
 REPLACEMENTS = (
     Replacement("cross_entropy_loss", under_autocast, "AutocastCPU"),
     Replacement("cross_entropy_loss", outside_autocast, "AutogradCPU"),
@@ -142,18 +146,17 @@ def cross_entropy(
     return losses.sum() if reduction == _SUM else losses.sum() / target.ne(ignore_index).sum()
 
 
-def _belongs(logits: Tensor) -> bool:
-    """Whether logits were computed by a set-up model, in a call that this thread is in, or that it has made."""
+def _rule_for(logits: Tensor) -> Choose | None:
+    """Return the rule of the set-up model that has computed logits, in a call of this thread, or is computing them."""
     if belongs_to_set_up_model():
-        return True
+        return rule_for(_RULE)
     node: Any = logits.grad_fn
     for _ in range(_FAR):
-        if node is None:
-            return False
-        if was_made_inside(node_number(node)):
-            return True
+        rule = None if node is None else rule_of_node(_RULE, node_number(node))
+        if rule is not None or node is None:
+            return rule
         node = node.next_functions[0][0] if node.next_functions else None
-    return False
+    return None
 
 
 def supports(logits: Tensor, target: Tensor) -> bool:
@@ -191,38 +194,38 @@ class _Losses(torch.autograd.Function):
         computed = forward(values, target, *numbers)
         if computed is None:
             return None
-        losses, maxima, log_sums = computed
-        ctx.save_for_backward(values, target, maxima, log_sums)
+        losses, maxima, sums = computed
+        ctx.save_for_backward(values, target, maxima, sums)
         ctx.upcast, ctx.dtype, ctx.numbers = None if source is None else upcast, logits.dtype, numbers
         return losses
 
     @staticmethod
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
-        (values, target, maxima, log_sums), (ignored, smoothing) = ctx.saved_tensors, ctx.numbers
+        (values, target, maxima, sums), (ignored, smoothing) = ctx.saved_tensors, ctx.numbers
         if torch.is_grad_enabled() or is_batched(factors):  # for a second derivative, and for many gradients at a time
             gradient = _differentiable(values, target, factors, ignored, smoothing).to(ctx.dtype)
             return gradient, *[None] * 5
         unseen = ctx.upcast is not None and ctx.upcast.gradient_is_unobserved
         dtype = values.dtype if unseen else ctx.dtype
-        gradient = backward(factors, maxima, log_sums, values, target, ignored, smoothing, dtype)
+        gradient = backward(factors, maxima, sums, values, target, ignored, smoothing, dtype)
         return ctx.upcast.hand_over(gradient) if unseen else gradient, *[None] * 5
 
 
 def forward(logits: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the loss of each row of (N, C), its maximum, and its logarithm of the sum of exponentials.
+    """Return the loss of each row of (N, C), its maximum, and the sum of exponentials of its differences from that.
 
     None for a target that is not a class.
     """
-    maxima, log_sums, losses = (empty(len(logits)) for _ in range(3))
+    maxima, sums, losses = (empty(len(logits)) for _ in range(3))
     call = (logits, target, *logits.shape, ignored, float(smoothing))
-    computed = KERNEL(f"cross_entropy_{_KINDS[logits.dtype]}", *call, maxima, log_sums, losses)
-    return (losses, maxima, log_sums) if computed else None
+    computed = KERNEL(f"cross_entropy_{_KINDS[logits.dtype]}", *call, maxima, sums, losses)
+    return (losses, maxima, sums) if computed else None
 
 
 def backward(
     factors: Tensor,
     maxima: Tensor,
-    log_sums: Tensor,
+    sums: Tensor,
     logits: Tensor,
     target: Tensor,
     ignored: int,
@@ -230,11 +233,11 @@ def backward(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the gradient of the logits, in a dtype, from that of each row's loss and the results of `forward`."""
-    logits, target, maxima, log_sums = (tensor.contiguous() for tensor in (logits, target, maxima, log_sums))
+    logits, target, maxima, sums = (tensor.contiguous() for tensor in (logits, target, maxima, sums))
     gradient = torch.empty_like(logits, dtype=dtype)
     call = (logits, target, *logits.shape, ignored, float(smoothing))
     name = f"gradient_{_KINDS[logits.dtype]}_to_{_KINDS[dtype]}"
-    KERNEL(name, *call, maxima, log_sums, factors.contiguous(), gradient)
+    KERNEL(name, *call, maxima, sums, factors.contiguous(), gradient)
     return gradient
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nano_loop.kernels.build import CompiledKernel
+from nano_loop.kernels.fp32 import COMPILED, TORCH, Arguments, is_compiled, rule_of
 from nano_loop.kernels.memory import DENSE, FLOATS, FP32, empty
 from nano_loop.kernels.norm.norm_arguments import (
     NHWC,
@@ -31,7 +32,7 @@ from nano_loop.kernels.norm.norm_arguments import (
 )
 from nano_loop.kernels.replacement import Replacement, unless_none
 from nano_loop.patching.operators.operators import Kernel
-from nano_loop.patching.ownership import belongs_to_set_up_model
+from nano_loop.patching.ownership import belongs_to_set_up_model, rule_for
 
 _DENSE, _PARAMETERS, _STATISTICS = FLOATS._replace(layout=DENSE), (FP32, FP32), (FP32, FP32)
 _FORWARD = (_DENSE, *_PARAMETERS, _DENSE, *_STATISTICS)
@@ -48,31 +49,56 @@ KERNEL = CompiledKernel(
 MIN_ELEMENTS = 1 << 18
 
 _MANY_CHANNELS, _MANY_PIXELS = 512, 128
-#: In which norms of fp32 tensors it is 1.1 times as fast as torch's kernels, or more, by the name of a function.
-_FASTER_IN_FP32: Mapping[str, Callable[[Tensor], bool]] = {
-    "batch_norm": lambda x: x.is_contiguous() or x.size(1) <= _MANY_CHANNELS,
-    "batch_norm_backward": Tensor.is_contiguous,
-    "group_norm": lambda x: False,
-    "group_norm_backward": lambda x: not x.is_contiguous() and x[0, 0].numel() >= _MANY_PIXELS,
-    "layer_norm": lambda x: True,
-    "layer_norm_backward": lambda x: False,
+_TRAINING = 4  # the place of `training` behind the input of a batch norm
+#: Which norms of fp32 tensors may be 1.1 times as fast as by torch's kernels, or more, by the name of a function, from
+#: its arguments.
+_FASTER_IN_FP32: Mapping[str, Callable[..., bool]] = {
+    "batch_norm": lambda x, *others: others[_TRAINING] and (x.is_contiguous() or x.size(1) <= _MANY_CHANNELS),
+    "batch_norm_backward": lambda _, x, *others: x.is_contiguous(),
+    "group_norm": lambda *_: False,
+    "group_norm_backward": lambda _, x, *others: not x.is_contiguous() and x[0, 0].numel() >= _MANY_PIXELS,
+    "layer_norm": lambda *_: True,
+    "layer_norm_backward": lambda *_: False,
 }
 
 _Results = tuple[Tensor | None, Tensor | None, Tensor | None]
 #: Takes the arguments of an operator. Returns its results, or None where torch has to compute them.
 _Compute = Callable[..., _Results | None]
+_RULE = rule_of(KERNEL)
 
 
 def _for_set_up_models(compute: _Compute) -> Callable[[Kernel | None], Callable[..., Any]]:
     name = compute.__name__
     place = int(name.endswith("backward"))  # of the input, behind the gradient
 
-    def ours(*args: Any) -> _Results | None:
+    def ours(kernel: Kernel, *args: Any) -> _Results | None:
         x: Tensor = args[place]
-        is_faster = x.numel() >= MIN_ELEMENTS and (x.dtype is not torch.float32 or _FASTER_IN_FP32[name](x))
-        return compute(*args) if is_faster and belongs_to_set_up_model() else None
+        if x.numel() < MIN_ELEMENTS:
+            return None
+        if x.dtype is not torch.float32:
+            is_ours = belongs_to_set_up_model()
+        else:
+            is_ours = _FASTER_IN_FP32[name](*args) and is_compiled(
+                rule_for(_RULE), Arguments(name, args), lambda: _repeatable(name, {TORCH: kernel, COMPILED: compute})
+            )
+        return compute(*args) if is_ours else None
 
-    return unless_none(ours)
+    return unless_none(ours, takes_kernel=True)
+
+
+def _repeatable(name: str, algorithms: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
+    """Return algorithms that leave running statistics as they are."""
+    if name != "batch_norm":
+        return algorithms
+
+    def with_copies(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(x: Tensor, weight: Any, bias: Any, *args: Any) -> Any:
+            copies = [None if running is None else running.clone() for running in args[:2]]
+            return compute(x, weight, bias, *copies, *args[2:])
+
+        return computed
+
+    return {algorithm: with_copies(compute) for algorithm, compute in algorithms.items()}
 
 
 def batch_norm(

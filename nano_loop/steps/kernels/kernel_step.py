@@ -12,28 +12,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.kernels.build import CompiledKernel, for_report
+from nano_loop.kernels.fp32 import always, by_guess, rule_of
 from nano_loop.kernels.replacement import Replacement
-from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.operators.operators import gives_kernels
 from nano_loop.runtime.objects.called_functions import functions_called
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects, has_modules
 from nano_loop.steps.step import SkipReason, Step
 
-#: After how many steps of optimizers replacements that have not called their functions end.
-LOOKS_UNTIL = 8
+#: After how many steps of optimizers, and their doubles, replacements that have not called their functions since end.
+LOOKS_FROM = 8
 
 
 class KernelStep(Step):
     """Swaps kernels of operators inside set-up models. Code that is not set up gets torch's own results.
 
     A replaced kernel takes some microseconds to find out that a tensor is small, which small models in fp32 would lose.
-    So its kernels are torch's again where no tensor of the first steps is large.
+    So its kernels are torch's again where no tensor of the first steps is large, or none is faster in C.
     """
 
     auto_is_for_reduced_precision = True
 
-    #: Whether it computes fp32 tensors, too, of models whose products round to bf16.
+    #: Whether it computes fp32 tensors, too: where that is faster in runs in fp32, and all in reduced precision.
     takes_fp32: ClassVar[bool] = False
     #: What replaces torch's kernels.
     replacements: ClassVar[tuple[Replacement, ...]] = ()
@@ -65,7 +65,11 @@ class KernelStep(Step):
     @override
     def enabled(self) -> bool:
         is_auto = getattr(self.options, self.name) == "auto"
-        return super().enabled or (is_auto and self.takes_fp32 and self.options.kind.rounds_products)
+        return super().enabled or (is_auto and self._is_in_fp32)
+
+    @property
+    def _is_in_fp32(self) -> bool:
+        return self.takes_fp32 and self.options.kind.compute_name == "float32"
 
     @classmethod
     def is_for(cls, model: nn.Module) -> bool:
@@ -85,15 +89,12 @@ class KernelStep(Step):
 
     @override
     def is_relevant(self, parts: TrainingObjects) -> bool:
-        if not self.required and self._reason_of_precision(parts) is not None:  # no product rounds, as `precision` says
-            return False
         return super().is_relevant(parts) and (self.absent is not None or self._is_wanted(parts))
 
     @override
     def skip_reason(self, parts: TrainingObjects) -> SkipReason | None:
-        reason_of_precision = self._reason_of_precision(parts)
-        if reason_of_precision is not None:
-            return reason_of_precision
+        if self.auto_is_for_reduced_precision and not (self.options.reduced_precision or self._is_in_fp32):
+            return SkipReason("not_bf16", f"it is for bf16{' and fp32' if self.takes_fp32 else ''}")
         if self.calls_torchs_kernels and not gives_kernels():
             expected = f"torch {torch.__version__} does not say which kernel an operator has; 2.9 and later do"
             return SkipReason("old_torch", expected)
@@ -107,13 +108,16 @@ class KernelStep(Step):
     @override
     def apply(self, parts: TrainingObjects) -> str:
         for model in parts.models:
-            self.interceptors.for_model(model, self.name)
+            interceptor = self.interceptors.for_model(model, self.name)
+            if self.takes_fp32:
+                rule = by_guess if self._is_in_fp32 else always
+                interceptor.rules = {**interceptor.rules, rule_of(self.kernel): rule}
         if self._in_force is None:
             self._in_force = self.undoing.enter_context(ExitStack())
             for context in self.contexts():
                 self._in_force.enter_context(context)
         self._steps, self._calls = 0, self.kernel.calls
-        if self.takes_fp32 and not self.options.reduced_precision:
+        if self._is_in_fp32:
             self._watch(parts)
         reason = self.kernel.unavailable
         return self.says if reason is None else f"{self.says_without_kernel}{for_report(reason)}"
@@ -124,10 +128,12 @@ class KernelStep(Step):
 
     @override
     def final_result(self) -> StepResult | None:
-        """Return that no tensor was large enough, or None."""
-        if self._in_force is not None or self._steps < LOOKS_UNTIL:
+        """Return that torch's kernels are in force again, or None."""
+        if self._in_force is not None or self._steps < LOOKS_FROM:
             return None
-        return StepResult(self.name, "skipped", "torch's kernels: no tensor was large enough", code="too_small")
+        return StepResult(
+            self.name, "skipped", "torch's kernels, which are as fast for these tensors", code="too_small"
+        )
 
     def _watch(self, parts: TrainingObjects) -> None:
         for optimizer in parts.optimizers:
@@ -137,17 +143,13 @@ class KernelStep(Step):
 
     def _look(self, *_: object) -> None:
         self._steps += 1
-        if self._steps == LOOKS_UNTIL and self.kernel.calls == self._calls and self._in_force is not None:
+        if self._steps < LOOKS_FROM or self._steps.bit_count() > 1 or self._in_force is None:
+            return
+        if self.kernel.calls == self._calls:
             self._in_force.close()
             self._in_force = None
             self.interceptors.release(self.name)
-
-    def _reason_of_precision(self, parts: TrainingObjects) -> SkipReason | None:
-        if self.options.reduced_precision or not self.auto_is_for_reduced_precision:
-            return None
-        if self.takes_fp32 and any(RULE in self.interceptors.rules_of(model) for model in parts.models):
-            return None
-        return SkipReason("not_bf16", "it is for bf16")
+        self._calls = self.kernel.calls
 
     def _is_wanted(self, parts: TrainingObjects) -> bool:
         return self.required or any(map(self.is_for, parts.models))

@@ -77,6 +77,7 @@ def _overwriting_at(setup, step, steps):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "steps"), [(3, FIRST), (FIRST + 3, EVERY)])
 def test_rank_that_overwrites_its_own_weights_is_named_at_the_next_check(team, step, steps):
     first = team(2)(trained, _overwriting_at, step, steps)[0]

@@ -208,6 +208,7 @@ def judged(setup, make, steps, forget=True):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", SAME)
 def test_ranks_that_compute_the_same_find_it_out_and_one_warns_once_of_the_line(team, make):
     (*first, warned), (*second, silent) = team(2)(trained, judged, make, 25)

@@ -109,12 +109,14 @@ def scaled(setup, write, steps=5):
     return loop(setup, _Scaled(write), steps, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [_at_first, _past_the_version, _at_third])
 def test_parameter_that_a_call_sets_by_its_batch_is_named_at_that_step(team, write):
     with pytest.raises(AssertionError, match=r"NanoWorkerError: _Scaled\.scale is not the same on all ranks"):
         team(2)(trained, scaled, write, 3)
 
 
+@pytest.mark.slow
 def test_parameter_that_all_ranks_clamp_alike_is_trained(team):
     @torch.no_grad()
     def clamp(module, x):
@@ -243,6 +245,7 @@ def test_gradients_that_differ_in_place_are_told_at_the_next_averaging(team):
 # --- processes that a rank forks ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_step", [False, True])
 def test_forked_child_trains_by_itself(team, in_step):
     def loop(setup):

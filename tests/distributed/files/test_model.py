@@ -72,6 +72,7 @@ def search(check, *phases):
     settings(max_examples=100, phases=phases, **options)(given(st.lists(OPERATIONS, max_size=25))(check))()
 
 
+@pytest.mark.slow
 def test_rank_sees_what_a_process_with_its_own_copy_sees():
     before = functions()
     search(check, *Phase)
@@ -90,6 +91,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(fault, monkeypatch):
     monkeypatch.setattr(Table, *FAULTS[fault])

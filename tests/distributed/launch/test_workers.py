@@ -84,6 +84,7 @@ def waits(rank, late=None, where=""):
     return raised(rank, RankLateError(f"rank {rank} has waited", late), where)
 
 
+@pytest.mark.slow
 def test_every_rank_that_may_be_late_is_shown_where_it_is():
     with pytest.raises(NanoWorkerError, match=r"^rank 1 has waited\n\nrank 0:\n") as caught:
         run_beside(Remote(1, waits(1)), Remote(2, finishes=False), body=lambda: time.sleep(3))

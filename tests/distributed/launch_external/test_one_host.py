@@ -99,6 +99,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_process_is_dead_once_it_is_killed_and_not_before(tmp_path):
     tmp_path.chmod(0o700)
     mine = Liveness(Ranks(0, 2), tmp_path)

@@ -96,6 +96,7 @@ def test_run_ends_while_processes_of_a_loader_are_alive():
     assert len(list(nano(**small.OPTIONS)(train)(model, loader))) == 3
 
 
+@pytest.mark.slow
 def test_interrupts_that_the_loop_handles_end_nothing():
     def train(model, heard):
         if small.rank() == 0:

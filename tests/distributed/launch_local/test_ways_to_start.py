@@ -46,6 +46,7 @@ print(json.dumps([found, weights(decorated[0]), weights(subclassed[0]), alone()]
 """
 
 
+@pytest.mark.slow
 def test_script_without_a_main_guard_runs_once_and_its_own_classes_travel(tmp_path):
     (tmp_path / "train.py").write_text(LOOP + SCRIPT)
     (found, decorated, subclassed, alone), stderr = run_python("train.py", folder=tmp_path)
@@ -88,6 +89,7 @@ def test_options_threads_and_warnings_that_the_user_has_chosen_hold_in_workers_o
     assert stderr == ""
 
 
+@pytest.mark.slow
 def test_functions_typed_at_a_prompt_train_and_the_prompt_goes_on(tmp_path):
     prompt = Prompt(tmp_path)
     try:

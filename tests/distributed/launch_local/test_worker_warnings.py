@@ -63,6 +63,7 @@ def shown(folder, verbose):
     return [[line for line in run.splitlines() if "Warning: " in line or "printed" in line] for run in runs]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_worker_repeats_no_warning_of_rank_0_s_and_binding_gives_rise_to_none(tmp_path):
     first, second = shown(tmp_path, verbose=False)

@@ -571,7 +571,7 @@ def test_operators_and_modules_that_are_only_attributes_are_sent_by_their_names(
 
 
 SCRIPT = """
-import enum, sys
+import dataclasses, enum, sys
 from pathlib import Path
 import torch
 from nano_loop import TorchNano, nano
@@ -594,16 +594,21 @@ class Outer:
     def double(x):
         return 2 * x
 
+@dataclasses.dataclass(slots=True)
+class Settings:
+    width: int = 8
+
 @nano(verbose=False)
 def train(model, x):
     return model(x).tolist()
 
 model, x = Model(2, 2), torch.ones(1, 2)
-saved = [Model, Outer, Outer.Kind.LINEAR, Outer.double]
+saved = [Settings, Model, Outer, Outer.Kind.LINEAR, Outer.double]
 dump((train.__wrapped__, Nano(verbose=False), (model, x), model(x).tolist(), saved), Path(sys.argv[1]), {})
 """
 
 
+@pytest.mark.slow
 def test_functions_and_classes_of_a_script_arrive_by_value_and_pickle_finds_them(team, tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "folder"
     script.write_text(SCRIPT)
@@ -614,7 +619,8 @@ def test_functions_and_classes_of_a_script_arrive_by_value_and_pickle_finds_them
     def check(ranks):
         train, runner, arguments, expected, saved = load(folder)
         again = pickle.loads(pickle.dumps([*saved, arguments]))
-        assert [*map(operator.is_, again, saved)] == [True] * 4
+        assert [*map(operator.is_, again, saved)] == [True] * 5
+        assert not hasattr(saved[0](), "__dict__"), "other slots than in the script"
         assert again[-1][0](arguments[1]).tolist() == expected
         return train(*arguments) == expected, runner.train(*arguments) == expected, isinstance(runner, TorchNano)
 

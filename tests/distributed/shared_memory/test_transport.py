@@ -191,6 +191,7 @@ def test_closed_transport_says_so(team, tmp_path, kind):
     team(2)(run)
 
 
+@pytest.mark.slow
 @kinds
 def test_a_rank_that_is_killed_ends_the_wait_of_the_others(team, tmp_path, kind):
     def run(ranks):

@@ -153,6 +153,7 @@ print(json.dumps([*map(torch.equal, distributed(sys.argv[1]).parameters(), on_th
 """
 
 
+@pytest.mark.slow
 def test_script_for_several_gpus_runs_in_one_process(tmp_path):
     """Of its own: once inductor was imported, torch's gloo may wait for Python's lock while Python waits for gloo."""
     equal = run_python("-c", IN_ITS_OWN_PROCESS, tmp_path, folder=Path(__file__).parents[2])[0]

@@ -441,6 +441,7 @@ class InTurn(Regression):
         return loader(8 // count, sampler=Dealt(32, rank, count))
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_with_the_double_batch_and_all_is_the_caller_s(tmp_path):
     def callbacks():
         stopping = pl.callbacks.EarlyStopping("val", patience=1, min_delta=1000.0)

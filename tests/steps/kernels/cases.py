@@ -147,7 +147,7 @@ def with_activation(kind, *functions):
         {"losses": {"rtol": 0.01, "atol": 0.001}},
         steps=6,
         lr=0.3,
-        reference={"precision": 32},
+        reference={"precision": 32, "exact": True},
     )
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from nano_loop import NanoConfigError, accelerated
-from nano_loop.kernels.rounding import RULE
 from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.steps.kernels import (
     KERNEL_STEPS,
@@ -87,42 +86,44 @@ def test_it_can_be_turned_off(step, kind):
     assert not step(kind, precision="bf16", **{kind.name: False}).enabled
 
 
-@pytest.mark.parametrize("kind", [*IN_BF16, TuneOperators])
-def test_in_fp32_it_is_refused_and_not_reported(step, kind):
-    assert not step(kind).enabled
-    asked = step(kind, **{kind.name: True})
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        *((kind, 64) for kind in (*IN_BF16, TuneOperators)),
+        *((kind, precision) for kind in IN_BF16 if not kind.takes_fp32 for precision in (32, "bf16-products")),
+    ],
+)
+def test_in_another_precision_it_is_refused_and_not_reported(step, kind, precision):
+    assert not step(kind, precision=precision).enabled
+    asked = step(kind, precision=precision, **{kind.name: True})
     assert asked.enabled
     assert asked.required
     assert asked.skip_reason(parts_of(kind)).code == "not_bf16"
 
 
-@pytest.mark.parametrize("kind", IN_BF16)
-def test_fp32_is_taken_of_models_whose_products_round(step, kind):
-    made, asked = (step(kind, precision="bf16-products", **options) for options in ({}, {kind.name: True}))
-    assert made.enabled == kind.takes_fp32
-    parts = parts_of(kind)
-    for each in (made, asked):
-        assert each.is_relevant(parts) == each.required
-        assert each.skip_reason(parts).code == "not_bf16"
-        for model in parts.models:
-            each.interceptors.for_model(model).rules = {RULE: print}
-        assert each.is_relevant(parts) == (each.required or kind.takes_fp32)
-        assert (each.skip_reason(parts) is None) == kind.takes_fp32
+@pytest.mark.parametrize("precision", [32, "bf16-products"])
+@pytest.mark.parametrize("kind", [kind for kind in IN_BF16 if kind.takes_fp32])
+def test_fp32_is_taken_unless_the_run_is_exact(step, kind, precision):
+    for options in ({}, {kind.name: True}):
+        made = step(kind, precision=precision, **options)
+        assert made.enabled
+        assert made.is_relevant(parts_of(kind))
+        assert made.skip_reason(parts_of(kind)) is None
+    assert not step(kind, exact=True).enabled
 
 
 def test_gelu_by_the_error_function_has_a_gradient_in_fp32_alone(step):
     of_transformers = type("GELUActivation", (nn.Module,), {})
     for model in (nn.GELU(), of_transformers()):
-        in_fp32, in_bf16 = (step(FastActivation, precision=precision) for precision in ("bf16-products", "bf16"))
-        in_fp32.interceptors.for_model(model).rules = {RULE: print}
+        in_fp32, in_bf16 = (step(FastActivation, precision=precision) for precision in (32, "bf16"))
         assert in_fp32.is_relevant(TrainingObjects([model]))
         assert not in_bf16.is_relevant(TrainingObjects([model]))
 
 
 def test_refusal_is_an_error_that_says_why_and_what_to_do():
     with (
-        pytest.raises(NanoConfigError, match=r'fast_norm=True: it is for bf16\. Leave it out, which means "auto"'),
-        accelerated(nn.LayerNorm(2), fast_norm=True, verbose=False),
+        pytest.raises(NanoConfigError, match=r'fast_linear=True: it is for bf16\. Leave it out, which means "auto"'),
+        accelerated(nn.Linear(512, 256), fast_linear=True, verbose=False),
     ):
         raise AssertionError
 

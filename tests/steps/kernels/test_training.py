@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from nano_loop import TorchNano, accelerated
+from nano_loop.kernels import fp32
 from nano_loop.patching.patch_table import users
 from nano_loop.steps import bf16_products
-from nano_loop.steps.kernels.kernel_step import LOOKS_UNTIL
+from nano_loop.steps.kernels import FastNorm
+from nano_loop.steps.kernels.kernel_step import LOOKS_FROM
 from steps.kernels.cases import (
     ACTIVATIONS,
     BATCH,
@@ -42,6 +44,14 @@ TAKING_FP32 = [
     ("of_cast", "NCHW", IN_FP32),
     ("flat, held", "NCHW", IN_FP32),
 ]
+
+
+@pytest.fixture
+def compiled_first(monkeypatch):
+    """Let the functions in C be the first guess for fp32 tensors, as on CPUs with AVX-512."""
+    monkeypatch.setattr(fp32, "_guess", lambda: fp32.COMPILED)
+
+
 ONE_OF_EACH = pytest.mark.parametrize(
     "name", ["GELU by tanh", *list(NORMS)[:3], "linear", "one layer", "of_cast", "flat, dropped"]
 )
@@ -66,15 +76,15 @@ def test_loop_trains_as_with_torchs_kernels(called, monkeypatch, name, options):
     assert_near(found, expected, case.bounds)
 
 
+@pytest.mark.usefixtures("compiled_first")
+@pytest.mark.parametrize("precision", [32, "bf16-products"])
 @pytest.mark.parametrize(("name", "layout", "functions"), TAKING_FP32)
-def test_fp32_is_computed_where_products_round_and_torch_is_slower(called, monkeypatch, name, layout, functions):
+def test_fp32_is_computed_where_torch_is_slower(called, monkeypatch, name, layout, functions, precision):
     case = (CASES | IN_FP32_ALONE)[name]
     use_for_all_sizes(monkeypatch, case.kind)
     monkeypatch.setattr(bf16_products, "SMALLEST_WEIGHT", 1)
-    options = {"precision": "bf16-products", "channels_last": layout == "NHWC"}
+    options = {"precision": precision, "channels_last": layout == "NHWC"}
     found, report = trained(case, **options)
-    if "precision" not in report.applied:
-        pytest.skip("products do not round here")
     assert case.kind.name in report.applied
     assert called == functions * case.steps
     called.clear()
@@ -84,6 +94,7 @@ def test_fp32_is_computed_where_products_round_and_torch_is_slower(called, monke
     assert_near(found, expected, {"losses": bound, "state": bound})
 
 
+@pytest.mark.usefixtures("compiled_first")
 @pytest.mark.parametrize(("rows", "status"), [(8, "skipped"), (2048, "applied")])
 def test_kernels_in_fp32_are_torchs_again_where_no_tensor_is_large(rows, status):
     in_force = []
@@ -93,16 +104,14 @@ def test_kernels_in_fp32_are_torchs_again_where_no_tensor_is_large(rows, status)
             for _ in range(2):  # they come back with another model
                 model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256))
                 model, optimizer = self.setup(model, torch.optim.SGD(model.parameters(), 1e-3))
-                if "precision" not in self.report.applied:
-                    pytest.skip("products do not round here")
-                for _ in range(LOOKS_UNTIL + 1):
+                for _ in range(LOOKS_FROM + 1):
                     in_force.append(users(("native_layer_norm", "CPU")))
                     self.backward(model(torch.randn(rows, 256)).square().sum())
                     optimizer.step()
 
-    loop = Loop(precision="bf16-products", verbose=False, tune_operators=False)
+    loop = Loop(verbose=False, tune_operators=False)
     loop.train()
-    assert in_force == ([1] * LOOKS_UNTIL + [int(status == "applied")]) * 2
+    assert in_force == ([1] * LOOKS_FROM + [int(status == "applied")]) * 2
     assert loop.report["fast_norm"].status == status
     assert loop.report["fast_norm"].code == (None if status == "applied" else "too_small")
 
@@ -133,13 +142,24 @@ def test_code_that_was_not_set_up_keeps_torchs_kernels(called, monkeypatch, name
 
 
 @ONE_OF_EACH
-def test_loop_in_fp32_is_torchs_to_the_bit(called, monkeypatch, name):
+def test_exact_loop_is_torchs_to_the_bit(called, monkeypatch, name):
     case = CASES[name]
     use_for_all_sizes(monkeypatch, case.kind)
     plain = case.built()
     expected = loop(plain, torch.optim.SGD(plain.parameters(), case.lr), case)
-    found, report = trained(case, precision=32, fused_optimizer=False)
+    found, report = trained(case, precision=32, tune_operators="auto", exact=True)
     assert case.kind.name not in str(report)
     assert not called
     for what, tensors in expected.items():
         assert all(map(torch.equal, found[what], tensors))
+
+
+@pytest.mark.usefixtures("compiled_first")
+def test_exact_run_beside_another_has_torchs_kernels(called, monkeypatch):
+    use_for_all_sizes(monkeypatch, FastNorm)
+    model, exact, x = nn.LayerNorm(16), nn.LayerNorm(16), torch.randn(8, 16)
+    with accelerated(model, verbose=False), accelerated(exact, exact=True, verbose=False):
+        exact(x).sum().backward()
+        assert not called
+        model(x).sum().backward()
+    assert called == ["layer_norm"]
