@@ -137,7 +137,7 @@ wheel:
 	@$(BACKEND) build_sdist dist >/dev/null
 	@NANO_LOOP_KERNELS=off $(BACKEND) build_wheel dist >/dev/null 2>&1
 	@$(BACKEND) build_wheel build/dist >/dev/null
-	@PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel -q repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl
+	@PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl
 	@ls dist
 
 # A checkout that was moved or copied, .venv and all, must not import the package from its old place.
