@@ -53,7 +53,7 @@ CLUSTERS := tests/clusters
 # The same with any torch, so that they need not run again with IPEX's. Nor need what is slow of some more.
 ANY_TORCH := $(CLUSTERS) tests/cli tests/cpu $(wildcard tests/distributed/launch*) tests/faults tests/test_architecture.py \
     tests/runtime/test_checks.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/config/test_options.py \
-    tests/test_packaging.py tests/runtime/test_report.py tests/config/test_signatures.py \
+    tests/test_packaging.py tests/runtime/test_report.py tests/config/test_signatures.py tests/kernels/csrc \
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
@@ -137,7 +137,7 @@ wheel:
 	@$(BACKEND) build_sdist dist >/dev/null
 	@NANO_LOOP_KERNELS=off $(BACKEND) build_wheel dist >/dev/null 2>&1
 	@$(BACKEND) build_wheel build/dist >/dev/null
-	@PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel -q repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl
+	@PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --exclude libgomp.so.1 -w dist build/dist/*-linux_x86_64.whl
 	@ls dist
 
 # A checkout that was moved or copied, .venv and all, must not import the package from its old place.

@@ -9,15 +9,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import IO, Any
 
 import click
 
+from nano_loop.cli.at_start import search_path
 from nano_loop.cli.script_options import Script
-from nano_loop.config.protocol import COMMAND, Command
+from nano_loop.config.protocol import COMMAND, INSTALL, Command
 from nano_loop.cpu.parent_process import end_with
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.profiling import STEPS
@@ -36,16 +37,18 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
     Raises
     ------
     NanoConfigError
-        If it never calls nano_loop, or if nano_loop refuses what it does.
+        If it ends before anything is measured, or if nano_loop refuses what it does.
     click.exceptions.Exit
         If the script fails, with its exit code.
     """
     with _result_file() as file:
-        note = Command(command, _path_of(file), dict(own)).encoded()
+        variables = {COMMAND: Command(command, _path_of(file), dict(own)).encoded()}
+        if command == "profile":  # which begins with the first optimizer
+            variables |= {INSTALL: command, "PYTHONPATH": search_path(os.environ)}
         sys.stdout.flush()
         process = subprocess.Popen(
             script.command,
-            env={**os.environ, **script.variables, COMMAND: note},
+            env={**os.environ, **script.variables, **variables},
             stdout=sys.stderr if to_stderr else None,
             preexec_fn=partial(end_with, os.getpid()) if os.name == "posix" else None,  # no thread runs here
         )
@@ -57,14 +60,24 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
     if code:
         raise click.exceptions.Exit(code if code > 0 else 128 - code)
     if result is None:
-        expected = f"{command} measures the first call of a function under @nano, or of TorchNano.train"
-        got, hint = f"{script.name} never calls nano_loop", "Decorate its training function"
-        if command == "profile":
-            got += ", or never takes enough steps"
-            hint += f", and let it take {STEPS} steps"
-        raise NanoConfigError(error_message(got, expected, hint))
+        raise NanoConfigError(error_message(*_UNANSWERED[command](script.name)))
     content: dict[str, Any] = result["result"]
     return content
+
+
+#: What is said of a script that ends before its command has measured anything.
+_UNANSWERED: Mapping[str, Callable[[str], tuple[str, str, str]]] = {
+    "profile": lambda script: (
+        f"{script} takes fewer than {STEPS} steps",
+        "profile measures those of the first optimizer of torch in its thread",
+        "Let it train longer",
+    ),
+    "tune": lambda script: (
+        f"{script} never calls nano_loop",
+        "tune measures the first call of a function under @nano, or of TorchNano.train",
+        "Decorate its training function",
+    ),
+}
 
 
 def _result_file() -> IO[bytes]:

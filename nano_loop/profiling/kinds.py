@@ -12,6 +12,8 @@ AVERAGING = "averaging and waiting for ranks"
 KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, OPTIMIZER, CASTS, LOADER, AVERAGING, PYTHON)
 #: The names of what the recorder puts around the averaging of gradients, and around the steps of optimizers.
 AVERAGING_EVENT, OPTIMIZER_EVENT = "nano_loop: averaging", "nano_loop: optimizer"
+#: That of a closure that an optimizer calls in its step.
+CLOSURE_EVENT = "nano_loop: closure"
 
 # Operators of ATen, without the underscore that some begin with. A softmax outside of torch's attention is nearly
 # always that of attention by hand.
@@ -65,6 +67,8 @@ def kind_of(event: Event) -> str:
         names.append(parent.name)
         parent = parent.cpu_parent
     for name in names:
+        if name == CLOSURE_EVENT:
+            break
         if name.startswith("enumerate(DataLoader)"):
             return LOADER
         if name.startswith((OPTIMIZER_EVENT, "Optimizer.step", "Optimizer.zero_grad")):

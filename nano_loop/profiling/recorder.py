@@ -17,15 +17,16 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nano_loop.config.protocol import Command
-from nano_loop.cpu import Machine
+from nano_loop.config.protocol import Command, take_command
+from nano_loop.cpu import Machine, read_machine
 from nano_loop.cpu.native_output import without_lines
 from nano_loop.distributed.data_parallel.averaging import Averaging
 from nano_loop.patching.attributes import replaced
-from nano_loop.patching.objects.optimizers import hook_after_steps, hook_before_steps
+from nano_loop.patching.objects.optimizers import closure_of, hook_after_steps, hook_before_steps, with_closure
 from nano_loop.profiling import PROFILED, STEPS, TIMED, UNCOUNTED, WARMUP
 from nano_loop.profiling.kinds import (
     AVERAGING_EVENT,
+    CLOSURE_EVENT,
     ELEMENTWISE,
     KINDS,
     OPTIMIZER_EVENT,
@@ -39,9 +40,14 @@ from nano_loop.profiling.rates import moves_in, products_in, rate_of
 _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
 
 
-def record(command: Command, machine: Machine) -> None:
-    """Profile the steps of the first optimizer that steps in this thread from now on, and then end the process."""
-    _Recorder(command, machine)
+def record_requested() -> None:
+    """Profile the steps of the first optimizer that steps in this thread, if a command asks for it.
+
+    Then the process ends.
+    """
+    command = take_command()
+    if command is not None and command.name == "profile":
+        _Recorder(command, read_machine())
 
 
 class _Profiled(NamedTuple):
@@ -70,12 +76,23 @@ class _Recorder:
     def _is_here(self) -> bool:
         return (os.getpid(), threading.get_ident()) == self._place
 
-    def _mark(self, *_: Any) -> None:
-        """Let the profiler see a step of an optimizer: torch's own event ends after the hooks, when we have stopped."""
-        if self._is_here():
-            mark: Any = record_function(OPTIMIZER_EVENT)
-            self._open.append(mark)
-            mark.__enter__()
+    def _mark(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the profiler see a step of an optimizer: torch's own event ends after the hooks, when we have stopped.
+
+        A closure of the step is forward and backward.
+        """
+        if not self._is_here():
+            return None
+        self._open.append(_marked(OPTIMIZER_EVENT))
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            return None
+
+        def marked() -> Any:
+            with record_function(CLOSURE_EVENT):
+                return closure()
+
+        return with_closure(args, kwargs, marked)
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_here():
@@ -145,6 +162,12 @@ class _Recorder:
             "profiled_ms": wall / PROFILED * 1e3,
             "advice": advice_for(times),
         }
+
+
+def _marked(event: str) -> Any:
+    mark: Any = record_function(event)
+    mark.__enter__()
+    return mark
 
 
 def _events_of_loop(profiled: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,10 +24,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nano_loop.errors import error_message
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.entry import through_interceptor
+from nano_loop.patching.calls.exports import is_exporting
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.objects.loaders import implicit_loaders_changed
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
+from nano_loop.patching.torch_private import in_dispatch_mode, in_functorch
 from nano_loop.patching.torch_private_compiler import is_compiled
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.objects.report import StepResult
@@ -56,7 +58,7 @@ class Ambient:
         self._run = run
         self._finds_models = finds_models
         self._lock = threading.RLock()
-        self._optimizers: Any = WeakIdKeyDictionary()  # with the ids of their parameters
+        self._optimizers: Any = WeakIdKeyDictionary()
         self._known = 0  # how many optimizers were seen
         self._called: Any = WeakIdKeyDictionary()  # modules, with what was known when they were looked at
         self._trainings: Any = WeakIdKeyDictionary()  # by the optimizer, and by each module of a model
@@ -103,12 +105,11 @@ class Ambient:
                 self._ending.callback(call_state.watchers.remove, _watched)
                 self._watch_loaders()
             self._known += 1
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._optimizers[optimizer] = frozenset(map(id, parameters))
+            self._optimizers[optimizer] = None
 
     def look_at(self, module: nn.Module) -> None:
         """Set up a module that the program calls, if it is trained."""
-        if self._called.get(module) == self._known:
+        if self._called.get(module) == self._known or is_exporting() or in_functorch() or in_dispatch_mode():
             return
         with self._lock:
             self._called[module] = self._known
@@ -125,8 +126,8 @@ class Ambient:
             if (
                 self._run.options.kind.parameters is None
             ):  # else the set-up adds hooks of all steps, which a step may not
-                for module in sorted(self._called, key=_size, reverse=True):
-                    self.look_at(module)
+                for module in sorted(self._called, key=_size, reverse=True):  # also those called with other parameters
+                    self._set_up(module)
             if self._training_of([optimizer]) is not None:
                 return True
             if optimizer not in self._postponed and (is_new or has_closure):
@@ -144,8 +145,8 @@ class Ambient:
         assert self._run.stepped is not None
         optimizers = [
             optimizer
-            for optimizer, parameters in [*self._optimizers.items()]
-            if not parameters.isdisjoint(held) and not self._run.stepped.trains_set_up_model(optimizer)
+            for optimizer in [*self._optimizers]
+            if not held.isdisjoint(_parameters_of(optimizer)) and not self._run.stepped.trains_set_up_model(optimizer)
         ]
         is_model = bool(optimizers) and self._training_of([module]) is None
         new = [optimizer for optimizer in optimizers if self._training_of([optimizer]) is None]
@@ -160,8 +161,9 @@ class Ambient:
         for part in [*(module.modules() if is_model else ()), *new]:
             if self._training_of([part]) is None:
                 self._trainings[part] = training
+        for part in [*([module] if is_model else []), *new]:
+            training.hold(part)
         if is_model:
-            training.hold(module)
             training.models[module] = None
         names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
         result = StepResult("model", "applied", f"{class_name(module)}, trained by {names}")
@@ -273,6 +275,11 @@ def _watched(original: Callable[..., Any], module: nn.Module, /, *args: Any, **k
         return original(module, *args, **kwargs)
     finally:
         call_state.watched = False
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[int]:
+    """Yield the ids of the parameters of an optimizer."""
+    return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _size(module: nn.Module) -> int:

@@ -32,7 +32,7 @@ def requested(options: Options) -> Command | None:
 
 
 def measure(command: Command | None, task: RunTask, written: Collection[str]) -> Settings:
-    """Do what is requested, which may take minutes, and return the settings with which the task is to run.
+    """Search for options if that is requested, which may take minutes, and return the settings of the task.
 
     For ``nano-loop tune`` it does not return: it leaves the result to the command, and ends the process.
 
@@ -53,10 +53,6 @@ def measure(command: Command | None, task: RunTask, written: Collection[str]) ->
     settings = task.settings
     if command is not None and command.name == "tune":
         return _searched(task, written) if command.result is None else _answer(command, task)
-    if command is not None:
-        from nano_loop.profiling.recorder import record
-
-        record(command, settings.machine)
     return settings.changed(tune=False) if settings.options.tune else settings
 
 

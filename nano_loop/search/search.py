@@ -144,7 +144,7 @@ class Search:
             self._server, folder = stack.enter_context(trial_server(base, self._task.modules))
             self._payload = folder / "loop"
             self._payload.mkdir()
-            dump(self._task, self._payload, self._task.names)
+            self._modules = dump(self._task, self._payload, self._task.names).modules
             with self._reference_fails():
                 self._reference = stack.enter_context(self._trial(self._own))
                 answer = self._reference.answers(max(self._left, 60.0))[0]
@@ -210,7 +210,7 @@ class Search:
         try:
             settings = self._start.changed(**{**_NOT_IN_TRIALS, **candidate.row.options, **others})
             task = Trial(self._payload, settings, is_plain=candidate.row.plain)
-            trial = TrialProcesses(self._server, task, settings)
+            trial = TrialProcesses(self._server, task, self._modules, settings)
         except (NanoError, OSError) as error:
             raise TrialFailedError(str(error)) from error
         with closing(trial):

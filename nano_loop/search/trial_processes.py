@@ -49,16 +49,18 @@ class TrialProcesses:
         Forks them.
     task : Task
         What each of them does. It answers by a `Line`.
+    modules : sequence of str
+        What it imports besides, to read more.
     settings : Settings
         The options of the trial, which say how many processes it has, and the machine.
     """
 
-    def __init__(self, server: Server, task: Task, settings: Settings) -> None:
+    def __init__(self, server: Server, task: Task, modules: Sequence[str], settings: Settings) -> None:
         self._ending = contextlib.ExitStack()
         self._processes: list[WorkerProcess] = []
         self._frames: list[tuple[Frames, list[dict[str, Any]]]] = []  # of each process, with its answers
         try:
-            self._begin(server, task, settings.options, settings.machine)
+            self._begin(server, task, modules, settings.options, settings.machine)
         except BaseException:
             self.close()
             raise
@@ -98,20 +100,21 @@ class TrialProcesses:
         """Kill the processes, and delete what they have written."""
         self._ending.close()
 
-    def _begin(self, server: Server, task: Task, options: Options, machine: Machine) -> None:
+    def _begin(self, server: Server, task: Task, modules: Sequence[str], options: Options, machine: Machine) -> None:
         folder = self._ending.enter_context(private_folder())
         self._ending.enter_context(workers_files(folder))
         self._ending.callback(MadeFolders(folder).clean, removed_only=False)
         for place in (folder, Path(place_of(folder))):
-            server.begin(str(place), task.modules)
+            server.begin(str(place))
             self._ending.callback(server.finish, str(place))
         slots = _slots(options, machine, folder)
         state = State.of_this_process(machine.num_threads)
-        write_payload(Assignment(task, state, options, slots), folder, task.names)
+        written = write_payload(Assignment(task, state, options, slots), folder, task.names)
         self._requests = [self._opened(folder / f"{_REQUESTS}-{rank}") for rank in range(len(slots))]
         self._answers = [self._opened(folder / f"{_ANSWERS}-{rank}") for rank in range(len(slots))]
         self._frames = [(Frames(), []) for _ in slots]
-        self._processes = forked(server, slots, quiet=True)
+        imported = [*written.modules, *modules] if written.modules else []
+        self._processes = forked(server, slots, imported, quiet=True)
         for process in self._processes:
             self._ending.callback(process.close)
 

@@ -213,7 +213,8 @@ def _refuse_replaceable(path: str, status: os.stat_result) -> None:
         return
     got = f"what lies in {path} can be replaced by other users (user {status.st_uid}, {stat.filemode(status.st_mode)})"
     expected = f"nano_loop reads only files that nobody but user {os.geteuid()} can replace"
-    raise NanoError(error_message(got, expected, f"Set TMPDIR to a folder of yours, or chmod +t {path}"))
+    hint = f"Set TMPDIR (or image_cache) to a folder of yours, or chmod +t {path}"
+    raise NanoError(error_message(got, expected, hint))
 
 
 def _is_allowed(folder: Path, mode: int) -> bool:

@@ -211,6 +211,14 @@ def _made_inside(make):
     return lambda: Loop(**OPTIONS).train()
 
 
+def _nothing_set_up():
+    class Loop(TorchNano):
+        def train(self, *parts):
+            small.fit(*parts)
+
+    Loop(**OPTIONS).train(*small.parts())
+
+
 def _with_optimizer(model):
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -397,6 +405,13 @@ FAULTS = [
         _loop(_nan),
         None,
         result="training goes on, with NaN in every gradient, as in one process",
+    ),
+    Fault(
+        "several ranks set nothing up",
+        FIRST,
+        _nothing_set_up,
+        NanoError,
+        ("SGD steps", "nothing was set up", "only rank 0's model is kept", "self.setup"),
     ),
     Fault(
         "ranks set up models with other numbers of parameters",

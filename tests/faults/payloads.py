@@ -63,6 +63,11 @@ def _after_import(change):
     return commit
 
 
+def _ending(file, module):
+    file.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    os._exit(8)\n{_SOURCE.format('pass')}")
+    importlib.reload(module)
+
+
 def _edited(file, module):
     file.write_text(_SOURCE.format("raise ValueError(state)"))
 
@@ -131,6 +136,15 @@ FAULTS = [
         _after_import(lambda file, module: file.unlink()),
         words=("rank 1 raised ModuleNotFoundError: No module named 'module_that_changes'",),
         rank=1,
+        begins=True,
+    ),
+    Fault(
+        "a module of an argument ends its process where it is imported",
+        STARTING,
+        _after_import(_ending),
+        words=("rank 1 ended its process with exit code 8",),
+        rank=1,
+        exitcode=8,
         begins=True,
     ),
     Fault(

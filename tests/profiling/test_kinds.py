@@ -18,6 +18,7 @@ from profiling.events import Event
         (["aten::_log_softmax"], kinds.ELEMENTWISE),
         (["aten::bmm", "aten::_scaled_dot_product_flash_attention_for_cpu"], kinds.ATTENTION),
         (["aten::_fused_adam_", "Optimizer.step#Adam.step"], kinds.OPTIMIZER),
+        (["aten::mm", kinds.CLOSURE_EVENT, kinds.OPTIMIZER_EVENT], kinds.PRODUCTS),
         (["aten::bmm", "_AttentionBackward"], kinds.ATTENTION),
         (["_LossesBackward"], kinds.ELEMENTWISE),
         (["_LstmLayerBackward"], kinds.PRODUCTS),

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from lightning_fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from watched import Net, is_fused
@@ -150,6 +151,25 @@ def frozen_teacher():
     return [student, teacher]
 
 
+def with_parameters_put_in_for_a_call():
+    net = nn.Linear(3, 2)
+    optimizer = adam(net)
+    for _ in range(3):
+        fast = {name: parameter - 0.1 for name, parameter in net.named_parameters()}
+        step(optimizer, nn.functional.mse_loss(torch.func.functional_call(net, fast, X), Y))
+    return [net]
+
+
+def unfrozen_later():
+    body, head = nn.Linear(3, 4), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    for unfreezes in (False, True, False):
+        if unfreezes:
+            optimizer.add_param_group({"params": [*body.parameters()]})
+        step(optimizer, nn.functional.mse_loss(nn.Sequential(body, head)(X), Y))
+    return [body, head]
+
+
 PROGRAMS = {
     estimator: ["Sequential, trained by Adam"],
     adversaries: ["Linear, trained by Adam"],
@@ -162,6 +182,8 @@ PROGRAMS = {
     loaded: ["Linear, trained by Adam"],
     copied: ["Linear, trained by Adam"],
     frozen_teacher: ["Linear, trained by Adam"],
+    with_parameters_put_in_for_a_call: ["Linear, trained by Adam"],
+    unfrozen_later: ["Sequential, trained by SGD"],
 }
 
 
@@ -279,6 +301,25 @@ def test_models_of_threads_are_set_up(install):
     gc.collect()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("is_set_up", [False, True])
+def test_models_are_traced_scripted_and_exported_as_they_are(install, is_set_up):
+    install(precision="bf16")
+    net = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    optimizer = adam(net)
+    if is_set_up:
+        fit(net, optimizer, 1)
+    plain = nn.functional.linear(X, net[0].weight, net[0].bias).relu()
+    mapped = torch.vmap(lambda x: torch.func.functional_call(net, dict(net.named_parameters()), x))(X)
+    torch.testing.assert_close(mapped, plain, rtol=0.02, atol=0.02)
+    exported = torch.jit.trace(net, X), torch.jit.script(net), torch.export.export(net, (X,)).module()
+    for made in (*exported, torch.fx.symbolic_trace(net)):
+        with torch.no_grad():
+            assert torch.equal(made(X), plain)
+    fit(net, optimizer, 1)
+    assert models_in(nano_loop.report()) == ["Sequential, trained by Adam"]
+
+
 # --- explicit use, and what others train ---
 
 
@@ -318,6 +359,19 @@ def test_compiled_model_is_left_alone(install):
     assert set(net.seen) == {torch.float32}
     assert nano_loop.report()["model"].code == "compiled"
     torch.compiler.reset()
+
+
+def test_model_of_fabric_is_left_alone(install, rank_put_back):
+    install(precision="bf16")
+    net = Net()
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(net, adam(net))
+    for _ in range(2):
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(X), Y))
+        optimizer.step()
+    assert set(net.seen) == {torch.float32}
+    assert nano_loop.report()["model"].code == "fabric"
 
 
 class DistributedDataParallel(Loss):

@@ -21,11 +21,12 @@ class _Start:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self.line = self.refusal = ""
+        self.line = self.refusal = self.wanted = ""
 
     def begin(self) -> None:
         folder = os.path.dirname(__file__)
-        installs = os.environ.get("NANO_LOOP_INSTALL", "").lower() in ("1", "true", "yes", "on")
+        self.wanted = os.environ.get("NANO_LOOP_INSTALL", "").lower()
+        installs = self.wanted in ("1", "true", "yes", "on", "profile")
         note = os.environ.pop("_NANO_LOOP_AT_START", None)  # see `nano_loop.cli.at_start`
         if note is not None:
             self.line, *path = note.split("\n", 1)
@@ -61,7 +62,12 @@ class _Start:
         try:
             import nano_loop
 
-            nano_loop.install()
+            if self.wanted == "profile":
+                from nano_loop.profiling.recorder import record_requested
+
+                record_requested()
+            else:
+                nano_loop.install()
         except Exception as error:  # the script goes on without it
             self.refusal = f"nano-loop: {error}"
         finally:

@@ -53,10 +53,12 @@ _PURE = (
 def refuse_unseen_changes(table: Table) -> None:
     """Raise where the caller's files would be changed by a function that no table is asked by, while there is a table.
 
-    Such a hook of Python's cannot be taken away.
+    And note what is opened for reading, where the table keeps it. Such a hook of Python's cannot be taken away.
     """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if table.opened is not None and event == "open" and not _writes(arguments):
+            table.opened.append(arguments[0])
         if not table.root or table.is_rank_0 or event not in _EVENTS or redirected.depth:
             return
         for path in _changed_paths(event, arguments):
@@ -72,7 +74,7 @@ def _message(what: str) -> str:
 
 
 def _changed_paths(event: str, arguments: tuple[Any, ...]) -> Iterator[str]:
-    if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & WRITING):
+    if event == "open" and not _writes(arguments):
         return
     from_folder = event != "open" and isinstance(arguments[-1], int) and arguments[-1] != _NO_FOLDER
     for position in _EVENTS[event]:
@@ -81,6 +83,11 @@ def _changed_paths(event: str, arguments: tuple[Any, ...]) -> Iterator[str]:
             path = os.fsdecode(path)
             if not path.startswith((":", "file:")) and path and (os.path.isabs(path) or not from_folder):
                 yield path
+
+
+def _writes(arguments: tuple[Any, ...]) -> bool:
+    """Whether the event of an opened file is of one that is opened for more than reading."""
+    return isinstance(arguments[2], int) and bool(arguments[2] & WRITING)
 
 
 def _is_of_the_caller(table: Table, path: str) -> bool:

@@ -15,7 +15,7 @@ from nano_loop.data.random_states import process_states, set_process_states
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.launch.task import Task
 from nano_loop.distributed.payload.edited_modules import send_edited_modules
-from nano_loop.distributed.payload.payload import dump
+from nano_loop.distributed.payload.payload import Written, dump
 from nano_loop.errors import NanoError, NanoWorkerError
 from nano_loop.integrations.cuda_calls.patching import is_cuda_patched, patch_cuda
 
@@ -100,7 +100,7 @@ class Assignment:
         return self.options.num_processes or 1
 
 
-def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> int:
+def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worker_init: object = None) -> Written:
     """Write what the workers read to new folders in `folder`.
 
     Parameters
@@ -116,8 +116,8 @@ def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worke
 
     Returns
     -------
-    int
-        How many bytes of large arguments were copied.
+    Written
+        Without modules where something comes before their import: `worker_init`, and modules that were edited.
 
     Raises
     ------
@@ -130,6 +130,8 @@ def write_payload(payload: object, folder: Path, names: Mapping[str, Any], worke
             (folder / WORKER_INIT).mkdir()
             dump(worker_init, folder / WORKER_INIT, {"worker_init": worker_init})
         (folder / PAYLOAD).mkdir()
-        return dump(payload, folder / PAYLOAD, names)
+        written = dump(payload, folder / PAYLOAD, names)
     except NanoError as error:
         raise NanoWorkerError(str(error), rank=0) from error
+    is_first = worker_init is None and not (folder / EDITED).exists()
+    return written if is_first else written._replace(modules=[])

@@ -38,17 +38,17 @@ def server_for(slot: RankSlot, modules: Sequence[str]) -> Server:
     slot : RankSlot
         The place of one of the workers.
     modules : sequence of str
-        The modules that it has to have imported for them.
+        The modules that a new one imports for all workers.
     """
     folder = slot.ranks.folder
     assert folder is not None
-    origin, modules = origin_of(slot), _with_optimizers(modules)
+    origin = origin_of(slot)
     while _kept:
         kept = _kept.pop()
         if kept.owner != os.getpid():  # this process was forked, and the server is its parent's
             continue
         if kept.origin == origin and _is_there(kept):
-            kept.begin(str(folder), modules)
+            kept.begin(str(folder))
             return kept
         kept.end()
     reason = f"rank {slot.ranks.rank} could not be started"
@@ -56,7 +56,7 @@ def server_for(slot: RankSlot, modules: Sequence[str]) -> Server:
         message = error_message(f"{reason}: sys.executable is {sys.executable!r}", _IS_PYTHON, _HAS_NANO_LOOP)
         raise NanoWorkerError(message, rank=slot.ranks.rank)
     try:
-        server = Server(origin, cpus_of(slot), str(folder), IDLE, modules)
+        server = Server(origin, cpus_of(slot), str(folder), IDLE, _with_optimizers(modules))
     except OSError as error:
         if limit_in_words(error, folder):
             raise

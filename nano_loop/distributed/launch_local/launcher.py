@@ -53,9 +53,10 @@ class Local(Launcher):
                     state = State.of_this_process(machine.num_threads)
                     # While the other process imports torch.
                     assignment = Assignment(task, state, options, slots)
-                    slots[0].copied = write_payload(assignment, folder, task.names, options.worker_init)
+                    written = write_payload(assignment, folder, task.names, options.worker_init)
+                    slots[0].copied = written.copied
                 stack.enter_context(bound(shares[0].cpus))
-                workers = Workers(forked(server, slots[1:], verbose=options.verbose == "all"))
+                workers = Workers(forked(server, slots[1:], written.modules, verbose=options.verbose == "all"))
 
             def connect(check: Callable[[], None]) -> AbstractContextManager[None]:
                 slots[0].ranks.check = check
@@ -78,7 +79,7 @@ def serving(slot: RankSlot, modules: Sequence[str], *folders: Path) -> Iterator[
     slot : RankSlot
         The place of one of the workers.
     modules : sequence of str
-        The modules that the process imports for them.
+        The modules that the process imports for all workers, if it is a new one.
     *folders : pathlib.Path
         The folders of the run, besides that of the slot.
     """

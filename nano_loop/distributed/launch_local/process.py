@@ -24,7 +24,6 @@ from nano_loop.errors import NanoWorkerError, error_message
 _TAKES = "each worker process takes three pipes and a socket"
 _ENDED_BY_OTHERS = "End no Python by its name (pkill); where memory runs out, the kernel ends processes: see dmesg"
 _ENDING = 10.0  # seconds that a killed process may take to end
-_STOPPED = ("T", "t")  # states of a process, as in /proc
 
 
 class WorkerProcess(Worker):
@@ -36,13 +35,17 @@ class WorkerProcess(Worker):
         Forks it.
     slot : RankSlot
         Its place.
+    modules : sequence of str
+        What it imports to read its payload.
     verbose : bool
         Whether what it prints is shown.
     quiet : bool
         Whether what it writes to standard error is shown to nobody, and kept for messages alone.
     """
 
-    def __init__(self, server: Server, slot: RankSlot, verbose: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self, server: Server, slot: RankSlot, modules: Sequence[str], verbose: bool = False, quiet: bool = False
+    ) -> None:
         super().__init__(slot.ranks.rank)
         self._folder = str(slot.ranks.folder)
         self._server = server
@@ -53,7 +56,7 @@ class WorkerProcess(Worker):
         self._resources = contextlib.ExitStack()
         try:
             shown = (sys.stdout if verbose else None, None if quiet else sys.stderr)
-            self._channel = self._forked(start_of(slot, verbose), *shown)
+            self._channel = self._forked(start_of(slot, modules, verbose), *shown)
         except BaseException:
             self._resources.close()
             raise
@@ -77,7 +80,7 @@ class WorkerProcess(Worker):
         while "state" not in self._replies and not self._has_ended and time.monotonic() < deadline:
             wait(self._server_sources, 0.02)
             self._read_replies()
-        if self._replies.get("state") in _STOPPED:
+        if self._replies.get("state") in stack_dump.STOPPED:
             return "it is stopped, by SIGSTOP or a debugger; kill -CONT makes it go on"
         return stack_dump.read(self._folder, self.rank, deadline)
 
@@ -116,8 +119,8 @@ class WorkerProcess(Worker):
 
     @property
     def _has_ended(self) -> bool:
-        """Whether it has ended, or will never begin."""
-        return self._server.gone or "exited" in self._replies or "refused" in self._replies
+        """Whether it has ended, or will never begin. Who has forked it says so, unless that was killed with it."""
+        return self._server.gone or not self._channel_is_open or bool({"exited", "refused"} & {*self._replies})
 
     def _read_replies(self) -> None:
         """Take in what the server has told, without waiting."""
@@ -162,9 +165,8 @@ class WorkerProcess(Worker):
         if exitcode == CUT_OFF:
             return self.silence()
         if exitcode is None and self._server.pid is not None:
-            what = (
-                f"ended with the process that it was forked from ({self._server.pid}), which was killed or has failed"
-            )
+            server = f" ({self._server.pid})" if self._server.gone else ""
+            what = f"ended with the process that it was forked from{server}, which was killed or has failed"
             return Failure(self.rank, Kind.CAUSE, what, _ENDED_BY_OTHERS, traceback=words or None)
         return died(self.rank, exitcode, words)
 
@@ -176,14 +178,14 @@ class WorkerProcess(Worker):
 
 
 def forked(
-    server: Server, slots: Sequence[RankSlot], verbose: bool = False, quiet: bool = False
+    server: Server, slots: Sequence[RankSlot], modules: Sequence[str], verbose: bool = False, quiet: bool = False
 ) -> list[WorkerProcess]:
     """Return a new worker for each; if one cannot be started, end the others and raise a `NanoWorkerError`."""
     workers: list[WorkerProcess] = []
     with contextlib.ExitStack() as stack:
         for slot in slots:
             try:
-                workers.append(WorkerProcess(server, slot, verbose, quiet))
+                workers.append(WorkerProcess(server, slot, modules, verbose, quiet))
             except OSError as error:
                 rank, folder = slot.ranks.rank, slot.ranks.folder
                 words = limit_in_words(error, folder) if folder is not None else None

@@ -133,9 +133,9 @@ class Server:
             self.read_replies()
         return self._answered
 
-    def begin(self, folder: str, modules: Iterable[str] = ()) -> None:
+    def begin(self, folder: str) -> None:
         """Prepare it for a run, whose folder it deletes if this process is killed."""
-        self._ask({"ask": "begin", "folder": folder, "modules": [*modules]})
+        self._ask({"ask": "begin", "folder": folder})
 
     def finish(self, folder: str) -> None:
         """Leave a run's folder to this process again."""

@@ -12,6 +12,8 @@ from pathlib import Path
 #: Not one that a loop handles; handled in C, so also where Python's lock is held.
 _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 1
 _LONGEST = 20_000  # characters
+#: States of a process that is stopped, by SIGSTOP or a debugger, as in /proc.
+STOPPED = ("T", "t")
 
 
 def dump_on_signal(folder: str, rank: int) -> None:
@@ -25,12 +27,18 @@ def dump_on_signal(folder: str, rank: int) -> None:
 
 
 def request(process: int) -> str:
-    """Send the signal, and return the process's state as /proc has it: ``T`` where it is stopped."""
-    state = ""
-    with contextlib.suppress(OSError):  # there is no /proc, or the process is gone
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    """Send the signal, and return the process's state as /proc has it."""
+    state = state_of(process)
+    with contextlib.suppress(OSError):  # the process is gone
         os.kill(process, _SIGNAL)
     return state
+
+
+def state_of(process: int) -> str:
+    """Return a process's state as /proc has it; nothing where there is no /proc, or the process is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def read(folder: str, rank: int, deadline: float) -> str:

@@ -58,7 +58,7 @@ class RayLauncher(Launcher):
                 stack.enter_context(folders_made_together(folder))
                 with interrupts.heard():
                     assignment = Assignment(task, State.of_this_process(machine.num_threads), _placed(options))
-                    copied = write_payload(assignment, folder, task.names, options.worker_init)
+                    copied = write_payload(assignment, folder, task.names, options.worker_init).copied
             with interrupts.heard():
                 stack.enter_context(cluster.connected())
             secret = secret_of(os.environ) or secrets.token_hex(32).encode()

@@ -6,8 +6,9 @@ import importlib
 import io
 import sys
 from collections.abc import Callable, Iterator
+from enum import Enum
 from operator import attrgetter
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -65,7 +66,11 @@ def _reduce_parametrized(module: nn.Module) -> Reduction:
     """Pickle a module whose class torch has made for it alone, and that refuses."""
     computed: Any = module.parametrizations
     kind: Any = parametrize.type_before_parametrizations(module)
-    return _parametrized, (kind, [*computed]), kind.__getstate__(module), None, None, _set_parametrized
+    owner = module
+    if kind.__getstate__ is nn.RNNBase.__getstate__:  # it computes the weights, which for some changes the module
+        owner = kind.__new__(kind)
+        vars(owner).update(vars(module))
+    return _parametrized, (kind, [*computed]), kind.__getstate__(owner), None, None, _set_parametrized
 
 
 def _parametrized(kind: type[nn.Module], names: list[str]) -> nn.Module:
@@ -95,6 +100,14 @@ def reduce_function(function: FunctionType) -> Reduction | None:
         outer = inner
     context = compile_context(function)
     return context and (_call, (context, uncompiled(function)))
+
+
+def with_slots(value: type, reduction: Reduction) -> Reduction:
+    """Let a class that is sent by value have its slots: cloudpickle makes it without, and keeps their names."""
+    if "__slots__" not in vars(value) or issubclass(value, Enum):
+        return reduction
+    make, (metaclass, name, bases, members, *rest), *state = reduction
+    return make, (metaclass, name, bases, {**members, "__slots__": vars(value)["__slots__"]}, *rest), *state
 
 
 def in_main(value: type | FunctionType, reduction: Reduction) -> Reduction:
@@ -150,6 +163,14 @@ def reduce_imported(module: ModuleType) -> Reduction | None:
     places = ((owner, name) for owner in owners for name, value in [*vars(owner).items()] if value is module)
     place = next(places, None)
     return place and (getattr, place)
+
+
+def imported_for(value: Any) -> str | None:
+    """Return the module that another process imports for what is pickled by its name: code, or the module itself."""
+    if isinstance(value, ModuleType):
+        return value.__name__ if _is_named(value) else None
+    name = getattr(value, "__module__", None) if isinstance(value, (type, FunctionType, BuiltinFunctionType)) else None
+    return name if isinstance(name, str) else None
 
 
 def reduce_operator(operator: Any) -> Reduction:

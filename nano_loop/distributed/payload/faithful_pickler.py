@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nano_loop.distributed.payload.buffers import reduce_storage
-from nano_loop.distributed.payload.code_reductions import in_main
+from nano_loop.distributed.payload.code_reductions import imported_for, in_main, with_slots
 from nano_loop.distributed.payload.reductions import REDUCTIONS
 from nano_loop.patching.members import buffers_of
 
@@ -34,6 +34,8 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: Any, take: Callable[[PickleBuffer], bool]) -> None:
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=take)
+        #: The modules of what is pickled by its name, in the order in which they are met.
+        self.modules: dict[str, None] = {}
         self._changing: dict[int, torch.UntypedStorage] = {}  # storages that training writes, by their ids
 
     def reducer_override(self, value: Any) -> Any:
@@ -46,8 +48,11 @@ class FaithfulPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduce_storage(value, id(value) in self._changing)
         reduce = next((reduce for base, reduce in REDUCTIONS.items() if issubclass(kind, base)), lambda value: None)
         reduction = reduce(value) or super().reducer_override(value)
-        is_code = isinstance(reduction, tuple) and issubclass(kind, (type, FunctionType))
-        return in_main(value, reduction) if is_code else reduction
+        if reduction is NotImplemented and (module := imported_for(value)):
+            self.modules[module] = None
+        if not isinstance(reduction, tuple) or not issubclass(kind, (type, FunctionType)):
+            return reduction
+        return in_main(value, with_slots(value, reduction) if issubclass(kind, type) else reduction)
 
 
 def _about_to_change(kind: type, value: Any) -> Iterator[torch.Tensor]:

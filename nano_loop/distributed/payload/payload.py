@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -19,7 +19,22 @@ from nano_loop.errors import NanoError, error_message
 _MAIN_OF_SPAWNED = "__mp_main__"  # in a child that multiprocessing has spawned
 
 
-def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
+class Written(NamedTuple):
+    """What `dump` has written.
+
+    Attributes
+    ----------
+    copied : int
+        The bytes of the large storages and arrays that were copied; what is shared memory already is not.
+    modules : list of str
+        The modules that `load` imports, in this order; but for those that others import.
+    """
+
+    copied: int
+    modules: list[str]
+
+
+def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> Written:
     """Write `call` to ``folder/payload``, and its large storages and arrays to files beside it.
 
     Nothing of `call` is changed, and no large storage or contiguous array is copied in this process's memory. One that
@@ -35,11 +50,6 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
     names : mapping of str to Any
         The arguments of the user's call by name, for the message where one of them cannot be pickled.
 
-    Returns
-    -------
-    int
-        The bytes of the large storages and arrays that were copied; what is shared memory already is not.
-
     Raises
     ------
     NanoError
@@ -48,8 +58,9 @@ def dump(call: Any, folder: Path, names: Mapping[str, Any]) -> int:
     """
     try:
         with SharedFiles(folder) as files, _main_by_value():
-            FaithfulPickler(files, files.take).dump(call)
-            return files.copied
+            pickler = FaithfulPickler(files, files.take)
+            pickler.dump(call)
+            return Written(files.copied, [*pickler.modules])
     except NanoError:
         raise
     except Exception as error:  # what a user's __reduce__ may raise is anything

@@ -11,6 +11,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "threads.h"
+
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -34,9 +36,6 @@
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef float Unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-
-extern int omp_get_thread_num(void);
-extern int omp_get_num_threads(void);
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -293,7 +292,7 @@ static void multiply_rows(const Matrices *call, const float *a, const float *b, 
 }
 
 /* Writes a b, or a b + bias if `bias` is not NULL. An element is summed in an order that does not depend on the threads. */
-void recurrence_product(const Matrices *call, const float *a, const float *b, const float *bias, float *out, float *scratch,
+void recurrence_product(const Matrices *call, const float *a, const float *b, const float *bias, float *out, char *scratch,
                         int threads) {
     int64_t blocks = up_to(call->rows, ROWS) / ROWS, work = call->rows * call->columns * call->depth;
     int64_t parts = least(least(threads, blocks), 1 + work / MULTIPLICATIONS);
@@ -301,7 +300,7 @@ void recurrence_product(const Matrices *call, const float *a, const float *b, co
     {
         int64_t part = omp_get_thread_num(), count = omp_get_num_threads();
         int64_t begin = blocks * part / count * ROWS, end = least(call->rows, blocks * (part + 1) / count * ROWS);
-        multiply_rows(call, a, b, bias, out, begin, end, scratch + part * BLOCK * TILE);
+        multiply_rows(call, a, b, bias, out, begin, end, (float *)scratch + part * BLOCK * TILE);
     }
 }
 

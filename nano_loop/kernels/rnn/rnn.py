@@ -210,7 +210,7 @@ def _offsets(call: Arguments) -> Tensor | None:
         batch_first, steps = call.inputs.shape[:2] if call.batch_first else call.inputs.shape[1::-1]
         if batch_first != batch:
             return None
-        return torch.arange(0, steps * batch + 1, batch, device="cpu")
+        return torch.arange(0, steps * batch + 1, batch, dtype=torch.int64, device="cpu")
     sizes = call.batch_sizes.tolist()
     if sizes != sorted(sizes, reverse=True) or sizes[0] != batch or sizes[-1] < 1 or sum(sizes) != len(call.inputs):
         return None

@@ -16,10 +16,10 @@ import torch
 from torch import distributed
 
 from distributed import small
+from distributed.conftest import importers
 from distributed.launch.started import LOOP, environment
 from nano_loop import NanoWorkerError, nano
 from nano_loop.distributed.launch_local import kept_server as servers
-from nano_loop.runtime.run import Task
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -37,8 +37,11 @@ def run(task, **options):
     return nano(**small.OPTIONS | options)(train)(torch.nn.Linear(1, 1))
 
 
-def parent_of_the_worker():
-    return run(os.getppid)[1]
+def server_of_a_run():
+    """Return the process that the worker of a run is forked from, or that which has imported modules for it."""
+    parent = run(os.getppid)[1]
+    assert parent in {kept().pid, *importers()}
+    return kept().pid
 
 
 def kept():
@@ -64,26 +67,26 @@ def test_next_run_is_forked_from_the_same_process_and_meets_nothing_of_the_first
         torch.set_default_dtype(torch.float64)
 
     def what_is_there():
-        return os.getppid(), hasattr(torch, "left"), os.environ.get("LEFT"), str(torch.get_default_dtype())
+        return hasattr(torch, "left"), os.environ.get("LEFT"), str(torch.get_default_dtype())
 
     try:
-        first = parent_of_the_worker()
+        first = server_of_a_run()
         run(leave_something)
     finally:
         del torch.left, os.environ["LEFT"]  # of rank 0, which is this process
         torch.set_default_dtype(torch.float32)
-    assert run(what_is_there)[1] == (first, False, None, "torch.float32")
+    assert run(what_is_there)[1] == (False, None, "torch.float32")
     assert first == kept().pid
 
 
 def test_it_is_no_child_of_the_caller():
-    parent_of_the_worker()
+    server_of_a_run()
     assert kept().pid not in {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 @pytest.mark.parametrize(("name", "stays"), [("PWD", True), ("SOMETHING", False)])
 def test_it_is_replaced_where_the_environment_is_another_and_workers_have_the_present_one(monkeypatch, name, stays):
-    first = parent_of_the_worker()
+    first = server_of_a_run()
     monkeypatch.setenv(name, "new")
     assert run(lambda: os.environ[name]) == ["new", "new"]
     assert (kept().pid == first) is stays
@@ -94,25 +97,25 @@ def test_it_is_replaced_where_the_environment_is_another_and_workers_have_the_pr
 def test_it_ends_by_itself_without_runs_and_the_next_run_starts_another(monkeypatch):
     servers.end_kept()
     monkeypatch.setattr(servers, "IDLE", 0.2)
-    first = parent_of_the_worker()
+    first = server_of_a_run()
     wait_until(lambda: is_gone(first))
-    assert parent_of_the_worker() != first
+    assert server_of_a_run() != first
     servers.end_kept()  # which would end in the midst of the next test
 
 
 @pytest.mark.slow
 def test_forked_child_of_the_caller_starts_another(tmp_path):
     def child():
-        (tmp_path / "found").write_text(str(parent_of_the_worker()))
+        (tmp_path / "found").write_text(str(server_of_a_run()))
         servers.end_kept()
 
-    mine = parent_of_the_worker()
+    mine = server_of_a_run()
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     process.join(60)
     assert process.exitcode == 0
     assert int((tmp_path / "found").read_text()) != mine
-    assert parent_of_the_worker() == mine
+    assert server_of_a_run() == mine
 
 
 EARLY = """
@@ -194,7 +197,7 @@ def test_exit_code_is_known_where_the_caller_ignores_the_end_of_its_children():
 
 
 def test_folders_arguments_and_volatile_variables_are_those_of_the_call(tmp_path, monkeypatch):
-    first = parent_of_the_worker()
+    first = server_of_a_run()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["another.py"])
@@ -204,15 +207,12 @@ def test_folders_arguments_and_volatile_variables_are_those_of_the_call(tmp_path
 
 
 @pytest.mark.slow
-def test_what_a_later_import_makes_in_the_temporary_folder_goes_with_the_run(tmp_path, monkeypatch):
-    (tmp_path / "makes_a_folder.py").write_text("import tempfile\nplace = tempfile.mkdtemp()\n")
+def test_what_an_import_makes_in_the_temporary_folder_goes_with_the_run(tmp_path, monkeypatch):
+    text = "import tempfile\nplace = tempfile.mkdtemp()\ndef made():\n    return place\n"
+    (tmp_path / "makes_a_folder.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(Task, "modules", ["makes_a_folder"])
-    first = parent_of_the_worker()
-    mine = importlib.import_module("makes_a_folder").place
-    server, place = run(lambda: (os.getppid(), sys.modules["makes_a_folder"].place))[1]
+    mine, place = run(importlib.import_module("makes_a_folder").made)
     del sys.modules["makes_a_folder"]
     os.rmdir(mine)
-    assert server == first
     assert place != mine
     assert not Path(place).exists()

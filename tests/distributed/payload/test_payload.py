@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -368,6 +368,15 @@ def test_hooks_parametrizations_and_local_classes_arrive(send):
     assert send(model, check) == (expected, (2, 2))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_parametrizations_of_recurrent_layers_are_not_computed_by_sending_them(tmp_path, kind):
+    """Each computation of a spectral norm in train mode changes its buffers."""
+    layer = spectral_norm(kind(2, 2), "weight_hh_l0")
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    dump(layer, tmp_path, {})
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
 def counting_backend(graph, inputs):
     counting_backend.compiled += 1
     return graph.forward
@@ -571,7 +580,7 @@ def test_operators_and_modules_that_are_only_attributes_are_sent_by_their_names(
 
 
 SCRIPT = """
-import enum, sys
+import dataclasses, enum, sys
 from pathlib import Path
 import torch
 from nano_loop import TorchNano, nano
@@ -594,12 +603,16 @@ class Outer:
     def double(x):
         return 2 * x
 
+@dataclasses.dataclass(slots=True)
+class Settings:
+    width: int = 8
+
 @nano(verbose=False)
 def train(model, x):
     return model(x).tolist()
 
 model, x = Model(2, 2), torch.ones(1, 2)
-saved = [Model, Outer, Outer.Kind.LINEAR, Outer.double]
+saved = [Settings, Model, Outer, Outer.Kind.LINEAR, Outer.double]
 dump((train.__wrapped__, Nano(verbose=False), (model, x), model(x).tolist(), saved), Path(sys.argv[1]), {})
 """
 
@@ -615,7 +628,8 @@ def test_functions_and_classes_of_a_script_arrive_by_value_and_pickle_finds_them
     def check(ranks):
         train, runner, arguments, expected, saved = load(folder)
         again = pickle.loads(pickle.dumps([*saved, arguments]))
-        assert [*map(operator.is_, again, saved)] == [True] * 4
+        assert [*map(operator.is_, again, saved)] == [True] * 5
+        assert not hasattr(saved[0](), "__dict__"), "other slots than in the script"
         assert again[-1][0](arguments[1]).tolist() == expected
         return train(*arguments) == expected, runner.train(*arguments) == expected, isinstance(runner, TorchNano)
 
