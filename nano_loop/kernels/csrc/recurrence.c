@@ -246,12 +246,12 @@ static void pack_rows(const float *matrix, int64_t depth, int64_t rows, int64_t 
 /* A product of matrices of any strides: `a` of rows × depth, and `b` of depth × columns. */
 typedef struct {
     int64_t rows, columns, depth, a_row, a_step, b_step, b_column;
-} Matrices;
+} Shape;
 
 #define BLOCK 256 /* numbers of a row whose products are summed at a time, for they and a tile stay in the cache */
 
 /* Packs a tile of some rows of `b`. What is not there is 0. */
-static void pack_block(const Matrices *call, const float *b, int64_t first, int64_t depth, int64_t at, int64_t width,
+static void pack_block(const Shape *call, const float *b, int64_t first, int64_t depth, int64_t at, int64_t width,
                        float *tile) {
     b += first * call->b_step + at * call->b_column;
     for (int64_t i = 0; i < width; i++) {
@@ -261,7 +261,7 @@ static void pack_block(const Matrices *call, const float *b, int64_t first, int6
 }
 
 /* Computes rows of a b, or of a b + bias. `packed` has place for a tile. */
-static void multiply_rows(const Matrices *call, const float *a, const float *b, const float *bias, float *out, int64_t begin,
+static void multiply_rows(const Shape *call, const float *a, const float *b, const float *bias, float *out, int64_t begin,
                           int64_t end, float *packed) {
     const float *from[ROWS];
     float sums[ROWS * TILE] __attribute__((aligned(64)));
@@ -292,7 +292,7 @@ static void multiply_rows(const Matrices *call, const float *a, const float *b, 
 }
 
 /* Writes a b, or a b + bias if `bias` is not NULL. An element is summed in an order that does not depend on the threads. */
-void recurrence_product(const Matrices *call, const float *a, const float *b, const float *bias, float *out, char *scratch,
+void recurrence_product(const Shape *call, const float *a, const float *b, const float *bias, float *out, char *scratch,
                         int threads) {
     int64_t blocks = up_to(call->rows, ROWS) / ROWS, work = call->rows * call->columns * call->depth;
     int64_t parts = least(least(threads, blocks), 1 + work / MULTIPLICATIONS);

@@ -47,8 +47,8 @@ class _Call(ctypes.Structure):
     )
 
 
-class _Matrices(ctypes.Structure):
-    """`Matrices` of the C file."""
+class _Shape(ctypes.Structure):
+    """`Shape` of the C file."""
 
     _fields_ = tuple(
         (name, ctypes.c_int64) for name in ("rows", "columns", "depth", "a_row", "a_step", "b_step", "b_column")
@@ -281,7 +281,7 @@ def _product(layer: Layer, a: Tensor, b: Tensor, bias: Tensor | None = None) -> 
 
 def _in_c(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a product of matrices in fp32, of any strides."""
-    call = _Matrices(a.size(0), b.size(1), a.size(1), *a.stride(), *b.stride())
+    call = _Shape(a.size(0), b.size(1), a.size(1), *a.stride(), *b.stride())
     out = empty(call.rows, call.columns)
     KERNEL("recurrence_product", call, a, b, bias, out, scratch(_TILES * torch.get_num_threads()))
     return out
