@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from nano_loop.distributed.comm.raw_bytes import raw_bytes, resolved
@@ -24,18 +25,16 @@ class Broadcast(RanksStep):
 
     @override
     def begin(self) -> None:
-        self._done: dict[int, object] = {}  # tensors, modules and optimizers by their ids, kept alive
+        self._done: Any = WeakIdKeyDictionary()  # tensors, modules and optimizers
 
     @override
     def apply(self, parts: TrainingObjects) -> str:
         modules = [module for model in parts.models for module in model.modules()]
-        known = [
-            buffer for module in modules if id(module) in self._done for buffer in buffers_of(module, recurse=False)
-        ]
+        known = [buffer for module in modules if module in self._done for buffer in buffers_of(module, recurse=False)]
         changed = set(map(id, known))  # by calls since, as caches whose sizes are the rank's
         named = [*named_parameters(parts.models, parts.optimizers), *named_buffers(parts.models)]
-        new = [(name, tensor) for name, tensor in named if id(tensor) not in self._done.keys() | changed]
-        optimizers = [optimizer for optimizer in parts.optimizers if id(optimizer) not in self._done]
+        new = [(name, tensor) for name, tensor in named if tensor not in self._done and id(tensor) not in changed]
+        optimizers = [optimizer for optimizer in parts.optimizers if optimizer not in self._done]
         groups = [
             f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"
             for optimizer in optimizers
@@ -43,7 +42,8 @@ class Broadcast(RanksStep):
         make_equal(self.ranks, new, groups)
         for optimizer in optimizers:
             self._broadcast_state(optimizer)
-        self._done |= {id(value): value for value in (*optimizers, *modules, *(tensor for _, tensor in new))}
+        for value in (*optimizers, *modules, *(tensor for _, tensor in new)):
+            self._done[value] = True
         return "every rank begins with rank 0's values"
 
     def _broadcast_state(self, optimizer: Optimizer) -> None:

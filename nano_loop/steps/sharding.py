@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
@@ -33,7 +32,7 @@ class Sharding(RanksStep):
 
     @override
     def begin(self) -> None:
-        self._models: list[nn.Module] = []
+        self._models: Any = WeakIdKeyDictionary()
         self._shardings: Any = WeakIdKeyDictionary()  # of `BatchSharding`, by the loader
         self._finding = False
         self._known = Known()
@@ -43,8 +42,8 @@ class Sharding(RanksStep):
         """Note the models of a ``setup`` call, with or without loaders. Their mode shows whether the loop trains."""
         if not self.enabled:
             return
-        known = set(map(id, self._models))
-        self._models.extend(model for model in parts.models if id(model) not in known)
+        for model in parts.models:
+            self._models[model] = True
         if parts.trained and not self._finding:
             self._finding = True
             self.undoing.enter_context(implicit_loaders_changed(self._find))

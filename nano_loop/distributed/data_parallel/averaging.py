@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.data.random_states import part_ways
 from nano_loop.distributed.comm.mismatch import AVERAGING
@@ -96,7 +97,7 @@ class Averaging:
         self._duplicate_work = DuplicateWork(ranks)
         self._averagings = 0
         self._steps = 0
-        self._at_step: dict[int, int] = {}  # averagings before the last step, by the id of an optimizer
+        self._at_step: Any = WeakIdKeyDictionary()  # averagings before the last step, by the optimizer
         self._undoing = ExitStack()
         self._undoing.callback(self._parameters.close)
         self._undoing.callback(self._overwritten.close)
@@ -104,10 +105,14 @@ class Averaging:
         self._undoing.enter_context(nested_backwards_noticed())
 
     def add(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        """Average the gradients of these too, from now on; their tensors are equal on all ranks already."""
+        """Average the gradients of these too, from now on; their tensors are equal on all ranks already. Collective."""
+        self._parameters.forget_dropped(self._ranks.gather)
+        known = set(map(id, self._parameters.in_order))
+        self._waiting &= known
+        self._averaged.keep(known)
         for optimizer in optimizers:
-            if id(optimizer) not in self._at_step:
-                self._at_step[id(optimizer)] = self._averagings
+            if optimizer not in self._at_step:
+                self._at_step[optimizer] = self._averagings
                 self._undoing.callback(optimizer.register_step_pre_hook(self._before_step).remove)
                 self._undoing.callback(optimizer.register_step_post_hook(self._after_step).remove)
         self._parameters.add(models, optimizers)
@@ -257,7 +262,7 @@ class Averaging:
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Average gradients that the loop has written by hand, and for an optimizer that the loop has made itself."""
-        is_added = id(optimizer) in self._at_step
+        is_added = optimizer in self._at_step
         if self._forked or not (is_added or self._is_shared(optimizer)):
             return None
         if closure_of(args, kwargs) is None and not self._all_paused():
@@ -300,7 +305,7 @@ class Averaging:
         self._parameters.refresh()
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         ready = {id(parameter) for parameter in held if parameter.grad is not None}
-        if in_backward() or self._at_step.get(id(optimizer)) == self._averagings:
+        if in_backward() or self._at_step.get(optimizer) == self._averagings:
             self._waiting |= ready
             self.average()
         elif self._waiting & ready:
@@ -310,7 +315,7 @@ class Averaging:
         """Average the gradients that the loop has put in the place of means, unless all ranks have the same."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         in_order = [parameter for parameter in self._parameters.in_order if id(parameter) in held - self._waiting]
-        is_by_hand = self._at_step.get(id(optimizer)) == self._averagings  # all of them: see `_settle`
+        is_by_hand = self._at_step.get(optimizer) == self._averagings  # all of them: see `_settle`
         replaced = [] if is_by_hand else self._averaged.replaced(in_order)
         if not replaced:
             return
@@ -326,7 +331,7 @@ class Averaging:
             return
         self._overwritten.resume()
         self._steps += 1
-        self._at_step[id(optimizer)] = self._averagings
+        self._at_step[optimizer] = self._averagings
 
     def _warn_of_whole_batches(self) -> None:
         sharding = self._ranks.context.sharding

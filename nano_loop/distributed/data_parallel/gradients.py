@@ -106,6 +106,10 @@ class AveragedGradients:
             if parameter.grad is not None:
                 self._means[id(parameter)] = TensorWeakRef(parameter.grad)
 
+    def keep(self, ids: set[int]) -> None:
+        """Forget what is known of all parameters but some, by their ids: others may come to have the same."""
+        self._means = {key: mean for key, mean in self._means.items() if key in ids}
+
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Whether the gradients of a parameter were ever averaged."""
         return id(parameter) in self._means

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nano_loop.distributed.data_parallel.initial_sync import Named, named_buffers, named_parameters
 from nano_loop.patching.members import buffers_of
@@ -24,7 +27,8 @@ class Parameters:
     """The parameters of some models and optimizers, in an order that is the same on every rank.
 
     Each has a hook that is called when its gradient arrives; frozen ones too, since they may be thawed. What the loop
-    adds to a model or an optimizer is found at the next `refresh`.
+    adds to a model or an optimizer is found at the next `refresh`. Models and optimizers are kept until
+    `forget_dropped`, so that all ranks average the same, whenever their garbage is collected.
 
     Parameters
     ----------
@@ -47,8 +51,8 @@ class Parameters:
         self.in_order: list[torch.Tensor] = []
         self._arrived = arrived
         self.newcomers: list[Named] = []
-        self._watched: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # by the id of a parameter
-        self._equal: dict[int, object] = {}  # parameters and modules whose values are equal on all ranks; by id
+        self._watched: Any = WeakIdKeyDictionary()  # the hooks, by the parameter
+        self._equal: Any = WeakIdKeyDictionary()  # parameters and modules whose values are equal on all ranks
         self._stale = False
         self._held = 0
         self._undoing = ExitStack()
@@ -68,7 +72,26 @@ class Parameters:
         """Take in models and optimizers whose tensors are equal on all ranks."""
         self.models += [model for model in models if all(model is not known for known in self.models)]
         self.optimizers += [one for one in optimizers if all(one is not optimizer for optimizer in self.optimizers)]
-        self._equal |= _by_id(models, optimizers)
+        self._note_equal(models, optimizers)
+        self._look()
+
+    def forget_dropped(self, gather: Callable[[list[bool]], list[list[bool]]]) -> None:
+        """Forget the models and optimizers that the loop has dropped, on any rank. Collective.
+
+        Parameters
+        ----------
+        gather : callable
+            Takes whether each of them is left, and returns that of all ranks.
+        """
+        references: list[weakref.ref[Any]] = [*map(weakref.ref, self.models), *map(weakref.ref, self.optimizers)]
+        if not references:
+            return
+        count = len(self.models)
+        self.models, self.optimizers, self.in_order, self.newcomers = [], [], [], []
+        flags = gather([reference() is not None for reference in references])
+        are_left = [all(left) for left in zip(*flags, strict=True)]
+        self.models = _living(references[:count], are_left[:count])
+        self.optimizers = _living(references[count:], are_left[count:])
         self._look()
 
     def refresh(self) -> None:
@@ -78,16 +101,16 @@ class Parameters:
 
     def are_equal(self) -> None:
         """Take it that all ranks have the same values now."""
-        self._equal = _by_id(self.models, self.optimizers)
+        self._note_equal(self.models, self.optimizers)
         self.newcomers = []
 
     def close(self) -> None:
         """Take all hooks away."""
-        for key in [*self._watched]:
-            self._unwatch(key)
+        for parameter in [*self._watched]:
+            self._unwatch(parameter)
         self._undoing.close()
         # The hook belongs to the averaging, which has this: a cycle that would keep the models.
-        self.models, self.optimizers, self.in_order, self.newcomers, self._equal = [], [], [], [], {}
+        self.models, self.optimizers, self.in_order, self.newcomers = [], [], [], []
 
     def _something_registered(self, *_: object) -> None:
         self._stale = True
@@ -99,37 +122,39 @@ class Parameters:
         self._stale, self._held = False, self._count()
         self.in_order = [parameter for _, parameter in self.named]
         self.newcomers = self._find_newcomers()
-        current = {id(parameter): parameter for parameter in self.in_order}
-        for key in self._watched.keys() - current.keys():
-            self._unwatch(key)
-        for key in current.keys() - self._watched.keys():
-            self._watched[key] = current[key], _watch(current[key], self._arrived)
+        current = set(map(id, self.in_order))
+        for parameter in [parameter for parameter in self._watched if id(parameter) not in current]:
+            self._unwatch(parameter)
+        for parameter in self.in_order:
+            if parameter not in self._watched:
+                self._watched[parameter] = _watch(parameter, self._arrived)
 
     def _find_newcomers(self) -> list[Named]:
         parameters = [
             named_parameter
             for named_parameter in named_parameters(self.models, self.optimizers)
-            if id(named_parameter[1]) not in self._equal
+            if named_parameter[1] not in self._equal
         ]
-        added = [module for model in self.models for module in model.modules() if id(module) not in self._equal]
+        added = [module for model in self.models for module in model.modules() if module not in self._equal]
         ids_of_added = {id(buffer) for module in added for buffer in buffers_of(module, recurse=False)}
         return parameters + [
             named_buffer for named_buffer in named_buffers(self.models) if id(named_buffer[1]) in ids_of_added
         ]
 
-    def _unwatch(self, key: int) -> None:
-        parameter, handle = self._watched.pop(key)
-        handle.remove()
+    def _note_equal(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        modules = (module for model in models for module in model.modules())
+        for value in (*modules, *(parameter for _, parameter in named_parameters(models, optimizers))):
+            self._equal[value] = True
+
+    def _unwatch(self, parameter: torch.Tensor) -> None:
+        self._watched.pop(parameter).remove()
         forget_empty_hooks(parameter)
 
 
-def _by_id(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[int, object]:
-    """Return the parameters and modules by their ids, which stay theirs while the dict holds them."""
-    modules = [module for model in models for module in model.modules()]
-    return {
-        id(module): module
-        for module in (*modules, *(parameter for _, parameter in named_parameters(models, optimizers)))
-    }
+def _living(references: Sequence[weakref.ref[Any]], are_left: Sequence[bool]) -> list[Any]:
+    """Return the objects that are there, but for those that another rank has dropped."""
+    objects = [reference() for reference, is_left in zip(references, are_left, strict=True) if is_left]
+    return [living for living in objects if living is not None]
 
 
 def _can_have_gradient(parameter: torch.Tensor) -> bool:

@@ -66,7 +66,11 @@ def _reduce_parametrized(module: nn.Module) -> Reduction:
     """Pickle a module whose class torch has made for it alone, and that refuses."""
     computed: Any = module.parametrizations
     kind: Any = parametrize.type_before_parametrizations(module)
-    return _parametrized, (kind, [*computed]), kind.__getstate__(module), None, None, _set_parametrized
+    owner = module
+    if kind.__getstate__ is nn.RNNBase.__getstate__:  # it computes the weights, which for some changes the module
+        owner = kind.__new__(kind)
+        vars(owner).update(vars(module))
+    return _parametrized, (kind, [*computed]), kind.__getstate__(owner), None, None, _set_parametrized
 
 
 def _parametrized(kind: type[nn.Module], names: list[str]) -> nn.Module:

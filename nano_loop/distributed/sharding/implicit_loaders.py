@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -34,7 +34,7 @@ class ImplicitSharding(BatchSharding):
     rank takes all that it has.
     """
 
-    def __init__(self, ranks: Ranks, models: list[nn.Module], known: Known) -> None:
+    def __init__(self, ranks: Ranks, models: Collection[nn.Module], known: Known) -> None:
         super().__init__(ranks, models)
         self._known = known
         self._compared = False

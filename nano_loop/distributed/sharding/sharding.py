@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -37,13 +37,14 @@ class BatchSharding(LoaderChange):
     ----------
     ranks : Ranks
         The ranks among which the batches are divided.
-    models : list of torch.nn.Module
-        The models of the run, of which more may come; a loader is served whole while all are in eval mode.
+    models : collection of torch.nn.Module
+        The models of the run, of which more may come, and others may go; a loader is served whole while all are in
+        eval mode.
     shard : bool or None
         True to shard always, False never; None leaves it to the models' mode, and to whether gradients are on.
     """
 
-    def __init__(self, ranks: Ranks, models: list[nn.Module], shard: bool | None = None) -> None:
+    def __init__(self, ranks: Ranks, models: Collection[nn.Module], shard: bool | None = None) -> None:
         self.ranks = ranks
         self.models = models
         self.shard = shard

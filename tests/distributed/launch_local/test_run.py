@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import traceback
+import weakref
 from pathlib import Path
 
 import numpy
@@ -421,6 +422,34 @@ def test_scheduler_checkpoint_and_callable_arguments_work_in_every_rank():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     assert two(train)(model, optimizer, loader, scheduler, lambda a, b: (a - b).abs().mean()) == 0.1 * 0.5**4
     assert scheduler.last_epoch == 4
+
+
+class Several(TorchNano):
+    """Trains one model after the other, each beside a first one that stays."""
+
+    def train(self, count):
+        alive = []
+        first = self.setup(*small.parts()[:2])
+        for _ in range(count):
+            model, optimizer, loader = small.parts()
+            model, optimizer, loader = self.setup(model, optimizer, loader)
+            alive += map(weakref.ref, (model, optimizer))
+            for x, y in loader:
+                loss = nn.functional.mse_loss(model(x) + first[0](x), y)
+                loss.backward()
+                for one in (optimizer, first[1]):
+                    one.step()
+                    one.zero_grad()
+            del model, optimizer, loader, loss
+        return everywhere((sum(reference() is not None for reference in alive), small.weights(first[0]).tolist()))
+
+
+@pytest.mark.parametrize("precision", [32, pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:precision=:nano_loop.NanoWarning")  # a CPU without bf16 instructions
+def test_models_that_the_loop_drops_are_not_kept_but_for_the_last_one(precision):
+    ranks = Several(**small.OPTIONS | {"precision": precision}).train(5)
+    assert [count <= 2 for count, _ in ranks] == [True, True]
+    assert ranks[0][1] == ranks[1][1], "the first is averaged all the time"
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -366,6 +366,15 @@ def test_hooks_parametrizations_and_local_classes_arrive(send):
         return model[2](model[1](model[0](x)))[0].tolist(), model[3](x).shape
 
     assert send(model, check) == (expected, (2, 2))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_parametrizations_of_recurrent_layers_are_not_computed_by_sending_them(tmp_path, kind):
+    """Each computation of a spectral norm in train mode changes its buffers."""
+    layer = spectral_norm(kind(2, 2), "weight_hh_l0")
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    dump(layer, tmp_path, {})
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
 def counting_backend(graph, inputs):
