@@ -53,7 +53,7 @@ CLUSTERS := tests/clusters
 # The same with any torch, so that they need not run again with IPEX's. Nor need what is slow of some more.
 ANY_TORCH := $(CLUSTERS) tests/cli tests/cpu $(wildcard tests/distributed/launch*) tests/faults tests/test_architecture.py \
     tests/runtime/test_checks.py tests/test_docstrings.py tests/test_no_test_skipped.py tests/config/test_options.py \
-    tests/test_packaging.py tests/runtime/test_report.py tests/config/test_signatures.py \
+    tests/test_packaging.py tests/runtime/test_report.py tests/config/test_signatures.py tests/kernels/csrc \
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 

@@ -25,7 +25,7 @@ class SkipReason(NamedTuple):
     Attributes
     ----------
     code : str
-        A short word that stays the same, such as "no_dropout".
+        A short word that stays the same, such as "no_norm".
     detail : str
         The reason in one line, for the report.
     """

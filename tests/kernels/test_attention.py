@@ -272,6 +272,15 @@ def test_gradients_meet_the_dropout_of_the_forward():
         torch.testing.assert_close(mine, reference, rtol=0.05, atol=0.03)
 
 
+def test_no_heads_and_no_columns_divide_nothing():
+    query, none = inputs()[0], inputs()[0][:, :0]
+    assert not module._supports(query, none, none, None, False, True)
+    assert blocked_attention.scale_of(query[..., :0], None) == 1
+    if blocked_attention.KERNEL.unavailable is None:
+        out, log_sums = blocked_attention.forward(none, none, none, None, None, 0.0, False, 1.0)
+        assert (out.shape, log_sums.shape) == (none.shape, none.shape[:-1])
+
+
 def test_certain_dropout_gives_zeros():
     with torch.autocast("cpu", torch.bfloat16):
         assert all(each.eq(0).all() for each in results(attention, inputs(), dropout_p=1.0))

@@ -55,6 +55,16 @@ def test_each_file_compiles_for_this_processor_without_an_implicit_declaration(s
         subprocess.run([*command, *flags, "-o", tmp_path / "any.o", source], check=True)
 
 
+@pytest.mark.parametrize(
+    "source", [source for source in SOURCES if "omp parallel" in source.read_text()], ids=lambda source: source.stem
+)
+def test_no_file_compiles_where_directives_are_ignored(source, monkeypatch, tmp_path):
+    """clang ignores them with ``-fopenmp=libgomp``."""
+    monkeypatch.setattr(compiler, "_PARALLEL", ())
+    with pytest.raises(UnavailableError, match=r"failed: .*ignores the directives of OpenMP.* one thread"):
+        compiler.compile_library(source.stem, NATIVE, tmp_path / "any.so")
+
+
 def test_logarithm_has_the_error_of_a_double(tmp_path):
     source, library = tmp_path / "log.c", tmp_path / "log.so"
     source.write_text('#include "logarithm.h"\ndouble compute(double x) { return logarithm(x); }\n')
@@ -66,6 +76,7 @@ def test_logarithm_has_the_error_of_a_double(tmp_path):
     assert max(numbers) > 1e290
     assert all(math.isclose(compute(x), math.log(x), rel_tol=1e-15) for x in numbers)
     assert compute(1.0) == 0
+    assert compute(0.0) == -math.inf
     assert compute(math.inf) == math.inf
     assert math.isnan(compute(math.nan))
 

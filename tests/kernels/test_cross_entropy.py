@@ -148,6 +148,7 @@ def test_what_torch_has_to_compute_is_left_to_it():
     assert cross_entropy(logits.double(), target) is None
     assert cross_entropy(logits, target[:5]) is None
     assert cross_entropy(logits[0], target[0]) is None
+    assert cross_entropy(logits[:, :0].contiguous(), torch.full_like(target, -100)) is None
     assert cross_entropy(logits, target, label_smoothing=1.5) is None
     assert cross_entropy(torch.nn.Parameter(logits.detach()).to("meta"), target) is None
 

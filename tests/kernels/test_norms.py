@@ -1,5 +1,7 @@
 """Norms in two passes are as exact as torch's, whatever the shape, and leave to torch what they do not compute."""
 
+import ctypes
+import itertools
 import platform
 from dataclasses import dataclass
 
@@ -8,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_loop.kernels import build as compiled
+from nano_loop.cpu import read_machine
+from nano_loop.kernels import compiler
 from nano_loop.kernels.norm import norms
 
 ATEN = torch.ops.aten
@@ -22,7 +25,7 @@ THEIRS = {name: (getattr(ATEN, f"native_{name}"), getattr(ATEN, f"native_{name}_
 
 
 @pytest.fixture(autouse=True)
-def compiler():
+def has_kernel():
     assert norms.KERNEL.unavailable is None
 
 
@@ -88,14 +91,20 @@ def rms(tensor):
     return tensor.double().square().mean().sqrt().item()
 
 
-def check(case):
+def bounded(case):
+    """Yield results, those of torch, those in fp64, and the largest root mean square by which the first may be off."""
     ours, theirs, exact = case.by(OURS), case.by(THEIRS), case.in_fp64().by(THEIRS)
     # What is summed, of whose rounding a sum near zero has as much as another.
     of_x, of_sums = rms(case.x), rms(case.gradient) * (case.x.numel() / case.weights) ** 0.5
     scales = [0.0, of_x, 0.0, *[of_x**2] * 2 * (case.kind == "batch_norm"), 0.0, of_sums, of_sums]
     for mine, other, truth, scale in zip(ours, theirs, exact, scales, strict=False):
+        yield mine, other, truth, 1.2 * rms(other - truth) + ROUNDING * max(rms(truth), scale)
+
+
+def check(case):
+    for mine, other, truth, bound in bounded(case):
         assert (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
-        assert rms(mine - truth) <= 1.2 * rms(other - truth) + ROUNDING * max(rms(truth), scale)
+        assert rms(mine - truth) <= bound
 
 
 @settings(max_examples=60, deadline=None)
@@ -159,16 +168,25 @@ def test_results_do_not_depend_on_the_number_of_threads(for_each_number, kind, n
         assert all(map(torch.equal, first, other))
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="only compilers for x86 have the flag")
-def test_without_instructions_for_bf16_results_are_the_same(monkeypatch):
-    case = case_of("batch_norm", (3, 48, 33, 40), nhwc=True)
-    case.x[0, 0, 0, 0] = torch.nan
-    found = case.by(OURS)
-    monkeypatch.setenv("CC", "cc -mno-avx512bf16")
-    library = compiled.compiled.__wrapped__("norms")
-    monkeypatch.setattr(norms.KERNEL, "_library", lambda: library)
-    for mine, other in zip(found, case.by(OURS), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64")
+def test_results_are_the_same_at_every_level_of_instructions(monkeypatch, tmp_path):
+    """Those of layer norms depend on whether the compiler fuses products with weights and sums with biases."""
+    cases = [
+        case_of(kind, (3, 48, 13, 41), dtype, nhwc, groups=4)
+        for kind, dtype, nhwc in itertools.product(KINDS[:2], (torch.bfloat16, torch.float32), (False, True))
+    ]
+    for case in cases:
+        case.x[0, 0, 0, 0] = torch.nan
+    results = []
+    for level in compiler.LEVELS:
+        if level.instruction_sets <= read_machine().instruction_sets:
+            compiler.compile_library("norms", level, tmp_path / level.name)
+            library = ctypes.CDLL(str(tmp_path / level.name))
+            monkeypatch.setattr(norms.KERNEL, "_library", lambda library=library: library)
+            results.append([tensor for case in cases for tensor in case.by(OURS)])
+    for mine, *others in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,9 +200,11 @@ def test_what_is_no_number_stays_none(kind, value, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [0.0, 3.0, 1e20])
-def test_equal_elements_have_no_variance(kind, value):
-    case = case_of(kind, (2, 32, 16, 32), torch.float32, groups=4)
+@pytest.mark.parametrize("nhwc", [False, True])
+@pytest.mark.parametrize("value", [0.0, 3.0, 1e6 + 0.0625, -3e6, 1e20])
+@pytest.mark.parametrize(("shape", "groups"), [((2, 32, 16, 32), 4), ((3, 33, 4, 191), 3)])
+def test_equal_elements_have_no_variance(kind, nhwc, value, shape, groups):
+    case = case_of(kind, shape, torch.float32, nhwc and kind != "layer_norm", groups=groups)
     case.x.fill_(value)
     out, means, inverses, *others = case.by(OURS)
     assert torch.equal(means, torch.full_like(means, value))
@@ -232,3 +252,25 @@ def test_torch_computes_the_rest():
     assert normalized(x[:, :, :4, :4].contiguous(), ones) is None
     assert norms.layer_norm(torch.randn(64, 8), (8,), None, None, EPS) is None
     assert norms.layer_norm(torch.randn(4, 16), (16,), torch.ones(16).double(), None, EPS) is None
+    for groups in (0, 5):
+        assert norms.group_norm(x, ones, ones, 4, 32, 256, groups, EPS) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nhwc", [False, True])
+def test_tensors_without_elements_are_torchs_or_empty(kind, nhwc):
+    case = case_of(kind, (0, 32, 16, 16), torch.float32, nhwc)
+    forward, backward = OURS[kind]
+    if kind == "layer_norm":
+        out, *statistics = forward(case.x, (16,), case.weight, case.bias, EPS)
+        assert out.shape == case.x.shape
+        assert backward(case.gradient, case.x, (16,), *statistics, case.weight, case.bias, [True] * 3) is None
+        return
+    ones = torch.ones(32)
+    if kind == "batch_norm":
+        assert forward(case.x, ones, ones, None, None, True, MOMENTUM, EPS) is None
+        assert backward(case.gradient, case.x, ones, None, None, ones, ones, True, EPS, [True] * 3) is None
+    else:
+        statistics = [torch.ones(0, 4)] * 2
+        assert forward(case.x, ones, ones, 0, 32, 256, 4, EPS) is None
+        assert backward(case.gradient, case.x, *statistics, ones, 0, 32, 256, 4, [True] * 3) is None

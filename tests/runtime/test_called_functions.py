@@ -5,7 +5,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import dropout as dropped
 
-from nano_loop import accelerated
 from nano_loop.runtime.objects.called_functions import functions_called
 
 
@@ -38,10 +37,3 @@ def test_functions_in_methods_comprehensions_and_called_functions_are_found():
     assert not {"dropout", "attended", "inner"} & called
     assert "dropout" in functions_called(Drops())
     assert not functions_called(nn.TransformerEncoderLayer(4, 1))
-
-
-def test_model_that_drops_by_a_function_has_dropout():
-    with accelerated(Drops(), verbose=False) as run:
-        assert "fast_dropout" in run.report.applied
-    with accelerated(Calls(), verbose=False) as run:
-        assert run.report["fast_dropout"].code == "no_dropout"

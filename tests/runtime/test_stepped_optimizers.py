@@ -84,7 +84,6 @@ class Gru(nn.Module):
     [
         (Gru, {"channels_last": True}),
         (Gru, {"fast_fetch": True}),
-        (Gru, {"fast_dropout": True}),
         *((Gru, {"precision": "bf16", name: True}) for name in ("fast_attention", "fast_norm", "fast_lstm")),
     ],
     ids=str,

@@ -91,7 +91,7 @@ def attention(
     dtype = torch.get_autocast_dtype("cpu")
     query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
     mask = None if attn_mask is None else _cast(attn_mask, dtype)
-    call = Arguments(query, key, value, mask, dropout_p, is_causal, _scale(query, scale))
+    call = Arguments(query, key, value, mask, dropout_p, is_causal, blocked_attention.scale_of(query, scale))
     # Autocast is disabled, since it would cast the products of fp32 scores to bf16.
     with torch.autocast("cpu", enabled=False):
         supported = ours and (traced_as is not None or not _is_traced(query, key, value))
@@ -146,10 +146,6 @@ def _algorithm(call: Arguments) -> str:
     )
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
-
-
 def _is_traced(*tensors: Tensor) -> bool:
     return torch.compiler.is_compiling() or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
@@ -177,7 +173,7 @@ def _supports(
     heads = -3 if enable_gqa else -2
     if not query.shape[:heads] == key.shape[:heads] == value.shape[:heads] or key.shape[-3:-1] != value.shape[-3:-1]:
         return False
-    if query.size(-1) != key.size(-1) or (enable_gqa and query.size(-3) % key.size(-3)):
+    if query.size(-1) != key.size(-1) or (enable_gqa and not blocked_attention.share_heads(query, key)):
         return False
     wide = min(query.size(-1), value.size(-1)) >= _MIN_HEAD_SIZE
     return wide and math.prod(query.shape[:-1]) * key.size(-2) >= MIN_SCORES

@@ -8,6 +8,7 @@ It needs a CPU with AVX-512's bf16 instructions.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,16 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return False
     call = _call(_as_heads(query), _as_heads(key), _as_heads(value))
     return _bytes(call, "backward") <= SCRATCH_BOUND
+
+
+def share_heads(query: Tensor, key: Tensor) -> bool:
+    """Whether equally many heads of the query share each head of the keys, of which there are some."""
+    return key.size(-3) > 0 and query.size(-3) % key.size(-3) == 0
+
+
+def scale_of(query: Tensor, scale: float | None) -> float:
+    """Return the factor of the scores, which has a default."""
+    return 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
 
 
 def blocked_attention(
@@ -235,7 +246,7 @@ def _call(
     scale: float = 1.0,
 ) -> _Call:
     batch, heads, length, width = query.shape
-    call = _Call(batch, key.size(1), heads // key.size(1), length, key.size(2), width, value.size(3))
+    call = _Call(batch, key.size(1), heads // max(key.size(1), 1), length, key.size(2), width, value.size(3))
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _note(call, name, tensor)
     call.causal, call.scale, call.kept = is_causal, scale, 1 - dropout_p

@@ -46,8 +46,8 @@ def _forward(
             return low_out.float(), log_sums
         q, k, v = _rounded(query), _rounded(key), _rounded(value)
         mask = None if attn_mask is None else blocked_attention.as_mask(attn_mask, query, key)
-        out = blocked_attention.laid_out_as(query, value.size(-1))
-        return blocked_attention.forward(q, k, v, mask, None, 0.0, is_causal, _scale(query, scale), out)
+        out, number = blocked_attention.laid_out_as(query, value.size(-1)), blocked_attention.scale_of(query, scale)
+        return blocked_attention.forward(q, k, v, mask, None, 0.0, is_causal, number, out)
 
     def in_fp32(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Any:
         return kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
@@ -84,7 +84,7 @@ def _backward(
         gradient, q, k, v = map(_rounded, tensors[:4])
         mask = None if attn_mask is None else blocked_attention.as_mask(attn_mask, query, key)
         gradients = [blocked_attention.laid_out_as(tensor) for tensor in (query, key, value)]
-        log_sums, number = logsumexp.contiguous(), _scale(query, scale)
+        log_sums, number = logsumexp.contiguous(), blocked_attention.scale_of(query, scale)
         blocked_attention.backward(gradient, log_sums, q, k, v, mask, None, 0.0, is_causal, number, gradients)
         return tuple(gradients)
 
@@ -114,7 +114,9 @@ def _may_be_rounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         return False
     if not all(_is_plain(tensor) for tensor in (*tensors, mask) if tensor is not None):
         return False
-    if query.size(0) != key.size(0) or query.size(1) % key.size(1) or key.shape[:-1] != value.shape[:-1]:
+    if query.size(0) != key.size(0) or key.shape[:-1] != value.shape[:-1]:
+        return False
+    if not blocked_attention.share_heads(query, key):
         return False
     return query.size(-1) == key.size(-1) and blocked_attention.supports(query, key, value)
 
@@ -125,7 +127,3 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _rounded(tensor: Tensor) -> Tensor:
     return blocked_attention.with_columns(tensor.bfloat16())
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(query.size(-1)) if scale is None else scale

@@ -4,6 +4,7 @@
    torch's hyperbolic tangent takes three to eight times as long. An element does not depend on another, so results do
    not depend on the number of threads. */
 #include "numbers.h"
+#include "threads.h"
 
 #define BLOCK 4096 /* elements that a thread computes at a time */
 

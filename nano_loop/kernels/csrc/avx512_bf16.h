@@ -1,5 +1,7 @@
 /* Whether a kernel for the bf16 instructions of AVX-512 is compiled, and torch's threads, which compute it. */
 #pragma once
+#include "threads.h"
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512BF16__)
 #define HAS_AVX512_BF16
@@ -7,6 +9,3 @@ int is_supported(void) { return 1; }
 #else
 int is_supported(void) { return 0; }
 #endif
-
-extern int omp_get_thread_num(void);
-extern int omp_get_num_threads(void);

@@ -5,13 +5,14 @@
    nor on the width of vectors. */
 #include "logarithm.h"
 #include "numbers.h"
+#include "threads.h"
 
 #define LANES 16
 #define BLOCK 512 /* elements between two additions in double precision, a multiple of LANES */
 
 #define DEFINE(NAME, TYPE, FROM)                                                                                       \
     static float maximum_##NAME(const TYPE *row, int64_t width) {                                                      \
-        float lanes[LANES], found = FROM(row[0]);                                                                      \
+        float lanes[LANES], found = -__builtin_inff(); /* a NaN is none, and makes the sum one */                      \
         int64_t at = 0;                                                                                                \
         for (int i = 0; i < LANES; i++) lanes[i] = found;                                                              \
         for (; at + LANES <= width; at += LANES)                                                                       \

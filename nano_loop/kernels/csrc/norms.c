@@ -2,7 +2,10 @@
 
    A forward reads a tensor for its statistics, and again for the result; a backward reads two tensors twice. Sums have
    16 lanes in fp32 over at most 16 rows, or over 1,024 neighbours, and go on in double precision. How a tensor is
-   divided depends on its shape alone, so a result depends neither on the number of threads nor on the width of vectors.
+   divided depends on its shape alone, so a result depends neither on the number of threads nor on the width of vectors,
+   but for how the compiler fuses products with sums.
+   A part has its sum and the squared differences from its own mean, so equal elements have no variance however large
+   they are.
 
    Statistics of batch and group norms belong to (s, c): a segment s, and a channel c. Tensors are in NHWC, as rows of
    channels, or in NCHW, where a row is one channel of one image. A batch norm in NHWC has all rows in one segment. In
@@ -10,9 +13,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
+
+#include "threads.h"
 
 #define LANES 16
 #define ROWS 16         /* rows of which fp32 sums are taken */
@@ -25,12 +30,22 @@
 #define SHARED 8            /* chunks that 2, 4 or 8 threads share equally */
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vector __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-typedef double doubles __attribute__((vector_size(8 * LANES)));
+/* Lanes of a register. Wider vectors would lie in memory. */
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX2__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#define PARTS (LANES / WIDTH)
+#define FOR_PARTS _Pragma("GCC unroll 4") for (int part = 0; part < PARTS; part++)
+
+typedef float vector __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t bits __attribute__((vector_size(4 * WIDTH)));
 typedef float eight __attribute__((vector_size(32)));
 typedef float four __attribute__((vector_size(16)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * WIDTH)));
 
 typedef struct {
     int64_t segments, rows, channels; /* rows of a segment; in NCHW the elements of a channel of an image */
@@ -42,7 +57,11 @@ INLINE vector load(const void *base, int64_t at, int bf16) {
     if (bf16) {
         halves raw;
         memcpy(&raw, (const uint16_t *)base + at, sizeof raw);
+#if WIDTH == 8 /* gcc would convert each half */
+        bits wide = (bits)_mm256_cvtepu16_epi32((__m128i)raw) << 16;
+#else
         bits wide = __builtin_convertvector(raw, bits) << 16;
+#endif
         memcpy(&value, &wide, sizeof value);
     } else
         memcpy(&value, (const float *)base + at, sizeof value);
@@ -67,10 +86,13 @@ INLINE void store(void *base, int64_t at, int bf16, vector value) {
 
 INLINE vector all(float value) { return (vector){0} + value; }
 
-INLINE double sum_of(vector value) {
+/* The sum of 16 lanes. */
+INLINE double sum_of(const vector *parts) {
+    vector lanes[PARTS];
     eight halves[2];
     four quarters[2];
-    memcpy(halves, &value, sizeof halves);
+    FOR_PARTS lanes[part] = parts[part];
+    memcpy(halves, lanes, sizeof halves);
     halves[0] += halves[1];
     memcpy(quarters, halves, sizeof quarters);
     quarters[0] += quarters[1];
@@ -79,24 +101,34 @@ INLINE double sum_of(vector value) {
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* 1 in the last `count` lanes, else 0: those of a row's last vector which the one before it does not have. */
-INLINE vector last_lanes(int64_t count) {
+/* 1 in the last `count` of 16 lanes, else 0: those of a row's last lanes which the ones before them do not have. */
+INLINE vector last_lanes(int64_t count, int part) {
     vector mask = {0};
-    for (int lane = 0; lane < LANES; lane++) mask[lane] = lane >= LANES - count;
+    for (int lane = 0; lane < WIDTH; lane++) mask[lane] = part * WIDTH + lane >= LANES - count;
     return mask;
+}
+
+/* Adds numbers in fp32 to others in double precision. */
+INLINE void add_to(double *sums, const vector *vectors, int count) {
+    float numbers[4 * WIDTH];
+    memcpy(numbers, vectors, (size_t)count * sizeof *numbers);
+    for (int i = 0; i < count; i++) sums[i] += numbers[i];
 }
 
 /* Into how many chunks the rows of a segment are divided. They are equally long, and their number is one that threads
    share equally, unless segments are many, or such a number. */
 static int64_t chunks_of(const Shape *shape) {
-    if (!shape->nhwc) return 1;
+    if (!shape->nhwc || !shape->segments) return 1;
     int64_t chunks = least(shape->rows / ROWS_OF_A_CHUNK, CHUNKS / shape->segments), most = shape->rows / LEAST_ROWS;
     if (shape->segments < CHUNKS && shape->segments % SHARED) chunks = (chunks / SHARED + 1) * SHARED;
     chunks = least(chunks, most);
     return chunks > 1 ? chunks : 1;
 }
 
-/* What is summed of `wide` x 16 channels, for some rows in NHWC: x - shift and its square, or gradients and their
+/* The first row of a chunk. */
+INLINE int64_t row_of_chunk(const Shape *shape, int64_t chunk, int64_t chunks) { return shape->rows * chunk / chunks; }
+
+/* What is summed of `wide` vectors of channels, for some rows in NHWC: x - shift and its square, or gradients and their
    products with x - shift. Arrays would stay in memory, so the sums have names. */
 INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_t rows, int64_t channels, int wide,
                          int bf16, const vector *shift, vector *first, vector *second) {
@@ -105,8 +137,8 @@ INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_
     vector shift0 = shift[0], shift1 = shift[1], shift2 = shift[2], shift3 = shift[3];
 #define ADD(I)                                                                                                         \
     if (I < wide) {                                                                                                    \
-        vector apart = load(x, at + I * LANES, bf16) - shift##I;                                                       \
-        vector factor = gradient ? load(gradient, at + I * LANES, bf16) : apart;                                       \
+        vector apart = load(x, at + I * WIDTH, bf16) - shift##I;                                                       \
+        vector factor = gradient ? load(gradient, at + I * WIDTH, bf16) : apart;                                       \
         first##I += factor;                                                                                            \
         second##I += factor * apart;                                                                                   \
     }
@@ -118,15 +150,18 @@ INLINE void sums_of_tile(const void *x, const void *gradient, int64_t at, int64_
     second[0] = second0, second[1] = second1, second[2] = second2, second[3] = second3;
 }
 
-/* Sums, in double precision, of x and its square in a chunk's channels, or with `centers` of gradients and their
-   products with x - centers. What is squared is x less the mean of some rows, so that little is lost in fp32. */
+/* Sums, in double precision, of x in a chunk's channels, and of squared differences from their means, or with `centers`
+   of gradients and their products with x - centers. What is squared is x less the mean of some rows, so that little is
+   lost in fp32. */
 INLINE void tile(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int64_t channel,
                  int wide, int bf16, const float *centers, double *sums, double *products) {
     vector shift[4] = {{0}}, first[4], second[4];
-    doubles plain[4] = {{0}}, multiplied[4] = {{0}};
+    double plain[4 * WIDTH] = {0}, multiplied[4 * WIDTH] = {0};
+    float by[4 * WIDTH];
+    int count = wide * WIDTH;
     int64_t at = start * channels + channel;
     for (int i = 0; i < wide; i++)
-        shift[i] = centers ? load(centers, channel + i * LANES, 0) : load(x, at + i * LANES, bf16);
+        shift[i] = centers ? load(centers, channel + i * WIDTH, 0) : load(x, at + i * WIDTH, bf16);
     if (!centers) {
         int64_t some = least(rows, SOME_ROWS);
         sums_of_tile(x, 0, at, some, channels, wide, bf16, shift, first, second);
@@ -135,37 +170,31 @@ INLINE void tile(const void *gradient, const void *x, int64_t start, int64_t row
     for (int64_t row = 0; row < rows; row += ROWS) {
         sums_of_tile(x, gradient, at + row * channels, least(ROWS, rows - row), channels, wide, bf16, shift, first,
                      second);
-        for (int i = 0; i < wide; i++) {
-            plain[i] += __builtin_convertvector(first[i], doubles);
-            multiplied[i] += __builtin_convertvector(second[i], doubles);
-        }
+        add_to(plain, first, count);
+        add_to(multiplied, second, count);
     }
-    for (int i = 0; i < wide; i++) {
-        doubles by = __builtin_convertvector(shift[i], doubles);
-        if (!centers) {
-            multiplied[i] += by * (2 * plain[i] + (double)rows * by);
-            plain[i] += (double)rows * by;
-        }
-        memcpy(sums + channel + i * LANES, &plain[i], sizeof plain[i]);
-        memcpy(products + channel + i * LANES, &multiplied[i], sizeof multiplied[i]);
+    memcpy(by, shift, sizeof by);
+    for (int i = 0; i < count; i++) {
+        sums[channel + i] = centers ? plain[i] : plain[i] + (double)rows * by[i];
+        products[channel + i] = centers ? multiplied[i] : multiplied[i] - plain[i] * plain[i] / (double)rows;
     }
 }
 
-/* The sums of all channels of a chunk, in tiles of 64, 32 and 16 channels, the last of which may be computed twice. */
+/* The sums of all channels of a chunk, in tiles of four, two and one vectors, the last of which may be computed twice. */
 INLINE void chunk(const void *gradient, const void *x, int64_t start, int64_t rows, int64_t channels, int bf16,
                   const float *centers, double *sums, double *products) {
     int64_t channel = 0;
-    for (; channel + 4 * LANES <= channels; channel += 4 * LANES)
+    for (; channel + 4 * WIDTH <= channels; channel += 4 * WIDTH)
         tile(gradient, x, start, rows, channels, channel, 4, bf16, centers, sums, products);
-    for (; channel + 2 * LANES <= channels; channel += 2 * LANES)
+    for (; channel + 2 * WIDTH <= channels; channel += 2 * WIDTH)
         tile(gradient, x, start, rows, channels, channel, 2, bf16, centers, sums, products);
-    for (; channel < channels; channel += LANES)
-        tile(gradient, x, start, rows, channels, least(channel, channels - LANES), 1, bf16, centers, sums, products);
+    for (; channel < channels; channel += WIDTH)
+        tile(gradient, x, start, rows, channels, least(channel, channels - WIDTH), 1, bf16, centers, sums, products);
 }
 
-/* Sums of neighbours, as `sums_of_tile`. */
-INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, float shift,
-                               double *first, double *second) {
+/* Sums of neighbours, as `sums_of_tile`, in one part of 16 lanes. */
+INLINE void sums_of_lanes(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, float shift,
+                          int part, vector *first, vector *second) {
     vector first0 = {0}, first1 = {0}, first2 = {0}, first3 = {0};
     vector second0 = {0}, second1 = {0}, second2 = {0}, second3 = {0};
     int64_t place = 0;
@@ -181,13 +210,23 @@ INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, 
     }
     for (; place + LANES <= count; place += LANES) ADD(0, )
     if (place < count) {
-        vector mask = last_lanes(count - place);
+        vector mask = last_lanes(count - place, part);
         place = count - LANES;
         ADD(0, * mask)
     }
 #undef ADD
-    *first = sum_of((first0 + first1) + (first2 + first3));
-    *second = sum_of((second0 + second1) + (second2 + second3));
+    *first = (first0 + first1) + (first2 + first3);
+    *second = (second0 + second1) + (second2 + second3);
+}
+
+/* Sums of neighbours. Those of one part of the lanes after another, for more sums than registers would lie in memory. */
+INLINE void sums_of_neighbours(const void *x, const void *gradient, int64_t at, int64_t count, int bf16, float shift,
+                               double *first, double *second) {
+    vector firsts[PARTS], seconds[PARTS];
+    for (int part = 0; part < PARTS; part++)
+        sums_of_lanes(x, gradient, at + part * WIDTH, count, bf16, shift, part, firsts + part, seconds + part);
+    *first = sum_of(firsts);
+    *second = sum_of(seconds);
 }
 
 /* The same as `tile`, of a contiguous row of 16 elements or more. */
@@ -208,20 +247,17 @@ INLINE void row(const void *gradient, const void *x, int64_t at, int64_t count, 
         if (block != NEIGHBOURS) break;
     }
     if (!center) {
-        multiplied += shift * (2 * plain + (double)count * shift);
+        multiplied -= plain * plain / (double)count;
         plain += (double)count * shift;
     }
     *sums = plain;
     *products = multiplied;
 }
 
-/* The mean, and 1 / sqrt(variance + eps), of what has these sums. Returns the sum of squared differences. */
-INLINE double statistics(double sum, double squares, double count, double eps, double *mean, double *inverse) {
-    *mean = sum / count;
-    double apart = squares - sum * *mean;
-    apart = apart < 0 ? 0 : apart; /* by rounding; a NaN stays one */
-    *inverse = 1 / __builtin_sqrt(apart / count + eps);
-    return apart;
+/* 1 / sqrt(variance + eps) of what has these squared differences, which rounding may have made negative; a NaN stays. */
+INLINE double inverse_of(double *squares, double count, double eps) {
+    *squares = *squares < 0 ? 0 : *squares;
+    return 1 / __builtin_sqrt(*squares / count + eps);
 }
 
 /* The sums of each segment's chunks: [segment, chunk, c]. */
@@ -241,8 +277,8 @@ static void sums(const Shape *shape, const void *gradient, const void *x, const 
     }
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t at = 0; at < shape->segments * chunks; at++) {
-        int64_t segment = at / chunks, begin = shape->rows * (at % chunks) / chunks;
-        int64_t count = shape->rows * (at % chunks + 1) / chunks - begin, start = segment * shape->rows + begin;
+        int64_t segment = at / chunks, begin = row_of_chunk(shape, at % chunks, chunks);
+        int64_t count = row_of_chunk(shape, at % chunks + 1, chunks) - begin, start = segment * shape->rows + begin;
         const float *center = centers ? centers + segment * center_stride : 0;
         double *plain = first + at * channels, *products = second + at * channels;
         if (shape->bf16)
@@ -252,15 +288,32 @@ static void sums(const Shape *shape, const void *gradient, const void *x, const 
     }
 }
 
-/* Memory for numbers in double precision, and behind these for others in fp32, or NULL. */
-static void *memory_for(int64_t doubles, int64_t floats) {
-    return malloc((size_t)doubles * sizeof(double) + (size_t)floats * sizeof(float));
+/* Memory for numbers in double precision, and behind these for others in fp32, or NULL; so for a tensor of no elements. */
+static void *memory_for(int64_t elements, int64_t doubles, int64_t floats) {
+    return elements ? malloc((size_t)doubles * sizeof(double) + (size_t)floats * sizeof(float)) : 0;
 }
+static int64_t elements_of(const Shape *shape) { return shape->segments * shape->rows * shape->channels; }
 
 /* Makes the sums of some parts those of the first one. */
 static void add_parts(double *sums, int64_t parts, int64_t channels) {
     for (int64_t part = 1; part < parts; part++)
         for (int64_t c = 0; c < channels; c++) sums[c] += sums[part * channels + c];
+}
+
+/* Makes the sums of some parts, and the squared differences from their means, those of the first one. */
+static void join_parts(const Shape *shape, int64_t parts, double *sums, double *squares) {
+    int64_t chunks = chunks_of(shape), channels = shape->channels;
+    double before = (double)row_of_chunk(shape, 1, chunks);
+    for (int64_t part = 1; part < parts; part++) {
+        int64_t begin = row_of_chunk(shape, part % chunks, chunks);
+        double rows = (double)(row_of_chunk(shape, part % chunks + 1, chunks) - begin);
+        for (int64_t c = 0; c < channels; c++) {
+            double apart = sums[part * channels + c] / rows - sums[c] / before;
+            squares[c] += squares[part * channels + c] + apart * apart * (rows * before / (rows + before));
+            sums[c] += sums[part * channels + c];
+        }
+        before += rows;
+    }
 }
 
 /* out = (x - centers) * scales + offsets, or with a gradient: gradient * scales + (x - centers) * slopes + offsets. All
@@ -288,9 +341,9 @@ INLINE void apply_to_row(const Coefficients *by, const void *gradient, const voi
         vector found = gradient ? load(gradient, at + place, bf16) * scale + apart * slope : apart * scale;            \
         store(out, at + place, bf16, found + offset);                                                                  \
     }
-    for (; place + LANES <= count; place += LANES) APPLY
+    for (; place + WIDTH <= count; place += WIDTH) APPLY
     if (place < count) {
-        place = count - LANES; /* some are written twice */
+        place = count - WIDTH; /* some are written twice */
         APPLY
     }
 #undef APPLY
@@ -316,27 +369,27 @@ static void apply(const Shape *shape, const Coefficients *by, const void *gradie
 }
 
 /* Writes the output, and each channel's mean and 1 / sqrt(variance + eps), and moves the running statistics on. Returns
-   0, and writes nothing, if there is no memory for the sums. `weight`, `bias` and `running_*` may be NULL. */
+   0, and writes nothing, if there are no elements, or no memory for the sums. `weight`, `bias` and `running_*` may be
+   NULL. */
 int batch_norm(const Shape *shape, const void *x, const float *weight, const float *bias, float *running_mean,
                float *running_variance, double momentum, double eps, void *out, float *means, float *inverses,
                int threads) {
     int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
-    double *first = memory_for(count * 2, channels * 2);
+    double *first = memory_for(elements_of(shape), count * 2, channels * 2);
     if (!first) return 0;
     double *second = first + count, elements = (double)(shape->segments * shape->rows);
     float *scales = (float *)(second + count), *offsets = scales + channels;
     sums(shape, 0, x, 0, 0, first, second, threads);
-    add_parts(first, parts, channels);
-    add_parts(second, parts, channels);
+    join_parts(shape, parts, first, second);
     for (int64_t c = 0; c < channels; c++) {
-        double mean, inverse, apart = statistics(first[c], second[c], elements, eps, &mean, &inverse);
+        double mean = first[c] / elements, inverse = inverse_of(second + c, elements, eps);
         means[c] = (float)mean;
         inverses[c] = (float)inverse;
         scales[c] = (float)((weight ? weight[c] : 1) * inverse);
         offsets[c] = bias ? bias[c] : 0;
         if (running_mean) running_mean[c] = (float)(momentum * mean + (1 - momentum) * running_mean[c]);
         if (running_variance)
-            running_variance[c] = (float)(momentum * apart / (elements - 1) + (1 - momentum) * running_variance[c]);
+            running_variance[c] = (float)(momentum * second[c] / (elements - 1) + (1 - momentum) * running_variance[c]);
     }
     Coefficients by = {.centers = means, .scales = scales, .offsets = offsets};
     apply(shape, &by, 0, x, out, threads);
@@ -349,7 +402,7 @@ int batch_norm_backward(const Shape *shape, const void *gradient, const void *x,
                         const float *means, const float *inverses, void *of_input, float *of_weight, float *of_bias,
                         int threads) {
     int64_t channels = shape->channels, parts = shape->segments * chunks_of(shape), count = parts * channels;
-    double *first = memory_for(count * 2, channels * 3);
+    double *first = memory_for(elements_of(shape), count * 2, channels * 3);
     if (!first) return 0;
     double *second = first + count, elements = (double)(shape->segments * shape->rows);
     float *scales = (float *)(second + count), *slopes = scales + channels, *offsets = slopes + channels;
@@ -376,22 +429,26 @@ int group_norm(const Shape *shape, int64_t groups, const void *x, const float *w
                void *out, float *means, float *inverses, int threads) {
     int64_t channels = shape->channels, chunks = chunks_of(shape), width = channels / groups;
     int64_t count = shape->segments * chunks * channels, pairs = shape->segments * channels;
-    double *first = memory_for(count * 2, pairs * 2 + channels);
+    double *first = memory_for(elements_of(shape), count * 2, pairs * 2 + channels);
     if (!first) return 0;
     double *second = first + count;
     float *scales = (float *)(second + count), *centers = scales + pairs, *offsets = centers + pairs;
     sums(shape, 0, x, 0, 0, first, second, threads);
     for (int64_t c = 0; c < channels; c++) offsets[c] = bias ? bias[c] : 0;
     _Pragma("omp parallel for num_threads(threads) schedule(static)")
+    for (int64_t segment = 0; segment < shape->segments; segment++)
+        join_parts(shape, chunks, first + segment * chunks * channels, second + segment * chunks * channels);
+    _Pragma("omp parallel for num_threads(threads) schedule(static)")
     for (int64_t at = 0; at < shape->segments * groups; at++) {
-        int64_t segment = at / groups, channel = at % groups * width;
-        double sum = 0, squares = 0, mean, inverse;
-        for (int64_t part = 0; part < chunks; part++)
-            for (int64_t c = channel; c < channel + width; c++) {
-                sum += first[(segment * chunks + part) * channels + c];
-                squares += second[(segment * chunks + part) * channels + c];
-            }
-        statistics(sum, squares, (double)(width * shape->rows), eps, &mean, &inverse);
+        int64_t segment = at / groups, channel = at % groups * width, start = segment * chunks * channels;
+        double rows = (double)shape->rows, elements = rows * (double)width, sum = 0, squares = 0;
+        for (int64_t c = channel; c < channel + width; c++) sum += first[start + c];
+        double mean = sum / elements;
+        for (int64_t c = channel; c < channel + width; c++) {
+            double apart = first[start + c] / rows - mean;
+            squares += second[start + c] + rows * apart * apart;
+        }
+        double inverse = inverse_of(&squares, elements, eps);
         means[at] = (float)mean;
         inverses[at] = (float)inverse;
         for (int64_t c = channel; c < channel + width; c++) {
@@ -411,7 +468,7 @@ int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient
                         int threads) {
     int64_t channels = shape->channels, chunks = chunks_of(shape), width = channels / groups;
     int64_t count = shape->segments * chunks * channels, pairs = shape->segments * channels;
-    double *first = memory_for(count * 2, pairs * 4);
+    double *first = memory_for(elements_of(shape), count * 2, pairs * 4);
     if (!first) return 0;
     double *second = first + count, elements = (double)(width * shape->rows);
     float *scales = (float *)(second + count), *centers = scales + pairs, *slopes = centers + pairs;
@@ -457,11 +514,10 @@ int group_norm_backward(const Shape *shape, int64_t groups, const void *gradient
 /* The mean of a contiguous row, and 1 / sqrt(variance + eps). */
 INLINE void statistics_of_row(const void *x, int64_t at, int64_t width, double eps, int bf16, float *mean,
                               float *inverse) {
-    double sum, squares, means, inverses;
+    double sum, squares;
     row(0, x, at, width, bf16, 0, &sum, &squares);
-    statistics(sum, squares, (double)width, eps, &means, &inverses);
-    *mean = (float)means;
-    *inverse = (float)inverses;
+    *mean = (float)(sum / (double)width);
+    *inverse = (float)inverse_of(&squares, (double)width, eps);
 }
 
 INLINE void normalized_row(const void *x, int64_t at, int64_t width, const float *weight, const float *bias, float mean,
@@ -474,9 +530,9 @@ INLINE void normalized_row(const void *x, int64_t at, int64_t width, const float
         if (bias) found += load(bias, place, 0);                                                                       \
         store(out, at + place, bf16, found);                                                                           \
     }
-    for (; place + LANES <= width; place += LANES) NORMALIZE
+    for (; place + WIDTH <= width; place += WIDTH) NORMALIZE
     if (place < width) {
-        place = width - LANES; /* some are written twice */
+        place = width - WIDTH; /* some are written twice */
         NORMALIZE
     }
 #undef NORMALIZE
@@ -500,38 +556,39 @@ void layer_norm(const void *x, int64_t rows, int64_t width, int64_t bf16, const 
 /* The gradient of a row, whose parts of the gradients of weight and bias are added to `of_weight` and `of_bias`. */
 INLINE void gradient_of_row(const void *gradient, const void *x, int64_t at, int64_t width, const float *weight,
                             float mean, float inverse, int bf16, void *of_input, float *of_weight, float *of_bias) {
-    vector plain = {0}, products = {0}, normal, given;
+    vector plain[PARTS] = {{0}}, products[PARTS] = {{0}}, mask[PARTS], normal, given;
     int64_t place = 0;
-#define READ                                                                                                           \
-    normal = (load(x, at + place, bf16) - mean) * inverse;                                                             \
-    given = load(gradient, at + place, bf16);
+#define READ(AT)                                                                                                       \
+    normal = (load(x, at + (AT), bf16) - mean) * inverse;                                                              \
+    given = load(gradient, at + (AT), bf16);
 #define ADD(MASK)                                                                                                      \
-    {                                                                                                                  \
-        READ                                                                                                           \
+    FOR_PARTS {                                                                                                        \
+        int64_t here = place + part * WIDTH;                                                                           \
+        READ(here)                                                                                                     \
         given = given MASK;                                                                                            \
-        store(of_weight, place, 0, load(of_weight, place, 0) + given * normal);                                        \
-        store(of_bias, place, 0, load(of_bias, place, 0) + given);                                                     \
-        if (weight) given *= load(weight, place, 0);                                                                   \
-        plain += given;                                                                                                \
-        products += given * normal;                                                                                    \
+        store(of_weight, here, 0, load(of_weight, here, 0) + given * normal);                                          \
+        store(of_bias, here, 0, load(of_bias, here, 0) + given);                                                       \
+        if (weight) given *= load(weight, here, 0);                                                                    \
+        plain[part] += given;                                                                                          \
+        products[part] += given * normal;                                                                              \
     }
     for (; place + LANES <= width; place += LANES) ADD()
     if (place < width) {
-        vector mask = last_lanes(width - place);
+        FOR_PARTS mask[part] = last_lanes(width - place, part);
         place = width - LANES;
-        ADD(* mask)
+        ADD(* mask[part])
     }
     if (!of_input) return;
     float offset = (float)(sum_of(plain) / (double)width), slope = (float)(sum_of(products) / (double)width);
 #define WRITE                                                                                                          \
     {                                                                                                                  \
-        READ                                                                                                           \
+        READ(place)                                                                                                    \
         if (weight) given *= load(weight, place, 0);                                                                   \
         store(of_input, at + place, bf16, (given - offset - normal * slope) * inverse);                                \
     }
-    for (place = 0; place + LANES <= width; place += LANES) WRITE
+    for (place = 0; place + WIDTH <= width; place += WIDTH) WRITE
     if (place < width) {
-        place = width - LANES;
+        place = width - WIDTH;
         WRITE
     }
 #undef READ
@@ -547,7 +604,7 @@ int layer_norm_backward(const void *gradient, const void *x, int64_t rows, int64
     length = length > LEAST_ROWS ? length : LEAST_ROWS;
     chunks = (rows + length - 1) / length;
     int64_t count = chunks * width;
-    double *first = memory_for(count * 2, count * 2);
+    double *first = memory_for(rows * width, count * 2, count * 2);
     if (!first) return 0;
     double *second = first + count;
     float *summed = (float *)(second + count);

@@ -166,6 +166,7 @@ def supports(logits: Tensor, target: Tensor) -> bool:
         and (*logits.shape[:1], *logits.shape[2:]) == target.shape
         and logits.dtype in _KINDS
         and target.dtype is torch.int64
+        and logits.numel() > 0
         and logits.layout is target.layout is torch.strided
         and (logits if logits.dim() == 2 else logits.movedim(1, -1)).is_contiguous()
         and logits.device.type == target.device.type == "cpu"

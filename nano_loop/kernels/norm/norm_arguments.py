@@ -43,6 +43,10 @@ class Layout(NamedTuple):
         """Whether statistics and outputs are computed faster than by torch's kernels."""
         return self.is_nhwc or self.pixels >= _FEW_PIXELS[self.dtype]
 
+    def has_groups(self, images: int, channels: int, pixels: int, groups: int) -> bool:
+        """Whether these are the sizes, of which the channels are so many equal groups. torch raises otherwise."""
+        return self[:3] == (images, channels, pixels) and groups > 0 and channels % groups == 0
+
 
 def layout_of(x: Tensor) -> Layout | None:
     """Return how a tensor lies in memory, or None where torch has to compute."""

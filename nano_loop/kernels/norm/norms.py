@@ -158,7 +158,7 @@ def group_norm(
     layout = layout_of(x)
     if layout is None or not layout.has_fast_forward or not are_fp32(channels, weight, bias):
         return None
-    if not has_fp32_statistics(x, weight, bias) or layout[:3] != (images, channels, pixels):
+    if not has_fp32_statistics(x, weight, bias) or not layout.has_groups(images, channels, pixels, groups):
         return None
     results = (torch.empty_like(x), empty(images, groups), empty(images, groups))
     is_done = KERNEL("group_norm", shape_of(x, layout), groups, x, weight, bias, float(eps), *results)
@@ -179,7 +179,7 @@ def group_norm_backward(
 ) -> _Results | None:
     """Compute ``aten::native_group_norm_backward``, likewise."""
     layout = layout_of(x)
-    if layout is None or layout[:3] != (images, channels, pixels) or not are_fp32(channels, weight):
+    if layout is None or not layout.has_groups(images, channels, pixels, groups) or not are_fp32(channels, weight):
         return None
     if not are_fp32(images * groups, means, inverses):
         return None

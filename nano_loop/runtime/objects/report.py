@@ -25,7 +25,7 @@ class StepResult:
     detail : str
         What the step changed, why it was skipped, or what was measured.
     code : str or None
-        Why it was skipped, in a short word that stays the same, such as "no_dropout".
+        Why it was skipped, in a short word that stays the same, such as "no_norm".
     data : object
         A measurement in full, such as a `Verification` or a `CastLog`, with a table as its text and with `as_dict`.
         None for most steps.

@@ -31,9 +31,9 @@ _CALLED = frozenset({"tanh", "pow", "mul", "add"})
 class FastActivation(KernelStep):
     """Replaces tanh, and GELU by tanh, of large tensors in the calls of set-up models.
 
-    torch's hyperbolic tangent is bound by its arithmetic, and takes three to six times as long. GPT-2's GELU, in
+    torch's hyperbolic tangent is bound by its arithmetic, and takes three times as long and more. GPT-2's GELU, in
     transformers, is eight operators, each of which reads and writes the whole tensor and rounds it to bf16. In fp32,
-    where products round, the gradient of GELU by the error function is replaced, too.
+    the gradient of GELU by the error function is replaced, too.
     """
 
     name = "fast_activation"

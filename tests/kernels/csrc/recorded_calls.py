@@ -1,0 +1,203 @@
+"""Calls of the C functions, recorded with what is exact, in the form that driver.c reads."""
+
+import ctypes
+import functools
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+from kernels.test_cross_entropy import logits_of
+from kernels.test_norms import EPS, MOMENTUM, bounded, case_of, rms
+from nano_loop.kernels.activation import activations
+from nano_loop.kernels.dropout import bernoulli
+from nano_loop.kernels.loss import cross_entropy
+from nano_loop.kernels.memory import empty
+from nano_loop.kernels.norm import norm_arguments, norms
+
+ATEN = torch.ops.aten
+#: Letters of the dtypes whose elements are compared as numbers.
+NUMBERS = {torch.bfloat16: "h", torch.float32: "f"}
+#: Functions that return nothing.
+VOID = ("tanh", "gelu", "exact_gelu", "gradient")
+#: Relative rounding of a result by its dtype, which may be rounded some times in fp32.
+DIGITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-22}
+
+
+def bytes_of(tensor):
+    """Return the bytes of a dense tensor in the order of memory."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+class Recorder:
+    """Calls, and the tensors that they have written.
+
+    Put `call` in the place of ``CompiledKernel.__call__``, of which `original` is the one before.
+    """
+
+    def __init__(self, original):
+        self._original = original
+        self._calls, self._expected = [], {}
+
+    def call(self, kernel, function, *arguments):
+        """Call a function, and note its arguments as they are before and after."""
+
+        def contents():
+            return [bytes_of(argument) if isinstance(argument, torch.Tensor) else None for argument in arguments]
+
+        before, result, after = contents(), self._original(kernel, function, *arguments), contents()
+        returns = function != "layer_norm" and not function.startswith(VOID)
+        self._calls.append((function, result if returns else 0, arguments, before, after))
+        return result
+
+    def expect(self, tensor, exact, bound, is_kept=False):
+        """Expect numbers in a tensor from the first call that takes it, and before it what there was, if it is kept."""
+        self._expected[tensor.data_ptr(), tensor.numel()] = (exact, bound, is_kept)
+
+    def write(self, path):
+        """Write the calls, on one to four threads, to a file, and return how many they are."""
+        threads = itertools.cycle((1, 2, 3, 4))
+        with path.open("wb") as file:
+            for (function, returned, arguments, before, after), number in zip(self._calls, threads, strict=False):
+                file.write(f"call {function} {returned} {number} {len(arguments)}\n".encode())
+                for argument, given, left in zip(arguments, before, after, strict=True):
+                    for part in self._parts(argument, given, left if function == "draw_bernoulli" else None):
+                        file.write(part)
+        return len(self._calls)
+
+    def _parts(self, argument, given, left):
+        if argument is None:
+            return [b"null\n"]
+        if isinstance(argument, ctypes.Structure):
+            return _memory("b", 1, bytes(argument), None)
+        if isinstance(argument, int):
+            return [b"number %d\n" % argument]
+        if isinstance(argument, float):
+            return [f"real {argument.hex()}\n".encode()]
+        place = argument.data_ptr(), argument.numel()
+        exact, bound, is_kept = self._expected.pop(place, (None, 0.0, True))
+        if exact is None or not argument.numel():
+            return _memory("b", 1, given, left)
+        numbers = torch.empty_like(argument, dtype=torch.float64).copy_(exact)  # in the same order in memory
+        size = argument.element_size()
+        return _memory(NUMBERS[argument.dtype], size, given if is_kept else None, bytes_of(numbers), bound)
+
+
+def _memory(kind, size, given, expected, bound=0.0):
+    count = len(expected) // 8 if kind in NUMBERS.values() else len(given)
+    line = f"memory {kind} {size} {count} {bound!r} {int(given is not None)} {int(expected is not None)}\n"
+    return [line.encode(), given or b"", expected or b""]
+
+
+def norm(recorder, kind, shape, **named):
+    """Record a norm and its gradients."""
+    for place, (found, _, exact, bound) in enumerate(bounded(case_of(kind, shape, **named))):
+        recorder.expect(found, exact, bound, is_kept=kind == "batch_norm" and place in (3, 4))
+
+
+def norms_of_nothing(recorder):
+    """Record norms of tensors without elements: no call may divide by their number, or read one."""
+    nothing, numbers = empty(0), functools.partial(empty, 16)
+    for nhwc, (segments, rows) in itertools.product((0, 1), ((0, 40), (3, 0))):
+        shape = norm_arguments._Shape(segments, rows, 16, nhwc, 0)
+        empties, statistics = [nothing] * 2, [numbers(), numbers()]
+        norms.KERNEL("batch_norm", shape, nothing, *[None] * 4, MOMENTUM, EPS, nothing, *statistics)
+        norms.KERNEL("batch_norm_backward", shape, *empties, None, *statistics, nothing, numbers(), numbers())
+        statistics = [empty(segments, 4), empty(segments, 4)]
+        norms.KERNEL("group_norm", shape, 4, nothing, None, None, EPS, nothing, *statistics)
+        norms.KERNEL("group_norm_backward", shape, 4, *empties, None, *statistics, nothing, numbers(), numbers())
+    norms.KERNEL("layer_norm", nothing, 0, 16, False, None, None, EPS, *[nothing] * 3)
+    norms.KERNEL("layer_norm_backward", *[nothing] * 2, 0, 16, False, None, *[nothing] * 3, numbers(), numbers())
+
+
+def activation(recorder, count, dtype, seed=0):
+    """Record tanh, and GELUs with their gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    x, gradient = ((torch.randn(count, generator=generator) * by).to(dtype) for by in (4, 1))
+    x[1:2] = torch.nan
+
+    def expect(name, *tensors, exact):
+        bound = DIGITS[dtype] * max(rms(exact[exact.isfinite()]) if count > 2 else 0, 1)
+        recorder.expect(activations._computed(f"{name}_{activations.KINDS[dtype]}", *tensors), exact, bound)
+
+    of_x, of_gradient = x.double(), gradient.double()
+    expect("tanh_forward", x, exact=of_x.tanh())
+    expect("gelu_forward", x, exact=F.gelu(of_x, approximate="tanh"))
+    expect("gelu_backward", gradient, x, exact=ATEN.gelu_backward(of_gradient, of_x, approximate="tanh"))
+    if dtype is torch.float32:
+        expect("exact_gelu_backward", gradient, x, exact=ATEN.gelu_backward(of_gradient, of_x))
+
+
+def losses(recorder, rows, width, dtype, smoothing=0.0, scale=3.0, seed=0):
+    """Record losses over classes, and their gradients."""
+    logits, target = logits_of(rows, max(width, 1), dtype, scale, seed)
+    logits, exact = logits.detach()[:, :width].contiguous(), logits.detach()[:, :width].double().requires_grad_()
+    target[seed % 3 :: 3 if width else 1] = -100
+    loss, maxima, sums = cross_entropy.forward(logits, target, -100, smoothing)
+    factors = torch.linspace(0.5, 2, rows)
+    if width:
+        of_rows = F.cross_entropy(exact, target, reduction="none", label_smoothing=smoothing)
+        (gradient,) = torch.autograd.grad(of_rows, exact, factors.double())
+        largest = exact.detach().amax(1)
+        exact_sums = (exact.detach() - largest.unsqueeze(1)).exp().sum(1)
+    else:
+        of_rows, gradient = torch.zeros(rows), exact.detach()
+        largest, exact_sums = torch.full((rows,), -torch.inf), torch.zeros(rows)
+    recorder.expect(maxima, largest, 0.0)
+    for found, numbers in ((sums, exact_sums), (loss, of_rows.detach())):
+        recorder.expect(found, numbers, DIGITS[torch.float32] * max([1.0, *numbers.abs().tolist()]))
+    for to in {torch.float32, dtype}:
+        found = cross_entropy.backward(factors, maxima, sums, logits, target, -100, smoothing, to)
+        recorder.expect(found, gradient, DIGITS[to] * 2)
+
+
+def draws(recorder, count, dtype, p, skipped=0):
+    """Record draws of torch's generator, which are torch's own."""
+    ours, torchs = (torch.Generator().manual_seed(count) for _ in range(2))
+    for generator in (ours, torchs):
+        empty(skipped).uniform_(generator=generator)
+    drawn = bernoulli.fill(empty(count, dtype=dtype), p, ours)
+    assert torch.equal(drawn, empty(count, dtype=dtype).bernoulli_(p, generator=torchs))
+    assert not count or torch.equal(ours.get_state(), torchs.get_state())
+
+
+def some_calls(recorder):
+    """Record every function, with sizes that no vector divides, and with none."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for nhwc in (False, True):
+            norm(recorder, "batch_norm", (2, 33, 23, 14), dtype=dtype, nhwc=nhwc)
+            norm(recorder, "group_norm", (2, 39, 23, 14), dtype=dtype, nhwc=nhwc, groups=3)
+        norm(recorder, "layer_norm", (5, 9, 51), dtype=dtype)
+        for count in (0, 1, 4099):
+            activation(recorder, count, dtype)
+        for rows, width in ((0, 3), (3, 0), (2, 1), (5, 531)):
+            losses(recorder, rows, width, dtype, smoothing=0.1)
+    norm(recorder, "layer_norm", (3, 7, 17), dtype=torch.float32, affine=False)
+    norms_of_nothing(recorder)
+    for dtype, count in itertools.product((torch.bool, torch.bfloat16, torch.float32, torch.float64), (0, 1, 1301)):
+        draws(recorder, count, dtype, 0.3, skipped=count % 7)
+
+
+def random_calls(recorder, random, count):
+    """Record calls of functions, sizes and kinds that are chosen at random."""
+    for seed in range(count):
+        dtype, scale, offset = random.choice([*NUMBERS]), random.choice([0.01, 1.0, 30.0]), random.choice([0.0, 3.0])
+        named = {"dtype": dtype, "scale": scale, "offset": offset * scale, "seed": seed}
+        kind = random.choice(["batch_norm", "group_norm", "layer_norm", "activation", "losses", "draws"])
+        if kind == "layer_norm":
+            width = random.choice([16, 17, 63, 64, random.randint(16, 2200)])
+            shape = (random.randint(1, 90), random.randint(1, 3), width)
+            norm(recorder, kind, shape, affine=dtype is torch.bfloat16 or random.random() < 0.5, **named)
+        elif kind.endswith("norm"):
+            groups, nhwc = random.randint(1, 5), random.random() < 0.6
+            channels = groups * random.randint(-(-16 // groups), 30)
+            shape = (random.randint(1, 4), channels, 13 if nhwc else 26, random.randint(5, 40))
+            norm(recorder, kind, shape, nhwc=nhwc, groups=groups, **named)
+        elif kind == "activation":
+            activation(recorder, random.choice([0, 1, 15, 4096, random.randint(0, 20_000)]), dtype, seed)
+        elif kind == "losses":
+            width = random.choice([1, 15, 16, 17, 512, 513, random.randint(1, 3000)])
+            losses(recorder, random.randint(0, 20), width, dtype, random.choice([0.0, 0.1, 1.0]), scale, seed)
+        else:
+            size = random.choice([0, 1, 311, 312, 313, random.randint(0, 5000)])
+            draws(recorder, size, random.choice([*bernoulli._ONES]), random.random(), random.randint(0, 1300))
