@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:
     raise lightning_is_missing("lightning.pytorch", __name__) from error
 
-__all__ = ["CompiledModule", "NanoStrategy", "ProductsPrecision", "Trainer", "precision"]
+__all__ = ["CompiledModule", "NanoStrategy", "ProductsPrecision", "Trainer", "precision", "strategy"]
 
 
 class NanoStrategy(NanoStrategyMixin, ParallelStrategy):  # type: ignore[misc, unused-ignore]
@@ -44,4 +44,4 @@ class Trainer(NanoTrainerMixin, pl.Trainer):  # type: ignore[misc, unused-ignore
 
 
 NanoStrategy.__doc__, Trainer.__doc__ = NanoStrategyMixin.__doc__, NanoTrainerMixin.__doc__  # for `help`
-register(NanoStrategy, StrategyRegistry)
+strategy = register(NanoStrategy, StrategyRegistry)

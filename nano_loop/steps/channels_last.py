@@ -17,7 +17,7 @@ from nano_loop.kernels.dropout.drawing_order import drawn_as_nchw, drawn_as_they
 from nano_loop.patching.attributes import replaced
 from nano_loop.patching.calls.calls import Call
 from nano_loop.patching.lifetime import undone_with
-from nano_loop.patching.members import parameters_of
+from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import Substitution
 from nano_loop.patching.ownership import call_state
 from nano_loop.patching.patch_table import process_wide
@@ -119,7 +119,7 @@ class ChannelsLast(Step):
         """Time the layouts of the models whose outputs have had gradients."""
         models = [model for trial in self._trials if (model := trial.model()) is not None]
         for place, trial in enumerate(self._trials):
-            in_nhwc = trial.run(itertools.chain(*(parameters_of(model) for model in models)))
+            in_nhwc = trial.run(itertools.chain(*([*parameters_of(model), *buffers_of(model)] for model in models)))
             if in_nhwc is not None:
                 self._chosen.append((place, in_nhwc))
         if self.ranks.size == 1:

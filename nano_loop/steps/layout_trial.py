@@ -16,7 +16,7 @@ from nano_loop.config.options import Options
 from nano_loop.patching.members import parameters_of
 from nano_loop.patching.torch_private import calls_only_forward
 from nano_loop.precision.verification.recorded_calls import RecordedCalls, loss_of
-from nano_loop.precision.verification.traces import RandomStates, gradients_kept, run_backward
+from nano_loop.precision.verification.traces import RandomStates, run_backward, tensors_kept
 
 #: Seconds of steps in a layout that are enough, and how many steps there are at least and at most.
 _ENOUGH, _FEWEST, _MOST = 0.2, 3, 9
@@ -60,13 +60,13 @@ class LayoutTrial:
         reason = self._reason or (self.recorded.reason if self.recorded else "")
         return self._result or f"{_name(self.guess)}, not timed: {reason or 'no step has followed a backward'}"
 
-    def run(self, parameters: Iterable[Tensor]) -> bool | None:
+    def run(self, tensors: Iterable[Tensor]) -> bool | None:
         """Time both layouts if there are calls with gradients.
 
         Parameters
         ----------
-        parameters : iterable of torch.Tensor
-            The parameters of the loop, whose gradients the copies may reach.
+        tensors : iterable of torch.Tensor
+            The parameters and buffers of the loop, which the copies may reach.
 
         Returns
         -------
@@ -75,7 +75,7 @@ class LayoutTrial:
         """
         if self.recorded is None or not self.recorded.is_ready:
             return None
-        with gradients_kept(parameters):
+        with tensors_kept(tensors):
             times = self.recorded.guarded(self._times)
         if times is None:
             return None

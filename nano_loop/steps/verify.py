@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from nano_loop.errors import NanoWarning, error_message
 from nano_loop.patching.lifetime import undone_with
-from nano_loop.patching.members import parameters_of
+from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.precision.verification.recorded_calls import NO_GRADIENT, RecordedCalls, loss_of
-from nano_loop.precision.verification.traces import gradients_kept
+from nano_loop.precision.verification.traces import tensors_kept
 from nano_loop.precision.verification.verification import Verification, verified
 from nano_loop.runtime.objects.report import StepResult
 from nano_loop.runtime.objects.training_objects import TrainingObjects
@@ -74,7 +74,7 @@ class Verify(Step):
             return
         name = recorded.name
         model, calls = recorded.take()
-        with gradients_kept(self._parameters()):
+        with tensors_kept(self._tensors()):
             verification = verified(model, loss_of, calls, self.options.kind, self.accelerated)
         self._verifications[_another(name, self._verifications)] = verification
         if not verification.ok:
@@ -83,11 +83,11 @@ class Verify(Step):
             hint = "See the table: print(report['verify'].data). Leave options out to find the one that it comes from"
             warnings.warn(error_message(got, expected, hint), NanoWarning, stacklevel=2)
 
-    def _parameters(self) -> Iterator[Tensor]:
-        """Return the parameters of the loop's models and optimizers."""
+    def _tensors(self) -> Iterator[Tensor]:
+        """Return the parameters and buffers of the loop's models and optimizers."""
         for recorded in self._recorded:
             model = recorded.model()
-            yield from () if model is None else parameters_of(model)
+            yield from () if model is None else chain(parameters_of(model), buffers_of(model))
         for optimizer in [*self._optimizers]:
             yield from chain.from_iterable(group["params"] for group in optimizer.param_groups)
 

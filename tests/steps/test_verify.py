@@ -378,15 +378,23 @@ def with_own_to(model):
     model.double = lambda: double()
 
 
-@pytest.mark.parametrize("change", [with_forward_of_the_original, with_own_to])
+def with_hooks_of_the_original(model):
+    model.register_buffer("calls", torch.zeros(1))
+    model[0].register_forward_hook(lambda *_: model.calls.add_(1) and None)
+    model[1].register_forward_hook(lambda *_: model[0].bias.data.add_(1) and None)
+
+
+@pytest.mark.parametrize("change", [with_forward_of_the_original, with_own_to, with_hooks_of_the_original])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true", 64])
 def test_closures_over_the_user_s_model_leave_it_as_it_is(change, precision):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     change(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
+    before = copy.deepcopy(dict(model.state_dict()))
     with contextlib.suppress(RuntimeError):  # where the closure computes with the fp32 weights of the original
         nano_loop.verify(model, lambda model, x: model(x).square().mean(), torch.randn(8, 4), precision=precision)
     for parameter in model.parameters():
         assert parameter.dtype is torch.float32
         assert torch.equal(parameter.grad, torch.ones_like(parameter))
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)

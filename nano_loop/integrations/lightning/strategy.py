@@ -26,6 +26,8 @@ from nano_loop.runtime.objects.training_objects import TrainingObjects
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
 
+#: The report of the last run of each strategy that has a name: libraries drop their Trainers.
+reports_by_name: dict[str, SetupReport] = {}
 #: Options that Lightning's Trainer has itself, with what to write instead.
 LIGHTNINGS = {"num_processes": "devices=", "precision": "precision="}
 #: Precisions of Lightning in which a run has kernels for them; in others, Lightning's plugin does all.
@@ -50,8 +52,11 @@ class NanoStrategyMixin:
     ----------
     checkpoint_io : CheckpointIO, optional
         See Lightning.
+    nano_name : str
+        The name under which Lightning has the strategy with these options.
     **options
-        Those of `nano_loop.nano`, but for the number of processes and the precision, which are the Trainer's.
+        Those of `nano_loop.nano`, but for the number of processes and the precision, which are the Trainer's. The
+        precision may be ``"auto"``, for a Trainer in fp32.
 
     Attributes
     ----------
@@ -64,15 +69,16 @@ class NanoStrategyMixin:
         If options are invalid.
     """
 
-    def __init__(self, *, checkpoint_io: Any = None, **options: Any) -> None:
+    def __init__(self, *, checkpoint_io: Any = None, nano_name: str = "", **options: Any) -> None:
         for name, instead in LIGHTNINGS.items():
-            if name in options:
+            if name in options and options[name] not in ("auto", PRODUCTS):
                 got = f"NanoStrategy({name}={options[name]!r})"
                 raise NanoConfigError(
                     error_message(got, "Lightning's Trainer has it", f"Pass {instead} to the Trainer")
                 )
         super().__init__(checkpoint_io=checkpoint_io, cluster_environment=RanksEnvironment(Ranks()))  # type: ignore[call-arg]
         self._nano_options = options
+        self._nano_name = nano_name
         self._nano_run: Run | None = None
         self.nano_printed = LastPrinted()
         self._nano_ranks = Ranks()
@@ -117,7 +123,9 @@ class NanoStrategyMixin:
     def settings(self, *, alone: bool = False) -> Settings:
         """Return what a run is started with; `alone` in this process alone."""
         precision = self.precision_plugin.precision  # type: ignore[attr-defined]
-        options = {**self._nano_options, "precision": precision if precision in _REDUCED else 32}
+        options = {"precision": 32, **self._nano_options}
+        if precision in _REDUCED:
+            options["precision"] = precision
         if alone:
             options.pop("cpu_for_each_process", None)  # lists for several processes
         elif self.num_processes > 1:
@@ -224,6 +232,8 @@ class NanoStrategyMixin:
             run.apply(parts)
         finally:
             self.report = run.report
+            if self.report is not None and self._nano_name:
+                reports_by_name[self._nano_name] = self.report
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what travels to another process: all but the run, which begins there."""

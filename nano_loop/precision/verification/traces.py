@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parameter import is_lazy
 
 from nano_loop.config.precisions import PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message
@@ -127,16 +128,23 @@ def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @contextmanager
-def gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Put the gradients of the user's parameters aside: a copy may share a module with its original."""
-    gradients = [(parameter, parameter.grad) for parameter in {id(one): one for one in parameters}.values()]
+def tensors_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Keep the gradients and the values of the user's parameters and buffers.
+
+    A copy may share a module with its original, or have a hook that is a closure over it.
+    """
+    gradients = [(tensor, tensor.grad) for tensor in {id(one): one for one in tensors}.values()]
+    values = [(tensor, tensor.detach().clone()) for tensor, _ in gradients if not is_lazy(tensor)]
     try:
-        for parameter, _ in gradients:
-            parameter.grad = None
+        for tensor, _ in gradients:
+            tensor.grad = None
         yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+        for tensor, value in values:
+            if tensor.layout is torch.strided and not torch.equal(tensor, value):
+                tensor.detach().copy_(value)
 
 
 @contextmanager

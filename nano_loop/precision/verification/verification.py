@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from nano_loop.config.precisions import PRECISIONS, PrecisionKind
 from nano_loop.errors import NanoConfigError, error_message
-from nano_loop.patching.members import parameters_of
+from nano_loop.patching.members import buffers_of, parameters_of
 from nano_loop.patching.nested_tensors import map_tensors
 from nano_loop.precision.verification.comparison import Compared, compare
 from nano_loop.precision.verification.traces import (
@@ -20,9 +21,9 @@ from nano_loop.precision.verification.traces import (
     Trace,
     by_hand,
     copied,
-    gradients_kept,
     in_fp64,
     run_backward,
+    tensors_kept,
     traced,
 )
 from nano_loop.runtime.objects.report import SetupReport
@@ -146,7 +147,7 @@ def verified(
         return traced(made, call)
 
     # An optimizer may step, and a test may verify, without gradients or under autocast.
-    kept = gradients_kept(parameters_of(model))
+    kept = tensors_kept(chain(parameters_of(model), buffers_of(model)))
     with states.kept(), kept, torch.enable_grad(), torch.autocast("cpu", enabled=False):
         single = trace(copied(model), step)
         if not single.gradients:

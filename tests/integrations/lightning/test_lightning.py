@@ -1,7 +1,9 @@
 """A LightningModule trains as under plain Lightning, in one process and in two, and everything is the caller's."""
 
+import copy
 import importlib
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -104,6 +106,20 @@ def test_the_strategy_has_a_name_and_classes_are_as_before():
     assert seen[0] == {"forward": False, "training_step": False, "on_train_batch_end": True}
     assert all(vars(Regression)[name] is method for name, method in methods.items())
     assert type(module.head) is nn.Linear
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_name_with_options_serves_many_trainers_and_travels(package):
+    lightning = importlib.import_module(package)
+    name = ours(package).strategy(fused_optimizer=False, precision="auto", **NANO)
+    kept = {**PLAIN, "devices": 1, "strategy": name}
+    assert name.report is None
+    module, trainer = fitted(lightning.Trainer, module_class(lightning)(), **copy.deepcopy(kept), epochs=1)
+    lightning.Trainer(**{**QUIET, **pickle.loads(pickle.dumps(kept))}).predict(module, loader())
+    assert trainer.strategy.report.options["fused_optimizer"] is False
+    assert name.report.options["precision"] == "bf16-products"
+    with pytest.raises(NanoConfigError, match="Write precision"):
+        ours(package).strategy(precison="auto")
 
 
 @pytest.mark.slow
