@@ -143,8 +143,8 @@ class _RecurrentLayer(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *kept)
         ctx.set_materialize_grads(False)
         outputs, state, *cells = states
-        of_outputs, of_cells = layer.dtypes
-        return outputs.to(of_outputs), state.to(of_outputs), *(tensor.to(of_cells) for tensor in cells)
+        dtype, cell_dtype = layer.dtypes
+        return outputs.to(dtype), state.to(dtype), *(tensor.to(cell_dtype) for tensor in cells)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -191,7 +191,7 @@ def _backward(
     """Return the gradients of all arguments that need one, in fp32."""
     inputs, input_weight, hidden_weight, _, _, projection, state, cells = tensors
     call, rows = layer.sizes(inputs, input_weight, state), inputs.size(0)
-    of_outputs, of_state, of_cells = [*gradients, None][:3]
+    output_gradients, of_state, of_cells = [*gradients, None][:3]
     gates, inner, squashed, outputs = kept
     of_first = _copy(of_state, call.batch, call.outputs)
     of_first_cells = None if cells is None else _copy(of_cells, call.batch, call.hidden)
@@ -202,9 +202,11 @@ def _backward(
     of_projected = None if projection is None else empty(rows, call.outputs)
     _run(
         *("backward", call, layer.offsets, _wide(hidden_weight), _wide(projection), _wide(state), _wide(cells)),
-        *(gates, inner, outputs, _wide(of_outputs), of_first, of_first_cells, of_gates, of_projected, before),
+        *(gates, inner, outputs, _wide(output_gradients), of_first, of_first_cells, of_gates, of_projected, before),
     )
-    of_inputs, of_hidden = (of_gates[:, hidden:], of_gates[:, :-hidden]) if is_gru else (of_gates, of_gates)
+    input_gradients, hidden_gradients = (
+        (of_gates[:, hidden:], of_gates[:, :-hidden]) if is_gru else (of_gates, of_gates)
+    )
     (sums,) = _in_c(torch.ones(1, rows, dtype=torch.float32, device="cpu"), of_gates)
     of_input_bias, of_hidden_bias = (sums[hidden:], sums[:-hidden]) if is_gru else (sums, sums)
 
@@ -212,9 +214,9 @@ def _backward(
         return gradient.roll(-hidden, 0) if is_gru else gradient
 
     return (
-        _product(layer, of_inputs, input_weight) if needs[0] else None,
-        _product(layer, of_inputs.t(), inputs) if needs[1] else None,
-        in_order(_product(layer, of_hidden.t(), before)) if needs[2] else None,
+        _product(layer, input_gradients, input_weight) if needs[0] else None,
+        _product(layer, input_gradients.t(), inputs) if needs[1] else None,
+        in_order(_product(layer, hidden_gradients.t(), before)) if needs[2] else None,
         of_input_bias.clone() if needs[3] else None,
         in_order(of_hidden_bias) if needs[4] else None,
         None if of_projected is None or squashed is None else _product(layer, of_projected.t(), squashed),
@@ -243,10 +245,10 @@ def _by_operators(layer: Layer, tensors: Arguments) -> tuple[Tensor, ...]:
     inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
     offsets = layer.offsets.tolist()
     steps = [*itertools.pairwise(offsets)]
-    of_inputs, outputs = F.linear(inputs, input_weight, input_bias), {}
+    input_products, outputs = F.linear(inputs, input_weight, input_bias), {}
     for begin, end in reversed(steps) if layer.is_reversed else steps:
         count = end - begin
-        x, before = of_inputs[begin:end], state[:count]
+        x, before = input_products[begin:end], state[:count]
         h = F.linear(before, hidden_weight, hidden_bias)
         if layer.mode == GRU:
             (r, z, n), (of_r, of_z, of_n) = x.chunk(3, 1), h.chunk(3, 1)
