@@ -55,7 +55,7 @@ class _Shape(ctypes.Structure):
     )
 
 
-class Layer(NamedTuple):
+class Recurrence(NamedTuple):
     """What a layer is besides its tensors.
 
     Attributes
@@ -115,7 +115,7 @@ class Arguments(NamedTuple):
     cells: Tensor | None
 
 
-def recurrence(layer: Layer, arguments: Arguments) -> tuple[Tensor, ...]:
+def recurrence(layer: Recurrence, arguments: Arguments) -> tuple[Tensor, ...]:
     """Compute one direction of a layer.
 
     Returns
@@ -135,7 +135,7 @@ class _RecurrentLayer(torch.autograd.Function):
     """As `recurrence`."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, *args: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, layer: Recurrence, *args: Any) -> tuple[Tensor, ...]:
         tensors = Arguments(*args)
         with below_autocast():
             kept, states = _forward(layer, tensors, any(ctx.needs_input_grad))
@@ -163,7 +163,9 @@ class _RecurrentLayer(torch.autograd.Function):
         )
 
 
-def _forward(layer: Layer, tensors: Arguments, keeps: bool) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+def _forward(
+    layer: Recurrence, tensors: Arguments, keeps: bool
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
     """Return what the backward reads besides the arguments, and the outputs and states in fp32."""
     inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
     call, rows = layer.sizes(inputs, input_weight, state), inputs.size(0)
@@ -182,7 +184,7 @@ def _forward(layer: Layer, tensors: Arguments, keeps: bool) -> tuple[tuple[Tenso
 
 
 def _backward(
-    layer: Layer,
+    layer: Recurrence,
     tensors: Arguments,
     kept: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
@@ -226,7 +228,7 @@ def _backward(
 
 
 def _differentiable(
-    layer: Layer, tensors: Arguments, gradients: Sequence[Tensor | None], needs: Sequence[bool]
+    layer: Recurrence, tensors: Arguments, gradients: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of all arguments, computed in fp32 from operators that can be differentiated again."""
     with torch.enable_grad(), below_autocast():
@@ -240,7 +242,7 @@ def _differentiable(
     return [next(computed) if is_needed else None for is_needed in needs]
 
 
-def _by_operators(layer: Layer, tensors: Arguments) -> tuple[Tensor, ...]:
+def _by_operators(layer: Recurrence, tensors: Arguments) -> tuple[Tensor, ...]:
     """Return what `recurrence` does, step by step."""
     inputs, input_weight, hidden_weight, input_bias, hidden_bias, projection, state, cells = tensors
     offsets = layer.offsets.tolist()
@@ -268,7 +270,7 @@ def _by_operators(layer: Layer, tensors: Arguments) -> tuple[Tensor, ...]:
     return (all_outputs, state) if cells is None else (all_outputs, state, cells)
 
 
-def _product(layer: Layer, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(layer: Recurrence, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a product in fp32: of rounded matrices if that is asked for, and the CPU has instructions for it."""
     if layer.in_bf16 and product.supports(a, b, bias):
         if product.KERNEL.is_first_guess:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
 from nano_loop.kernels.replacement import Choose, Replacement, unless_none
 from nano_loop.kernels.rnn import recurrence
-from nano_loop.kernels.rnn.recurrence import GATES, GRU, LSTM, RELU, TANH, Layer
+from nano_loop.kernels.rnn.recurrence import GATES, GRU, LSTM, RELU, TANH, Recurrence
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch
@@ -38,7 +38,7 @@ class Arguments(NamedTuple):
     Attributes
     ----------
     mode : int
-        One of those of `recurrence.Layer`.
+        One of those of `recurrence.Recurrence`.
     inputs : torch.Tensor
         Of shape (steps, batch, input size), or (batch, steps, input size) if `batch_first`; packed, of shape (rows,
         input size).
@@ -141,7 +141,7 @@ REPLACEMENTS, LSTM_REPLACEMENTS = (
 )
 
 
-def _by_layers(call: Arguments, layer: Layer) -> tuple[Tensor, ...]:
+def _by_layers(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
     inputs = call.inputs.transpose(0, 1) if call.batch_first else call.inputs
     shape = inputs.shape[:-1]
     outputs, directions = inputs.reshape(-1, inputs.size(-1)), 1 + call.bidirectional
@@ -162,7 +162,7 @@ def _by_layers(call: Arguments, layer: Layer) -> tuple[Tensor, ...]:
     return outputs, *map(torch.stack, zip(*states, strict=True))
 
 
-def _layer(call: Arguments) -> Layer | None:
+def _layer(call: Arguments) -> Recurrence | None:
     """Return what all layers of a call have in common, or None where torch computes it."""
     tensors = (call.inputs, *call.states, *call.weights)
     if in_functorch() or in_dispatch_mode() or not all(map(_is_plain, tensors)):
@@ -179,7 +179,7 @@ def _layer(call: Arguments) -> Layer | None:
     offsets = _offsets(call)
     if offsets is None or not _are_shapes_right(call):
         return None
-    return Layer(call.mode, offsets, False, in_bf16, _dtypes(call, in_bf16))
+    return Recurrence(call.mode, offsets, False, in_bf16, _dtypes(call, in_bf16))
 
 
 def _is_plain(tensor: Tensor) -> bool:
