@@ -26,6 +26,11 @@ from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_
 ALGORITHM = rule_of(recurrence.KERNEL)
 #: Most units of an LSTM that is not left to oneDNN. The weights of more are not in a core's cache.
 _MOST_UNITS = 256
+#: Fewest steps that are computed in C, by the mode, with a backward and without one: torch takes as long for them as
+#: Python takes for a call.
+_FEWEST_STEPS = {RELU: (16, 24), TANH: (16, 24), LSTM: (8, 16), GRU: (8, 16)}
+#: Most multiplications of a step of one sequence without a backward: to pack more weights for it takes too long.
+_MOST_OF_ONE = 1 << 16
 _DTYPES = {torch.float32, torch.bfloat16}
 #: Operators of which torch composes a step under autocast, and which a user may want in another dtype.
 _COMPOSED = ("linear", "sigmoid", "sigmoid_", "tanh", "tanh_", "relu")
@@ -177,7 +182,7 @@ def _layer(call: Arguments) -> Recurrence | None:
     if in_bf16 and any(rule_for(operator) is not None for operator in _COMPOSED):
         return None
     offsets = _offsets(call)
-    if offsets is None or not _are_shapes_right(call):
+    if offsets is None or not _are_shapes_right(call) or not is_large(call, offsets.numel() - 1):
         return None
     return Recurrence(call.mode, offsets, False, in_bf16, _dtypes(call, in_bf16))
 
@@ -229,6 +234,14 @@ def _are_shapes_right(call: Arguments) -> bool:
         size = call.inputs.size(-1) if at < directions else outputs * directions
         shapes += [(gates, size), (gates, outputs), *of_biases, *[(outputs, hidden)] * call.is_projected]
     return [weight.shape for weight in call.weights] == shapes
+
+
+def is_large(call: Arguments, steps: int) -> bool:
+    """Whether a call is large enough that it is faster in C."""
+    hidden, batch = call.weights[1].numel(), call.states[0].size(1)
+    return steps >= _FEWEST_STEPS[call.mode][not call.is_trained] and (
+        call.is_trained or batch > 1 or hidden <= _MOST_OF_ONE
+    )
 
 
 def is_faster_than_onednn(call: Arguments) -> bool:
