@@ -22,7 +22,7 @@ from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.norm import norms
 from nano_loop.kernels.replacement import Algorithms, Choose
-from nano_loop.kernels.rnn import lstm, lstm_layer
+from nano_loop.kernels.rnn import lstm, lstm_layer, rnn
 from nano_loop.patching.walk import find
 
 #: Minimum number of rows of a product that are measured.
@@ -334,9 +334,50 @@ def _fp32_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]
     return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD)
 
 
-FP32_OPERATORS = tuple(
-    TunedOperator(fp32.rule_of(kernel), _fp32_key, _fp32_race, has_gradients=True)
-    for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL)
+# --- LSTMs of fp32 tensors ---
+
+
+def _layers_key(call: rnn.Arguments) -> str:
+    first, second, size = call.inputs.shape
+    sizes = bucket(first), bucket(second), size, call.num_layers, call.states[-1].size(-1)
+    flags = ["batch first"] * call.batch_first + ["biases"] * call.has_biases + ["both directions"] * call.bidirectional
+    return _joined("fp32 layers of an lstm", *sizes, *flags, "trained" * call.is_trained)
+
+
+def _layers_race(call: rnn.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    """Return the race without the dropout, which draws from the generator."""
+    tensors = (call.inputs, *call.states, *call.weights)
+    if most_elements(tensors) * lstm_layer.GATES > MOST_ELEMENTS:
+        return None
+    states = len(call.states)
+
+    def of(name: str) -> Algorithm:
+        def algorithm() -> Sequence[Tensor]:
+            leaves = [_leaf(tensor, torch.float32) for tensor in tensors]
+            some = call._replace(inputs=leaves[0], states=(*leaves[1 : 1 + states],), weights=(*leaves[1 + states :],))
+
+            def outputs() -> Tensor:
+                computed: Tensor = algorithms[name](some._replace(dropout=0.0))[0]
+                return computed
+
+            if not call.is_trained:
+                with torch.no_grad():
+                    return [outputs()]
+            width = call.states[0].size(-1) * (1 + call.bidirectional)
+            return _with_gradients(outputs, leaves, _gradient(*call.inputs.shape[:2], width))
+
+        return algorithm
+
+    race = {name: of(name) for name in algorithms}
+    return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True)
+
+
+FP32_OPERATORS = (
+    *(
+        TunedOperator(fp32.rule_of(kernel), _fp32_key, _fp32_race, has_gradients=True)
+        for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL)
+    ),
+    TunedOperator(rnn.ALGORITHM, _layers_key, _layers_race),
 )
 OPERATORS = (
     TunedOperator(attention.ALGORITHM, _attention_key, _attention_race),

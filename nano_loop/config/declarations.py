@@ -139,6 +139,11 @@ class Declarations:
         "as fast as oneDNN. Needs torch 2.9 and AVX-512.",
         changes_bits=True,
     )
+    fast_rnn: bool | Literal["auto"] = step(
+        "GRUs, RNNs, and LSTMs that are not oneDNN's in bf16, by products over all steps and a function in C for the "
+        "recurrence: 2 to 7 times as fast as torch. Needs torch 2.9 or later and, at first use, a C compiler.",
+        changes_bits=True,
+    )
     fast_cross_entropy: bool | Literal["auto"] = step(
         "Cross-entropy over many classes in two passes over the logits: less time, and a third of the memory.",
         changes_bits=True,

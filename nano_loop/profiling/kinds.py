@@ -21,7 +21,8 @@ _ATTENTION = ("softmax", "softmax_backward_data")
 _CASTS = ("copy_", "to_copy", "to", "contiguous", "clone")
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "einsum")
 _LOSSES = ("_Losses", "_LossesBackward")  # of fast_cross_entropy
-_LSTMS = ("_LstmLayer", "_LstmLayerBackward")  # of fast_lstm
+#: Of fast_lstm and fast_rnn.
+_RECURRENCES = ("_LstmLayer", "_LstmLayerBackward", "_RecurrentLayer", "_RecurrentLayerBackward")
 _IN_PRODUCTS = ("conv", "mkldnn_linear", "rnn", "lstm")
 #: A part of the step from which on a kind of work is worth a change, and what to change.
 _ADVICE = {
@@ -79,7 +80,7 @@ def kind_of(event: Event) -> str:
         return ATTENTION
     if event.name in _LOSSES:
         return ELEMENTWISE
-    if event.name in _LSTMS:
+    if event.name in _RECURRENCES:
         return PRODUCTS
     return kind_of_operator(inside[0]) if inside and event.name.startswith("aten::") else PYTHON
 

@@ -21,10 +21,10 @@ from nano_loop.kernels.attention import attention
 from nano_loop.kernels.convolution import convolution
 from nano_loop.kernels.convolution.convolution import Plan
 from nano_loop.kernels.linear import linear, product
-from nano_loop.kernels.rnn import lstm, lstm_layer
+from nano_loop.kernels.rnn import lstm, lstm_layer, recurrence, rnn
 from nano_loop.patching.operators.operators import gives_kernels
 
-ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM = module.OPERATORS
+ATTENTION, CONVOLUTION, PRODUCT, LSTM, ROUNDING, _, LOSS, NORM, LAYERS = module.OPERATORS
 NHWC = torch.channels_last
 
 
@@ -54,6 +54,13 @@ def lstm_call(steps=20, batch=5, size=6, has_biases=True, is_reversed=False):
     return lstm_layer.Arguments(*tensors, is_reversed)
 
 
+def layers_call(steps=20, batch=5, has_biases=True, is_trained=True):
+    weights = [normal(*sizes).float() for sizes in ((64, 6), (64, 16), *[(64,), (64,)] * has_biases)]
+    states = normal(1, batch, 16).float(), normal(1, batch, 16).float()
+    numbers = has_biases, 1, 0.5, True, False, False, is_trained
+    return rnn.Arguments(recurrence.LSTM, normal(steps, batch, 6).float(), None, states, (*weights,), *numbers)
+
+
 def rounding_call(kind=rounding.PRODUCT, rows=40, last=56, numbers=(), bias=None):
     return rounding.Arguments(kind, (normal(rows, 48).float(), normal(48, last).float(), bias), numbers)
 
@@ -76,6 +83,10 @@ def by_lstm_kernel(*arguments):
     call = lstm_layer.Arguments(*arguments)
     sizes = [], 2, 16, 1, bool(call.biases), False, False, True
     return torch.ops.aten.mkldnn_rnn_layer(*call.tensors, call.is_reversed, *sizes)[:3]
+
+
+def by_onednn(call):
+    return torch.lstm(*call.of_torch)
 
 
 #: Of each operator: its calls, its algorithms, torch's first, and calls of which so many differ.
@@ -137,6 +148,12 @@ CASES = {
         norm_call,
         dict.fromkeys((fp32.TORCH, fp32.COMPILED), torch.ops.aten.native_layer_norm),
         [{"rows": 33}, {}, {"rows": 64}, {"rows": 65}, {"width": 56}, {"is_affine": False}],
+        4,
+    ),
+    LAYERS: (
+        layers_call,
+        dict.fromkeys((fp32.TORCH, fp32.COMPILED), by_onednn),
+        [{}, {"steps": 21}, {"batch": 9}, {"is_trained": False}, {"has_biases": False}],
         4,
     ),
 }

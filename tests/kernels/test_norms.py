@@ -168,6 +168,7 @@ def test_results_do_not_depend_on_the_number_of_threads(for_each_number, kind, n
         assert all(map(torch.equal, first, other))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64")
 def test_results_are_the_same_at_every_level_of_instructions(monkeypatch, tmp_path):
     """Those of layer norms depend on whether the compiler fuses products with weights and sums with biases."""

@@ -22,6 +22,7 @@ from profiling.events import Event
         (["aten::bmm", "_AttentionBackward"], kinds.ATTENTION),
         (["_LossesBackward"], kinds.ELEMENTWISE),
         (["_LstmLayerBackward"], kinds.PRODUCTS),
+        (["_RecurrentLayer"], kinds.PRODUCTS),
         (["aten::cat", "_LstmLayerBackward"], kinds.ELEMENTWISE),
         (["aten::copy_", kinds.AVERAGING_EVENT, "autograd::engine"], kinds.AVERAGING),
         (["aten::stack", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"], kinds.LOADER),

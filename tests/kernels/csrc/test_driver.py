@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
 
 OF_LEVELS = {level.name: Target(level.flags, instructions=level.instruction_sets) for level in compiler.LEVELS}
-SANITIZED = Target((*NATIVE, "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"))
+SANITIZED = Target((*NATIVE, "-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"))
 #: A program that is linked without libraries needs no files of the emulated system.
 ON_X86 = {
     "x86-64": Target(("-march=x86-64",)),

@@ -18,6 +18,7 @@ from nano_loop.steps.kernels import (
     FastLinear,
     FastLstm,
     FastNorm,
+    FastRnn,
 )
 from nano_loop.steps.tune_operators import TuneOperators
 
@@ -30,6 +31,7 @@ CALLING = {
     FastLinear: [nn.Linear(512, 256)],
     FastLstm: [nn.LSTM(2, 2)],
     FastNorm: [nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.InstanceNorm2d(2), nn.GroupNorm(1, 2), nn.LayerNorm(2)],
+    FastRnn: [nn.RNN(2, 2), nn.GRU(2, 2), nn.LSTM(2, 2, proj_size=1)],
 }
 #: Models without the operators, and the reason; without one, the report has no line about them. Any may call dropout.
 OTHERS = {
@@ -40,8 +42,9 @@ OTHERS = {
     FastLinear: ([nn.Linear(512, 255), nn.Embedding(512, 256), nn.Conv2d(256, 256, 3)], None),
     FastLstm: ([nn.GRU(2, 2)], None),
     FastNorm: ([nn.Linear(2, 2)], "no_norm"),
+    FastRnn: ([nn.Linear(2, 2), nn.GRUCell(2, 2)], None),
 }
-IN_BF16 = [kind for kind in KERNEL_STEPS if kind is not FastDropout]
+IN_BF16 = [kind for kind in KERNEL_STEPS if kind.auto_is_for_reduced_precision]
 MISSING = "no C compiler was found (cc, gcc, clang)"
 
 

@@ -1,0 +1,236 @@
+"""torch's operators of RNNs, GRUs and LSTMs, layer by layer by `nano_loop.kernels.rnn.recurrence`.
+
+torch composes them of several operators a step, but for LSTMs of sequences of equal length, which are oneDNN's. Those
+are left to it, or to `nano_loop.kernels.rnn.lstm`, in bf16 and where products may round.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from nano_loop.kernels.fp32 import COMPILED, TORCH, rule_of
+from nano_loop.kernels.replacement import Choose, Replacement, unless_none
+from nano_loop.kernels.rnn import recurrence
+from nano_loop.kernels.rnn.recurrence import GATES, GRU, LSTM, RELU, TANH, Recurrence
+from nano_loop.kernels.rounding import RULE
+from nano_loop.patching.ownership import rule_for
+from nano_loop.patching.torch_private import below_torch_functions, in_dispatch_mode, in_functorch
+
+#: The name of the rule of a model whose recurrent layers are computed in C. It chooses an algorithm for LSTMs in fp32.
+ALGORITHM = rule_of(recurrence.KERNEL)
+#: Most units of an LSTM that is not left to oneDNN. The weights of more are not in a core's cache.
+_MOST_UNITS = 256
+_DTYPES = {torch.float32, torch.bfloat16}
+#: Operators of which torch composes a step under autocast, and which a user may want in another dtype.
+_COMPOSED = ("linear", "sigmoid", "sigmoid_", "tanh", "tanh_", "relu")
+_MATRIX, _SEQUENCES = 2, 3
+
+
+class Arguments(NamedTuple):
+    """The arguments of one of torch's operators.
+
+    Attributes
+    ----------
+    mode : int
+        One of those of `recurrence.Recurrence`.
+    inputs : torch.Tensor
+        Of shape (steps, batch, input size), or (batch, steps, input size) if `batch_first`; packed, of shape (rows,
+        input size).
+    batch_sizes : torch.Tensor or None
+        How many sequences the steps of packed inputs have.
+    states : tuple of torch.Tensor
+        The states before the first step, and the cells of an LSTM.
+    weights : tuple of torch.Tensor
+        Those of the directions of all layers.
+    is_trained : bool
+        Whether there will be a backward.
+    """
+
+    mode: int
+    inputs: Tensor
+    batch_sizes: Tensor | None
+    states: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool = False
+    is_trained: bool = False
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether the outputs of an LSTM are a projection of its units."""
+        return self.states[0].size(-1) != self.states[-1].size(-1)
+
+    @property
+    def is_onednns(self) -> bool:
+        """Whether torch leaves the layers to oneDNN."""
+        return self.mode == LSTM and self.batch_sizes is None and not self.is_projected
+
+    @property
+    def of_torch(self) -> tuple[Any, ...]:
+        """The arguments of torch's operator of an LSTM of sequences of equal length."""
+        return (self.inputs, [*self.states], [*self.weights], *self[5:-1])
+
+    @property
+    def layers(self) -> list[recurrence.Arguments]:
+        """The arguments of the directions of all layers, each with the operator's inputs."""
+        count = _MATRIX * (1 + self.has_biases) + self.is_projected
+        layers = []
+        for at, states in enumerate(zip(*(state.unbind(0) for state in self.states), strict=True)):
+            input_weight, hidden_weight, *others = self.weights[at * count : (at + 1) * count]
+            input_bias, hidden_bias = others[:2] if self.has_biases else (None, None)
+            layers.append(
+                recurrence.Arguments(
+                    self.inputs,
+                    input_weight,
+                    hidden_weight,
+                    input_bias,
+                    hidden_bias,
+                    projection=others[-1] if self.is_projected else None,
+                    state=states[0],
+                    cells=states[1] if self.mode == LSTM else None,
+                )
+            )
+        return layers
+
+
+def _computed(
+    mode: int, is_packed: bool, kernel: Callable[..., Any], inputs: Tensor, *args: Any
+) -> tuple[Tensor, ...] | None:
+    """Compute one of torch's operators, or return None where torch's kernel has to."""
+    rule: Choose | None = rule_for(ALGORITHM)
+    if rule is None:
+        return None
+    batch_sizes, (states, weights, *numbers) = (args[0], args[1:]) if is_packed else (None, args)
+    states = tuple(states) if mode == LSTM else (states,)
+    is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights))
+    call = Arguments(mode, inputs, batch_sizes, states, tuple(weights), *numbers)._replace(is_trained=is_trained)
+    layer = _layer(call)
+    if layer is None:
+        return None
+    if call.is_onednns:
+        guess = COMPILED if is_faster_than_onednn(call) else TORCH
+        algorithms = {TORCH: lambda call: kernel(*call.of_torch), COMPILED: lambda call: _by_layers(call, layer)}
+        if rule(call, lambda: algorithms, guess) != COMPILED:
+            return None
+    with below_torch_functions():
+        return _by_layers(call, layer)
+
+
+#: Calls that do not belong to a set-up model return torch's own result, bitwise identical.
+REPLACEMENTS, LSTM_REPLACEMENTS = (
+    tuple(
+        Replacement(
+            f"{name}.{overload}",
+            unless_none(functools.partial(_computed, mode, overload == "data"), takes_kernel=True),
+            "AutogradCPU",
+        )
+        for name, mode in names
+        for overload in ("input", "data")
+    )
+    for names in ((("rnn_relu", RELU), ("rnn_tanh", TANH), ("gru", GRU)), (("lstm", LSTM),))
+)
+
+
+def _by_layers(call: Arguments, layer: Recurrence) -> tuple[Tensor, ...]:
+    inputs = call.inputs.transpose(0, 1) if call.batch_first else call.inputs
+    shape = inputs.shape[:-1]
+    outputs, directions = inputs.reshape(-1, inputs.size(-1)), 1 + call.bidirectional
+    layers, states = call.layers, []
+    for first in range(0, len(layers), directions):
+        results = [
+            recurrence.recurrence(layer._replace(is_reversed=bool(at)), arguments._replace(inputs=outputs))
+            for at, arguments in enumerate(layers[first : first + directions])
+        ]
+        states += [state for _, *state in results]
+        outputs = results[0][0] if directions == 1 else torch.cat([result[0] for result in results], 1)
+        if call.train and call.dropout and first + directions < len(layers):
+            outputs = torch.dropout(outputs, call.dropout, True)
+    if directions == 1 and outputs.requires_grad:
+        outputs = outputs.clone()  # the backward reads what the user may overwrite
+    outputs = outputs.view(*shape, outputs.size(-1))
+    outputs = outputs.transpose(0, 1) if call.batch_first else outputs
+    return outputs, *map(torch.stack, zip(*states, strict=True))
+
+
+def _layer(call: Arguments) -> Recurrence | None:
+    """Return what all layers of a call have in common, or None where torch computes it."""
+    tensors = (call.inputs, *call.states, *call.weights)
+    if in_functorch() or in_dispatch_mode() or not all(map(_is_plain, tensors)):
+        return None
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not dtypes <= _DTYPES or autocast not in (None, torch.bfloat16) or (autocast is None and len(dtypes) > 1):
+        return None
+    in_bf16 = autocast is not None or dtypes == {torch.bfloat16}
+    if call.is_onednns and (in_bf16 or rule_for(RULE) is not None):
+        return None
+    if in_bf16 and any(rule_for(operator) is not None for operator in _COMPOSED):
+        return None
+    offsets = _offsets(call)
+    if offsets is None or not _are_shapes_right(call):
+        return None
+    return Recurrence(call.mode, offsets, False, in_bf16, _dtypes(call, in_bf16))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no subclass, has memory, and no derivative of a forward mode."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return False
+    dual: Any = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return tensor.data_ptr() != 0 and dual.tangent is None
+
+
+def _dtypes(call: Arguments, in_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of outputs and cells: under autocast, those of torch's products and what is added to them."""
+    if not in_bf16:
+        return torch.float32, torch.float32
+    of_state = torch.promote_types(call.states[-1].dtype, torch.bfloat16)
+    is_product = call.mode in (RELU, TANH) or call.is_projected
+    return (torch.bfloat16 if is_product else of_state), of_state
+
+
+def _offsets(call: Arguments) -> Tensor | None:
+    """Return the rows at which the steps begin, and their number; None for steps that torch refuses."""
+    if call.inputs.dim() != (_SEQUENCES if call.batch_sizes is None else _MATRIX) or not call.inputs.numel():
+        return None
+    if call.states[0].dim() != _SEQUENCES:
+        return None
+    batch = call.states[0].size(1)
+    if call.batch_sizes is None:
+        batch_first, steps = call.inputs.shape[:2] if call.batch_first else call.inputs.shape[1::-1]
+        if batch_first != batch:
+            return None
+        return torch.arange(0, steps * batch + 1, batch, dtype=torch.int64, device="cpu")
+    sizes = call.batch_sizes.tolist()
+    if sizes != sorted(sizes, reverse=True) or sizes[0] != batch or sizes[-1] < 1 or sum(sizes) != len(call.inputs):
+        return None
+    return torch.tensor([0, *sizes], dtype=torch.int64, device="cpu").cumsum(0)
+
+
+def _are_shapes_right(call: Arguments) -> bool:
+    """Whether the shapes are those of torch's modules: the C function reads what they say."""
+    directions, (_, batch, outputs), hidden = 1 + call.bidirectional, call.states[0].shape, call.states[-1].size(-1)
+    count, gates = call.num_layers * directions, GATES[call.mode] * hidden
+    if any(state.shape[:-1] != (count, batch) for state in call.states) or not min(outputs, hidden):
+        return False
+    of_biases: list[Sequence[int]] = [(gates,)] * (2 * call.has_biases)
+    shapes = []
+    for at in range(count):
+        size = call.inputs.size(-1) if at < directions else outputs * directions
+        shapes += [(gates, size), (gates, outputs), *of_biases, *[(outputs, hidden)] * call.is_projected]
+    return [weight.shape for weight in call.weights] == shapes
+
+
+def is_faster_than_onednn(call: Arguments) -> bool:
+    """Whether an LSTM in fp32 that is not measured is faster in C: oneDNN's threads wait for each other in a step."""
+    return call.is_trained and torch.get_num_threads() > 1 and call.states[-1].size(-1) <= _MOST_UNITS

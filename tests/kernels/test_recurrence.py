@@ -1,0 +1,394 @@
+"""Recurrent layers in C are as exact as torch's, forward and backward, for any sizes, and leave torch the rest."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nano_loop import accelerated
+from nano_loop.kernels.fp32 import always
+from nano_loop.kernels.rnn import recurrence, rnn
+from nano_loop.patching.operators.operators import gives_kernels
+
+pytestmark = [
+    pytest.mark.skipif(recurrence.KERNEL.unavailable is not None, reason=str(recurrence.KERNEL.unavailable)),
+    pytest.mark.skipif(not gives_kernels(), reason="it needs torch 2.9"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+    pytest.mark.filterwarnings("ignore:dropout option adds dropout"),
+]
+KINDS = {
+    "tanh": nn.RNN,
+    "relu": lambda *sizes, **options: nn.RNN(*sizes, nonlinearity="relu", **options),
+    "GRU": nn.GRU,
+    "LSTM": nn.LSTM,
+    "projected": lambda size, hidden, *rest, **options: nn.LSTM(
+        size, hidden, *rest, proj_size=max(hidden // 3, 1), **options
+    ),
+}
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+@contextlib.contextmanager
+def in_c():
+    """Compute all layers in C, as in calls of set-up models."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(rnn, "rule_for", {rnn.ALGORITHM: always}.get)
+        for replacement in (*rnn.REPLACEMENTS, *rnn.LSTM_REPLACEMENTS):
+            stack.enter_context(replacement.in_force())
+        yield
+
+
+def layer(kind, size, hidden, *rest, seed=0, **options):
+    torch.manual_seed(seed)
+    return KINDS[kind](size, hidden, *rest, **options)
+
+
+def state_of(model, batch, seed=2, by=0.5):
+    generator, outputs = torch.Generator().manual_seed(seed), model.proj_size or model.hidden_size
+    count = model.num_layers * (1 + model.bidirectional)
+    sizes = [outputs, model.hidden_size] if isinstance(model, nn.LSTM) else [outputs]
+    states = tuple(torch.randn(count, batch, size, generator=generator) * by for size in sizes)
+    return states if isinstance(model, nn.LSTM) else states[0]
+
+
+def inputs_of(model, steps, batch, lengths=None, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, steps) if model.batch_first else (steps, batch)
+    x = torch.randn(*shape, model.input_size, generator=generator)
+    return x if lengths is None else pack_padded_sequence(x, lengths, model.batch_first, enforce_sorted=False)
+
+
+def with_dtype(value, dtype):
+    if isinstance(value, PackedSequence):
+        return value._replace(data=value.data.to(dtype))
+    return tuple(each.to(dtype) for each in value) if isinstance(value, tuple) else value.to(dtype)
+
+
+def tensors_in(value):
+    if isinstance(value, PackedSequence):
+        return [value.data]
+    return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in tensors_in(part)]
+
+
+def results(model, x, state=None, dtype=torch.float32, used=None, seed=3):
+    """Return the outputs, and the gradients of inputs, states and weights from random ones of the outputs."""
+    model, leaves = copy.deepcopy(model).to(dtype), []
+
+    def leaf(tensor):
+        leaves.append(tensor.detach().clone().to(dtype).requires_grad_())
+        return leaves[-1]
+
+    x = x._replace(data=leaf(x.data)) if isinstance(x, PackedSequence) else leaf(x)
+    if state is not None:
+        state = tuple(map(leaf, state)) if isinstance(state, tuple) else leaf(state)
+    outputs = tensors_in(model(x, state))
+    generator = torch.Generator().manual_seed(seed)
+    gradients = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
+    used = range(len(outputs)) if used is None else used
+    of_leaves = torch.autograd.grad(
+        [outputs[i] for i in used], [*leaves, *model.parameters()], [gradients[i] for i in used], allow_unused=True
+    )
+    return [*(output.detach() for output in outputs), *(each for each in of_leaves if each is not None)]
+
+
+def recurrences(called):
+    return [name for name in called if name != "recurrence_product"]
+
+
+def error(computed, exact):
+    return (computed.double() - exact.double()).square().mean().sqrt().item()
+
+
+def assert_right(called, *args, **kwargs):
+    exact, torchs = results(*args, **{**kwargs, "dtype": torch.float64}), results(*args, **kwargs)
+    with in_c():
+        computed = results(*args, **kwargs)
+    assert {"recurrence_forward", "recurrence_backward"} <= set(called)
+    for ours, other, right in zip(computed, torchs, exact, strict=True):
+        assert ours.shape == right.shape
+        # Of a sum that cancels, either error is chance.
+        assert error(ours, right) <= max(1e-6 * max(1.0, right.abs().max().item()), 3 * error(other, right))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from([*KINDS]),
+    sizes=st.tuples(st.integers(1, 40), st.integers(2, 75)),
+    layers=st.integers(1, 3),
+    steps=st.integers(1, 9),
+    batch=st.integers(1, 20),
+    bias=st.booleans(),
+    bidirectional=st.booleans(),
+    batch_first=st.booleans(),
+    is_packed=st.booleans(),
+    has_state=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_sizes_are_right(kind, sizes, layers, steps, batch, is_packed, has_state, seed, **options):
+    names = []
+    with pytest.MonkeyPatch.context() as patch:
+        call = recurrence.KERNEL.__class__.__call__
+        patch.setattr(
+            recurrence.KERNEL.__class__,
+            "__call__",
+            lambda self, name, *args: names.append(name) or call(self, name, *args),
+        )
+        model = layer(kind, *sizes, layers, seed=seed, **options)
+        lengths = torch.randint(1, steps + 1, (batch,)).tolist() if is_packed else None
+        x = inputs_of(model, max(lengths) if is_packed else steps, batch, lengths, seed)
+        assert_right(names, model, x, state_of(model, batch) if has_state else None)
+
+
+@EACH
+@pytest.mark.parametrize("hidden", [1, 7, 25, 200])
+@pytest.mark.parametrize("batch", [1, 33])
+def test_odd_sizes_are_right(called, kind, hidden, batch):
+    if kind == "projected" and hidden == 1:
+        hidden = 2  # a projection is smaller
+    model = layer(kind, 13, hidden, bidirectional=True)
+    assert_right(called, model, inputs_of(model, 7, batch), state_of(model, batch))
+    assert_right(called, model, inputs_of(model, 1, batch))
+
+
+@EACH
+@pytest.mark.parametrize("used", [(0,), (1,), (-1,), (1, -1)])
+def test_outputs_without_a_gradient_count_as_zero(called, kind, used):
+    model = layer(kind, 5, 18)
+    assert_right(called, model, inputs_of(model, 6, 9), state_of(model, 9), used=used)
+
+
+@EACH
+@pytest.mark.parametrize(("hidden", "steps"), [(25, 40), (64, 50), (200, 20)])
+def test_errors_are_not_larger_than_those_of_torch(kind, hidden, steps):
+    squares = []
+    for seed in range(25 if hidden < 200 else 8):
+        model = layer(kind, 30, hidden, seed=seed)
+        args = model, inputs_of(model, steps, 16, seed=seed), state_of(model, 16, seed)
+        exact, torchs = results(*args, dtype=torch.float64), results(*args)
+        with in_c():
+            computed = results(*args)
+        squares.append([(error(a, c) ** 2, error(b, c) ** 2) for a, b, c in zip(computed, torchs, exact, strict=True)])
+    ours, torchs = torch.tensor(squares, dtype=torch.float64).mean(0).sqrt().unbind(1)
+    is_large = torch.tensor([tensor.numel() > 1000 for tensor in exact])
+    assert (ours <= torchs)[is_large].all()
+    assert (ours / torchs).square().mean() <= 1  # that of a bias is chance
+
+
+@EACH
+def test_the_same_bits_for_any_number_of_threads(for_each_number, kind):
+    model = layer(kind, 3, 45)
+    x = inputs_of(model, 30, 13, [30, 30, 21, 21, 21, 20, 11, 9, 9, 8, 3, 2, 1])
+    with in_c():
+        once, *others = for_each_number(lambda: tensors_in(model(x)), 1, 2, 3, 7)
+        once_batched, *batched = for_each_number(lambda: tensors_in(model(inputs_of(model, 60, 13))), 1, 2, 3, 7)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(once, other, strict=True))
+    assert all(torch.equal(a, b) for other in batched for a, b in zip(once_batched, other, strict=True))
+
+
+@EACH
+def test_large_and_undefined_numbers_are_those_of_torch(kind):
+    model = layer(kind, 9, 20)
+    x = inputs_of(model, 5, 6)
+    for numbers in (x * 1e4, x * 1e-7):
+        exact, torchs = results(model, numbers, dtype=torch.float64), results(model, numbers)
+        with in_c():
+            computed = results(model, numbers)
+        for ours, other, right in zip(computed, torchs, exact, strict=True):
+            assert ours.isfinite().all()
+            assert error(ours, right) <= 2 * error(other, right) + 1e-7 * right.abs().max()
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x[2, 3, 4] = bad
+        torchs = model(x)[0]
+        with in_c():
+            computed = model(x)[0]
+        assert torch.equal(computed.isnan(), torchs.isnan())
+        assert computed[:, :3].isfinite().all()
+
+
+@EACH
+def test_dropout_between_layers_draws_as_torch_does(called, kind):
+    model = layer(kind, 6, 24, 3, dropout=0.4, bidirectional=True)
+    for x in (inputs_of(model, 8, 10), inputs_of(model, 8, 10, [8, 8, 7, 5, 5, 3, 2, 2, 1, 1])):
+        torch.manual_seed(5)
+        torchs, after = results(model, x), torch.rand(3)
+        torch.manual_seed(5)
+        with in_c():
+            computed = results(model, x)
+        assert torch.equal(torch.rand(3), after)
+        for ours, other in zip(computed, torchs, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-4, atol=2e-5)
+    assert called.count("recurrence_forward") == 12
+    model.eval()
+    exact = tensors_in(copy.deepcopy(model).double()(with_dtype(x, torch.double)))
+    with in_c(), torch.no_grad():
+        computed = tensors_in(model(x))
+    torch.testing.assert_close(computed, exact, check_dtype=False, rtol=1e-5, atol=1e-6)
+
+
+@EACH
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_gradients_can_be_differentiated_and_computed_many_at_a_time(called, kind, bidirectional):
+    model = layer(kind, 5, 18, bidirectional=bidirectional)
+    x, lengths = inputs_of(model, 5, 4), [5, 4, 4, 2]
+
+    def penalty(model, x):
+        x = x.clone().requires_grad_()
+        output, state = model(pack_padded_sequence(x, lengths))
+        total = output.data.square().sum() + sum(each.sum() for each in tensors_in(state))
+        (of_x,) = torch.autograd.grad(total, x, create_graph=True)
+        return torch.autograd.grad(of_x.square().sum(), [x, *model.parameters()], materialize_grads=True)
+
+    def batched(model, x):
+        output = model(x)[0]
+        basis = torch.eye(output.numel(), dtype=x.dtype)[:7].view(7, *output.shape)
+        return torch.autograd.grad(output, [*model.parameters()], basis, is_grads_batched=True)
+
+    for compute in (penalty, batched):
+        exact = compute(copy.deepcopy(model).double(), x.double())
+        called.clear()
+        with in_c():
+            computed = compute(model, x)
+        assert "recurrence_forward" in called
+        for ours, right in zip(computed, exact, strict=True):
+            torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-5)
+
+
+@EACH
+def test_users_change_outputs_hook_and_share_what_torch_lets_them(called, kind):
+    model, plain = (layer(kind, 6, 18) for _ in range(2))
+    x = inputs_of(model, 5, 4)
+    for each in (model, plain):
+        parametrizations.weight_norm(each, "weight_hh_l0")
+        each.bias_ih_l0 = each.bias_hh_l0  # one parameter
+
+    def used(model):
+        seen = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(1) or tensor.clone(), lambda x: x):
+            output = model(x)[0]
+        output.register_hook(seen.append)
+        output.mul_(2).relu_().sum().backward()
+        assert len(seen) > 1
+        assert {*model.state_dict()} == {*plain.state_dict()}
+        model.flatten_parameters()
+        return [output, *(parameter.grad for parameter in model.parameters())]
+
+    expected = used(plain)
+    with in_c():
+        computed = used(model)
+    assert recurrences(called) == ["recurrence_forward", "recurrence_backward"]
+    for ours, other in zip(computed, expected, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def functional_gradients(model, x):
+    def total(parameters):
+        return torch.func.functional_call(model, parameters, (x,))[0].square().sum()
+
+    return [*torch.func.grad(total)(dict(model.named_parameters())).values()]
+
+
+def tangent(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))[0]).tangent
+
+
+def in_mode(model, x):
+    with Seen():
+        return model(x)[0]
+
+
+def in_fp64(model, x):
+    return copy.deepcopy(model).double()(x.double())[0]
+
+
+def in_fp16(model, x):
+    with torch.autocast("cpu", torch.float16):
+        return model(x)[0]
+
+
+def without_sequences(model, x):
+    return model(x[:, :0])[0]
+
+
+def in_inference(model, x):
+    with torch.inference_mode():
+        return model(x)[0].clone()
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [functional_gradients, tangent, in_mode, in_fp64, in_fp16, without_sequences, in_inference],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_the_function_in_c_does_not_know_is_torchs(called, compute):
+    model = layer("GRU", 6, 18)
+    x = inputs_of(model, 5, 4)
+    expected = tensors_in(compute(model, x))
+    with in_c():
+        computed = tensors_in(compute(model, x))
+    assert all(map(torch.equal, computed, expected))
+    assert not called
+
+
+@EACH
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_in_reduced_precision_it_is_as_exact_as_torch_with_its_dtypes(called, kind, by_hand):
+    squares = []
+    for seed in range(5):
+        model = layer(kind, 40, 48, 2, seed=seed)
+        args = model, inputs_of(model, 20, 33, [20] * 30 + [8] * 3, seed=seed), state_of(model, 33, seed)
+        exact = results(*args, dtype=torch.float64)
+
+        def compute(args=args):
+            if by_hand:
+                return results(*args, dtype=torch.bfloat16)
+            with torch.autocast("cpu", torch.bfloat16):
+                return results(*args)
+
+        torchs = compute()
+        with in_c():
+            computed = compute()
+        assert [tensor.dtype for tensor in computed] == [tensor.dtype for tensor in torchs]
+        squares.append([(error(a, c) ** 2, error(b, c) ** 2) for a, b, c in zip(computed, torchs, exact, strict=True)])
+    ours, torchs = torch.tensor(squares, dtype=torch.float64).mean(0).sqrt().unbind(1)
+    assert (ours <= 1.1 * torchs).all()
+    assert called.count("recurrence_backward") == 10
+
+
+@EACH
+def test_loop_trains_as_with_torch_and_other_models_are_torchs_to_the_bit(called, monkeypatch, kind):
+    monkeypatch.setattr(rnn, "is_faster_than_onednn", lambda call: True)
+
+    def trained(model, x):
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(x)[0].square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        return losses
+
+    models = [layer(kind, 24, 48, 2, bidirectional=True) for _ in range(3)]
+    x = inputs_of(models[0], 12, 16)
+    plain = trained(models[0], x)
+    with accelerated(models[1], precision=32, fast_rnn=True, tune_operators=False, verbose=False) as run:
+        assert "fast_rnn" in run.report.applied
+        ours = trained(models[1], x)
+        assert recurrences(called) == [*["recurrence_forward"] * 4, *["recurrence_backward"] * 4] * 4
+        assert trained(models[2], x) == plain
+    assert ours == pytest.approx(plain, rel=1e-5)
+    assert len(recurrences(called)) == 32
