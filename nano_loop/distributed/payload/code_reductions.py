@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
 from operator import attrgetter
@@ -46,13 +47,22 @@ def _set_compiled_module(module: nn.Module, state: tuple[Any, Any]) -> None:
 def _reduce_scripted(module: torch.jit.ScriptModule) -> Reduction:
     """Pickle a scripted module as `torch.jit.save` does, and its tensors beside that, for optimizers hold them too."""
     content = io.BytesIO()
-    torch.jit.save(module, content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of all of torch.jit
+        torch.jit.save(module, content)
     tensors = {**dict(named_parameters_of(module)), **dict(named_buffers_of(module))}
     return _scripted, (content.getvalue(),), tensors, None, None, _set_tensors
 
 
+def reduce_scripted_function(function: torch.jit.ScriptFunction[Any, Any]) -> Reduction:
+    """Pickle a scripted or traced function as `torch.jit.save` does; it arrives as a module that is called alike."""
+    return _scripted, (function.save_to_buffer({}),)
+
+
 def _scripted(content: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(content))  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.load(io.BytesIO(content))  # type: ignore[no-untyped-call]
 
 
 def _set_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ from nano_loop.distributed.payload.code_reductions import (
     reduce_imported,
     reduce_module,
     reduce_operator,
+    reduce_scripted_function,
 )
 from nano_loop.patching.torch_private import TENSOR_HOOKS, kept_iterator, with_iterator
 from nano_loop.patching.torch_private_optimizers import is_watched_by_scheduler
@@ -103,6 +104,7 @@ REDUCTIONS: dict[type, Callable[[Any], Reduction | None]] = {
     DataLoader: _reduce_loader,
     np.ndarray: reduce_array,
     FunctionType: reduce_function,
+    torch.jit.ScriptFunction: reduce_scripted_function,
     ModuleType: reduce_imported,
     type(torch.ops.aten.mul): reduce_operator,
     type(torch.ops.aten.mul.Tensor): reduce_operator,

@@ -368,6 +368,19 @@ def test_hooks_parametrizations_and_local_classes_arrive(send):
     assert send(model, check) == (expected, (2, 2))
 
 
+def halved(x):
+    return x / 2 if x.sum() > 0 else x
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_scripted_and_traced_functions_arrive(send):
+    functions = torch.jit.script(halved), torch.jit.trace(torch.square, torch.rand(2))
+    model = nn.Identity()
+    model.functions = functions
+    x = torch.full((2,), 4.0)
+    assert send(model, lambda model: [f(x).tolist() for f in model.functions]) == [[2.0, 2.0], [16.0, 16.0]]
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_parametrizations_of_recurrent_layers_are_not_computed_by_sending_them(tmp_path, kind):
     """Each computation of a spectral norm in train mode changes its buffers."""
