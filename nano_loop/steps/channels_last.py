@@ -28,6 +28,7 @@ from nano_loop.steps.layout_trial import LayoutTrial
 from nano_loop.steps.step import SkipReason, Step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_OF_SEQUENCES = (nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 #: The ids of the convolutions of set-up models.
@@ -64,6 +65,10 @@ class ChannelsLast(Step):
             return SkipReason("scripted", "the model is scripted, so its convolutions and views cannot be changed")
         if any(parameter.dim() in _FORMATS for model in models for parameter in parameters_of(model)):
             return None
+        if any(isinstance(module, _OF_SEQUENCES) for model in models for module in model.modules()):
+            return SkipReason("no_images", "the model has no 4-D or 5-D parameters, and layers for sequences")
+        if self.options.channels_last is True and models:  # linear layers and pooling take images, too
+            return None
         return SkipReason("no_images", "the model has no 4-D or 5-D parameters")
 
     @override
@@ -86,12 +91,12 @@ class ChannelsLast(Step):
                     self.undoing.callback(optimizer.register_step_pre_hook(self._time).remove)
             return "the faster layout"
         count = sum(self._turn(model, to_nhwc=True) for model in models)
-        inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_dimensions(parts.parameters())))
+        inputs = " and ".join(f"{dimension}-D" for dimension in sorted(_converted(parts.parameters())))
         return f"{count} convolution{'s' * (count != 1)}, {inputs} inputs"
 
     def _turn(self, model: nn.Module, to_nhwc: bool) -> int:
         """Let a model compute in NHWC from now on, or in NCHW, and return how many convolutions it has."""
-        wrapper = _converting_inputs(_dimensions(parameters_of(model))) if to_nhwc else _as_they_are
+        wrapper = _converting_inputs(_converted(parameters_of(model))) if to_nhwc else _as_they_are
         self.interceptors.add(model, self.name, wrapper)
         convolutions = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
         for convolution in convolutions:
@@ -149,8 +154,10 @@ def _unscripted(parts: TrainingObjects) -> list[nn.Module]:
     return [model for model in parts.models if not isinstance(model, torch.jit.ScriptModule)]
 
 
-def _dimensions(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
-    return frozenset(parameter.dim() for parameter in parameters) & frozenset(_FORMATS)
+def _converted(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
+    """Return how many dimensions the inputs have that are converted: those of the parameters, or of any images."""
+    formats = frozenset(_FORMATS)
+    return frozenset(parameter.dim() for parameter in parameters) & formats or formats
 
 
 def in_channels_last(tensor: Tensor) -> Tensor:

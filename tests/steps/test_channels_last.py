@@ -117,10 +117,30 @@ def test_view_that_is_wrong_in_any_layout_raises_what_torch_raises(step):
         torch.ones(2, 3).T.view(torch.int16)
 
 
-def test_model_without_images_is_skipped(step):
-    made = step(ChannelsLast, channels_last=True)
-    assert made.skip_reason(TrainingObjects([nn.Linear(2, 2)])).code == "no_images"
+@pytest.mark.parametrize(
+    ("model", "choice", "code"),
+    [
+        (nn.GRU(2, 2), True, "no_images"),
+        (nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2)), True, "no_images"),
+        (nn.Linear(2, 2), "auto", "no_images"),
+        (nn.Linear(2, 2), True, None),
+    ],
+)
+def test_model_without_images_is_skipped(step, model, choice, code):
+    made = step(ChannelsLast, channels_last=choice)
+    reason = made.skip_reason(TrainingObjects([model]))
+    assert (None if reason is None else reason.code) == code
     assert not made.required
+
+
+def test_images_of_a_model_without_convolutions_are_converted(step):
+    model, strides = nn.Sequential(nn.Linear(4, 4), nn.AvgPool2d(2)), []
+    model[0].register_forward_pre_hook(lambda module, args: strides.append(args[0].stride(1)))
+    made = step(ChannelsLast, channels_last=True)
+    made.apply(TrainingObjects([model]))
+    assert model(torch.randn(2, 3, 4, 4)).is_contiguous()
+    made.interceptors.close()
+    assert strides == [1]
 
 
 def test_it_is_off_by_default(step):
