@@ -92,13 +92,17 @@ def test_modules_are_imported_once_until_a_call_needs_others(project, monkeypatc
     assert other not in (None, both), "an import may read the arguments"
     server = servers.kept()[0].pid
     servers.end_kept()
-    assert not [pid for pid in (server, other) if is_there(pid)]
+    wait_until(lambda: not [pid for pid in (server, other) if is_there(pid)])
 
 
 def wait_for_importers(*pids):
     """Wait until these and no others are there."""
+    wait_until(lambda: importers() == {*pids})
+
+
+def wait_until(is_so):
     deadline = time.monotonic() + 10
-    while importers() != {*pids}:
+    while not is_so():
         assert time.monotonic() < deadline, importers()
         time.sleep(0.01)
 
