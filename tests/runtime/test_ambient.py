@@ -424,11 +424,11 @@ def test_second_install_replaces_the_options(install):
 
 def test_option_that_has_applied_to_nothing_is_a_warning_by_the_line_of_the_block():
     net = Net()
+    net.embedding = nn.Embedding(2, 2)
     with (
         pytest.warns(NanoWarning, match="channels_last=True") as caught,
         accelerated(channels_last=True, verbose=False),
     ):
-        net.embedding = nn.Embedding(2, 2)
         fit(net, adam(net))
     assert [warning.filename for warning in caught] == [__file__]
 
