@@ -14,6 +14,7 @@ import click
 from nano_loop.config import option_checks as checks
 from nano_loop.config.declarations import CHECKS, DECLARED
 from nano_loop.config.environment import read_options, variable_of
+from nano_loop.config.options import Options
 from nano_loop.errors import NanoConfigError, error_message
 
 _T = TypeVar("_T")
@@ -91,7 +92,9 @@ def _variables_of(options: Mapping[str, bool | str | None]) -> dict[str, str]:
             problems.append(error_message(f"{flag_of(name)} {texts[name]}", *refused.args))
     if problems:
         raise NanoConfigError("\n".join(problems))
-    return {variable_of(name): text for name, text in texts.items()}
+    variables = {variable_of(name): text for name, text in texts.items()}
+    Options.from_call({}, variables)  # which contradict each other is an error here, and not in the script
+    return variables
 
 
 def _refuse_missing(script: str, is_module: bool) -> None:

@@ -161,6 +161,7 @@ def test_command_line_overrides_the_environment(script):
         (["--precision"], ["--precision", "requires an argument"]),
         ([], ["Missing argument 'SCRIPT'"]),
         (["-j", "-t", __file__], ["a process has one allocator"]),
+        (["--exact", "--precision", "bf16", __file__], ["NANO_LOOP_PRECISION=bf16 with NANO_LOOP_EXACT=True"]),
     ],
     ids=str,
 )
@@ -269,16 +270,22 @@ def test_script_without_a_line_is_accelerated_with_its_children(script):
     path = script(WITHOUT_A_LINE)
     code, plain, err = ran(path, "argument", by=[sys.executable])
     assert (code, err) == (1, "")
-    for options in ([], ["--precision", "bf16"]):
-        code, out, err = ran("--exact", *options, path, "argument")
+    for options in (["--exact"], ["--precision", "bf16"]):
+        code, out, err = ran(*options, path, "argument")
         assert code == 1, err
         assert err.count("Net, trained by SGD") == 3
         results = json.loads(out.replace("'", '"'))
         assert results == [results[0]] * 3
-        assert (results == json.loads(plain.replace("'", '"'))) == (not options)
-        assert results[0][1] == (["torch.bfloat16"] if options else ["torch.float32"])
+        is_exact = options == ["--exact"]
+        assert (results == json.loads(plain.replace("'", '"'))) == is_exact
+        assert results[0][1] == (["torch.float32"] if is_exact else ["torch.bfloat16"])
     code, out, err = ran("--precision", "bf16", "--only-environment", path)
     assert (code, out) == (0, plain)
+    code, out, err = ran(path, NANO_LOOP_EXACT="1", NANO_LOOP_PRECISION="bf16")
+    assert (code, out) == (0, plain), "the script goes on without nano_loop"
+    assert err.startswith("nano-loop: NANO_LOOP_PRECISION=bf16 with NANO_LOOP_EXACT=1"), (
+        "also where it has had children"
+    )
     code, out, err = ran("--num-processes", "2", "-m", "train", folder=path.parent)
     assert (code, out) == (0, plain)
 

@@ -43,14 +43,15 @@ class _Start:
 
     def end(self) -> None:
         """Print a line, unless nano_loop may have been used here or in a child, or the script has failed."""
-        times = os.times()
-        is_alone = os.getpid() == self.process and times.children_user + times.children_system == 0  # and not forked
-        if not is_alone or hasattr(sys, "last_type") or sys.__stderr__ is None:
+        is_forked = os.getpid() != self.process
+        if is_forked or hasattr(sys, "last_type") or sys.__stderr__ is None:
             return
         if self.refusal:
             line = "" if any(module in sys.modules for module in _EXPLICIT) else self.refusal
         else:
-            line = "" if "nano_loop.runtime.run" in sys.modules else self.line
+            times = os.times()
+            is_alone = times.children_user + times.children_system == 0
+            line = self.line if is_alone and "nano_loop.runtime.run" not in sys.modules else ""
         if line:
             print(line, file=sys.__stderr__)
 
