@@ -196,6 +196,7 @@ def models_in(report):
     return [result.detail for result in report.results if result.name == "model"]
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # LBFGS of torch 2.8
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_program_without_a_line_trains_the_same_weights(program, install):
     plain = trained(program)
@@ -301,7 +302,7 @@ def test_models_of_threads_are_set_up(install):
     gc.collect()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:JIT pass will be deprecated")  # IPEX's
 @pytest.mark.parametrize("is_set_up", [False, True])
 def test_models_are_traced_scripted_and_exported_as_they_are(install, is_set_up):
     install(precision="bf16")
