@@ -141,8 +141,8 @@ class Declarations:
     )
     fast_rnn: bool | Literal["auto"] = step(
         "GRUs, RNNs, and LSTMs that are not oneDNN's in bf16, by products over all steps and a function in C for the "
-        "recurrence: GRUs and RNNs are 2 to 10 times as fast as torch's. Needs torch 2.9 or later and, at first use, a C "
-        "compiler.",
+        "recurrence: GRUs and RNNs are 2 to 10 times as fast as torch's. Needs torch 2.9 or later and, at first use, a "
+        "C compiler.",
         changes_bits=True,
     )
     fast_cross_entropy: bool | Literal["auto"] = step(
