@@ -148,7 +148,7 @@ def _cache(report: dict[str, Any]) -> str:
 
 
 def fresh(system: str, folder: Path, workers: int, trains: int) -> dict[str, Any]:
-    """Run a case in a process of its own."""
+    """Run a case in a separate process."""
     command = [sys.executable, "-m", "benchmarks.images", "--case", system, str(folder), str(workers), str(int(trains))]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

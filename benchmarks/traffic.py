@@ -163,7 +163,7 @@ def moves(operator: Operator) -> float:
     if name in _GATHERING:
         first, *others = inputs.values()
         return min(first.nbytes, written) + sum(each.nbytes for each in others) + written
-    # The results of others than these that are given as inputs are `out=`, which are not read.
+    # For all other operators, a result that is also an input is `out=`, which is not read.
     in_place = name.endswith("_") and name not in _WRITE_ONLY
     read = [each for key, each in inputs.items() if in_place or key not in outputs]
     return sum(each.nbytes for each in read) + written

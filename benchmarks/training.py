@@ -56,7 +56,7 @@ class End:
 
 
 def train(example: str, mode: str, seed: int, options: Sequence[str]) -> End:
-    """Run an example to its end in a process of its own."""
+    """Run an example to its end in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         results, memory = (Path(folder, f"{name}.json") for name in ("results", "memory"))
         script = [str(ROOT / f"examples/{example}.py"), *options, *MODES[mode]]

@@ -299,6 +299,16 @@ def sweep(table: dict[str, set[str]], chosen: Sequence[Case]) -> tuple[dict[str,
     return new, left, sorted(name for name in recorder.uncalled if has_kernel(name, "CPU"))
 
 
+def in_few_lines(tables: dict[str, dict[str, Any]]) -> str:
+    """Return JSON with a line for each list and for each operator that has rules."""
+    versions = []
+    for version, table in tables.items():
+        widest = ",\n".join(f"   {json.dumps(name)}: {json.dumps(rules)}" for name, rules in table["widest"].items())
+        lists = "".join(f"  {json.dumps(key)}: {json.dumps(table[key])},\n" for key in ("namespaces", "unswept"))
+        versions.append(f' {json.dumps(version)}: {{\n{lists}  "widest": {{\n{widest}\n  }}\n }}')
+    return "{\n" + ",\n".join(versions) + "\n}\n"
+
+
 def main() -> None:
     """Write the table, and print the failures that it does not cover."""
     warnings.simplefilter("ignore")
@@ -320,7 +330,7 @@ def main() -> None:
     widest = {name: sorted(rules) for name, rules in sorted(table.items())}
     tables[version] = {"namespaces": namespaces, "unswept": unswept, "widest": widest}
     by_version = {version: tables[version] for version in sorted(tables, key=lambda text: [*map(int, text.split("."))])}
-    path.write_text(json.dumps(by_version, indent=1) + "\n")
+    path.write_text(in_few_lines(by_version))
     print("\n".join(left))
 
 

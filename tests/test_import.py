@@ -13,7 +13,7 @@ import pytest
 
 import nano_loop
 
-# Runs in an interpreter of its own: records the process, does what it is given, and records it again.
+# Runs in a separate interpreter: records the process, does what it is given, and records it again.
 PROGRAM = """
 import gc, json, logging, os, signal, sys, threading, warnings
 from pathlib import Path
@@ -201,7 +201,7 @@ thread.start()
 
 
 def imports_only(statement, *unwanted):
-    """Run a statement in an interpreter of its own, and fail if one of the modules is there afterwards."""
+    """Run a statement in a separate interpreter, and fail if one of the modules is there afterwards."""
     program = f"import sys; {statement}; sys.exit(' '.join({{*{unwanted}}} & {{*sys.modules}}) or None)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,9 +1,10 @@
-"""What of a tensor's sizes and strides a choice depends on."""
+"""What of a tensor's sizes and strides a choice depends on, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 #: Maximum number of elements of a tensor whose computation is measured: the ways take memory several times its size.
@@ -26,3 +27,13 @@ def layout(tensor: Tensor) -> str:
 def most_elements(tensors: Iterable[Tensor]) -> int:
     """Return the number of elements of the largest tensor."""
     return max(tensor.numel() for tensor in tensors)
+
+
+def rough(shape: torch.Size) -> str:
+    """Return sizes of which the first one, which may be that of a batch, is rough."""
+    return "x".join([*(bucket(size) for size in shape[:1]), *map(str, shape[1:])])
+
+
+def joined(*values: object) -> str:
+    """Return the words of a key in one text."""
+    return " ".join(map(str, values)).rstrip()

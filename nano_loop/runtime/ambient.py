@@ -44,7 +44,7 @@ _modes: list[Ambient] = process_wide("ambient modes", [])
 class Ambient:
     """Sets up what a program trains with, in the scope of a run, until `close`.
 
-    Models that are trained together are set up by a run of their own inside that run, which lasts as long as they do.
+    Models that are trained together are set up by one run inside that run, which lasts as long as they do.
 
     Parameters
     ----------

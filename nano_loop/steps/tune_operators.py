@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from nano_loop.autotune.budget import Budget
 from nano_loop.autotune.choices import Choice, Choices, choices_for
-from nano_loop.autotune.operators import FP32_OPERATORS, OPERATORS
+from nano_loop.autotune.fp32_operators import FP32_OPERATORS
+from nano_loop.autotune.operators import OPERATORS
 from nano_loop.autotune.tuner import Tuner
 from nano_loop.kernels.rounding import RULE
 from nano_loop.patching.ownership import Rule

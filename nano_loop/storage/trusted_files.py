@@ -134,7 +134,7 @@ def path_of(descriptor: int, path: str | Path) -> Path:
 def trusted_parent(parents: Iterable[Path | None]) -> Path:
     """Return the first of some folders in which this user can write, and nobody else can replace what this user writes.
 
-    Others may have files of their own there, where the folder has the sticky bit, as ``/tmp`` has.
+    Others may have their files there, where the folder has the sticky bit, as ``/tmp`` has.
 
     Raises
     ------

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune.time_for import ALWAYS, Clock, TimeFor
 from nano_loop import nano
-from nano_loop.autotune import decisions
+from nano_loop.autotune import decisions, fp32_operators
 from nano_loop.autotune import operators as module
 from nano_loop.autotune.choices import Choices
 from nano_loop.autotune.tuner import Tuner
@@ -236,14 +236,16 @@ def test_one_algorithm_and_tensors_that_are_too_large_are_not_measured(operator,
     torchs, other, *_ = bench.names
     assert bench(torchs, possible=[torchs]) == torchs
     assert not budget.asked
-    monkeypatch.setattr(module, "MOST_ELEMENTS", 1)
+    for place in (module, fp32_operators):
+        monkeypatch.setattr(place, "MOST_ELEMENTS", 1)
     monkeypatch.setattr(module, "_MIN_ROWS", 10)
     chosen = Bench(operator)(torchs, other)
     assert chosen == (other if operator is PRODUCT else torchs)  # of which some rows are measured
 
 
 def test_of_large_products_and_losses_some_rows_and_of_long_sequences_some_steps_are_measured(monkeypatch):
-    monkeypatch.setattr(module, "MOST_ELEMENTS", 1 << 12)
+    for place in (module, fp32_operators):
+        monkeypatch.setattr(place, "MOST_ELEMENTS", 1 << 12)
     monkeypatch.setattr(module, "_MIN_ROWS", 1)
     monkeypatch.setattr(module, "_MULTIPLICATIONS", 1)
     products, layers, losses = Bench(PRODUCT), Bench(LSTM), Bench(LOSS)

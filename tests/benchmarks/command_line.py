@@ -1,4 +1,4 @@
-"""Runs a benchmark's command line as a person would: in a process of its own."""
+"""Runs a benchmark's command line as a person would: in a separate process."""
 
 import json
 import os

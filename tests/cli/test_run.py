@@ -32,7 +32,7 @@ print(json.dumps([sys.argv, sys.path[0], __name__, os.getpid(), dict(os.environ)
 
 @pytest.fixture
 def script(tmp_path):
-    """Give a function that writes a script in a folder of its own."""
+    """Give a function that writes a script in a separate folder."""
 
     def write(text, name="train.py"):
         path = tmp_path / "project" / name
@@ -44,7 +44,7 @@ def script(tmp_path):
 
 
 def started(*arguments, by=NANO_LOOP, folder=None, **variables):
-    """Start the command in a process of its own."""
+    """Start the command in a separate process."""
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
     pipe = subprocess.PIPE
     return subprocess.Popen([*by, *map(str, arguments)], env=environ, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe)

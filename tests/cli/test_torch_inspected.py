@@ -1,4 +1,4 @@
-"""What torch says of itself, in a process of its own."""
+"""What torch says of itself, in a separate process."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Runs an example as a person would: in a process of its own, and reads what it found from its --json file."""
+"""Runs an example as a person would: in a separate process, and reads what it found from its --json file."""
 
 import json
 import os

@@ -146,7 +146,7 @@ READER = """
 
 @pytest.fixture
 def net_of_the_user(tmp_path, monkeypatch):
-    """A model class in a module of its own, as a user's project would have it."""
+    """A model class in a separate module, as a user's project would have it."""
     (tmp_path / "net_of_the_user.py").write_text(textwrap.dedent(MODEL))
     (tmp_path / "reader.py").write_text(textwrap.dedent(READER))
     monkeypatch.syspath_prepend(tmp_path)

@@ -89,7 +89,7 @@ def test_musl_which_does_not_know_the_name_is_no_glibc(monkeypatch):
 
 @GLIBC
 def test_a_repeated_large_allocation_stops_faulting():
-    """In a process of its own: glibc adjusts itself to what this one has allocated before."""
+    """In a separate process: glibc adjusts itself to what this one has allocated before."""
     script = """
         import resource, torch
         from nano_loop.cpu import glibc
@@ -115,7 +115,7 @@ def test_a_repeated_large_allocation_stops_faulting():
 @GLIBC
 @pytest.mark.parametrize("applied", [True, False])
 def test_a_forked_process_returns_freed_memory_that_it_shares(applied):
-    """In a process of its own: else its pages are copied one by one when the training process writes to them."""
+    """In a separate process: else its pages are copied one by one when the training process writes to them."""
     script = """
         import contextlib, multiprocessing, torch
         from nano_loop.cpu import glibc

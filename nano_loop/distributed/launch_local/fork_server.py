@@ -23,22 +23,18 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from nano_loop.cpu.glibc import allocator_of_this_process
 from nano_loop.cpu.parent_process import end_with
-from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.files.private_files import prepare
-from nano_loop.distributed.launch.assignment import Assignment
-from nano_loop.distributed.launch.group import local_group
-from nano_loop.distributed.launch.reports import CUT_OFF, DUMP, Frames, Reporter, framed
-from nano_loop.distributed.launch.running import keep_sockets_in, work
+from nano_loop.distributed.launch.reports import DUMP, Frames, framed
+from nano_loop.distributed.launch.running import keep_sockets_in
 from nano_loop.distributed.launch_local import stack_dump
+from nano_loop.distributed.launch_local.forked_worker import take_over, work_for
 from nano_loop.distributed.launch_local.importer import Importer, ImportKey, WorkerRequest, kill_group
 from nano_loop.distributed.launch_local.shared_imports import import_to_share
 from nano_loop.integrations.fabric.rank_zero import note_rank
@@ -214,7 +210,7 @@ class ForkServer:
 
     def _fork(self, request: WorkerRequest) -> None:
         try:
-            pid = self._forked(partial(_work, request))
+            pid = self._forked(partial(work_for, request))
         except OSError as error:
             _say(request.channel, {"refused": str(error)})
             request.close()
@@ -331,19 +327,6 @@ class ForkServer:
         importer.end()
 
 
-def _work(request: WorkerRequest) -> None:
-    """Be a worker."""
-    request.channel.close()
-    start, (reports, *streams) = request.start, request.streams
-    _take_streams(*streams)
-    _take_over(start)
-    stack_dump.dump_on_signal(start["folder"], start["rank"])
-    folder, reporter = Path(start["folder"]), Reporter(start["rank"], partial(_write, reports))
-    work(reporter, folder, _joined, payload=folder, made=folder, verbose=start["verbose"])
-    # Threads of the user's may be running; there is nothing to clean up that rank 0 does not.
-    os._exit(CUT_OFF if reporter.is_cut_off else 0)
-
-
 def _import(request: WorkerRequest, key: ImportKey, control: socket.socket, other: socket.socket) -> None:
     """Import the modules of a worker as it would, then fork it and others."""
     request.close()
@@ -351,7 +334,7 @@ def _import(request: WorkerRequest, key: ImportKey, control: socket.socket, othe
     rank, folder = request.start["rank"], request.start["folder"]
     try:
         note_rank(rank)
-        _take_over(request.start)
+        take_over(request.start)
         stack_dump.dump_on_signal(folder, rank)
         keep_sockets_in(Path(folder))
         stamps = import_to_share(key.modules, Path(folder))
@@ -384,43 +367,3 @@ def _received(channel: socket.socket) -> bytes:
 def _say(connection: socket.socket, header: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the caller is gone, or does not ask any more
         connection.sendall(framed(header))
-
-
-@contextlib.contextmanager
-def _joined(assignment: Assignment, rank: int) -> Iterator[RankSlot]:
-    """Connect a worker with the other ranks; a run beside the caller, who is none of its ranks, may have one alone."""
-    slot = assignment.slots[rank]
-    backend = assignment.options.process_group_backend
-    with contextlib.nullcontext() if slot.ranks.size == 1 else local_group(slot.ranks, backend):
-        yield slot
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def _take_streams(output: int, errors: int) -> None:
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(output, 1)
-    os.dup2(errors, 2)
-    os.close(output)
-    os.close(errors)
-
-
-def _take_over(start: dict[str, Any]) -> None:
-    """Take over from the caller's process what a process has from its start."""
-    if start["cpus"]:
-        os.sched_setaffinity(0, start["cpus"])
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ.clear()
-    os.environ.update(start["environ"])
-    if os.environ.get("OMP_NUM_THREADS", "") != before and os.environ["OMP_NUM_THREADS"].isdecimal():
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read another number
-    if start["working_folder"] is not None:
-        os.chdir(start["working_folder"])
-    sys.argv[:] = start["argv"]
-    if start["script"] is not None:  # which processes that are spawned import
-        sys.modules["__main__"].__file__ = start["script"]
-    importlib.invalidate_caches()

@@ -96,12 +96,12 @@ def _sources(modules: Iterable[str]) -> list[str]:
     Raises
     ------
     NotShareableError
-        If one is no file of its own, such as a part of an archive.
+        If one is not a file, such as a part of an archive.
     """
     specs = [getattr(sys.modules.get(name), "__spec__", None) for name in modules]
     files = [str(spec.origin) for spec in specs if spec is not None and spec.has_location]
     if not all(map(os.path.isfile, files)):
-        raise NotShareableError("an imported module is no file of its own")
+        raise NotShareableError("an imported module is not a file")
     return files
 
 

@@ -14,7 +14,7 @@ from nano_loop.runtime.objects.report import SetupReport
 class StrategyName(str):
     """The name of a strategy with options, for libraries that keep, copy and pickle the arguments of a Trainer.
 
-    Each Trainer makes a strategy of its own by the name. Where the name is unpickled, it is registered, too.
+    Each Trainer makes a new strategy by the name. Where the name is unpickled, it is registered, too.
 
     Parameters
     ----------

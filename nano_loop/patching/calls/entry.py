@@ -1,4 +1,4 @@
-"""The functions that stand in for methods of modules during a run.
+"""The replacements of methods of modules during a run.
 
 cloudpickle and dill pickle `model.score` with this function and its globals. So there are only those that can be sent:
 `call_state` arrives as one without interceptors, also where there is no nano_loop.

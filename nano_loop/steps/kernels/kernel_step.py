@@ -41,7 +41,7 @@ class KernelStep(Step):
     kernel: ClassVar[CompiledKernel]
     #: The line of the report.
     says: ClassVar[str]
-    #: The line where plain operators stand in for functions that cannot be compiled, before the reason. None: none do.
+    #: The line where plain operators replace functions that cannot be compiled, before the reason. None: none do.
     says_without_kernel: ClassVar[str | None] = None
     #: Why models without such operators are skipped. None: they have no line in the report.
     absent: ClassVar[SkipReason | None] = None

@@ -126,7 +126,7 @@ def run_together(commands, environments, folder):
     return [(code, (folder / f"out {number}").read_text()) for number, code in enumerate(codes)]
 
 
-# In a process of its own, for it leaves an event loop behind. Prints what each cell shows: streams by name, its result,
+# In a separate process, for it leaves an event loop behind. Prints what each cell shows: streams by name, its result,
 # its error.
 RUN_CELLS = """
 import json, sys

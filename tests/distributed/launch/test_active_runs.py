@@ -15,7 +15,7 @@ on_lists = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this
 
 
 def in_threads(*runs):
-    """Call each run in a thread of its own, all at once, and return what each gave: its result or its error."""
+    """Call each run in a separate thread, all at once, and return what each gave: its result or its error."""
     results = [None] * len(runs)
     together = threading.Barrier(len(runs))
 

@@ -17,7 +17,7 @@ from nano_loop.distributed.launch_external.environment import Launch, found_laun
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-# With HOST_OF=RANK, each rank seems to be on a host of its own.
+# With HOST_OF=RANK, each rank seems to be on a separate host.
 HOSTS = """
 import os, socket
 if "HOST_OF" in os.environ:

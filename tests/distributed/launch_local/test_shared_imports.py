@@ -202,7 +202,7 @@ def test_parent_of_workers_that_is_killed_in_a_run_is_named(project):
     def train(model, thing):
         if small.rank() == 1:
             os.kill(os.getppid(), signal.SIGKILL)
-        threading.Event().wait(30)
+        threading.Event().wait(3)
 
     with pytest.raises(NanoWorkerError, match="rank 1 ended with the process that it was forked from") as caught:
         train(nn.Linear(1, 1), thing_of("first"))

@@ -22,7 +22,7 @@ from nano_loop import nano
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-# --- as a program of its own ---
+# --- as a separate program ---
 
 SCRIPT = """
 with open("ran", "a") as file:
@@ -103,7 +103,7 @@ def test_functions_typed_at_a_prompt_train_and_the_prompt_goes_on(tmp_path):
 
 
 class Prompt:
-    """An interactive Python at a terminal of its own."""
+    """An interactive Python at a separate terminal."""
 
     def __init__(self, folder):
         self.terminal, theirs = pty.openpty()

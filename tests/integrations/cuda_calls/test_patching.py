@@ -101,7 +101,7 @@ def distributed(tmp_path):
 
 
 class Prefetcher:
-    """Copies the next batch in a stream of its own, as many examples for GPUs do."""
+    """Copies the next batch in a separate stream, as many examples for GPUs do."""
 
     def __init__(self, loader):
         self.loader, self.stream = iter(loader), torch.cuda.Stream()

@@ -244,7 +244,7 @@ def test_real_runs_are_compared():
     assert done.stderr.splitlines()[-1].startswith("  measured  ipex_speed ")
 
 
-# --- its import, in a process of its own ---
+# --- its import, in a separate process ---
 
 IMPORTING = """
     import json, logging, os, sys, threading, warnings

@@ -1,0 +1,110 @@
+"""The operators of fp32 tensors whose algorithms are timed: torch's kernels, and C functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_loop.autotune.algorithms import gradient_of_shape, leaf_of, with_gradients, without_gradients
+from nano_loop.autotune.sizes import MOST_ELEMENTS, bucket, joined, layout, most_elements, rough
+from nano_loop.autotune.tuned_operator import TunedOperator
+from nano_loop.autotune.tuner import Algorithm, Race
+from nano_loop.kernels import fp32
+from nano_loop.kernels.activation import activations
+from nano_loop.kernels.loss import cross_entropy
+from nano_loop.kernels.memory import UnsupportedTensorError
+from nano_loop.kernels.norm import norms
+from nano_loop.kernels.rnn import lstm_layer, rnn
+
+#: How far results of functions for fp32 may be from those of torch, for both round sums of many numbers.
+_IN_FP32 = 2.0**-12
+#: Seconds that Python takes to ask for the algorithm of a call in fp32, which torch's kernel alone would not take.
+_OVERHEAD = 8e-6
+
+
+def _fp32_key(call: fp32.Arguments) -> str:
+    words = [word for argument in call.arguments for word in _in_words(argument)]
+    return joined("fp32", call.operator, *words)
+
+
+def _in_words(argument: Any) -> Iterator[object]:
+    """Yield what the time of a call depends on: of a tensor its sizes and its layout, and no factor."""
+    if isinstance(argument, Tensor):
+        yield from (rough(argument.shape), layout(argument))
+    elif not isinstance(argument, float):
+        yield "-" if argument is None else str(argument).replace(" ", "")
+
+
+def _fp32_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    arguments = [*call.arguments]
+    if call.is_differentiated:  # the loss of a vocabulary's logits, of which some rows are measured
+        rows = max(MOST_ELEMENTS // max(arguments[0][0].numel(), 1), 1)
+        arguments[:2] = [tensor[:rows] for tensor in arguments[:2]]
+    if not 0 < most_elements(tensor for tensor in arguments if isinstance(tensor, Tensor)) <= MOST_ELEMENTS:
+        return None
+
+    def of(name: str) -> Algorithm:
+        def computed(*values: Any) -> Any:
+            results = algorithms[name](*values)
+            if results is None:
+                raise UnsupportedTensorError(f"{call.operator} is left to torch")
+            return results
+
+        def with_gradient() -> Sequence[Tensor]:
+            leaf = leaf_of(arguments[0], torch.float32)
+            return with_gradients(lambda: computed(leaf, *arguments[1:]).sum(), [leaf], torch.ones((), device="cpu"))
+
+        return with_gradient if call.is_differentiated else without_gradients(arguments, {name: computed})[name]
+
+    race = {name: of(name) for name in algorithms}
+    return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD)
+
+
+# --- LSTMs of fp32 tensors ---
+
+
+def _layers_key(call: rnn.Arguments) -> str:
+    first, second, size = call.inputs.shape
+    sizes = bucket(first), bucket(second), size, call.num_layers, call.states[-1].size(-1)
+    flags = ["batch first"] * call.batch_first + ["biases"] * call.has_biases + ["both directions"] * call.bidirectional
+    return joined("fp32 layers of an lstm", *sizes, *flags, "trained" * call.is_trained)
+
+
+def _layers_race(call: rnn.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    """Return the race without the dropout, which draws from the generator."""
+    tensors = (call.inputs, *call.states, *call.weights)
+    if most_elements(tensors) * lstm_layer.GATES > MOST_ELEMENTS:
+        return None
+    states = len(call.states)
+
+    def of(name: str) -> Algorithm:
+        def algorithm() -> Sequence[Tensor]:
+            leaves = [leaf_of(tensor, torch.float32) for tensor in tensors]
+            some = call._replace(inputs=leaves[0], states=(*leaves[1 : 1 + states],), weights=(*leaves[1 + states :],))
+
+            def outputs() -> Tensor:
+                computed: Tensor = algorithms[name](some._replace(dropout=0.0))[0]
+                return computed
+
+            if not call.is_trained:
+                with torch.no_grad():
+                    return [outputs()]
+            width = call.states[0].size(-1) * (1 + call.bidirectional)
+            return with_gradients(outputs, leaves, gradient_of_shape(*call.inputs.shape[:2], width))
+
+        return algorithm
+
+    race = {name: of(name) for name in algorithms}
+    return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True)
+
+
+FP32_OPERATORS = (
+    *(
+        TunedOperator(fp32.rule_of(kernel), _fp32_key, _fp32_race, has_gradients=True)
+        for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL)
+    ),
+    TunedOperator(rnn.ALGORITHM, _layers_key, _layers_race),
+)
