@@ -1,5 +1,4 @@
-"""Examples of the README and of the page of options run, the report is the one that is printed, and the table is that of the
-declarations.
+"""Examples of the README and of docs/options.md run, the README's report is printed, and the table is the declarations'.
 
 ``make docs-options`` writes the table.
 """

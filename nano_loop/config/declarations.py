@@ -1,6 +1,6 @@
 """The declarations of the options: name, type, default, check and help of each.
 
-Signatures, docstrings, environment variables, flags and the table of docs/options.md follow from them. It does not import torch,
+Signatures, docstrings, environment variables, flags and `docs/options.md` follow from them. It does not import torch,
 so that the command line knows the options at once.
 """
 
