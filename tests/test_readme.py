@@ -1,4 +1,4 @@
-"""Examples of the README and of docs/options.md run, the README's report is printed, and the table is the declarations'.
+"""Examples of the README and of docs/options.md run, the report is the README's, and the table the declarations'.
 
 ``make docs-options`` writes the table.
 """
