@@ -57,7 +57,7 @@ ANY_TORCH := $(CLUSTERS) tests/cli tests/cpu $(wildcard tests/distributed/launch
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs-faults docs-options planted-faults bench bench-overhead clean ready ready-ipex wheel
+.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs-faults docs-options planted-faults bench bench-overhead clean ready ready-ipex ready-jax wheel
 .NOTPARALLEL:
 
 help:
@@ -73,7 +73,7 @@ help:
 	@echo "make docs-options  write the table of options in README.md from their declarations"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
 	@echo "make wheel   write the sdist and the wheels, without and with kernels in C, to dist"
-	@echo "make clean   remove .venv, .venv-ipex, .venv-bench, .venv-wheel, builds and caches"
+	@echo "make clean   remove .venv, .venv-ipex, .venv-jax, .venv-bench, .venv-wheel, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
 
 demo: ready
@@ -99,6 +99,10 @@ test-ipex:
 
 ready-ipex:
 	@+$(WITH_IPEX) ready
+
+# The limit of the users' suite, for `make bench ARGS="--suite users"`.
+ready-jax:
+	@+$(MAKE) --no-print-directory VENV=.venv-jax REQUIREMENTS="requirements/default.txt requirements/jax.txt" ready
 
 lint: ready
 	@$(RUN) -m ruff check .
@@ -160,5 +164,5 @@ $(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py $(wildc
 	@printf '%s' "$(CURDIR)" > $@
 
 clean:
-	@rm -rf $(VENV) .venv-ipex $(BENCH_VENV) $(WHEEL_VENV) $(KERNELS)/prebuilt build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-ipex .venv-jax $(BENCH_VENV) $(WHEEL_VENV) $(KERNELS)/prebuilt build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
