@@ -70,7 +70,7 @@ help:
 	@echo "make lint    ruff, mypy, and that imports run downwards"
 	@echo "make planted-faults   plant the faults of tests/planted_faults.py one by one, and see that tests find them"
 	@echo "make docs-faults  write docs/faults.md from the table of faults in tests/faults"
-	@echo "make docs-options  write the table of options in README.md from their declarations"
+	@echo "make docs-options  write the table of docs/options.md from their declarations"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
 	@echo "make wheel   write the sdist and the wheels, without and with kernels in C, to dist"
 	@echo "make clean   remove .venv, .venv-ipex, .venv-jax, .venv-bench, .venv-wheel, builds and caches"

@@ -1,6 +1,6 @@
 """The declarations of the options: name, type, default, check and help of each.
 
-Signatures, docstrings, environment variables, flags and the README's table follow from them. It does not import torch,
+Signatures, docstrings, environment variables, flags and `docs/options.md` follow from them. It does not import torch,
 so that the command line knows the options at once.
 """
 
@@ -24,7 +24,7 @@ def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = ""
     check : callable
         A check from `nano_loop.config.option_checks`, which defines the allowed values, including ``"auto"``.
     help : str
-        A description for docstrings and the README.
+        A description for docstrings and `docs/options.md`.
     by_name_in : str
         A function that takes the option by name only, although others also take it by position.
     changes_bits : bool
