@@ -161,7 +161,9 @@ def _gru_forecast(parameters: Arrays, batch: Any, key: Any) -> Any:
     past, future = batch
     x = past.transpose(1, 0, 2)
     for layer in range(2):
-        own = {name: parameters[f"encoder.{name}_l{layer}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
+        own = {
+            name: parameters[f"encoder.{name}_l{layer}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        }
 
         def cell(state: Any, gates: Any, own: Arrays = own) -> tuple[Any, Any]:
             r, z, n = numpy.split(gates, 3, 1)

@@ -124,7 +124,7 @@ def overview(results: Results) -> str:
 
 
 def users(results: Results) -> str:
-    """Return a line for each workload of the users' suite, with the best peer and JAX, the geometric means and the least."""
+    """Return a line for each workload of the users' suite: the best peer, JAX, and means and the least."""
     columns = ["nano_fp32_1_thread", "nano_fp32", "nano_auto_1_thread", "nano_auto"]
     head = ["", "plain, ms", "the best peer, ms", *(f"`{name}`, × best peer" for name in columns), "JAX, ms"]
     rows = []
@@ -132,12 +132,12 @@ def users(results: Results) -> str:
         systems, best = each["systems"], each["best_peer"]
         ratios = ("–" if systems[ours]["reason"] else f"{systems[ours]['ratio_to_best_peer']:.2f}" for ours in columns)
         limit = _ms(systems["jax"]) if "jax" in systems else "–"
-        rows.append(
-            [WORKLOADS[name], _ms(systems["plain"]), f"{_ms(systems[best])}, {SYSTEMS[best]}", *ratios, limit]
-        )
+        rows.append([WORKLOADS[name], _ms(systems["plain"]), f"{_ms(systems[best])}, {SYSTEMS[best]}", *ratios, limit])
     means = [results["geometric_means"][name] for name in columns]
     for words, key in (("geometric mean", "over_best_peer"), ("the least", "least_over_best_peer")):
-        rows.append([f"**{words}**", "", "", *("–" if row[key] is None else f"**{row[key]:.2f}**" for row in means), ""])
+        rows.append(
+            [f"**{words}**", "", "", *("–" if row[key] is None else f"**{row[key]:.2f}**" for row in means), ""]
+        )
     return table(head, rows)
 
 

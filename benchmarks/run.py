@@ -43,7 +43,12 @@ SUITES = {"large": (WORKLOADS, DEFAULT), "users": (USERS, OF_USERS)}
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--suite", choices=SUITES, default="large", help="of workloads and systems; users: small models (default: large)")
+    add(
+        "--suite",
+        choices=SUITES,
+        default="large",
+        help="of workloads and systems; users: small models (default: large)",
+    )
     add("--only", type=names(ALL, LISTS), metavar="WORKLOADS", help="names between commas")
     add("--systems", type=names(SYSTEMS), metavar="SYSTEMS", help="names between commas")
     add("--rounds", type=at_least_one, help=f"default: {ROUNDS}, with --quick {QUICK_ROUNDS}")

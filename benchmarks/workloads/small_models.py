@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 def perceptron(widths: Sequence[int], activation: type[nn.Module], dropout: float = 0.0) -> nn.Sequential:
     """Return linear layers with an activation, and a dropout if there is one, between them."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), activation(), *[nn.Dropout(dropout)] * bool(dropout)]
     return nn.Sequential(*layers[: -2 if dropout else -1])
 
@@ -113,18 +114,17 @@ class TransformerForecaster(nn.Module):
         super().__init__()
         self.encoder = nn.Linear(1, 64)
         self.dropout = nn.Dropout(0.1)
-        self.transformer = nn.Transformer(64, 4, 3, 3, dim_feedforward=512, dropout=0.1)
+        self.transformer = nn.Transformer(64, 4, 3, 3, dim_feedforward=512, dropout=0.1, batch_first=True)
         self.decoder = nn.Linear(64, 1)
         angles = torch.arange(longest).unsqueeze(1) * torch.exp(torch.arange(0, 64, 2) * (-math.log(10000.0) / 64))
-        self.register_buffer("positions", torch.stack([angles.sin(), angles.cos()], 2).view(longest, 1, 64))
+        self.register_buffer("positions", torch.stack([angles.sin(), angles.cos()], 2).view(longest, 64))
 
     def forward(self, past: Tensor, before: Tensor) -> Tensor:
-        past, before = self._embedded(past.transpose(0, 1)), self._embedded(before.transpose(0, 1))
-        mask = nn.Transformer.generate_square_subsequent_mask(before.size(0))
-        return self.decoder(self.transformer(past, before, tgt_mask=mask)).transpose(0, 1)
+        mask = nn.Transformer.generate_square_subsequent_mask(before.size(1))
+        return self.decoder(self.transformer(self._embedded(past), self._embedded(before), tgt_mask=mask))
 
     def _embedded(self, series: Tensor) -> Tensor:
-        return self.dropout(self.encoder(series) * 8 + self.positions[: series.size(0)])
+        return self.dropout(self.encoder(series) * 8 + self.positions[: series.size(1)])
 
 
 class LinearBlock(nn.Module):

@@ -58,12 +58,12 @@ def critic(small: bool) -> Workload:
 
 def gru_forecast(small: bool) -> Workload:
     """neuralforecast's GRU: 2 layers of 200 units and a decoder of 128; 128 windows, Adam, mean absolute error."""
-    return _forecaster(models.RecurrentForecaster(nn.GRU, _HORIZON), small, batches=16, jax="gru_forecast")
+    return _forecaster(models.RecurrentForecaster(nn.GRU, _HORIZON), small, batches=8, jax="gru_forecast")
 
 
 def lstm_forecast(small: bool) -> Workload:
     """neuralforecast's LSTM: 2 layers of 200 units and a decoder of 128; 128 windows, Adam, mean absolute error."""
-    work = _forecaster(models.RecurrentForecaster(nn.LSTM, _HORIZON), small, batches=16)
+    work = _forecaster(models.RecurrentForecaster(nn.LSTM, _HORIZON), small, batches=8)
     gates = 4 * 200 * ((1 + 200) + (200 + 200))  # torch's counter does not know oneDNN's LSTM
     work.uncounted_flops = 3 * 2 * 128 * _LENGTH * gates
     return work
@@ -71,7 +71,7 @@ def lstm_forecast(small: bool) -> Workload:
 
 def tcn_forecast(small: bool) -> Workload:
     """neuralforecast's TCN: dilations 1 to 16, 128 channels; 128 windows, Adam, mean absolute error."""
-    return _forecaster(models.ConvolutionalForecaster(_LENGTH, _HORIZON), small, batches=16)
+    return _forecaster(models.ConvolutionalForecaster(_LENGTH, _HORIZON), small, batches=8)
 
 
 def transformer_forecast(small: bool) -> Workload:
@@ -99,7 +99,7 @@ def _absolute(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _forecaster(
-    model: nn.Module, small: bool, batch: int = 128, loss: Loss = _absolute, batches: int = 32, jax: str = ""
+    model: nn.Module, small: bool, batch: int = 128, loss: Loss = _absolute, batches: int = 16, jax: str = ""
 ) -> Workload:
     rows = _rows(batch, small, batches)
     tensors = torch.randn(rows, _LENGTH, 1), torch.randn(rows, _HORIZON, 1)

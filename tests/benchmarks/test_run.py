@@ -107,7 +107,9 @@ def test_a_quick_run_goes_on_after_what_fails_and_what_dies(quick):
 def test_a_quick_run_leaves_out_what_takes_long_and_says_so(tmp_path):
     systems = systems_of(results(tmp_path, "--quick", "--only", WORKLOAD)[0])
     assert set(systems) == set(DEFAULT)
-    assert {name for name, row in systems.items() if "not in --quick" in (row["reason"] or "")} == set(NOT_QUICK) & set(DEFAULT)
+    assert {name for name, row in systems.items() if "not in --quick" in (row["reason"] or "")} == set(NOT_QUICK) & set(
+        DEFAULT
+    )
 
 
 def test_a_quick_run_measures_what_is_asked_for_by_name(tmp_path):
