@@ -1,6 +1,7 @@
-"""Writes stored results as the tables of two pages of docs/, and as the README's headline and picture.
+"""Writes stored results as tables of docs/, and as the README's headline and picture.
 
     python -m benchmarks.published benchmarks/results/*.json
+    python -m benchmarks.published benchmarks/results/*.json --page docs/results.md
     python -m benchmarks.published benchmarks/results/NAME.json --picture docs/speed-ups.png
 
 A test checks that the documents and the picture agree with the stored results.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from benchmarks.chart import SpeedUps, draw_speed_ups
 from benchmarks.markdown import table
 from benchmarks.shapes import markdown
 from benchmarks.summary import set_matmul_shares
+from benchmarks.surroundings import heading
 
 WORKLOADS = {
     "resnet50": "ResNet-50, 16 × 224², SGD",
@@ -271,7 +274,7 @@ def layers(results: Results) -> str:
 
 #: By what results hold, the tables that are made of it.
 TABLES = {
-    "workloads": (overview, times, ratios, memory),
+    "workloads": (times, ratios, memory),
     "levers": (levers,),
     "scaling": (scaling,),
     "between": (savings_of_models, largest_savings),
@@ -287,18 +290,45 @@ def tables(results: Results) -> list[str]:
     return [made(results) for kind, functions in TABLES.items() if kind in results for made in functions]
 
 
+#: The parts of docs/results.md. docs/layers.md has the layers.
+PARTS = {"workloads": "Workloads", "levers": "Levers", "scaling": "Scaling", "between": "Between"}
+_INTRODUCTION = """\
+# Results
+
+`make docs-results` writes this page from `benchmarks/results/`. [Benchmarks](../benchmarks/README.md) describes the
+systems, the workloads and the figures, and [Measurements](measurements.md) what follows from them. Memory is the peak
+of a process; with `ipex` and `nano_ipex` it includes 500 MB for their libraries."""
+
+
+def page(stored: Mapping[str, Results]) -> str:
+    """Return the text of docs/results.md, with the results by the names of their files."""
+    paragraphs = [_INTRODUCTION]
+    for kind, title in PARTS.items():
+        paragraphs.append(f"## {title}")
+        for name, results in sorted(stored.items(), reverse=True):
+            if kind in results:
+                command = " ".join(results["command"])
+                about = f"{heading(results)}, {results['date'][:10]}: `{command}`"
+                paragraphs += [f"### {name}", about, *tables(results)]
+    return "\n\n".join(paragraphs) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.published", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="what benchmarks.run has stored")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the files' speed-ups to FILE")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the tables to FILE instead")
     args = parser.parse_args()
-    for file in args.files:
-        results = json.loads(file.read_text())
-        print(f"\n{file.name}\n", *tables(results), sep="\n\n")
+    stored = {file.stem: json.loads(file.read_text()) for file in args.files}
+    if args.page:
+        args.page.write_text(page(stored), encoding="utf-8")
+        return
+    for name, results in stored.items():
+        print(f"\n{name}\n", *tables(results), sep="\n\n")
         if "workloads" in results and not _is_of_users(results):
-            print(f"\n{headline(results)}")
+            print(f"\n{overview(results)}\n\n{headline(results)}")
     if args.picture:
-        draw_speed_ups([speed_ups(json.loads(file.read_text())) for file in args.files], args.picture)
+        draw_speed_ups([*map(speed_ups, stored.values())], args.picture)
 
 
 if __name__ == "__main__":
