@@ -20,7 +20,7 @@ from nano_loop.patching.ownership import rule_for
 from nano_loop.patching.torch_private import below_autocast, in_dispatch_mode, in_functorch, is_batched
 
 #: Minimum number of elements. Below it, the Python of autograd's function takes as long as torch's operators.
-MIN_ELEMENTS = 1 << 10
+MIN_ELEMENTS = 1 << 14
 
 
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
