@@ -44,8 +44,8 @@ def diagnose(as_json: bool, with_torch: bool, styled: Callable[..., str]) -> tup
     findings = findings_of(inspected)
     code = int(any(finding.hurts for finding in findings))
     if as_json:
-        found = [finding.as_dict() for finding in findings]
-        return as_text("doctor", facts=facts_of(inspected), findings=found), code
+        listed = [finding.as_dict() for finding in findings]
+        return as_text("doctor", facts=facts_of(inspected), findings=listed), code
     return "\n".join(_lines(inspected, findings, styled)), code
 
 
