@@ -18,7 +18,7 @@ from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.patching.patch_table import process_wide
 from nano_loop.patching.user_code import warn
 from nano_loop.runtime.ambient import Ambient
-from nano_loop.runtime.objects.report import LastPrinted, SetupReport, print_to_stderr
+from nano_loop.runtime.objects.report import LastPrinted, SetupReport, print_lines
 from nano_loop.runtime.run import Run
 from nano_loop.runtime.settings import Settings
 
@@ -160,7 +160,7 @@ def install(**options: Any) -> None:
         message = error_message(
             got, "install is for one, and does nothing", "Decorate the training function with @nano"
         )
-        print_to_stderr([f"nano-loop: {message}"])
+        print_lines([f"nano-loop: {message}"])
         return
     with ExitStack() as stack:
         slot = stack.enter_context(Alone(settings.options).joined(settings.machine, None))

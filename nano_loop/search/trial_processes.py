@@ -37,7 +37,19 @@ _BETWEEN_EPOCHS = 20.0
 
 
 class TrialFailedError(Exception):
-    """A process of a trial has ended, or has not answered in time."""
+    """A process of a trial has ended, or has not answered in time.
+
+    Parameters
+    ----------
+    message : str
+        What has happened.
+    failure : Failure, optional
+        That of the process, if it has ended.
+    """
+
+    def __init__(self, message: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class TrialProcesses:
@@ -93,7 +105,7 @@ class TrialProcesses:
             sources = {*self._answers, *(source for process in self._processes for source in process.sources)}
             wait(sources, min(left, _INTERVAL))
             if not self._have_all_answered() and (failure := self._failure()):
-                raise TrialFailedError(_in_words(failure))
+                raise TrialFailedError(_in_words(failure), failure)
         return [answers.pop(0) for _, answers in self._frames]
 
     def close(self) -> None:

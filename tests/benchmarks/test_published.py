@@ -41,7 +41,7 @@ def test_readme_shows_the_picture_of_the_results():
     assert "(docs/speed-ups.png)" in README
     with Image.open(Path(ROOT, "docs/speed-ups.png")) as picture:
         plotted = json.loads(picture.info["Description"])
-    assert plotted == json.loads(json.dumps(speed_ups(SHOWN)))
+    assert plotted == json.loads(json.dumps([speed_ups(SHOWN)]))
 
 
 def test_picture_agrees_with_the_stored_ratios_to_plain():

@@ -307,3 +307,16 @@ def test_variables_of_env_install_in_each_python(script):
     changes = json.loads(done.stdout)["changes"]
     assert ran(path, by=[sys.executable], **changes) == (0, "True\n", "")
     assert ran(path, by=[sys.executable], **{**changes, "NANO_LOOP_INSTALL": "0"}) == (0, "False\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--num-processes", "4096"], ["--cpu-for-each-process", "4096"]], ids=str)
+def test_more_processes_than_cores_are_refused_before_the_script_starts(monkeypatch, capsys, tmp_path, arguments):
+    find_spec = module.importlib.util.find_spec
+    without_ray = lambda name: None if name == "ray" else find_spec(name)  # noqa: E731 - which has other hosts
+    monkeypatch.setattr(module.importlib.util, "find_spec", without_ray)
+    (tmp_path / "train.py").touch()
+    assert main(["run", "--json", "--num-processes=1", *arguments, str(tmp_path / "train.py")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "num_processes=" in err
+    assert "physical cores" in err

@@ -434,7 +434,7 @@ except ImportError as error:
     print(error)
 """
     done = executed(program, tmp_path)
-    assert 'pip install "nano-loop[lightning]"' in done.stdout, done.stderr
+    assert f'pip install "nano-loop[{name.replace("_", "-")}]"' in done.stdout, done.stderr
 
 
 # --- several processes ---
