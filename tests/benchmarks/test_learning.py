@@ -9,6 +9,7 @@ from PIL import Image
 from benchmarks.learning import TASKS, curve, ends
 
 CURVES = {"digits": {"plain": [[(2.0, 0.5)], [(2.2, 0.4)]], "nano": [[(1.0, 0.505)], [(1.0, 0.404)]]}}
+SET_BY_SKLEARN = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}  # at its import, where they are not set
 
 
 def test_differences_are_those_of_each_seed():
@@ -23,7 +24,9 @@ def test_one_seed_has_no_error():
 
 @pytest.mark.filterwarnings("ignore::nano_loop.NanoWarning")  # on a CPU without bf16 instructions
 @pytest.mark.parametrize("task", TASKS)
-def test_losses_of_a_few_steps_are_alike_in_both_modes(task):
+def test_losses_of_a_few_steps_are_alike_in_both_modes(task, monkeypatch):
+    for name, value in SET_BY_SKLEARN.items():
+        monkeypatch.setenv(name, value)
     plain, fast = (curve(task, mode, seed=1, steps=3)["curve"] for mode in ("plain", "nano"))
     assert len(plain) == 3
     assert [loss for _, loss in fast] == pytest.approx([loss for _, loss in plain], rel=0.02)
