@@ -57,7 +57,7 @@ ANY_TORCH := $(CLUSTERS) tests/cli tests/cpu $(wildcard tests/distributed/launch
     $(filter-out %/test_cases.py,$(wildcard $(BENCHMARKS)/test_*.py))
 SLOW_WITH_ANY_TORCH := transport or shared_memory or lightning or examples or scripts or verif
 
-.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs-faults docs-options planted-faults bench bench-overhead clean ready ready-ipex wheel
+.PHONY: help demo test test-all test-benchmarks test-ray test-ipex lint docs docs-serve docs-faults docs-options docs-results planted-faults bench bench-overhead clean ready ready-ipex ready-jax wheel
 .NOTPARALLEL:
 
 help:
@@ -69,15 +69,22 @@ help:
 	@echo "make test-ipex   the tests that depend on torch, with IPEX and its torch, in .venv-ipex: a download of several GB"
 	@echo "make lint    ruff, mypy, and that imports run downwards"
 	@echo "make planted-faults   plant the faults of tests/planted_faults.py one by one, and see that tests find them"
+	@echo "make docs    build the site of the documentation, to site; make docs-serve shows it while you write"
 	@echo "make docs-faults  write docs/faults.md from the table of faults in tests/faults"
-	@echo "make docs-options  write the table of options in README.md from their declarations"
+	@echo "make docs-options  write the table of docs/options.md from their declarations"
+	@echo "make docs-results  write docs/results.md from the stored results of benchmarks"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
 	@echo "make wheel   write the sdist and the wheels, without and with kernels in C, to dist"
-	@echo "make clean   remove .venv, .venv-ipex, .venv-bench, .venv-wheel, builds and caches"
+	@echo "make clean   remove .venv and other .venv-*, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
 
-demo: ready
-	@$(RUN) examples/demo.py $(ARGS)
+# An environment of its own, unless that of the tests is there: a third of the packages.
+DEMO_VENV := .venv-demo
+demo:
+	$(if $(MISSING),$(error $(MISSING)))
+	@if test "$$(cat $(READY) 2>/dev/null)" = "$(CURDIR)"; then python=$(RUN); else \
+	    $(MAKE) -s ready VENV=$(DEMO_VENV) REQUIREMENTS=requirements/demo.txt && python=$(DEMO_VENV)/bin/python; \
+	fi && $$python examples/demo.py $(ARGS)
 
 test: TESTS := -m "not slow" --ignore=$(BENCHMARKS) --ignore=$(CLUSTERS)
 test-benchmarks: TESTS := $(BENCHMARKS)
@@ -100,6 +107,10 @@ test-ipex:
 ready-ipex:
 	@+$(WITH_IPEX) ready
 
+# The limit of the users' suite, for `make bench ARGS="--suite users"`.
+ready-jax:
+	@+$(MAKE) --no-print-directory VENV=.venv-jax REQUIREMENTS="requirements/default.txt requirements/jax.txt" ready
+
 lint: ready
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
@@ -114,6 +125,19 @@ docs-faults: ready
 
 docs-options: ready
 	@PYTHONPATH=tests $(RUN) -m test_readme
+
+docs-results: ready
+	@$(RUN) -m benchmarks.published benchmarks/results/2*.json --page docs/results.md
+
+# The site reads the package's sources and imports nothing of it but its command line, so its environment has no torch.
+DOCS_VENV := .venv-docs
+docs docs-serve:
+	$(if $(MISSING),$(error $(MISSING)))
+	@$(LOCK) $(MAKE) -s VENV=$(DOCS_VENV) REQUIREMENTS=requirements/docs.txt $(DOCS_VENV)/pins-$(VERSION)
+	@$(MKDOCS)
+docs: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet $(ARGS)
+docs-serve: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs serve --livereload $(ARGS)
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 
 # The peers have an environment of their own, so that nothing of ours comes to rely on them.
 BENCH_VENV := .venv-bench
@@ -160,5 +184,5 @@ $(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py $(wildc
 	@printf '%s' "$(CURDIR)" > $@
 
 clean:
-	@rm -rf $(VENV) .venv-ipex $(BENCH_VENV) $(WHEEL_VENV) $(KERNELS)/prebuilt build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-ipex .venv-jax $(DEMO_VENV) $(BENCH_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(KERNELS)/prebuilt build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,7 @@ from benchmarks.fresh import ROOT, Result, fresh
 from benchmarks.markdown import table
 from benchmarks.names import at_least_one, names
 from benchmarks.surroundings import heading, surroundings
-from benchmarks.workloads import ALL, LISTS
+from benchmarks.workloads import ALL, LISTS, UNTUNED, WORKLOADS
 
 RESULTS = ROOT / "benchmarks/results"
 LARGEST = 10
@@ -96,7 +96,13 @@ def largest_savings(results: Mapping[str, Any]) -> str:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.between", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--only", type=names(ALL, LISTS), default=list(ALL), metavar="WORKLOADS", help="names between commas")
+    add(
+        "--only",
+        type=names(ALL, LISTS),
+        default=[*WORKLOADS, *UNTUNED],
+        metavar="WORKLOADS",
+        help="names between commas",
+    )
     add("--threads", type=at_least_one, help="threads of torch; one is disturbed least by other programs")
     add("--rows", type=at_least_one, default=8, help="of each workload's table (default: 8)")
     add("--small", action="store_true", help="small workloads: only to see that everything runs")

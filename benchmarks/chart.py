@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ Bars = dict[int, tuple[float, float, float]]
 SpeedUps = dict[str, dict[str, tuple[float, float, float]]]
 
 COLOURS = ("#b5b5b5", "#e0995e", "#1f6fb4")  # plain, the best peer, nano_loop
+_MANY = 10  # workloads, whose names are written smaller
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -67,21 +69,29 @@ def _draw_bars(axes: Any, bars: Bars, shift: float, width: float, label: str, co
     axes.bar(places, heights, width, yerr=[below, above], label=label, color=colour, error_kw={"linewidth": 0.8})
 
 
-def draw_speed_ups(speed_ups: SpeedUps, path: Path) -> None:
+def draw_speed_ups(suites: Sequence[SpeedUps], path: Path) -> None:
     """Write a PNG that has the plotted numbers in its "Description", so that a test can read them back.
 
     The same numbers, with the same matplotlib, give the same bytes.
     """
-    metadata = {"Software": None, "Description": json.dumps(speed_ups)}
-    speed_up_figure(speed_ups).savefig(path, dpi=150, metadata=metadata)
+    metadata = {"Software": None, "Description": json.dumps(suites)}
+    speed_up_figure(suites).savefig(path, dpi=150, metadata=metadata)
 
 
-def speed_up_figure(speed_ups: SpeedUps) -> Any:
-    """Return the picture: for each workload a bar for each system, the last with its number above it."""
+def speed_up_figure(suites: Sequence[SpeedUps]) -> Any:
+    """Return the picture: axes for each suite, where each workload has a bar for each system.
+
+    The last bar of a workload has its number above it.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(10.5, 4.2 * len(suites)), layout="constrained")
+    for axes, speed_ups in zip(figure.subplots(len(suites), squeeze=False)[:, 0], suites, strict=True):
+        _draw_speed_ups(axes, speed_ups)
+    return figure
+
+
+def _draw_speed_ups(axes: Any, speed_ups: SpeedUps) -> None:
     systems = list(next(iter(speed_ups.values())))
     width = 0.8 / len(systems)
     for number, system in enumerate(systems):
@@ -91,9 +101,8 @@ def speed_up_figure(speed_ups: SpeedUps) -> Any:
         ratio, _, high = each[systems[-1]]
         axes.annotate(f"{ratio:.1f}×", (place + (len(systems) - 1) / 2 * width, high + 0.06), ha="center", fontsize=9)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(speed_ups)), list(speed_ups), fontsize=9)
+    axes.set_xticks(range(len(speed_ups)), list(speed_ups), fontsize=9 if len(speed_ups) < _MANY else 6)
     axes.set_ylabel("speed-up over plain PyTorch, fp32")
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02, y=0.08)
-    figure.legend(frameon=False, ncols=len(systems), loc="outside upper center")
-    return figure
+    axes.legend(frameon=False, ncols=len(systems), loc="lower center", bbox_to_anchor=(0.5, 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.loop import Loss, steps
+from benchmarks.loop import Loss, steps, timed
 from benchmarks.workloads import Workload
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from malloc.h
@@ -50,6 +50,53 @@ def expert_compile(work: Workload, count: int) -> list[float]:
     return compiled(lambda model: _by_hand(work, count, model), work.model)
 
 
+def expert_fp32(work: Workload, count: int) -> list[float]:
+    """fp32 with a fused optimizer, and glibc keeps freed memory: for models so small that bf16 is no gain."""
+    return _in_fp32(work, count, work.model)
+
+
+def expert_fp32_1_thread(work: Workload, count: int) -> list[float]:
+    """`expert_fp32` with one thread."""
+    torch.set_num_threads(1)
+    return expert_fp32(work, count)
+
+
+def expert_fp32_compile(work: Workload, count: int) -> list[float]:
+    """`expert_fp32`, and `torch.compile` of the model.
+
+    Raises
+    ------
+    RuntimeError
+        It compiled nothing.
+    """
+    return compiled(lambda model: _in_fp32(work, count, model), work.model)
+
+
+def compiled_step(work: Workload, count: int) -> list[float]:
+    """`torch.compile` of a function of the whole step, in fp32, and glibc keeps freed memory.
+
+    Raises
+    ------
+    RuntimeError
+        It compiled nothing.
+    """
+    keep_memory()
+
+    def step(batch: Any) -> None:
+        work.optimizer.zero_grad()
+        work.loss(work.model, batch).backward()
+        work.optimizer.step()
+
+    return compiled(lambda step: timed(step, work.batches, count), step)
+
+
+def _in_fp32(work: Workload, count: int, model: Any) -> list[float]:
+    keep_memory()
+    for group in work.optimizer.param_groups:
+        group["fused"] = True
+    return steps(model, work.optimizer, work.batches, work.loss, count)
+
+
 def expert_jemalloc(work: Workload, count: int) -> list[float]:
     """`by_hand`, with jemalloc in place of glibc's allocator.
 
@@ -63,11 +110,11 @@ def expert_jemalloc(work: Workload, count: int) -> list[float]:
     return by_hand(work, count)
 
 
-def compiled(train: Callable[[Any], list[float]], model: Any) -> list[float]:
-    """Train a compiled model, and raise a RuntimeError if nothing of it was compiled."""
+def compiled(train: Callable[[Any], list[float]], function: Any) -> list[float]:
+    """Train by a compiled model or function, and raise a RuntimeError if nothing of it was compiled."""
     from torch._dynamo.utils import counters  # there is no public way to ask
 
-    seconds = train(torch.compile(model))
+    seconds = train(torch.compile(function))
     if not counters["stats"]["unique_graphs"]:
         raise RuntimeError("it compiled no part of the model, which ran without")
     return seconds

@@ -1,8 +1,8 @@
-"""Is "bf16-products" ever slower than fp32? ``python -m benchmarks.least_sizes [--only LSTM] [--untuned]``.
+"""Is "bf16-products" ever slower than fp32? ``python -m benchmarks.least_sizes [--only lstm] [--untuned]``.
 
-Small models train in blocks of steps, in turn in "bf16-products", 32 and "bf16". Each block is a separate run, and its
-first steps are not timed. A row has the medians of the ratios of blocks beside one another, with the least and the
-largest: above 1, "bf16-products" is faster. What the tuner has measured is kept from block to block.
+The models of the users' suite train in blocks of steps, in turn in "bf16-products", 32 and "bf16". Each block is a
+separate run, and its first steps are not timed. A row has the medians of the ratios of blocks beside one another, with
+the least and the largest: above 1, "bf16-products" is faster. What the tuner has measured is kept from block to block.
 
 ``--sizes`` trains single layers of growing sizes in which every product rounds, without the tuner. Where the ratio to
 32 crosses 1, by the multiplications of a product on each thread, is its least size in `nano_loop.kernels.rounding`.
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nano_loop
+from benchmarks.workloads import USERS, Workload
 from nano_loop.kernels import rounding
 from nano_loop.steps import bf16_products
 
@@ -33,10 +35,9 @@ WARMUP = 5
 
 
 class Case(NamedTuple):
-    """A model, and the shape of its input; of a single layer, also the multiplications of its product."""
+    """A workload; of a single layer, also the multiplications of its product."""
 
-    build: Callable[[], nn.Module]
-    shape: tuple[int, ...]
+    build: Callable[[], Workload]
     multiplications: int = 0
 
 
@@ -66,79 +67,36 @@ class SelfAttention(nn.Module):
         return F.scaled_dot_product_attention(heads, heads, heads)
 
 
-def perceptron(inputs: int, width: int, outputs: int) -> nn.Module:
-    """Return two hidden layers."""
-    return nn.Sequential(
-        *(nn.Linear(inputs, width), nn.ReLU()), *(nn.Linear(width, width), nn.ReLU()), nn.Linear(width, outputs)
+#: The models of the suite at full size.
+MODELS = {name: Case(partial(build, False)) for name, build in USERS.items()}
+
+
+def single_layer(build: Callable[[], nn.Module], *shape: int) -> Workload:
+    """Return a workload of a layer on one input."""
+    model = build()
+    return Workload(
+        *(model, torch.optim.AdamW(model.parameters(), 1e-4), [torch.randn(shape)]),
+        lambda model, x: model(x).square().mean(),
+        images=isinstance(model, nn.Conv2d),
     )
-
-
-def policy() -> nn.Module:
-    """Return what reinforcement learning trains: two hidden layers of 64 neurons, with tanh."""
-    return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-
-
-def convolutional(width: int) -> nn.Module:
-    """Return a small network for images."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU()),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10)),
-    )
-
-
-def transformer(width: int) -> nn.Module:
-    """Return two blocks."""
-    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-def recurrent(kind: type[nn.RNNBase], width: int) -> nn.Module:
-    """Return a recurrent layer that returns its outputs alone."""
-    return FirstOutput(kind(width, width, batch_first=True))
-
-
-MODELS = {
-    "MLP 64, 64 rows": Case(lambda: perceptron(64, 64, 10), (64, 64)),
-    "MLP 64, 4096 rows": Case(lambda: perceptron(64, 64, 10), (4096, 64)),
-    "MLP 256, 128 rows": Case(lambda: perceptron(256, 256, 10), (128, 256)),
-    "MLP 512, 32 rows": Case(lambda: perceptron(512, 512, 10), (32, 512)),
-    "MLP 1024, 64 rows": Case(lambda: perceptron(1024, 1024, 10), (64, 1024)),
-    "policy, 1 row": Case(policy, (1, 8)),
-    "policy, 64 rows": Case(policy, (64, 8)),
-    "policy, 2048 rows": Case(policy, (2048, 8)),
-    "LSTM 64": Case(lambda: recurrent(nn.LSTM, 64), (32, 50, 64)),
-    "LSTM 64, 4 sequences": Case(lambda: recurrent(nn.LSTM, 64), (4, 50, 64)),
-    "LSTM 128": Case(lambda: recurrent(nn.LSTM, 128), (32, 50, 128)),
-    "GRU 64": Case(lambda: recurrent(nn.GRU, 64), (32, 50, 64)),
-    "GRU 256": Case(lambda: recurrent(nn.GRU, 256), (64, 30, 256)),
-    "convolutional 16": Case(lambda: convolutional(16), (32, 3, 32, 32)),
-    "convolutional 64": Case(lambda: convolutional(64), (16, 3, 32, 32)),
-    "transformer 64": Case(lambda: transformer(64), (16, 64, 64)),
-    "transformer 128": Case(lambda: transformer(128), (8, 128, 128)),
-    "transformer 256": Case(lambda: transformer(256), (8, 128, 256)),
-}
 
 
 def single_layers() -> Iterator[tuple[str, Case]]:
     """Yield layers whose products have growing numbers of multiplications."""
     for width, rows in ((192, 32), (192, 128), (192, 512), (512, 32), (512, 64), (512, 256), (1024, 32), (1024, 128)):
-        linear = Case(lambda width=width: nn.Linear(width, width), (rows, width), rows * width * width)
-        yield f"linear {width}, {rows} rows", linear
+        linear = partial(single_layer, partial(nn.Linear, width, width), rows, width)
+        yield f"linear {width}, {rows} rows", Case(linear, rows * width * width)
     for width, steps, batch in ((32, 20, 8), (64, 20, 8), (64, 20, 32), (128, 20, 8), (128, 20, 32), (256, 20, 16)):
-        lstm = Case(lambda width=width: recurrent(nn.LSTM, width), (batch, steps, width), 8 * batch * steps * width**2)
+        layer = partial(lambda width: FirstOutput(nn.LSTM(width, width, batch_first=True)), width)
+        lstm = Case(partial(single_layer, layer, batch, steps, width), 8 * batch * steps * width**2)
         yield f"LSTM {width}, {batch} × {steps}", lstm
     for heads, length, batch in ((2, 32, 4), (4, 64, 4), (4, 128, 4), (8, 128, 8), (8, 256, 8)):
-        attention = Case(SelfAttention, (batch, heads, length, 32), 2 * batch * heads * length**2 * 32)
-        yield f"attention, {batch} × {heads} × {length}", attention
+        attention = partial(single_layer, SelfAttention, batch, heads, length, 32)
+        yield f"attention, {batch} × {heads} × {length}", Case(attention, 2 * batch * heads * length**2 * 32)
     for channels, size, batch in ((8, 32, 8), (16, 32, 8), (32, 16, 8), (32, 32, 8), (64, 16, 16), (64, 32, 16)):
-        multiplications = batch * size**2 * channels**2 * 9
-        convolution = Case(
-            lambda channels=channels: nn.Conv2d(channels, channels, 3, padding=1),
-            (batch, channels, size, size),
-            multiplications,
-        )
-        yield f"convolution {channels}, {batch} × {size}²", convolution
+        layer = partial(nn.Conv2d, channels, channels, 3, padding=1)
+        convolution = partial(single_layer, layer, batch, channels, size, size)
+        yield f"convolution {channels}, {batch} × {size}²", Case(convolution, batch * size**2 * channels**2 * 9)
 
 
 @contextmanager
@@ -154,36 +112,35 @@ def every_product_rounded() -> Iterator[None]:
         bf16_products.SMALLEST_WEIGHT = smallest
 
 
-def seconds_a_step(case: Case, model: nn.Module, precision: int | str, block: float, **options: Any) -> float:
-    """Return the median time of the steps of a block that takes so many seconds."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    x = torch.randn(case.shape)
+def seconds_a_step(work: Workload, precision: int | str, block: float, **options: Any) -> float:
+    """Return the median time of the steps of a block that takes so many seconds, on one batch."""
+    batch = next(iter(work.batches))
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
         times: list[float] = []
         while len(times) < 2 * WARMUP or sum(times) < block:
             start = time.perf_counter()
-            model(x).square().mean().backward()
+            work.loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - start)
         return statistics.median(times[WARMUP:])
 
-    channels_last = len(case.shape) == 4 and any(isinstance(module, nn.Conv2d) for module in model.modules())
-    options = {"precision": precision, "channels_last": channels_last, "verbose": False, **options}
-    return nano_loop.nano(**options)(train)(model, optimizer)
+    options = {"precision": precision, "channels_last": work.images, "verbose": False, **options}
+    return nano_loop.nano(**options)(train)(work.model, work.optimizer)
 
 
 def seconds(
     case: Case, rounds: int, block: float, others: Sequence[int | str], **options: Any
 ) -> dict[int | str, list[float]]:
     """Return the seconds a step by precision, of each round."""
-    model = case.build()
-    model(torch.randn(case.shape))
+    work = case.build()
     times: dict[int | str, list[float]] = {precision: [] for precision in (PRODUCTS, *others)}
     for number in range(rounds + 1):  # the first one is for the tuner
         for precision in [*times][:: -1 if number % 2 else 1]:
-            times[precision] += [seconds_a_step(case, copy.deepcopy(model), precision, block, **options)][not number :]
+            model, optimizer = copy.deepcopy((work.model, work.optimizer))
+            copied = Workload(model, optimizer, work.batches, work.loss, images=work.images)
+            times[precision] += [seconds_a_step(copied, precision, block, **options)][not number :]
     return times
 
 
@@ -193,8 +150,8 @@ def row(name: str, case: Case, times: Mapping[Any, list[float]]) -> str:
     cells = [name, f"2^{math.log2(case.multiplications):.1f}" if case.multiplications else ""]
     cells += [f"{statistics.median(values) * 1e3:.3f}" for values in times.values()]
     for other in [*times][1:]:
-        found = [theirs / own for theirs, own in zip(times[other], ours, strict=True)]
-        cells.append(f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+        ratios = [theirs / own for theirs, own in zip(times[other], ours, strict=True)]
+        cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     return f"| {' | '.join(cells)} |"
 
 

@@ -29,11 +29,20 @@ def steps(
     backward: Backward = torch.Tensor.backward,
 ) -> list[float]:
     """Run `count` training steps, and return the seconds that each took, with the loading of its batch."""
-    seconds, last = [], time.perf_counter()
-    for batch in islice(endless(batches), count):
+
+    def step(batch: Any) -> None:
         optimizer.zero_grad()
         backward(loss(model, batch))
         optimizer.step()
+
+    return timed(step, batches, count)
+
+
+def timed(step: Callable[[Any], object], batches: Iterable[Any], count: int) -> list[float]:
+    """Take `count` steps, and return the seconds that each took, with the loading of its batch."""
+    seconds, last = [], time.perf_counter()
+    for batch in islice(endless(batches), count):
+        step(batch)
         now = time.perf_counter()
         seconds.append(now - last)
         last = now

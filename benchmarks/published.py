@@ -1,6 +1,7 @@
-"""Writes stored results as the tables of two pages of docs/, and as the README's headline and picture.
+"""Writes stored results as tables of docs/, and as the README's headline and picture.
 
     python -m benchmarks.published benchmarks/results/*.json
+    python -m benchmarks.published benchmarks/results/*.json --page docs/results.md
     python -m benchmarks.published benchmarks/results/NAME.json --picture docs/speed-ups.png
 
 A test checks that the documents and the picture agree with the stored results.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from benchmarks.chart import SpeedUps, draw_speed_ups
 from benchmarks.markdown import table
 from benchmarks.shapes import markdown
 from benchmarks.summary import set_matmul_shares
+from benchmarks.surroundings import heading
 
 WORKLOADS = {
     "resnet50": "ResNet-50, 16 × 224², SGD",
@@ -35,6 +38,21 @@ WORKLOADS = {
     "distilbert": "DistilBERT with dropout, 8 × 128, AdamW",
     "t5": "T5-small with dropout, 8 × 128, AdamW",
     "group_norm_unet": "U-Net with group norm, 8 × 160², AdamW",
+    "tabular": "tabular: pytorch_tabular, 128-64-32",
+    "policy": "policy: stable-baselines3, PPO, 64 × 64",
+    "critic": "critics: stable-baselines3, SAC, 256 × 256",
+    "gru_forecast": "GRU: neuralforecast, 2 × 200",
+    "lstm_forecast": "LSTM: neuralforecast, 2 × 200",
+    "tcn_forecast": "TCN: neuralforecast, 128 channels",
+    "transformer_forecast": "transformer: darts, 3 + 3 layers",
+    "nbeats": "N-BEATS: darts, 30 stacks",
+    "autoencoder": "autoencoder: pyod, 64-32-64",
+    "lenet": "LeNet: PyTorch's tutorial, 4 images",
+    "gnn": "GCN: PyG's example, Cora's size",
+    "text_cnn": "text CNN: Kim 2014",
+    "tabnet": "TabNet: pytorch-tabnet, 1,024 rows",
+    "bpr": "BPR: RecBole, 200,000 × 64",
+    "wide": "perceptron: Keras' example, 512 × 512",
 }
 #: What the README's picture calls them.
 SHORT_NAMES = {
@@ -52,6 +70,21 @@ SHORT_NAMES = {
     "distilbert": "DistilBERT",
     "t5": "T5-small",
     "group_norm_unet": "U-Net, group norm",
+    "tabular": "tabular",
+    "policy": "policy",
+    "critic": "critics",
+    "gru_forecast": "GRU",
+    "lstm_forecast": "LSTM",
+    "tcn_forecast": "TCN",
+    "transformer_forecast": "transformer",
+    "nbeats": "N-BEATS",
+    "autoencoder": "autoencoder",
+    "lenet": "LeNet",
+    "gnn": "GCN",
+    "text_cnn": "text CNN",
+    "tabnet": "TabNet",
+    "bpr": "BPR",
+    "wide": "perceptron",
 }
 SYSTEMS = {
     "autocast": "autocast",
@@ -63,6 +96,11 @@ SYSTEMS = {
     "accelerate": "Accelerate",
     "compile": "`torch.compile`",
     "ipex": "IPEX",
+    "plain": "plain",
+    "expert_fp32": "an expert, fp32",
+    "expert_fp32_1_thread": "an expert, 1 thread",
+    "expert_fp32_compile": "an expert, compiled",
+    "compiled_step": "the step compiled",
 }
 Results = dict[str, Any]
 
@@ -84,6 +122,24 @@ def overview(results: Results) -> str:
                 f"{nano['ratio_to_plain']:.2f}",
                 _ratio(nano["ratio_to_best_peer"], nano["ratio_to_best_peer_range"]),
             ]
+        )
+    return table(head, rows)
+
+
+def users(results: Results) -> str:
+    """Return a line for each workload of the users' suite: the best peer, JAX, and means and the least."""
+    columns = ["nano_fp32_1_thread", "nano_fp32", "nano_auto_1_thread", "nano_auto"]
+    head = ["", "plain, ms", "the best peer, ms", *(f"`{name}`, × best peer" for name in columns), "JAX, ms"]
+    rows = []
+    for name, each in results["workloads"].items():
+        systems, best = each["systems"], each["best_peer"]
+        ratios = ("–" if systems[ours]["reason"] else f"{systems[ours]['ratio_to_best_peer']:.2f}" for ours in columns)
+        limit = _ms(systems["jax"]) if "jax" in systems else "–"
+        rows.append([WORKLOADS[name], _ms(systems["plain"]), f"{_ms(systems[best])}, {SYSTEMS[best]}", *ratios, limit])
+    means = [results["geometric_means"][name] for name in columns]
+    for words, key in (("geometric mean", "over_best_peer"), ("the least", "least_over_best_peer")):
+        rows.append(
+            [f"**{words}**", "", "", *("–" if row[key] is None else f"**{row[key]:.2f}**" for row in means), ""]
         )
     return table(head, rows)
 
@@ -187,16 +243,21 @@ def _range(rows: list[Results], key: str) -> str:
 
 def speed_ups(results: Results) -> SpeedUps:
     """Return what the README's picture shows: of each workload plain PyTorch, the best peer and nano_loop."""
-    found = {}
+    of_users, found = _is_of_users(results), {}
     for name, each in results["workloads"].items():
         systems, best = each["systems"], each["best_peer"]
         peer = SYSTEMS[best].strip("`").replace(", ", ",\n")  # beside others there is no room for both
         found[f"{SHORT_NAMES[name]}\npeer: {peer}"] = {
             "plain PyTorch, fp32": _over_plain(systems, "plain"),
-            "the best peer, bf16": _over_plain(systems, best),
-            "nano_loop, bf16": _over_plain(systems, "nano"),
+            f"the best peer, {'fp32' if of_users else 'bf16'}": _over_plain(systems, best),
+            f"nano_loop, {'auto' if of_users else 'bf16'}": _over_plain(systems, "nano_auto" if of_users else "nano"),
         }
     return found
+
+
+def _is_of_users(results: Results) -> bool:
+    """Whether results are those of the users' suite, whose systems are others."""
+    return results.get("suite") == "users"
 
 
 def _over_plain(systems: Results, system: str) -> tuple[float, float, float]:
@@ -213,7 +274,7 @@ def layers(results: Results) -> str:
 
 #: By what results hold, the tables that are made of it.
 TABLES = {
-    "workloads": (overview, times, ratios, memory),
+    "workloads": (times, ratios, memory),
     "levers": (levers,),
     "scaling": (scaling,),
     "between": (savings_of_models, largest_savings),
@@ -224,21 +285,50 @@ TABLES = {
 def tables(results: Results) -> list[str]:
     """Return all tables of some results."""
     set_matmul_shares(results.get("workloads", {}))  # as the whole run knows the machine, and by today's rules
+    if _is_of_users(results):
+        return [users(results), times(results)]
     return [made(results) for kind, functions in TABLES.items() if kind in results for made in functions]
+
+
+#: The parts of docs/results.md. docs/layers.md has the layers.
+PARTS = {"workloads": "Workloads", "levers": "Levers", "scaling": "Scaling", "between": "Between"}
+_INTRODUCTION = """\
+# Results
+
+`make docs-results` writes this page from `benchmarks/results/`. [Benchmarks](../benchmarks/README.md) describes the
+systems, the workloads and the figures, and [Measurements](measurements.md) what follows from them. Memory is the peak
+of a process; with `ipex` and `nano_ipex` it includes 500 MB for their libraries."""
+
+
+def page(stored: Mapping[str, Results]) -> str:
+    """Return the text of docs/results.md, with the results by the names of their files."""
+    paragraphs = [_INTRODUCTION]
+    for kind, title in PARTS.items():
+        paragraphs.append(f"## {title}")
+        for name, results in sorted(stored.items(), reverse=True):
+            if kind in results:
+                command = " ".join(results["command"])
+                about = f"{heading(results)}, {results['date'][:10]}: `{command}`"
+                paragraphs += [f"### {name}", about, *tables(results)]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.published", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="what benchmarks.run has stored")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the first file's speed-ups to FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the files' speed-ups to FILE")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the tables to FILE instead")
     args = parser.parse_args()
-    for file in args.files:
-        results = json.loads(file.read_text())
-        print(f"\n{file.name}\n", *tables(results), sep="\n\n")
-        if "workloads" in results:
-            print(f"\n{headline(results)}")
+    stored = {file.stem: json.loads(file.read_text()) for file in args.files}
+    if args.page:
+        args.page.write_text(page(stored), encoding="utf-8")
+        return
+    for name, results in stored.items():
+        print(f"\n{name}\n", *tables(results), sep="\n\n")
+        if "workloads" in results and not _is_of_users(results):
+            print(f"\n{overview(results)}\n\n{headline(results)}")
     if args.picture:
-        draw_speed_ups(speed_ups(json.loads(args.files[0].read_text())), args.picture)
+        draw_speed_ups([*map(speed_ups, stored.values())], args.picture)
 
 
 if __name__ == "__main__":

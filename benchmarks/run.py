@@ -2,6 +2,7 @@
 
 python -m benchmarks.run
 python -m benchmarks.run --only bert,mlp --systems plain,nano --rounds 5 --output bert-and-mlp
+python -m benchmarks.run --suite users --output users
 python -m benchmarks.run --quick
 python -m benchmarks.run --quick --only mlp --systems compile,nano
 python -m benchmarks.run --scaling bert,mlp
@@ -29,17 +30,25 @@ from benchmarks.rounds import Plan, measure
 from benchmarks.scaling import scaling, scaling_table
 from benchmarks.summary import geometric_means, set_matmul_shares, summarize
 from benchmarks.surroundings import heading, surroundings
-from benchmarks.systems import DEFAULT, NOT_QUICK, SYSTEMS
+from benchmarks.systems import DEFAULT, NOT_QUICK, OF_USERS, SYSTEMS
 from benchmarks.table import means, table
-from benchmarks.workloads import ALL, LISTS, WORKLOADS
+from benchmarks.workloads import ALL, LISTS, USERS, WORKLOADS
 
 RESULTS = ROOT / "benchmarks/results"
 ROUNDS, QUICK_ROUNDS = 3, 1
+#: The workloads and the systems of a suite, where no others are named.
+SUITES = {"large": (WORKLOADS, DEFAULT), "users": (USERS, OF_USERS)}
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
+    add(
+        "--suite",
+        choices=SUITES,
+        default="large",
+        help="of workloads and systems; users: small models (default: large)",
+    )
     add("--only", type=names(ALL, LISTS), metavar="WORKLOADS", help="names between commas")
     add("--systems", type=names(SYSTEMS), metavar="SYSTEMS", help="names between commas")
     add("--rounds", type=at_least_one, help=f"default: {ROUNDS}, with --quick {QUICK_ROUNDS}")
@@ -87,12 +96,13 @@ def _each(options: argparse.Namespace, results: dict[str, Any], name: str, measu
 def _compare(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Show and store each workload when it is measured, so that nothing is lost of a run that is broken off."""
     left_out = NOT_QUICK if options.quick and not options.systems else {}
-    systems = options.systems or list(DEFAULT)
+    workloads, systems = SUITES[options.suite]
     with forks() if options.quick else nullcontext(fresh) as run:
         plan = Plan(
-            options.only or list(WORKLOADS), systems, options.rounds, options.quick, options.limit, run, left_out
+            *(options.only or list(workloads), options.systems or list(systems)),
+            *(options.rounds, options.quick, options.limit, run, left_out),
         )
-        results |= {"rounds": plan.rounds, "quick": options.quick, "workloads": {}}
+        results |= {"suite": options.suite, "rounds": plan.rounds, "quick": options.quick, "workloads": {}}
         for measured in measure(plan):
             results["workloads"][measured.workload] = summary = summarize(measured)
             set_matmul_shares(results["workloads"])

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.rounds import Measured
-from benchmarks.systems import OURS
+from benchmarks.systems import LIMITS, OURS
 
 Summary = dict[str, Any]
 #: A round is disturbed where the machine reached less than this share of its best rate.
@@ -24,7 +24,7 @@ def summarize(measured: Measured) -> Summary:
     ``use_ipex`` holds nano_loop with IPEX against IPEX by hand.
     """
     medians = {system: _median_ms(measured, system) for system in measured.rounds[0]}
-    peers = {system: ms for system, ms in medians.items() if ms and system not in OURS}
+    peers = {system: ms for system, ms in medians.items() if ms and system not in (*OURS, *LIMITS)}
     best = min(peers, key=lambda system: peers[system]) if peers else None
     return {
         "flops_per_step": measured.flops.get("flops"),
@@ -125,5 +125,6 @@ def _means(workloads: dict[str, Summary], system: str) -> Summary:
     for name, key in (("over_best_peer", "ratio_to_best_peer"), ("over_plain", "ratio_to_plain")):
         ratios = [row[key] for row in rows if row[key] is not None]
         means[name] = statistics.geometric_mean(ratios) if ratios else None
+        means[f"least_{name}"] = min(ratios, default=None)
         means[f"workloads_{name}"] = len(ratios)
     return means

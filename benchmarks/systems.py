@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +18,19 @@ from benchmarks import trainers
 from benchmarks.experts import (
     by_hand,
     compiled,
+    compiled_step,
     expert,
     expert_compile,
+    expert_fp32,
+    expert_fp32_1_thread,
+    expert_fp32_compile,
     expert_jemalloc,
     has_fast_bf16,
     jemalloc_settings,
     under_autocast,
     why_not_jemalloc,
 )
+from benchmarks.jitted import jax
 from benchmarks.loop import steps
 from benchmarks.workloads import Workload
 
@@ -97,6 +106,21 @@ def nano_fp32(work: Workload, count: int) -> list[float]:
     return nano_with(work, count)
 
 
+def nano_fp32_1_thread(work: Workload, count: int) -> list[float]:
+    """`nano_fp32` with one thread."""
+    return nano_with(work, count, num_threads=1)
+
+
+def nano_auto(work: Workload, count: int) -> list[float]:
+    """nano_loop with ``precision="auto"``, and nothing else said."""
+    return nano_with(work, count, precision="auto")
+
+
+def nano_auto_1_thread(work: Workload, count: int) -> list[float]:
+    """`nano_auto` with one thread."""
+    return nano_with(work, count, precision="auto", num_threads=1)
+
+
 def nano_ipex(work: Workload, count: int) -> list[float]:
     """nano_loop as in `nano`, with ``use_ipex=True``."""
     return nano_with(work, count, precision="bf16", channels_last=work.images, use_ipex=True)
@@ -142,6 +166,15 @@ SYSTEMS: dict[str, Callable[[Workload, int], list[float]]] = {
 } | trainers.SYSTEMS
 #: What is measured where nobody says what: the user's own loop.
 DEFAULT = tuple(name for name in SYSTEMS if name not in trainers.SYSTEMS)
+#: Those of the users' suite, which makes sense for small models alone.
+OF_USERS: dict[str, Callable[[Workload, int], list[float]]] = {
+    each.__name__: each
+    for each in (
+        *(plain, expert_fp32, expert_fp32_1_thread, expert_fp32_compile, compiled_step, jax),
+        *(nano_fp32, nano_fp32_1_thread, nano_auto, nano_auto_1_thread),
+    )
+}
+SYSTEMS |= OF_USERS
 ALL = ""
 #: By the step of nano_loop that they leave out, options; under `ALL` none, which leave out nothing.
 LEVERS: dict[str, dict[str, bool]] = {
@@ -157,32 +190,59 @@ LEVERS: dict[str, dict[str, bool]] = {
     },
 }
 #: nano_loop's own; all others are its peers.
-OURS = ("nano", "nano_products", "nano_compile", "nano_fp32", "nano_ipex", *trainers.OURS)
+OURS = (
+    *("nano", "nano_products", "nano_compile", "nano_fp32", "nano_ipex", *trainers.OURS),
+    *("nano_fp32_1_thread", "nano_auto", "nano_auto_1_thread"),
+)
+#: No peers: they are no loop of torch's, and say what is possible.
+LIMITS = ("jax",)
 #: IPEX works with torch 2.8.0 alone.
 _WITH_IPEX = ("ipex", "nano_ipex")
 #: What --quick leaves out where it is not asked for by name, and why.
 NOT_QUICK = {
     **dict.fromkeys(
-        ("compile", "expert_compile", "nano_compile"), "not in --quick, but by name: it compiles for up to a minute"
+        ("compile", "expert_compile", "expert_fp32_compile", "compiled_step", "nano_compile"),
+        "not in --quick, but by name: it compiles for up to a minute",
     ),
     "expert_jemalloc": "not in --quick, but by name: another allocator",
-    **dict.fromkeys(_WITH_IPEX, "not in --quick, but by name: another Python"),
+    **dict.fromkeys((*_WITH_IPEX, *LIMITS), "not in --quick, but by name: another Python"),
 }
-_IPEX_PYTHON = Path(__file__).resolve().parent.parent / ".venv-ipex/bin/python"
+#: Those of many small workloads, each of which would compile for as long in every round.
+_COMPILED_ONCE = ("expert_fp32_compile", "compiled_step")
+#: By system, the folder of its Python, where that is not this one, and how to make it.
+_ENVIRONMENTS = {
+    **dict.fromkeys(_WITH_IPEX, (".venv-ipex", "see benchmarks/README.md")),
+    "jax": (".venv-jax", "make ready-jax"),
+}
 
 
 def python_of(system: str) -> str:
     """Return the Python that runs a system."""
-    return str(_IPEX_PYTHON) if system in _WITH_IPEX else sys.executable
+    if system not in _ENVIRONMENTS:
+        return sys.executable
+    return str(Path(__file__).resolve().parent.parent / _ENVIRONMENTS[system][0] / "bin/python")
 
 
 def settings_of(system: str) -> Mapping[str, str]:
     """Return the environment variables with which the process of a system has to start."""
+    if system in _COMPILED_ONCE:
+        return {"TORCHINDUCTOR_CACHE_DIR": _folder_of_graphs()}
     return jemalloc_settings() if system == "expert_jemalloc" else {}
+
+
+@functools.cache
+def _folder_of_graphs() -> str:
+    """Return a folder that lasts as long as this process: what the first round compiles, later ones load."""
+    folder = tempfile.mkdtemp(prefix="nano_loop-graphs-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def why_not(system: str) -> str | None:
     """Return why a system cannot be measured here, or None."""
     if system == "expert_jemalloc":
         return why_not_jemalloc()
-    return None if Path(python_of(system)).exists() else "there is no .venv-ipex (see benchmarks/README.md)"
+    if Path(python_of(system)).exists():
+        return None
+    folder, advice = _ENVIRONMENTS[system]
+    return f"there is no {folder} ({advice})"

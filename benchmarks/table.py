@@ -59,7 +59,7 @@ def means(found: dict[str, dict[str, Any]]) -> str:
     lines = []
     for system, row in found.items():
         parts = [
-            f"{row[key]:.2f}× {words} ({row[f'workloads_{key}']} workloads)"
+            f"{row[key]:.2f}× {words} ({row[f'workloads_{key}']} workloads, at the least {row[f'least_{key}']:.2f}×)"
             for key, words in (("over_best_peer", "the best peer's speed"), ("over_plain", "plain's"))
             if row[key] is not None
         ]

@@ -289,7 +289,7 @@ FAULTS = (
     ),
     Fault(
         "steps/kernels/fast_linear.py",
-        "parameter.dim() == _MATRIX and parameter.numel() >= _LARGE",
+        "parameter.dim() == _MATRIX and parameter.numel() >= elements",
         "parameter.dim() == _MATRIX",
         "tests/steps/kernels/test_kernel_step.py",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.workloads import users
 from benchmarks.workloads.images import resnet18_folder, resnet50, unet, vit
 from benchmarks.workloads.sequences import bert, gpt2, lstm
 from benchmarks.workloads.tables import mlp
@@ -31,8 +32,18 @@ UNTUNED: dict[str, Callable[[bool], Workload]] = {
     "t5": t5,
     "group_norm_unet": group_norm_unet,
 }
-ALL = WORKLOADS | UNTUNED
-#: Names that stand for several workloads.
-LISTS = {"tuned": tuple(WORKLOADS), "untuned": tuple(UNTUNED), "all": tuple(ALL)}
 
-__all__ = ["ALL", "LISTS", "UNTUNED", "WORKLOADS", "Workload"]
+#: The small models that people train on CPUs. They are fixed: speed is worked on by others too.
+USERS: dict[str, Callable[[bool], Workload]] = {
+    workload.__name__: workload
+    for workload in (
+        *(users.tabular, users.policy, users.critic, users.gru_forecast, users.lstm_forecast, users.tcn_forecast),
+        *(users.transformer_forecast, users.nbeats, users.autoencoder, users.lenet, users.gnn, users.text_cnn),
+        *(users.tabnet, users.bpr, users.wide),
+    )
+}
+ALL = WORKLOADS | UNTUNED | USERS
+#: Names that stand for several workloads.
+LISTS = {"tuned": tuple(WORKLOADS), "untuned": tuple(UNTUNED), "users": tuple(USERS), "all": tuple(ALL)}
+
+__all__ = ["ALL", "LISTS", "UNTUNED", "USERS", "WORKLOADS", "Workload"]

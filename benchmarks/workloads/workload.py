@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+#: Takes the model and a batch, calls the model as the loop would, and returns the loss.
+Loss = Callable[[nn.Module, Any], Tensor]
+
 
 @dataclass
 class Workload:
@@ -30,12 +33,15 @@ class Workload:
         How many steps a case counts, or with the last epoch's rest more.
     uncounted_flops : float
         Matrix FLOPs of a step in operators that `torch.utils.flop_counter` does not know.
+    jax : str
+        The name of its loss in `benchmarks.jitted`, or "" where it has none there.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Iterable[Any]
-    loss: Callable[[nn.Module, Any], Tensor]
+    loss: Loss
     images: bool = False
     steps: int = 6
     uncounted_flops: float = 0.0
+    jax: str = ""

@@ -14,6 +14,7 @@ from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
 from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
+from nano_loop.kernels.linear import fp32_product
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.norm import norms
@@ -21,6 +22,8 @@ from nano_loop.kernels.rnn import lstm_layer, rnn
 
 #: How far results of functions for fp32 may be from those of torch, for both round sums of many numbers.
 _IN_FP32 = 2.0**-12
+#: Minimum number of rows of a product that are measured.
+_MIN_ROWS = 64
 #: Seconds that Python takes to ask for the algorithm of a call in fp32, which torch's kernel alone would not take.
 _OVERHEAD = 8e-6
 
@@ -59,8 +62,21 @@ def _fp32_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]
 
         return with_gradient if call.is_differentiated else without_gradients(arguments, {name: computed})[name]
 
-    race = {name: of(name) for name in algorithms}
+    return _race_in_fp32({name: of(name) for name in algorithms})
+
+
+def _race_in_fp32(race: Mapping[str, Algorithm]) -> Race:
     return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD)
+
+
+def _product_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race:
+    a, *others = call.arguments
+    return _race_in_fp32(without_gradients([some_rows(a, others[0]), *others], algorithms))
+
+
+def some_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Return some rows of a matrix, for a product of a vocabulary's layer, whose result takes memory."""
+    return a[: max(MOST_ELEMENTS // b.size(-1), _MIN_ROWS)]
 
 
 # --- LSTMs of fp32 tensors ---
@@ -106,5 +122,6 @@ FP32_OPERATORS = (
         TunedOperator(fp32.rule_of(kernel), _fp32_key, _fp32_race, has_gradients=True)
         for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL)
     ),
+    TunedOperator(fp32_product.RULE, _fp32_key, _product_race, has_gradients=True),
     TunedOperator(rnn.ALGORITHM, _layers_key, _layers_race),
 )

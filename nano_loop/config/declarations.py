@@ -1,6 +1,6 @@
 """The declarations of the options: name, type, default, check and help of each.
 
-Signatures, docstrings, environment variables, flags and the README's table follow from them. It does not import torch,
+Signatures, docstrings, environment variables, flags and `docs/options.md` follow from them. It does not import torch,
 so that the command line knows the options at once.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nano_loop.config import option_checks as checks
 
 
-def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = "", changes_bits: bool = False) -> Any:
+def option(default: Any, check: checks.Check, help: str, *, changes_bits: bool = False) -> Any:
     """Declare an option, whose name and type are those of the field.
 
     Parameters
@@ -24,13 +24,11 @@ def option(default: Any, check: checks.Check, help: str, *, by_name_in: str = ""
     check : callable
         A check from `nano_loop.config.option_checks`, which defines the allowed values, including ``"auto"``.
     help : str
-        A description for docstrings and the README.
-    by_name_in : str
-        A function that takes the option by name only, although others also take it by position.
+        A description for docstrings and `docs/options.md`.
     changes_bits : bool
         Whether it can change a bit of what plain torch computes in fp32. With ``exact=True`` its value is in `EXACT`.
     """
-    metadata = {"check": check, "help": help, "by_name_in": by_name_in, "changes_bits": changes_bits}
+    metadata = {"check": check, "help": help, "changes_bits": changes_bits}
     return field(default=default, metadata=metadata)
 
 
@@ -74,7 +72,6 @@ class Declarations:
         None,
         checks.process_group_backend,
         "Backend of torch.distributed between processes. `None`: shared memory on one host, gloo between hosts.",
-        by_name_in="nano",
     )
     precision: int | str = option(
         32,
@@ -132,7 +129,8 @@ class Declarations:
     )
     fast_linear: bool | Literal["auto"] = step(
         "Large products of linear layers and of their gradients in blocks by bf16 instructions, in reduced precision: "
-        "1.05 to 1.9 times as fast as oneDNN. Needs torch 2.9 and AVX-512.",
+        "1.05 to 1.9 times as fast as oneDNN. In fp32, products in C where that is measured to be faster. Needs torch "
+        "2.9 and, in reduced precision, AVX-512.",
         changes_bits=True,
     )
     fast_lstm: bool | Literal["auto"] = step(
@@ -157,7 +155,7 @@ class Declarations:
     )
     fast_norm: bool | Literal["auto"] = step(
         "Batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and in fp32 where "
-        "that is faster. Needs torch 2.9 or later.",
+        "that is faster, as of RMS norms. Needs torch 2.9 or later.",
         changes_bits=True,
     )
     tune_operators: bool | Literal["auto"] = step(
@@ -252,6 +250,13 @@ class Declarations:
         False,
         "Comparison of the first batch with the plain model in fp32 and fp64. It names the layer that is off.",
     )
+
+
+@dataclass(frozen=True)
+class NanoDeclarations(Declarations):
+    """The options as `nano_loop.nano` takes them: one by name alone, which BigDL-Nano's did not have."""
+
+    process_group_backend: str | None = field(default=None, kw_only=True)
 
 
 #: What measures or compares a run, and changes nothing that it computes.

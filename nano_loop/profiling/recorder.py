@@ -31,13 +31,18 @@ from nano_loop.profiling.kinds import (
     KINDS,
     OPTIMIZER_EVENT,
     PRODUCTS,
+    Circumstances,
     advice_for,
+    kind_of,
     times_of,
 )
 from nano_loop.profiling.machine_rates import memory_rate, product_rate
 from nano_loop.profiling.rates import moves_in, products_in, rate_of
+from nano_loop.runtime.run import active_options
 
 _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
+#: By the names that the profiler gives dtypes, and those of precisions.
+_REDUCED, _FULL = ("c10::BFloat16", "c10::Half"), ("32-true", "64-true")
 
 
 def record_requested() -> None:
@@ -160,8 +165,21 @@ class _Recorder:
             "kinds": rows,
             "step_ms": statistics.median(self._plain[:TIMED]) * 1e3,
             "profiled_ms": wall / PROFILED * 1e3,
-            "advice": advice_for(times),
+            "advice": advice_for(times, self._circumstances(shaped.events)),
         }
+
+    def _circumstances(self, events: list[Any]) -> Circumstances:
+        """Return what the advice depends on, by the run that is under way and by what was computed."""
+        options, optimizer = active_options(), self._optimizer
+        products = [event for event in events if kind_of(event) == PRODUCTS]
+        dtypes = {dtype for event in products for dtype in getattr(event, "input_dtypes", None) or ()}
+        return Circumstances(
+            options={} if options is None else options.as_dict(),
+            is_reduced=not dtypes.isdisjoint(_REDUCED) or (options is not None and options.precision not in _FULL),
+            has_convolutions=any("conv" in event.name for event in products),
+            optimizer=type(optimizer).__name__,
+            is_fused=optimizer is not None and any(group.get("fused") for group in optimizer.param_groups),
+        )
 
 
 def _marked(event: str) -> Any:

@@ -187,7 +187,7 @@ def test_report_is_printed_once_to_standard_error_and_again_for_other_objects(en
         title, *lines = err.splitlines()
         assert title.startswith("nano_loop ")
         assert " process × " in title
-        assert all(line.startswith(("  applied  ", "  skipped  ")) for line in lines)
+        assert all(line.startswith(("  applied  ", "  skipped  ", "  nothing to do: ")) for line in lines)
         assert len({line.split()[1] for line in lines}) == len(lines) > 3
         train(*parts)
         assert capfd.readouterr() == ("", "")

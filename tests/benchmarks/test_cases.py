@@ -13,7 +13,7 @@ from benchmarks.fresh import fresh
 from benchmarks.limits import step_flops
 from benchmarks.loop import endless, steps
 from benchmarks.systems import SYSTEMS, settings_of, why_not
-from benchmarks.workloads import ALL, LISTS, UNTUNED, WORKLOADS
+from benchmarks.workloads import ALL, LISTS, UNTUNED, USERS, WORKLOADS
 from nano_loop.cpu import read_machine
 from nano_loop.precision.autocast.recurrent_layers import can_train_lstms
 
@@ -80,7 +80,10 @@ NEEDED = {
     **dict.fromkeys(("ipex", "nano_ipex"), "intel_extension_for_pytorch"),
 }
 #: Each runs the code of another one or two, with fewer options.
-SAME = {"lightning", "lightning_bf16", "hugging_face", "hugging_face_bf16", "expert_compile", "expert_jemalloc"}
+SAME = {
+    *("lightning", "lightning_bf16", "hugging_face", "hugging_face_bf16", "expert_compile", "expert_jemalloc"),
+    *("expert_fp32_1_thread", "nano_auto", "nano_auto_1_thread", "nano_fp32_1_thread", "expert_fp32_compile", "jax"),
+}
 OF_TEST_IPEX = [
     pytest.param(system, marks=pytest.mark.skipif(find_spec(needed) is None, reason=f"{needed} is not installed"))
     for system, needed in NEEDED.items()
@@ -106,11 +109,13 @@ def test_compile_that_compiles_nothing_is_no_system(workload):
 WITHOUT_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "group_norm_unet" else pytest.param(name, marks=WITHOUT_TRANSFORMERS) for name in UNTUNED]
-)
-def test_untuned_model_learns_its_batch_in_bf16(name):
+OF_TRANSFORMERS = [pytest.param(name, marks=WITHOUT_TRANSFORMERS) for name in UNTUNED if name != "group_norm_unet"]
+
+
+@pytest.mark.parametrize("name", [*OF_TRANSFORMERS, "group_norm_unet", *USERS])
+def test_model_learns_its_batch(name):
     work, losses = build(name, small=True), []
+    work.batches = [next(iter(work.batches))]
     original = work.loss
 
     def loss(model, batch):
@@ -118,12 +123,12 @@ def test_untuned_model_learns_its_batch_in_bf16(name):
         return losses[-1]
 
     work.loss = loss
-    assert len(SYSTEMS["nano"](work, 6)) == 6
+    assert len(SYSTEMS["nano_auto" if name in USERS else "nano"](work, 6)) == 6
     assert losses[-1] < losses[0]
 
 
 def test_lists_name_all_workloads_and_each_of_them_once():
-    assert [*ALL] == [*LISTS["all"]] == [*LISTS["tuned"], *LISTS["untuned"]]
+    assert [*ALL] == [*LISTS["all"]] == [*LISTS["tuned"], *LISTS["untuned"], *LISTS["users"]]
     assert [*WORKLOADS] == [*LISTS["tuned"]]
     assert len(UNTUNED) == 6
 

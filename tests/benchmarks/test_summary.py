@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.rounds import Measured
-from benchmarks.summary import set_matmul_shares, summarize
+from benchmarks.summary import geometric_means, set_matmul_shares, summarize
 from benchmarks.table import table
 
 
@@ -25,6 +25,15 @@ def test_best_peer_is_none_of_ours():
     assert found["best_peer"] == "ipex"
     assert found["systems"]["nano"]["ratio_to_best_peer"] == pytest.approx(1.75)
     assert found["systems"]["nano"]["ratio_to_best_peer_range"] == [1.5, 2.0]
+
+
+def test_limit_is_no_peer_and_the_least_ratio_stands_beside_the_mean():
+    times = [{"plain": (4.0, 4.0), "jax": (0.5, 0.5), "nano_auto": (own, own)} for own in (1.0, 4.0)]
+    first, second = (summarize(measured(**each)) for each in times)
+    assert first["best_peer"] == "plain"
+    means = geometric_means({"first": first, "second": second})["nano_auto"]
+    assert means["over_best_peer"] == pytest.approx(2)
+    assert means["least_over_best_peer"] == pytest.approx(1)
 
 
 def test_share_is_of_the_best_rate_of_the_run():

@@ -3,7 +3,7 @@
 torch's CPU kernel ("flash") works in blocks, but its small bf16 products run at a fifth of the speed of oneDNN's large
 ones, and with a dropout it is not used. Two algorithms are faster: blocks in C (`blocked_attention`), for CPUs with the
 bf16 instructions of AVX-512, and plain products (`plain_attention`). The error against fp64 is not larger than that of
-torch's kernel (docs/performance.md has errors and times).
+torch's kernel (docs/measurements.md has errors and times).
 """
 
 from __future__ import annotations

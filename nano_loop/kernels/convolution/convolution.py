@@ -4,7 +4,7 @@ oneDNN computes a weight's gradient image by image. The C function of `nano_loop
 faster on CPUs with AVX-512's bf16 instructions. On others, for images with few pixels, and for 1×1 kernels, a single
 product over the pixels of all images is. For the bias of a transposed convolution, oneDNN's sum takes several times as
 long as the rest of the backward. Depthwise convolutions with a stride or a large kernel, and convolutions in many
-groups, are up to ten times as fast in fp32, casts included. docs/performance.md has the times.
+groups, are up to ten times as fast in fp32, casts included. docs/measurements.md has the times.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def faster_backward(kernel: Callable[..., _Gradients], choose: Choose | None = N
 
 
 def first_guess(call: Arguments) -> Plan:
-    """Return the plan that was the fastest on the machines of docs/performance.md."""
+    """Return the plan that was the fastest on the machines of docs/measurements.md."""
     needs_inputs, needs_weight, _ = call.output_mask
     in_fp32 = needs_inputs and _inputs_are_faster_in_fp32(call)
     how = "torch"
