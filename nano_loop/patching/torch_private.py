@@ -298,3 +298,8 @@ def put_back_signal_handlers(trainer: Any) -> None:
     connector = getattr(trainer, "_signal_connector", None)
     if connector is not None:
         connector.teardown()
+
+
+def connect_again(trainer: Any) -> None:
+    """Let a Trainer of Lightning set up its strategy as when it was made. It has no public name for it."""
+    trainer._accelerator_connector._lazy_init_strategy()

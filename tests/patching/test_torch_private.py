@@ -283,3 +283,9 @@ def test_leaf_is_reached_by_the_backward_that_does_not_say_what_to_reach():
         torch.autograd.grad(out, inputs, retain_graph=True)
         out.backward(inputs=inputs, retain_graph=True)
     assert seen == [True, *[False] * 6]
+
+
+def test_trainer_sets_up_its_strategy_again():
+    trainer = Mock()
+    private.connect_again(trainer)
+    trainer._accelerator_connector._lazy_init_strategy.assert_called_once_with()
