@@ -136,7 +136,7 @@ docs docs-serve:
 	@$(LOCK) $(MAKE) -s VENV=$(DOCS_VENV) REQUIREMENTS=requirements/docs.txt $(DOCS_VENV)/pins-$(VERSION)
 	@$(MKDOCS)
 docs: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet $(ARGS)
-docs-serve: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs serve $(ARGS)
+docs-serve: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs serve --livereload $(ARGS)
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 
 # The peers have an environment of their own, so that nothing of ours comes to rely on them.

@@ -45,8 +45,7 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
     """
     with _result_file() as file:
         variables = {COMMAND: Command(command, _path_of(file), dict(own)).encoded()}
-        if command == "profile":  # which begins with the first optimizer
-            variables |= {INSTALL: command, "PYTHONPATH": search_path(os.environ)}
+        variables |= begins_at_start(command)
         sys.stdout.flush()
         process = subprocess.Popen(
             script.command,
@@ -66,6 +65,11 @@ def result_of(command: str, own: Mapping[str, Any], script: Script, *, to_stderr
     return result["result"], code
 
 
+def begins_at_start(command: str) -> dict[str, str]:
+    """Return the variables by which each Python does what a command asks for, from what it trains first on."""
+    return {INSTALL: command, "PYTHONPATH": search_path(os.environ)}
+
+
 #: What is said of a script that ends before its command has measured anything.
 _UNANSWERED: Mapping[str, Callable[[str], tuple[str, str, str]]] = {
     "profile": lambda script: (
@@ -75,7 +79,7 @@ _UNANSWERED: Mapping[str, Callable[[str], tuple[str, str, str]]] = {
     ),
     "tune": lambda script: (
         f"{script} has called no function under @nano, and no TorchNano.train",
-        "tune measures the first of these calls",
+        "tune measures the first of these calls, or the steps of a script that does not import nano_loop",
         "Decorate its training function",
     ),
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from nano_loop.cli.output import print_json
-from nano_loop.cli.script import result_of
+from nano_loop.cli.script import begins_at_start, result_of
 from nano_loop.cli.script_options import Script, ScriptCommand, takes_script
 from nano_loop.errors import NanoConfigError, error_message
 from nano_loop.search.chart import check_picture
@@ -26,18 +28,29 @@ def tune(script: Script, as_json: bool, seconds: float, again: bool, plot: str |
     """Measure which options are the fastest for a script.
 
     It trains nothing. The script runs until it first calls a function under @nano, or TorchNano.train. Copies of that
-    call take steps under each candidate, in processes that are thrown away. Options that you write here stay as they
-    are. Ctrl-C shows what has been measured so far.
+    call take steps under each candidate, in processes that are thrown away. A script that does not import nano_loop
+    runs from its start under each candidate, for some steps. Options that you write here stay as they are. Ctrl-C shows
+    what has been measured so far.
     """
     if plot is not None:
         _check(plot)
     content, code = result_of("tune", {"seconds": seconds, "again": again}, script, to_stderr=as_json)
     # Here, since it imports torch.
+    from nano_loop.search.requested import INTERRUPTED
     from nano_loop.search.result import Tuning
+    from nano_loop.search.script_search import search_script
+    from nano_loop.search.search import SearchInterrupted
 
-    tuning = Tuning.of_dict(content)
+    if content:
+        tuning = Tuning.of_dict(content)
+    else:  # it trains without nano_loop
+        os.environ.update(script.variables)
+        try:
+            tuning = search_script(script.command, {**os.environ, **begins_at_start("tune")}, seconds)
+        except SearchInterrupted as interrupted:
+            tuning, code = interrupted.tuning, INTERRUPTED
     if as_json:
-        print_json("tune", **content)
+        print_json("tune", **tuning.as_dict())
     else:
         click.echo(str(tuning))
     if plot is not None:

@@ -22,7 +22,7 @@ from nano_loop.storage.cache_folder import cache_folder
 #: Several processes train with larger batches, which nobody has asked for who asks for speed alone.
 _NOT_BEFORE_TRAINING = ("num_processes",)
 
-_INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
 
 
 def requested(options: Options) -> Command | None:
@@ -93,9 +93,9 @@ def _answer(command: Command, task: RunTask) -> NoReturn:
         code = 2
     except SearchInterrupted as interrupt:
         command.answer(result=interrupt.tuning.as_dict(), interrupted=True)
-        code = _INTERRUPTED
+        code = INTERRUPTED
     except KeyboardInterrupt:
-        code = _INTERRUPTED
+        code = INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the script may have closed or replaced it
             stream.flush()

@@ -163,15 +163,22 @@ class Search:
     """One search. Its arguments are those of `search`."""
 
     def __init__(
-        self, task: RunTask, settings: Settings, fixed: Collection[str], seconds: float, verbose: bool = False
+        self,
+        task: RunTask | None,
+        settings: Settings,
+        fixed: Collection[str],
+        seconds: float,
+        verbose: bool = False,
     ) -> None:
         self._task = task
+        self._written = RunTask.written if task is None else task.written
         self._start = settings
         self._fixed = fixed
         self._began = time.monotonic()
         self._seconds = seconds
         self._verbose = verbose
         self._own = Measured(Row({}))
+        self._longest = 0.0  # seconds that a trial may take to begin, at the least
         self._measured = [self._own]  # then the loop without nano_loop, and the candidates
         self._loads: list[float] = []
 
@@ -198,11 +205,7 @@ class Search:
 
     def _measure(self, stack: ExitStack) -> Measured:
         """Time the candidates in processes that end with the stack, and return the one that is chosen."""
-        base = self._start.changed(**_NOT_IN_TRIALS)
-        self._server, folder = stack.enter_context(trial_server(base, self._task.modules))
-        self._payload = folder / "loop"
-        self._payload.mkdir()
-        self._modules = dump(self._task, self._payload, self._task.names).modules
+        self._prepare(stack)
         if self._verbose:
             print_lines([f"tune: timing candidates in other processes, for about {self._seconds:.0f} s"])
         self._note_load()
@@ -210,7 +213,7 @@ class Search:
             self._reference = stack.enter_context(self._trial(self._own))
             answer = self._reference.answers(max(self._left, 60.0))[0]
         self._measured.append(Measured(Row({}, plain=True)))
-        proposals = candidates(self._start, self._fixed, answer, self._task.parts)
+        proposals = candidates(self._start, self._fixed, answer, None if self._task is None else self._task.parts)
         self._measured += [Measured(Row(changes)) for changes in proposals]
         timed = self._measured[1:]
         for number, candidate in enumerate(timed):
@@ -223,6 +226,19 @@ class Search:
     def _note_load(self) -> None:
         """Note how busy other programs keep the CPUs, while the options as they are wait for their next turn."""
         self._loads.append(load_of(self._start.machine.allowed))
+
+    def _prepare(self, stack: ExitStack) -> None:
+        assert self._task is not None
+        base = self._start.changed(**_NOT_IN_TRIALS)
+        self._server, folder = stack.enter_context(trial_server(base, self._task.modules))
+        self._payload = folder / "loop"
+        self._payload.mkdir()
+        self._modules = dump(self._task, self._payload, self._task.names).modules
+
+    def _begun(self, settings: Settings, *, is_plain: bool) -> Any:
+        """Return the processes of a trial with these settings."""
+        task = Trial(self._payload, settings, is_plain=is_plain)
+        return TrialProcesses(self._server, task, self._modules, settings)
 
     @property
     def _left(self) -> float:
@@ -239,7 +255,7 @@ class Search:
         until = time.monotonic() + seconds
         try:
             with self._trial(candidate) as trial:
-                steps = trial.answers(max(seconds, 10.0))[0]["steps"]
+                steps = trial.answers(max(seconds, _FIRST, self._longest))[0]["steps"]
                 candidate.row.note = _without_effect(candidate.row.options, steps)
                 if not candidate.row.note:
                     self._take_turns(candidate, trial, until)
@@ -253,6 +269,7 @@ class Search:
             return seconds
 
         def take_own(count: int) -> float:
+            seconds: float
             with self._reference_fails():
                 seconds, self._own.row.memory = self._reference.take(count, max(self._left, 60.0))
             return seconds
@@ -272,12 +289,11 @@ class Search:
         self._own.seconds += candidate.reference
 
     @contextmanager
-    def _trial(self, candidate: Measured, **others: Any) -> Iterator[TrialProcesses]:
+    def _trial(self, candidate: Measured, **others: Any) -> Iterator[Any]:
         """Give the processes of a candidate, with more changes of its options."""
         try:
             settings = self._start.changed(**{**_NOT_IN_TRIALS, **candidate.row.options, **others})
-            task = Trial(self._payload, settings, is_plain=candidate.row.plain)
-            trial = TrialProcesses(self._server, task, self._modules, settings)
+            trial = self._begun(settings, is_plain=candidate.row.plain)
         except (NanoError, OSError) as error:
             raise TrialFailedError(str(error)) from error
         with closing(trial):
@@ -319,7 +335,7 @@ class Search:
     def _comparison(self, candidate: Measured) -> dict[str, Any]:
         try:
             with self._trial(candidate, verify=True, num_processes=None) as trial:
-                comparison: dict[str, Any] = trial.answers(max(self._left, 10.0))[0]["comparison"]
+                comparison: dict[str, Any] = trial.answers(max(self._left, _FIRST, self._longest))[0]["comparison"]
                 return comparison
         except TrialFailedError as error:
             return {"remark": _first_line(error)}
@@ -328,7 +344,7 @@ class Search:
 
     def _result(self, chosen: Measured) -> Tuning:
         options = self._start.changed(**chosen.row.options).options
-        before, after = self._task.written
+        before, after = self._written
         values, load = differing(options), statistics.fmean(self._loads or [0.0])
         own_seconds = statistics.median(self._own.seconds or [0.0])
         own_speed = 1 / (self._measured[1].speed or 1.0)

@@ -86,7 +86,7 @@ class TrialProcesses:
         for descriptor in self._requests:
             os.write(descriptor, f"{count}\n".encode())
         answers = self.answers(timeout)
-        slowest = max(_mean_without_pauses(answer["seconds"]) for answer in answers)
+        slowest = max(mean_without_pauses(answer["seconds"]) for answer in answers)
         return slowest / len(answers), sum(answer["peak"] for answer in answers)
 
     def answers(self, timeout: float) -> list[dict[str, Any]]:
@@ -153,12 +153,24 @@ class TrialProcesses:
 
 
 class Line:
-    """The side of a process of a trial: it waits until it is asked for steps, and answers."""
+    """The side of a process of a trial: it waits until it is asked for steps, and answers.
 
-    def __init__(self, slot: RankSlot) -> None:
+    Parameters
+    ----------
+    requests, answers : int
+        Descriptors of pipes.
+    """
+
+    def __init__(self, requests: int, answers: int) -> None:
+        self._requests, self._answers = requests, answers
+
+    @classmethod
+    def of(cls, slot: RankSlot) -> Line:
+        """Return that of a rank of `TrialProcesses`."""
         folder, rank = slot.ranks.folder, slot.ranks.rank
-        self._requests = os.open(f"{folder}/{_REQUESTS}-{rank}", os.O_RDONLY)
-        self._answers = os.open(f"{folder}/{_ANSWERS}-{rank}", os.O_WRONLY)
+        return cls(
+            os.open(f"{folder}/{_REQUESTS}-{rank}", os.O_RDONLY), os.open(f"{folder}/{_ANSWERS}-{rank}", os.O_WRONLY)
+        )
 
     def wait(self) -> int:
         """Return the number of steps that are asked for, when they are."""
@@ -191,7 +203,8 @@ def _slots(options: Options, machine: Machine, folder: Path) -> list[RankSlot]:
     return slots_of(machine, shares_of(options, machine, range(count)), folder, options.timeout)
 
 
-def _mean_without_pauses(seconds: list[float]) -> float:
+def mean_without_pauses(seconds: list[float]) -> float:
+    """Return the mean of the seconds of steps, without evaluations and checkpoints between them."""
     most = _BETWEEN_EPOCHS * statistics.median(seconds)
     return statistics.fmean(step for step in seconds if step <= most)
 

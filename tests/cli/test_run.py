@@ -21,7 +21,7 @@ from nano_loop.cpu.glibc import is_glibc
 NANO_LOOP = [sys.executable, "-m", "nano_loop", "run"]
 SWITCHES = (checks.boolean, checks.auto_or_boolean)
 LINE = (
-    "nano-loop: {} has trained nothing: what an optimizer of torch trains is accelerated, and it has made none. If it "
+    "nano-loop: {} has trained nothing: what it trains is accelerated, and it has run no backward. If it "
     "is not to be accelerated, pass --only-environment.\n"
 )
 SHOW = """
@@ -288,6 +288,33 @@ def test_script_without_a_line_is_accelerated_with_its_children(script):
     )
     code, out, err = ran("--num-processes", "2", "-m", "train", folder=path.parent)
     assert (code, out) == (0, plain)
+
+
+# `install` in a script, whose children train: joblib's do not execute the script.
+INSTALLED = (
+    WITHOUT_A_LINE.partition('if __name__ == "__main__":')[0]
+    + """
+import joblib, nano_loop
+
+if __name__ == "__main__":
+    nano_loop.install(precision="bf16", verbose=False, worker_init=int)
+    results = [joblib.Parallel(n_jobs=2)(joblib.delayed(fit)() for _ in range(2))[0]]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        results.append(pool.apply(fit))
+    nano_loop.uninstall()
+    print(results)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", [None, "0"])
+def test_children_of_a_process_that_installs_are_accelerated(script, variable):
+    path = script(INSTALLED)
+    code, out, err = ran(path, by=[sys.executable], **({"NANO_LOOP_INSTALL": variable} if variable else {}))
+    assert (code, err) == (0, "")
+    dtypes = [dtypes for _, dtypes in json.loads(out.replace("'", '"'))]
+    assert dtypes == [["torch.bfloat16" if variable is None else "torch.float32"]] * 2
 
 
 @pytest.mark.slow

@@ -111,6 +111,43 @@ def test_bad_input_is_one_line(tune, text, options, name, words):
     assert words in line
 
 
+WITHOUT_A_LINE = """
+import sys, torch
+
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print("begun", sys.argv[1:])
+for number in range(10_000_000):
+    if number == {fails_at}:
+        raise ValueError("of the script")
+    optimizer.zero_grad()
+    model(torch.rand(4, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_script_without_a_line_is_run_under_each_candidate(tune):
+    done = tune(WITHOUT_A_LINE.format(fails_at=-1), *FIXED, "--seconds=30", "--json")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert done.stderr == "begun ['a']\n"  # by the first process alone
+    plain, *others = content["rows"][1:]
+    assert plain["plain"]
+    assert all(row["milliseconds"] for row in [plain, content["rows"][0]])
+    assert any(row["options"].get("fused_optimizer") is False for row in others)
+    assert content["line"].startswith("nano_loop.install(")
+    assert "num_threads=1" in content["line"]
+
+
+@pytest.mark.slow
+def test_script_without_a_line_that_fails_in_a_trial_is_quoted(tune):
+    done = tune(WITHOUT_A_LINE.format(fails_at=1), *FIXED)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "ValueError: of the script" in line
+
+
 def test_script_that_fails_ends_as_under_python(tune):
     done = tune("import sys; sys.exit(7)")
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
