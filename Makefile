@@ -75,11 +75,16 @@ help:
 	@echo "make docs-results  write docs/results.md from the stored results of benchmarks"
 	@echo "make bench   time nano_loop beside what else there is; make bench ARGS='--quick'"
 	@echo "make wheel   write the sdist and the wheels, without and with kernels in C, to dist"
-	@echo "make clean   remove .venv, .venv-ipex, .venv-jax, .venv-bench, .venv-wheel, .venv-docs, builds and caches"
+	@echo "make clean   remove .venv and other .venv-*, builds and caches"
 	@echo "Each sets up .venv first, with python3 or with the Python you name: make test PYTHON=python3.12"
 
-demo: ready
-	@$(RUN) examples/demo.py $(ARGS)
+# An environment of its own, unless that of the tests is there: a third of the packages.
+DEMO_VENV := .venv-demo
+demo:
+	$(if $(MISSING),$(error $(MISSING)))
+	@if test "$$(cat $(READY) 2>/dev/null)" = "$(CURDIR)"; then python=$(RUN); else \
+	    $(MAKE) -s ready VENV=$(DEMO_VENV) REQUIREMENTS=requirements/demo.txt && python=$(DEMO_VENV)/bin/python; \
+	fi && $$python examples/demo.py $(ARGS)
 
 test: TESTS := -m "not slow" --ignore=$(BENCHMARKS) --ignore=$(CLUSTERS)
 test-benchmarks: TESTS := $(BENCHMARKS)
@@ -131,7 +136,7 @@ docs docs-serve:
 	@$(LOCK) $(MAKE) -s VENV=$(DOCS_VENV) REQUIREMENTS=requirements/docs.txt $(DOCS_VENV)/pins-$(VERSION)
 	@$(MKDOCS)
 docs: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet $(ARGS)
-docs-serve: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs serve $(ARGS)
+docs-serve: MKDOCS = $(DOCS_VENV)/bin/python -m mkdocs serve --livereload $(ARGS)
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 
 # The peers have an environment of their own, so that nothing of ours comes to rely on them.
@@ -179,5 +184,5 @@ $(READY): $(PINS) setup.cfg setup.py pyproject.toml nano_loop/version.py $(wildc
 	@printf '%s' "$(CURDIR)" > $@
 
 clean:
-	@rm -rf $(VENV) .venv-ipex .venv-jax $(BENCH_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(KERNELS)/prebuilt build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-ipex .venv-jax $(DEMO_VENV) $(BENCH_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(KERNELS)/prebuilt build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

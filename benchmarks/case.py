@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import systems
+from benchmarks.learning import curve
 from benchmarks.limits import matmul_gflops, step_flops
 from benchmarks.names import find
 from benchmarks.traffic import traffic
@@ -121,6 +122,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "between": between,
     "flops": flops,
     "matmul": matmul_gflops,
+    "learning": curve,
 }
 
 
