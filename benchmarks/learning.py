@@ -134,9 +134,9 @@ def _divided(inputs: Tensor, targets: Tensor) -> tuple[Dataset[Any], list[Tensor
 
 
 TASKS = {
-    "text": Task("character GPT,\nsource of the standard library", text, steps=120, batch_size=32, rate=1e-3),
+    "text": Task("character GPT,\nsource of the standard library", text, steps=90, batch_size=32, rate=1e-3),
     "digits": Task("convolutional network,\nscikit-learn's digits", digits, steps=180, batch_size=64, rate=1e-3),
-    "diabetes": Task("multilayer perceptron,\nscikit-learn's diabetes", diabetes, steps=600, batch_size=64, rate=2e-4),
+    "diabetes": Task("multilayer perceptron,\nscikit-learn's diabetes", diabetes, steps=600, batch_size=64, rate=1e-5),
 }
 _EVALUATIONS = 12
 
@@ -246,7 +246,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", type=names(TASKS), default=list(TASKS), metavar="TASKS", help="names between commas")
     add("--seeds", type=at_least_one, default=3, metavar="N", help="how many, from 0 on (default: 3)")
     add("--steps", type=at_least_one, metavar="N", help="steps of each run, in place of the task's own")
-    add("--limit", type=at_least_one, default=300, metavar="SECONDS", help="give a run up after (default: 300)")
+    add("--limit", type=at_least_one, default=600, metavar="SECONDS", help="give a run up after (default: 600)")
     add("--output", metavar="NAME", help="store the results in benchmarks/results/NAME.json")
     add("--picture", type=Path, metavar="FILE", help="draw the losses to FILE")
     add("--page", type=Path, metavar="FILE", help="write docs/learning.md to FILE")
@@ -255,7 +255,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(argv)
-    results = {**surroundings(), "learning": curves(options)}
+    results = {**surroundings(), "quick": options.steps is not None, "learning": curves(options)}
     print(ends(results["learning"]))
     if options.output:
         (ROOT / "benchmarks/results" / f"{options.output}.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -102,7 +102,8 @@ class Declarations:
         "that changes a bit is off, and any other value that does is an error.",
     )
     fused_optimizer: bool | Literal["auto"] = step(
-        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs.",
+        "Fused kernels of Adam, AdamW, SGD and Adagrad, guarded against a silent fault of theirs, and functions in C "
+        "for RMSprop, NAdam, RAdam, Adamax, Adadelta and Rprop.",
         changes_bits=True,
     )
     allocator: bool | Literal["auto"] = step("Freed memory that glibc keeps for the process.", changes_bits=False)
@@ -112,7 +113,8 @@ class Declarations:
     )
     fast_attention: bool | Literal["auto"] = step(
         "Attention in blocks by bf16 instructions, in reduced precision: several times as fast as torch's kernel. "
-        "Needs AVX-512; else by plain products, about twice as fast.",
+        "Needs AVX-512; else by plain products, about twice as fast. In fp32, in C where that is measured to be "
+        "faster.",
         changes_bits=True,
     )
     fast_activation: bool | Literal["auto"] = step(
@@ -147,6 +149,11 @@ class Declarations:
         "Cross-entropy over many classes in two passes over the logits: less time, and a third of the memory.",
         changes_bits=True,
     )
+    fast_embedding: bool | Literal["auto"] = step(
+        "Gradients of large embeddings by rows, in a tensor that stays, and steps of Adam, AdamW, SGD and Adagrad over "
+        "the rows that change. Needs torch 2.9 or later.",
+        changes_bits=True,
+    )
     fast_norm: bool | Literal["auto"] = step(
         "Batch, group and layer norms at twice the speed of torch's kernels in reduced precision, and in fp32 where "
         "that is faster, as of RMS norms. Needs torch 2.9 or later.",
@@ -157,7 +164,9 @@ class Declarations:
         "what `fast_*` replaces, from the third step on. The fastest ones are kept for later runs too.",
         changes_bits=True,
     )
-    fast_fetch: bool | Literal["auto"] = step("Whole batches out of a `TensorDataset` or a tensor.", changes_bits=False)
+    fast_fetch: bool | Literal["auto"] = step(
+        "Whole batches out of tensors and arrays in memory, in datasets of torch and of skorch.", changes_bits=False
+    )
     num_threads: int | None = option(
         None, checks.num_threads, "Compute threads of each process. `None`: one a physical core."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from nano_loop.errors import NanoWarning
 
 _PACKAGES = Path(str(torch.__file__)).parents[1]
 _PACKAGE = str(Path(__file__).parents[1])
+_STANDARD = sysconfig.get_path("stdlib")
+#: What nano_loop calls for itself.
+_CALLED = tuple(str(_PACKAGES / name) for name in ("numpy", "psutil", "cloudpickle"))
 _MODULES = str(_PACKAGES / "torch" / "nn" / "modules")
 _NOT_THE_USERS = (
     *(str(_PACKAGES / name) for name in ("torch", "lightning_fabric", "lightning_utilities")),
@@ -52,12 +56,20 @@ def users_traceback(traceback: TracebackType | None) -> TracebackType | None:
         entries.append(traceback)
         traceback = traceback.tb_next
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
-    last = max((place for place, file in enumerate(files) if is_users(file) or file.startswith(_MODULES)), default=-1)
+    last = max((place for place, file in enumerate(files) if _is_led_to(file)), default=-1)
     kept = None
     for place, entry in reversed([*enumerate(entries)]):
         if place > last or not _is_between(files, place):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept
+
+
+def _is_led_to(file: str) -> bool:
+    """Whether nano_loop calls code of a file for the user: it calls the standard library and others for itself."""
+    if file.startswith(_MODULES):
+        return True
+    of_library = file.startswith((_STANDARD, "<frozen")) and _PACKAGES.name not in Path(file).parts
+    return is_users(file) and not of_library and not file.startswith(_CALLED)
 
 
 def _is_between(files: Sequence[str], place: int) -> bool:

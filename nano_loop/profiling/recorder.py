@@ -38,7 +38,8 @@ from nano_loop.profiling.kinds import (
 )
 from nano_loop.profiling.machine_rates import memory_rate, product_rate
 from nano_loop.profiling.rates import moves_in, products_in, rate_of
-from nano_loop.runtime.run import active_options
+from nano_loop.runtime.objects.report import SetupReport
+from nano_loop.runtime.run import active_run
 
 _MARK = b"USDT:"  # of the lines that torch 2.13 writes when a profile begins and ends
 #: By the names that the profiler gives dtypes, and those of precisions.
@@ -171,16 +172,25 @@ class _Recorder:
 
     def _circumstances(self, events: list[Any]) -> Circumstances:
         """Return what the advice depends on, by the run that is under way and by what was computed."""
-        options, optimizer = active_options(), self._optimizer
+        run, optimizer = active_run(), self._optimizer
+        options, kernels = ({}, []) if run is None else (run.options.as_dict(), _optimizers_with_kernels(run.report))
+        name = type(optimizer).__name__
         products = [event for event in events if kind_of(event) == PRODUCTS]
         dtypes = {dtype for event in products for dtype in getattr(event, "input_dtypes", None) or ()}
         return Circumstances(
-            options={} if options is None else options.as_dict(),
-            is_reduced=not dtypes.isdisjoint(_REDUCED) or (options is not None and options.precision not in _FULL),
+            options=options,
+            is_reduced=not dtypes.isdisjoint(_REDUCED) or options.get("precision", _FULL[0]) not in _FULL,
             has_convolutions=any("conv" in event.name for event in products),
-            optimizer=type(optimizer).__name__,
-            is_fused=optimizer is not None and any(group.get("fused") for group in optimizer.param_groups),
+            optimizer=name,
+            is_fused=name in kernels or any(group.get("fused") for group in getattr(optimizer, "param_groups", ())),
         )
+
+
+def _optimizers_with_kernels(report: SetupReport | None) -> list[str]:
+    """Return the names of the optimizers that the report says to step by fused kernels, or by functions in C."""
+    results = [] if report is None else report.results
+    details = [result.detail for result in results if (result.name, result.status) == ("fused_optimizer", "applied")]
+    return [name for detail in details for name in detail.partition(";")[0].split(", ")]
 
 
 def _marked(event: str) -> Any:

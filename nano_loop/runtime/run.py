@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from nano_loop.config.options import Options
 from nano_loop.distributed.comm.rank_slot import RankSlot
 from nano_loop.distributed.comm.ranks import Loop, Ranks
 from nano_loop.distributed.launch.active_runs import RunScope
@@ -38,12 +37,12 @@ from nano_loop.runtime.settings import Settings
 from nano_loop.runtime.stepped_optimizers import SteppedOptimizers
 from nano_loop.steps import STEPS, Step, StepContext
 
-#: The options of the runs that are under way, the innermost last.
-_active: list[Options] = process_wide("options of runs", [])
+#: The runs that are under way, the innermost last.
+_active: list[Run] = process_wide("runs", [])
 
 
-def active_options() -> Options | None:
-    """Return the options of the run that was begun last, of those that are under way; None outside of all runs."""
+def active_run() -> Run | None:
+    """Return the run that was begun last, of those that are under way; None outside of all runs."""
     return _active[-1] if _active else None
 
 
@@ -169,8 +168,8 @@ class Run:
     def _enter(self, ending: ExitStack) -> None:
         slot = self._slot = ending.enter_context(self._joined)
         ending.callback(self._leave)
-        _active.append(self.options)
-        ending.callback(_active.remove, self.options)
+        _active.append(self)
+        ending.callback(_active.remove, self)
         accelerated = partial(accelerated_copy, Settings(self.options, slot.machine))
         context = StepContext(self.options, slot.machine, self._interceptors, slot.ranks, accelerated)
         self._steps = [step(context) for step in self._kinds]

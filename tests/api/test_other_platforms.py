@@ -7,14 +7,23 @@ import sys
 import pytest
 
 PROGRAM = """
-import os, platform, sys
+import os, platform, sys, sysconfig
 import psutil, torch
+import torch._dynamo  # which each optimizer imports
 from torch import nn
+
+sysconfig.get_config_vars()
 
 # The hook for what files there are comes after the imports of what needs them on this platform.
 def refuse(event, arguments):
-    if event in ("open", "os.listdir", "os.scandir") and str(arguments[0]).startswith(("/proc", "/sys")):
+    if event in ("open", "os.listdir", "os.scandir", "os.stat") and str(arguments[0]).startswith(("/proc", "/sys")):
         raise FileNotFoundError(2, "No such file or directory", arguments[0])
+
+def stat(path, *args, original=os.stat, **kwargs):  # which is not audited
+    refuse("os.stat", [path])
+    return original(path, *args, **kwargs)
+
+os.stat = stat
 
 sys.platform = "darwin"
 platform.system, platform.machine, platform.libc_ver = lambda: "Darwin", lambda: "arm64", lambda *_: ("", "")

@@ -593,11 +593,11 @@ def test_variables_that_the_loop_sets_stay(monkeypatch):
 
 
 def test_failed_setup_is_undone_and_the_loop_may_go_on(job):
-    rms = torch.optim.RMSprop(job[0].parameters())
+    asgd = torch.optim.ASGD(job[0].parameters())
 
     def train(self):
         with pytest.raises(NanoConfigError, match="fused_optimizer=True"):
-            self.setup(job[0], rms)
+            self.setup(job[0], asgd)
         self.setup(*job)
         return is_fused(job[1])
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import inspect
+import pathlib
 import traceback
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -75,6 +77,9 @@ LINEAR = str(Path(torch.__file__).parent / "nn/modules/linear.py")
         (["user.py", contextlib.__file__, "model.py"], ["user.py", contextlib.__file__, "model.py"]),
         (["user.py", OURS, OURS], ["user.py", OURS, OURS]),  # an error of nano_loop's
         (["user.py", OURS, LINEAR, OURS, TORCH], ["user.py", LINEAR, OURS, TORCH]),  # in a kernel of it
+        (["user.py", OURS, pathlib.__file__], ["user.py", OURS, pathlib.__file__]),
+        (["user.py", OURS, numpy.__file__], ["user.py", OURS, numpy.__file__]),
+        (["user.py", OURS, "model.py", pathlib.__file__], ["user.py", "model.py", pathlib.__file__]),
     ],
 )
 def test_traceback_leads_through_the_user_s_code_and_to_where_it_was_raised(files, kept):

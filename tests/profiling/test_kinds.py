@@ -65,6 +65,8 @@ ON = {"channels_last": True, "compile": True, "fast_attention": "auto", "gradien
         (kinds.ELEMENTWISE, Circumstances(ON), None),
         (kinds.OPTIMIZER, Circumstances(optimizer="AdamW", is_fused=True), ("step less often",)),
         (kinds.OPTIMIZER, Circumstances(optimizer="AdamW"), ("fused_optimizer", "fused=True")),
+        (kinds.OPTIMIZER, Circumstances(optimizer="RMSprop"), ("fused_optimizer",)),
+        (kinds.OPTIMIZER, Circumstances(optimizer="RMSprop", is_fused=True), ("step less often",)),
         (kinds.OPTIMIZER, Circumstances(optimizer="Lion"), ("use Adam, AdamW, SGD or Adagrad",)),
         (kinds.AVERAGING, Circumstances(), ("gradient_compression",)),
         (kinds.AVERAGING, Circumstances(ON), ("larger batches",)),

@@ -500,7 +500,7 @@ def test_option_that_cannot_be_applied_is_an_error_where_it_is_met(install):
     install(fused_optimizer=True)
     net = Net()
     with pytest.raises(NanoConfigError, match="fused_optimizer=True"):
-        fit(net, torch.optim.Rprop(net.parameters()))
+        fit(net, torch.optim.ASGD(net.parameters()))
 
 
 # --- accelerated, with objects of its body ---
