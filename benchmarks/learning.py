@@ -136,7 +136,7 @@ def _divided(inputs: Tensor, targets: Tensor) -> tuple[Dataset[Any], list[Tensor
 TASKS = {
     "text": Task("character GPT,\nsource of the standard library", text, steps=90, batch_size=32, rate=1e-3),
     "digits": Task("convolutional network,\nscikit-learn's digits", digits, steps=180, batch_size=64, rate=1e-3),
-    "diabetes": Task("multilayer perceptron,\nscikit-learn's diabetes", diabetes, steps=600, batch_size=64, rate=2e-4),
+    "diabetes": Task("multilayer perceptron,\nscikit-learn's diabetes", diabetes, steps=600, batch_size=64, rate=1e-5),
 }
 _EVALUATIONS = 12
 
@@ -255,7 +255,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(argv)
-    results = {**surroundings(), "learning": curves(options)}
+    results = {**surroundings(), "quick": options.steps is not None, "learning": curves(options)}
     print(ends(results["learning"]))
     if options.output:
         (ROOT / "benchmarks/results" / f"{options.output}.json").write_text(json.dumps(results, indent=1) + "\n")

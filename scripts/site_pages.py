@@ -55,6 +55,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         file = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
         found = _PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
+        text = _LINK.sub(linked, text)  # it may be a picture
         if found is None or found not in files.src_uris:
             return text  # a file of the repository that is no page
         return f"{mark}[{text}]({posixpath.relpath(found, posixpath.dirname(source) or '.')}{hash_sign}{anchor})"

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from libraries.noted_kernels import noted_kernels
 from torch import nn
+
+from libraries.noted_kernels import noted_kernels
 
 fastai = pytest.importorskip("fastai.optimizer")
 

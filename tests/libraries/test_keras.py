@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+
 from libraries.noted_kernels import noted_kernels
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
