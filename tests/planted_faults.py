@@ -170,6 +170,12 @@ FAULTS = (
         "tests/kernels/test_activations.py",
     ),
     Fault(
+        "kernels/csrc/chain.c",
+        "squares / (number - 1.0f) * momentum",
+        "squares / number * momentum",
+        "tests/kernels/test_chain.py",
+    ),
+    Fault(
         "kernels/csrc/cross_entropy.c",
         "if (smoothing) losses[i] +=",
         "if (smoothing) losses[i] -=",
@@ -260,6 +266,12 @@ FAULTS = (
         "tests/runtime/test_run_life.py tests/api/test_verification.py tests/steps/test_verify.py",
     ),
     Fault("steps/allocator.py", "        _set(_LEFT)\n", "        _set(SETTINGS)\n", "tests/steps/test_allocator.py"),
+    Fault(
+        "steps/fast_chains.py",
+        "        if not all(map(calls_only_forward, self._called)):\n            return False\n",
+        "",
+        "tests/steps/test_fast_chains.py",
+    ),
     Fault(
         "steps/fast_fetch.py",
         "            positions = [dataset.indices[position] for position in positions]\n",

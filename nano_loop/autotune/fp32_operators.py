@@ -14,6 +14,7 @@ from nano_loop.autotune.tuned_operator import TunedOperator
 from nano_loop.autotune.tuner import Algorithm, Race
 from nano_loop.kernels import fp32
 from nano_loop.kernels.activation import activations
+from nano_loop.kernels.linear import chain
 from nano_loop.kernels.loss import cross_entropy
 from nano_loop.kernels.memory import UnsupportedTensorError
 from nano_loop.kernels.norm import norms
@@ -59,7 +60,10 @@ def _fp32_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]
 
         return with_gradient if call.is_differentiated else without_gradients(arguments, {name: computed})[name]
 
-    race = {name: of(name) for name in algorithms}
+    return _race_in_fp32({name: of(name) for name in algorithms})
+
+
+def _race_in_fp32(race: Mapping[str, Algorithm]) -> Race:
     return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True, overhead=_OVERHEAD)
 
 
@@ -101,10 +105,43 @@ def _layers_race(call: rnn.Arguments, algorithms: Mapping[str, Callable[..., Any
     return Race(race, fp32.TORCH, None, bound=_IN_FP32, torchs_is_beaten=True)
 
 
+# --- chains of linear layers ---
+
+
+def _chain_key(call: fp32.Arguments) -> str:
+    layers, x, *_ = call.arguments
+    return joined("fp32 chain", layers, bucket(x.numel() // x.size(-1)), "trained" * call.is_differentiated)
+
+
+def _chain_race(call: fp32.Arguments, algorithms: Mapping[str, Callable[..., Any]]) -> Race | None:
+    """Return the race without dropouts, which draw from the generator."""
+    layers, *tensors = call.arguments
+    if most_elements(tensors) > MOST_ELEMENTS:
+        return None
+
+    def of(name: str) -> Algorithm:
+        def algorithm() -> Sequence[Tensor]:
+            x, *parameters = (leaf_of(tensor, torch.float32) for tensor in tensors)
+
+            def output() -> Tensor:
+                computed: Tensor = algorithms[name](x, parameters)
+                return computed
+
+            if not call.is_differentiated:
+                with torch.no_grad():
+                    return [output()]
+            return with_gradients(output, parameters, gradient_of_shape(*x.shape[:-1], layers.outputs))
+
+        return algorithm
+
+    return _race_in_fp32({name: of(name) for name in algorithms})
+
+
 FP32_OPERATORS = (
     *(
         TunedOperator(fp32.rule_of(kernel), _fp32_key, _fp32_race, has_gradients=True)
         for kernel in (activations.KERNEL, cross_entropy.KERNEL, norms.KERNEL)
     ),
     TunedOperator(rnn.ALGORITHM, _layers_key, _layers_race),
+    TunedOperator(chain.RULE, _chain_key, _chain_race),
 )

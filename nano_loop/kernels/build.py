@@ -48,8 +48,9 @@ _numbers = itertools.count()
 #: Maximum number of bytes that a call takes for what it packs and sums up, in all threads together.
 SCRATCH_BOUND = 256 * 2**20
 
-#: What a C function takes: a tensor for a pointer to its elements, None for NULL, int for int64_t, float for double.
-Argument = Tensor | ctypes.Structure | int | float | None
+#: What a C function takes: a tensor for a pointer to its elements, None for NULL, int for int64_t, float for double, and
+#: bytes for a pointer to a structure.
+Argument = Tensor | ctypes.Structure | bytes | int | float | None
 
 
 class CompiledKernel:
@@ -136,6 +137,8 @@ def _as_c(argument: Argument) -> object:
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, ctypes.Structure):
         return ctypes.byref(argument)
+    if isinstance(argument, bytes):
+        return ctypes.c_char_p(argument)
     return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
 
 
